@@ -1,0 +1,1 @@
+"""What two rooms or more need: one noun a file."""

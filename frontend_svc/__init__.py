@@ -1,0 +1,1 @@
+"""The gateway: OpenAI HTTP in front, token streams behind."""

@@ -1,0 +1,1 @@
+"""The gateway's pure logic: no I/O, no clock, no randomness."""

@@ -1,0 +1,1 @@
+"""Knows which worker holds which KV blocks."""

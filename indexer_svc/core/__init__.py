@@ -1,0 +1,1 @@
+"""The indexer's pure logic: no I/O, no clock, no randomness."""

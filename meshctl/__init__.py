@@ -1,0 +1,1 @@
+"""The command line: starts, shows and asks the mesh."""

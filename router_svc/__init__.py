@@ -1,0 +1,1 @@
+"""Decides which worker serves a request; never forwards it."""

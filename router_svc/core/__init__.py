@@ -1,0 +1,1 @@
+"""The router's pure logic: no I/O, no clock, no randomness."""

@@ -1,0 +1,1 @@
+"""Wraps an inference engine as a mesh worker."""

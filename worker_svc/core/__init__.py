@@ -1,0 +1,1 @@
+"""The worker's pure logic: no I/O, no clock, no randomness."""
