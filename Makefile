@@ -2,27 +2,67 @@ PY ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 export PYTHONPATH := $(CURDIR)/protos:$(CURDIR)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes
+LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links pyproject.toml
+PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
+SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
+TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
+.PHONY: help run test setup lint fmt types proto rows bench-gateway lock clean
+
 help: ## List the targets
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, 2 sim workers), show one answer
+	@$(BIN)/python -m meshctl up --sample $(ARGS)
+
+test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
+	$(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+
+setup: $(VENV)/.dev ## Install everything for development into .venv
+
+lint: $(VENV)/.dev ## Style, import rules, proto lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/buf lint protos
+
+types: $(VENV)/.dev ## mypy, strict
+	$(BIN)/mypy
+
+fmt: $(VENV)/.dev ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto files
+	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --mypy_out=. $(PROTOS)
+	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
+
+rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --rows=docs/mission-rows.md -m row --no-header -o console_output_style=none
+
+bench-gateway: $(VENV)/.dev ## Token path figures on this machine; the last line is JSON
+	$(BIN)/python -m bench.gateway $(ARGS)
+
+lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
+	$(LOCK) -o requirements/runtime.txt
+	$(LOCK) --extra dev -c requirements/runtime.txt -o requirements/dev.txt
+
+clean: ## Remove what was built and the state of past runs
+	rm -rf $(VENV) .run .mypy_cache .ruff_cache .pytest_cache .hypothesis bench/bin bench/out
 
 $(BIN)/python:
 	@command -v $(PY) >/dev/null || { echo "KVMesh needs Python 3.11 or newer as '$(PY)'; name another with: make PY=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PY) -m venv $(VENV)
 
 $(VENV)/.runtime: requirements/runtime.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/runtime.txt
+	@echo "installing what KVMesh needs into $(VENV) ..."
+	@$(PIP) -r requirements/runtime.txt
 	@touch $@
 
 $(VENV)/.dev: requirements/dev.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q --disable-pip-version-check --require-hashes -r requirements/dev.txt
+	@echo "installing what KVMesh and its tests need into $(VENV) ..."
+	@$(PIP) -r requirements/dev.txt
 	@touch $@ $(VENV)/.runtime
-
-setup: $(VENV)/.dev ## Install everything for development into .venv
-
-lock: $(VENV)/.dev ## Re-compile the pinned requirements from pyproject.toml
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links pyproject.toml -o requirements/runtime.txt
-	$(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-annotate --no-header --no-emit-index-url --no-emit-find-links --extra dev -c requirements/runtime.txt pyproject.toml -o requirements/dev.txt
-
-.PHONY: help setup lock

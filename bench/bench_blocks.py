@@ -1,0 +1,145 @@
+"""Measure block hashing; print one JSON line.
+
+    PYTHONPATH=protos:. python bench/bench_blocks.py [--block-size 16] [--repeats 15]
+
+Each figure is in microseconds a call: the median of `--repeats` samples, a sample being as many
+calls as fill 20 ms. The prefix hash is timed by form of input (array, wire bytes, list of ints)
+and output (array, list of ints), beside the XXH3 loop over the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from common.blocks import (
+    DEFAULT_BLOCK_SIZE,
+    SCHEME_ID,
+    ChainState,
+    PrefixHasher,
+    compute_block_hash_for_seq,
+    compute_seq_hashes,
+)
+
+PROMPT_TOKENS = (8_192, 131_072)
+VOCABULARY = 150_000
+SAMPLE_S = 0.02
+
+
+def main() -> None:
+    """Parse the settings, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE)
+    parser.add_argument("--repeats", type=int, default=15)
+    settings = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    prompts = {
+        str(tokens): prompt_figures(tokens, settings.block_size, settings.repeats)
+        for tokens in PROMPT_TOKENS
+    }
+    report = {
+        "bench": "blocks",
+        "commit": commit(),
+        "machine": machine() | {"load_1m_before": load_before},
+        "settings": {
+            "scheme": SCHEME_ID,
+            "block_size": settings.block_size,
+            "repeats": settings.repeats,
+            "sample_s": SAMPLE_S,
+        },
+        "unit": "us per call, median",
+        "prompt_tokens": prompts,
+        "single": single_figures(settings.block_size, settings.repeats),
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, float]:
+    """Time every way of hashing a random prompt of `tokens` token ids."""
+    array = np.random.default_rng(1).integers(0, VOCABULARY, tokens, dtype=np.uint32)
+    wire, ints = array.astype("<u4").tobytes(), array.tolist()
+    hasher = new_hasher(block_size)
+    ways: dict[str, Callable[[], object]] = {
+        "prefix_from_array": lambda: hasher.prefix_hashes(array),
+        "prefix_from_bytes": lambda: hasher.prefix_hashes(wire),
+        "prefix_from_list": lambda: hasher.prefix_hashes(ints),
+        "prefix_from_array_to_ints": lambda: hasher.prefix_hashes(array).tolist(),
+        "xxh3_local": lambda: compute_block_hash_for_seq(wire, block_size),
+        "xxh3_local_and_sequence": lambda: compute_seq_hashes(
+            compute_block_hash_for_seq(wire, block_size)
+        ),
+    }
+    return {name: median_us(way, repeats) for name, way in ways.items()}
+
+
+def single_figures(block_size: int, repeats: int) -> dict[str, float]:
+    """Time what happens once a decoded block, and once a new (model, adapter, salt)."""
+    hasher, block = new_hasher(block_size), np.arange(block_size, dtype=np.uint32)
+    state = ChainState(position=511, total=12_345)
+    return {
+        "extend_by_one_block": median_us(lambda: hasher.extend(state, block), repeats),
+        "new_hasher": median_us(lambda: new_hasher(block_size), repeats),
+        "new_hasher_and_one_block": median_us(
+            lambda: new_hasher(block_size).prefix_hashes(block), repeats
+        ),
+    }
+
+
+def new_hasher(block_size: int) -> PrefixHasher:
+    """Return the hasher that all figures use."""
+    return PrefixHasher(mesh_key=b"bench", model="bench-model", block_size=block_size)
+
+
+def median_us(call: Callable[[], object], repeats: int) -> float:
+    """Return the median microseconds of one call."""
+    timer = timeit.Timer(call)
+    calls = max(1, int(SAMPLE_S / max(timer.timeit(3) / 3, 1e-7)))
+    return round(statistics.median(timer.repeat(repeats, calls)) / calls * 1e6, 2)
+
+
+def machine() -> dict[str, object]:
+    """Return what the figures depend on beside the code."""
+    return {
+        "cpu": cpu_model(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def cpu_model() -> str:
+    """Return the processor's name; its architecture where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.machine()
+    lines = info.read_text().splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
+
+
+def commit() -> str:
+    """Return the commit measured, with "-dirty" when any file, new ones too, differs from it."""
+    changed = "-dirty" if git("status", "--porcelain") else ""
+    return git("rev-parse", "--short=12", "HEAD") + changed
+
+
+def git(*arguments: str) -> str:
+    """Return what a git command says about the tree this file is in."""
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Nanoseconds a content chunk, each the best of several rounds, as one JSON object.
+
+Run: PYTHONPATH=protos:. python bench/bench_sse.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import timeit
+from collections.abc import Callable
+
+import orjson
+
+from frontend_svc.core.openai import parse_chat
+from frontend_svc.core.sse import ChunkWriter, Kind, escaped
+from frontend_svc.metrics import DeploymentState, Endpoint
+
+CALLS = 100_000
+ROUNDS = 7
+TOKEN = " token"
+
+
+def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
+    return round(min(timeit.repeat(call, number=calls, repeat=ROUNDS)) / calls * 1e9, 1)
+
+
+def whole_dump(answer_id: str) -> bytes:
+    """What a chunk costs when it is serialised anew each time."""
+    choice = {
+        "index": 0,
+        "delta": {"content": TOKEN},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    chunk = {
+        "id": answer_id,
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "a-model",
+        "system_fingerprint": None,
+        "choices": [choice],
+    }
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+def main() -> None:
+    answer_id = "chatcmpl-0123456789abcdef0123456789abcdef"
+    writer = ChunkWriter(Kind.CHAT, answer_id, "a-model", 1_700_000_000)
+    ready = escaped(TOKEN)
+    content, content_escaped = writer.content, writer.content_escaped
+    meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
+    messages = [{"role": "user", "content": "some words " * 20}] * 10
+    body = orjson.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 100})
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    result = {
+        "commit": commit.stdout.strip() or None,
+        "python": platform.python_version(),
+        "load_1m": round(os.getloadavg()[0], 2),
+        "content_ns": best_ns(lambda: content(TOKEN)),
+        "content_escaped_ns": best_ns(lambda: content_escaped(ready)),
+        "whole_dump_ns": best_ns(lambda: whole_dump(answer_id)),
+        "empty_call_ns": best_ns(lambda: None),
+        "meter_tokens_ns": best_ns(lambda: meter.tokens(1, 1.0)),
+        "writer_ns": best_ns(lambda: ChunkWriter(Kind.CHAT, answer_id, "m", 1), CALLS // 10),
+        "parse_chat_10_messages_ns": best_ns(lambda: parse_chat(body), CALLS // 50),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Measure the frontend's text path on the sim model; print one JSON line.
+
+    PYTHONPATH=protos:. python bench/bench_text.py [--repeats 9]
+
+Each figure is the best of `--repeats` passes over the corpus of the sim model: nanoseconds a token
+for detokenising (by tokens per call) and for stop strings, microseconds for rendering a chat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from frontend_svc.core.detokenize import Detokenizer, StreamDetokenizer, Vocabulary
+from frontend_svc.core.prompt import ChatTemplate
+from frontend_svc.core.stop import StopMachine
+
+MODEL_DIR = Path(__file__).parent.parent / "worker_svc" / "sim_model"
+TOKENS_PER_CALL = (1, 4, 16, 256)
+STOPS: dict[str, list[str]] = {
+    "none": [],
+    "one": ["\n\nUser:"],
+    "four": ["</s>", "###", "\n\n", "<|end|>"],
+}
+TURNS = 16
+
+
+def main() -> None:
+    """Parse the settings, measure, print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=9)
+    repeats: int = parser.parse_args().repeats
+    load_before = os.getloadavg()[0]
+    tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    lines = (MODEL_DIR / "corpus.txt").read_text("utf-8").splitlines(keepends=True)
+    ascii_ids = tokenizer.encode("".join(line for line in lines if line.isascii())).ids
+    other_ids = tokenizer.encode("".join(line for line in lines if not line.isascii())).ids
+    report = {
+        "bench": "text",
+        "commit": commit(),
+        "machine": {
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+            "load_1m_before": load_before,
+        },
+        "settings": {"repeats": repeats, "vocabulary": tokenizer.get_vocab_size()},
+        "detokenize_ns_per_token": {
+            "ascii": detokenize_figures(ascii_ids, repeats),
+            "other_scripts": detokenize_figures(other_ids, repeats),
+            "through_the_tokenizer": best(
+                lambda: StreamDetokenizer(tokenizer).feed(ascii_ids), len(ascii_ids), repeats
+            ),
+            "decode_stream": best(
+                lambda: decode_stream(tokenizer, ascii_ids), len(ascii_ids), repeats
+            ),
+        },
+        "stop_ns_per_token": stop_figures(ascii_ids, repeats),
+        "render_us": {str(turns): render_us(turns, repeats) for turns in (1, TURNS)},
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def best(work: Callable[[], object], count: int, repeats: int) -> float:
+    """Nanoseconds per item of the fastest pass of `work` over `count` items."""
+    fastest = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter_ns()
+        work()
+        fastest = min(fastest, time.perf_counter_ns() - start)
+    return round(fastest / count, 1)
+
+
+def detokenize_figures(ids: Sequence[int], repeats: int) -> dict[str, float]:
+    vocabulary = Vocabulary.from_tokenizer_json((MODEL_DIR / "tokenizer.json").read_bytes())
+
+    def feed_all(chunks: list[Sequence[int]]) -> None:
+        feed = Detokenizer(vocabulary).feed
+        for chunk in chunks:
+            feed(chunk)
+
+    def in_calls_of(size: int) -> float:
+        chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
+        return best(lambda: feed_all(chunks), len(ids), repeats)
+
+    return {str(size): in_calls_of(size) for size in TOKENS_PER_CALL}
+
+
+def decode_stream(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
+    stream = DecodeStream(skip_special_tokens=True)
+    for token_id in ids:
+        stream.step(tokenizer, token_id)
+
+
+def stop_figures(ids: Sequence[int], repeats: int) -> dict[str, float]:
+    vocabulary = Vocabulary.from_tokenizer_json((MODEL_DIR / "tokenizer.json").read_bytes())
+    pieces = [piece for piece in Detokenizer(vocabulary).feed(ids) if "\n" not in piece]
+
+    def feed_all(stops: list[str]) -> None:
+        feed = StopMachine(stops).feed
+        for piece in pieces:
+            feed(piece)
+
+    return {
+        name: best(partial(feed_all, stops), len(pieces), repeats) for name, stops in STOPS.items()
+    }
+
+
+def render_us(turns: int, repeats: int) -> float:
+    config = json.loads((MODEL_DIR / "tokenizer_config.json").read_text("utf-8"))
+    template = ChatTemplate(config["chat_template"], bos_token=None, eos_token=config["eos_token"])
+    messages = [{"role": "user", "content": "What is the time? " * 20} for _ in range(turns)]
+    now = datetime(2025, 1, 1, tzinfo=UTC)
+    return round(best(lambda: template.render(messages, now=now), 1, repeats * 10) / 1000, 1)
+
+
+def commit() -> str:
+    """The commit that is measured, "-dirty" when any file, new ones too, differs from it."""
+    changed = "-dirty" if git("status", "--porcelain") else ""
+    return git("rev-parse", "--short=12", "HEAD") + changed
+
+
+def git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=MODEL_DIR, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

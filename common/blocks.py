@@ -1,0 +1,429 @@
+"""Block identity: token ids to the 64-bit hashes that name what a KV cache holds. Pure.
+
+A block is `block_size` consecutive token ids; only full blocks have a hash, a partial tail has
+none. Two families live here:
+
+- The **prefix hash** of the mesh (`PrefixHasher`): one uint64 names a whole prefix up to and
+  including its last block. It is computed for a prompt in a few vectorised passes and is the only
+  hash on the hot path. It is a hint: a collision costs a wrong placement, never a wrong answer.
+- The **XXH3 hashes** (`compute_block_hash_for_seq`, `compute_seq_hashes`): what other routers and
+  their recordings use. They exist for compatibility and query by hash.
+
+The prefix hash, scheme 1. All arithmetic is modulo 2^64; i is a block's position in the prompt,
+t[i, j] its token ids, mix(x) the 64-bit finaliser of SplitMix64 (Stafford's variant 13):
+
+    digest[i] = sum over j of m[j] * t[i, j]            m[j] odd
+    total[i]  = total[i - 1] + mix(digest[i] + k[i])    total[-1] = 0
+    hash[i]   = mix(total[i])
+
+The position key k[i] must enter before the mix: without it a chain is a sum over a multiset, and
+any reordering of blocks (Thue-Morse words among them) or a run of token id 0 collides.
+
+m and k come from two seeds, the little-endian halves of a 16-byte BLAKE2b digest over scheme id,
+block size, model, LoRA name and cache salt, under the key BLAKE2b-512(mesh_key):
+k[i] = mix(seed + (i + 1) * 0x9E3779B97F4A7C15), and m likewise with its low bit set. For random m,
+two blocks have equal digests with a chance of at most 2^-(63 - v), where 2^v is the largest power
+of two that divides every difference of their ids (v < 32, and < 18 for vocabularies of today).
+Without a secret mesh_key nothing resists a client who looks for collisions on purpose.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NewType, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+SCHEME_ID: Final = 1
+"""Names the prefix hash described above; any change of its results needs another id."""
+
+DEFAULT_BLOCK_SIZE: Final = 16
+"""Tokens a routing block, unless a model's card says otherwise."""
+
+BLOCK_SIZE_MAX: Final = 65_536
+"""Largest block the prefix hash accepts: it bounds the multipliers a hasher keeps (512 KiB)."""
+
+POSITION_MAX: Final = 2**48
+"""Largest position of a chain state: far beyond any prompt, and safe in 64-bit arithmetic."""
+
+POSITION_KEYS_KEPT: Final = 65_536
+"""Position keys a hasher keeps at most (512 KiB); keys past them are computed anew each time."""
+
+LocalBlockHash = NewType("LocalBlockHash", int)
+"""XXH3-64 of one block's content, whatever stands before the block; 0 <= value < 2^64."""
+
+SequenceHash = NewType("SequenceHash", int)
+"""XXH3-64 of a block and all blocks before it; 0 <= value < 2^64."""
+
+TokenIds: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequence[int]
+"""Token ids, 0 <= id < 2^32: raw little-endian u32, an integer array (1-D), or a sequence."""
+
+_U64_MAX: Final = 2**64 - 1
+_GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
+_XXH3_SEED: Final = 1337
+_KEYS_AT_FIRST: Final = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ChainState:
+    """Where a chain of prefix hashes stands: `total` is the running sum after `position` blocks.
+
+    `ChainState(0, 0)` is the root. Raises ValueError unless 0 <= position <= POSITION_MAX and
+    0 <= total < 2^64.
+    """
+
+    position: int
+    total: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.position <= POSITION_MAX:
+            raise ValueError(f"position: {self.position} is not in 0..{POSITION_MAX}")
+        _check_u64("total", self.total)
+
+
+class PrefixHasher:
+    """Prefix hashes (scheme 1) of one model, block size, LoRA adapter and cache salt.
+
+    Deterministic: equal arguments give equal hashes in every process. Hashers that differ in any
+    argument give unrelated hashes. Safe to share between threads.
+
+    Raises ValueError when block_size is not in 1..BLOCK_SIZE_MAX.
+    """
+
+    __slots__ = ("_block_size", "_multipliers", "_position_keys", "_position_seed")
+
+    def __init__(
+        self,
+        *,
+        mesh_key: bytes,
+        model: str,
+        block_size: int,
+        lora_name: str = "",
+        cache_salt: str = "",
+    ) -> None:
+        if not 1 <= block_size <= BLOCK_SIZE_MAX:
+            raise ValueError(f"block_size: {block_size} is not in 1..{BLOCK_SIZE_MAX}")
+        multiplier_seed, position_seed = _seeds(
+            mesh_key, block_size, (model, lora_name, cache_salt)
+        )
+        self._block_size = block_size
+        self._multipliers = _expand(multiplier_seed, 0, block_size) | 1
+        self._position_seed = position_seed
+        self._position_keys = np.empty(0, dtype=np.uint64)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._block_size
+
+    def prefix_hashes(self, token_ids: TokenIds) -> NDArray[np.uint64]:
+        """Return one hash for each full block of a whole prompt, shape (len // block_size,).
+
+        Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
+        bytes whose length is no multiple of 4.
+        """
+        return _mix_in_place(self._running_sums(ChainState(0, 0), token_ids))
+
+    def extend(
+        self, state: ChainState, token_ids: TokenIds
+    ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Continue a chain: hashes and running sums of the full blocks that follow `state`.
+
+        Both have shape (len // block_size,). After n of these blocks the chain stands at
+        ChainState(state.position + n, int(sums[n - 1])). Errors as in `prefix_hashes`.
+        """
+        sums = self._running_sums(state, token_ids)
+        return _mix_in_place(sums.copy()), sums
+
+    def _running_sums(self, state: ChainState, token_ids: TokenIds) -> NDArray[np.uint64]:
+        ids = _as_u32(token_ids, "token_ids")
+        count = len(ids) // self._block_size
+        if count == 0:
+            return np.empty(0, dtype=np.uint64)
+        blocks = ids[: count * self._block_size].reshape(count, self._block_size)
+        # vecdot widens the ids in cache-sized pieces: no 64-bit copy of the prompt is made.
+        terms: NDArray[np.uint64] = np.vecdot(blocks, self._multipliers)
+        terms += self._keys(state.position, state.position + count)
+        _mix_in_place(terms)
+        # A slice, for numpy warns when a scalar wraps and stays silent when an array does.
+        terms[:1] += np.uint64(state.total)
+        return np.add.accumulate(terms, out=terms)
+
+    def _keys(self, start: int, stop: int) -> NDArray[np.uint64]:
+        """Return the keys of positions start..stop-1, from the kept ones where they reach."""
+        if stop > POSITION_KEYS_KEPT:
+            return _expand(self._position_seed, start, stop)
+        kept = self._position_keys
+        if stop > len(kept):
+            size = min(max(stop, 2 * len(kept), _KEYS_AT_FIRST), POSITION_KEYS_KEPT)
+            # Replaced whole, so that another thread sees either the old or the new array.
+            self._position_keys = kept = _expand(self._position_seed, 0, size)
+        return kept[start:stop]
+
+
+def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
+    """Return the hashes as they travel: 8 bytes each, little endian.
+
+    Raises ValueError when `hashes` is not a one-dimensional array of uint64.
+    """
+    if hashes.dtype != np.uint64 or hashes.ndim != 1:
+        raise ValueError(
+            f"hashes: want a 1-D array of uint64, not {hashes.ndim}-D of {hashes.dtype}"
+        )
+    return hashes.astype("<u8", copy=False).tobytes()
+
+
+def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
+    """Return the hashes in `data` (8 bytes each, little endian) as a read-only array.
+
+    Raises ValueError when the length is no multiple of 8.
+    """
+    if len(data) % 8:
+        raise ValueError(f"data: {len(data)} bytes are no whole number of 8-byte hashes")
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class MmObject:
+    """One image, video or audio clip in a block, named by the hash of its content.
+
+    `offsets` are [start, end) token positions in the block; they do not enter the hash.
+    Raises ValueError unless 0 <= mm_hash < 2^64.
+    """
+
+    mm_hash: int
+    offsets: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_u64("mm_hash", self.mm_hash)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockExtraInfo:
+    """What distinguishes a block beside its token ids: the multimodal objects in it."""
+
+    mm_objects: tuple[MmObject, ...] = ()
+
+
+def compute_block_hash_for_seq(
+    tokens: TokenIds,
+    block_size: int,
+    block_mm_infos: Sequence[BlockExtraInfo | None] | None = None,
+    lora_name: str | None = None,
+    *,
+    is_eagle: bool = False,
+) -> list[LocalBlockHash]:
+    """Return the XXH3-64 local hash of each full block, bit-exact with NVIDIA Dynamo 1.6.1.
+
+    A block's hash covers its token ids as little-endian u32, then the `mm_hash` of its objects as
+    little-endian u64 in ascending order. The seed is 1337, plus XXH3-64(lora_name, seed 0) modulo
+    2^64 where an adapter is named; "" means no adapter. With `is_eagle` a block covers
+    block_size + 1 tokens and still advances by block_size.
+
+    Cache namespaces are not offered: how Dynamo derives their seed is not known, and a guess would
+    give hashes that match nothing. `PrefixHasher` has a cache salt of its own.
+
+    `block_mm_infos[i]` belongs to block i; a shorter list leaves the later blocks plain. Raises
+    ValueError for block_size < 1, bad token ids, or more infos than blocks (partial tail counted).
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size: {block_size} is below 1")
+    ids = _as_u32(tokens, "tokens")
+    infos = block_mm_infos or ()
+    blocks_begun = -(-len(ids) // block_size)
+    if len(infos) > blocks_begun:
+        raise ValueError(f"block_mm_infos: {len(infos)} entries for {blocks_begun} blocks")
+    window = block_size + 1 if is_eagle else block_size
+    data = ids.astype("<u4", copy=False).tobytes()
+    seed = _local_seed(lora_name)
+    hashes = []
+    for i, start in enumerate(range(0, len(ids) - window + 1, block_size)):
+        content = data[4 * start : 4 * (start + window)]
+        info = infos[i] if i < len(infos) else None
+        if info is not None:
+            content += _mm_suffix(info)
+        hashes.append(LocalBlockHash(xxhash.xxh3_64_intdigest(content, seed)))
+    return hashes
+
+
+def compute_seq_hashes(local_hashes: Iterable[int]) -> list[SequenceHash]:
+    """Chain local hashes: seq[0] = local[0], seq[i] = XXH3-64(LE8(seq[i-1]) | LE8(local[i]), 1337).
+
+    Raises ValueError when a local hash is not in 0..2^64-1.
+    """
+    hashes: list[SequenceHash] = []
+    for local in local_hashes:
+        _check_u64("local_hashes", local)
+        if hashes:
+            pair = struct.pack("<QQ", hashes[-1], local)
+            hashes.append(SequenceHash(xxhash.xxh3_64_intdigest(pair, _XXH3_SEED)))
+        else:
+            hashes.append(SequenceHash(local))
+    return hashes
+
+
+class TokensWithHashes:
+    """Token ids with their XXH3 block and sequence hashes, computed at first use and then kept.
+
+    The ids are copied (read-only uint32), so that later changes by the caller cannot make the kept
+    hashes stale. Arguments and errors as in `compute_block_hash_for_seq`; bad token ids and
+    block_size are refused here, bad `block_mm_infos` when hashes are first asked for.
+    """
+
+    __slots__ = (
+        "_block_hashes",
+        "_block_mm_infos",
+        "_block_size",
+        "_is_eagle",
+        "_lora_name",
+        "_seq_hashes",
+        "_tokens",
+    )
+
+    def __init__(
+        self,
+        tokens: TokenIds,
+        block_size: int,
+        block_mm_infos: Sequence[BlockExtraInfo | None] | None = None,
+        lora_name: str | None = None,
+        *,
+        is_eagle: bool = False,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size: {block_size} is below 1")
+        self._tokens = _as_u32(tokens, "tokens").copy()
+        self._tokens.flags.writeable = False
+        self._block_size = block_size
+        self._block_mm_infos = tuple(block_mm_infos or ())
+        self._lora_name = lora_name
+        self._is_eagle = is_eagle
+        self._block_hashes: tuple[LocalBlockHash, ...] | None = None
+        self._seq_hashes: tuple[SequenceHash, ...] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of tokens, the partial tail included."""
+        return len(self._tokens)
+
+    @property
+    def tokens(self) -> NDArray[np.uint32]:
+        """The token ids, read-only, shape (len(self),)."""
+        return self._tokens
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block."""
+        return self._block_size
+
+    @property
+    def block_hashes(self) -> tuple[LocalBlockHash, ...]:
+        """The local hash of each full block."""
+        if self._block_hashes is None:
+            self._block_hashes = tuple(
+                compute_block_hash_for_seq(
+                    self._tokens,
+                    self._block_size,
+                    self._block_mm_infos,
+                    self._lora_name,
+                    is_eagle=self._is_eagle,
+                )
+            )
+        return self._block_hashes
+
+    @property
+    def seq_hashes(self) -> tuple[SequenceHash, ...]:
+        """The sequence hash of each full block."""
+        if self._seq_hashes is None:
+            self._seq_hashes = tuple(compute_seq_hashes(self.block_hashes))
+        return self._seq_hashes
+
+
+def _seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tuple[int, int]:
+    """Return the multiplier and the position seed of a hasher."""
+    # Hashing the key first admits keys of any length; BLAKE2b itself takes at most 64 bytes.
+    digest = hashlib.blake2b(
+        struct.pack("<QQ", SCHEME_ID, block_size),
+        key=hashlib.blake2b(mesh_key).digest(),
+        digest_size=16,
+        person=b"kvmesh-prefix",
+    )
+    for name in names:
+        # Lengths keep ("ab", "c") apart from ("a", "bc"). Salts come from clients as JSON, which
+        # can hold lone surrogates: they are hashed like anything else.
+        encoded = name.encode("utf-8", "surrogatepass")
+        digest.update(struct.pack("<Q", len(encoded)) + encoded)
+    multiplier_seed, position_seed = struct.unpack("<QQ", digest.digest())
+    return multiplier_seed, position_seed
+
+
+def _expand(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
+    """Return elements start..stop-1 of the SplitMix64 stream of `seed`."""
+    # Ours rather than numpy's generators: hashes must not change with a numpy version.
+    counters = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    counters *= np.uint64(_GOLDEN_GAMMA)
+    counters += np.uint64(seed)
+    return _mix_in_place(counters)
+
+
+def _mix_in_place(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply the SplitMix64 finaliser (a bijection on 64 bits) to each element; return `x`."""
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x
+
+
+def _as_u32(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
+    """Return token ids as a 1-D uint32 array, without a copy where their form allows."""
+    if isinstance(token_ids, np.ndarray):
+        return _checked_array(token_ids, name)
+    if isinstance(token_ids, bytes | bytearray | memoryview):
+        view = memoryview(token_ids)
+        if not view.c_contiguous:
+            raise ValueError(f"{name}: want a contiguous buffer")
+        if view.nbytes % 4:
+            raise ValueError(f"{name}: {view.nbytes} bytes are no whole number of 4-byte token ids")
+        return np.frombuffer(token_ids, dtype="<u4").astype(np.uint32, copy=False)
+    try:
+        # About three times as fast as numpy on a list, and it refuses floats, which numpy rounds.
+        packed = array.array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"{name}: want integers in 0..2^32-1 ({error})") from error
+    return np.frombuffer(packed, dtype=np.uintc).astype(np.uint32, copy=False)
+
+
+def _checked_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
+    if token_ids.ndim != 1:
+        raise ValueError(f"{name}: want one dimension, not {token_ids.ndim}")
+    if token_ids.dtype == np.uint32:
+        return token_ids
+    if token_ids.dtype.kind not in "iu":
+        raise ValueError(f"{name}: want integers, not {token_ids.dtype}")
+    if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) <= 0xFFFFFFFF:
+        raise ValueError(f"{name}: want integers in 0..2^32-1")
+    return token_ids.astype(np.uint32)
+
+
+def _local_seed(lora_name: str | None) -> int:
+    if not lora_name:
+        return _XXH3_SEED
+    # Surrogates pass for the same reason as in _seeds.
+    name = lora_name.encode("utf-8", "surrogatepass")
+    return (_XXH3_SEED + xxhash.xxh3_64_intdigest(name)) & _U64_MAX
+
+
+def _mm_suffix(info: BlockExtraInfo) -> bytes:
+    hashes = sorted(mm.mm_hash for mm in info.mm_objects)
+    return struct.pack(f"<{len(hashes)}Q", *hashes)
+
+
+def _check_u64(name: str, value: int) -> None:
+    if not 0 <= value <= _U64_MAX:
+        raise ValueError(f"{name}: {value} is not in 0..2^64-1")

@@ -1,0 +1,19 @@
+"""What a worker rank does at one moment (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One rank's load; counts, not fractions. Meanings: `kvmesh/types/v1/load.proto`."""
+
+    engine_step: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_used_blocks: int = 0
+    kv_total_blocks: int | None = None
+    dp_rank: int = 0
+    rooms_open: int = 0

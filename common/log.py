@@ -1,0 +1,209 @@
+"""Logs: one line an event to stderr, as JSON or for a console, with request and trace ids.
+
+Promises: logging never blocks (a thread writes; when it cannot keep up, lines are dropped, counted,
+and the count is written later) and never raises for what was logged. Lines of the stdlib's logging
+(uvicorn, grpc, httpx) and Python warnings come out in the same form. What was bound with
+`structlog.contextvars.bind_contextvars` (request_id, model, worker) is on every line of its task.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import MutableMapping
+from typing import Any, Literal
+
+import orjson
+import structlog
+from opentelemetry import trace
+
+QUEUE_LINES = 10_000
+WRITE_LINES = 256  # Lines joined into one write.
+
+# Chatty at INFO, and their news is in our own lines already.
+_QUIET = ("grpc", "httpcore", "httpx", "uvicorn.access", "asyncio")
+
+Level = Literal["debug", "info", "warning", "error"]
+Format = Literal["json", "console"]
+Event = MutableMapping[str, Any]
+
+
+class Logs:
+    """The running log; `close` it last, to write what is still queued."""
+
+    def __init__(self, fd: int, lines_max: int = QUEUE_LINES) -> None:
+        self._fd = fd
+        self._lines: queue.Queue[bytes | None] = queue.Queue(lines_max)
+        self._dropped = 0
+        self._counting = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def put(self, line: bytes) -> None:
+        """Queues one line without its newline; drops and counts it when the queue is full."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._drop(1)
+
+    def close(self, timeout_s: float = 1.0) -> bool:
+        """Writes what is queued; False when that took longer than `timeout_s`. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            try:
+                self._lines.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _write(self) -> None:
+        while (batch := self._next_batch()) is not None:
+            self._write_all(batch)
+        self._write_all([])
+
+    def _next_batch(self) -> list[bytes] | None:
+        first = self._lines.get()
+        if first is None:
+            return None
+        batch = [first]
+        while len(batch) < WRITE_LINES and not self._lines.empty():
+            line = self._lines.get()
+            if line is None:
+                self._lines.put(None)  # Seen again after this batch; this thread emptied a place.
+                break
+            batch.append(line)
+        return batch
+
+    def _write_all(self, batch: list[bytes]) -> None:
+        if dropped := self._take_dropped():
+            batch.append(orjson.dumps({"event": "log lines dropped", "lines": dropped}))
+        data = b"".join(line + b"\n" for line in batch)
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError:
+            # Nobody reads stderr any more; there is no other place to say so than the count.
+            self._drop(len(batch))
+
+    def _drop(self, lines: int) -> None:
+        with self._counting:
+            self._dropped += lines
+
+    def _take_dropped(self) -> int:
+        with self._counting:
+            count, self._dropped = self._dropped, 0
+        return count
+
+
+def setup(
+    level: Level = "info",
+    fmt: Format = "json",
+    *,
+    service: str = "",
+    instance_id: str = "",
+    fd: int | None = None,
+) -> Logs:
+    """Configures structlog and stdlib logging for this process; a later call replaces the earlier.
+
+    fd: where lines go; None is stderr.
+    """
+    logs = Logs(sys.stderr.fileno() if fd is None else fd)
+    number = logging.getLevelNamesMapping()[level.upper()]
+    identity = {
+        key: value for key, value in (("service", service), ("instance", instance_id)) if value
+    }
+
+    def add_identity(_logger: object, _method: str, event: Event) -> Event:
+        for key, value in identity.items():
+            event.setdefault(key, value)
+        return event
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            add_identity,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _add_trace_ids,
+            *_render(fmt),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(number),
+        logger_factory=lambda *_args: _LineLogger(logs),
+        cache_logger_on_first_use=False,
+    )
+    _route_stdlib(number)
+    return logs
+
+
+def _render(fmt: Format) -> list[structlog.typing.Processor]:
+    if fmt == "console":
+        return [
+            structlog.dev.ConsoleRenderer(
+                colors=False, exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
+    return [structlog.processors.format_exc_info, _to_json]
+
+
+def _to_json(_logger: object, _method: str, event: Event) -> bytes:
+    try:
+        return orjson.dumps(dict(event), default=str, option=orjson.OPT_NON_STR_KEYS)
+    except (TypeError, ValueError):
+        # Lone surrogates and integers beyond 64 bits: the stdlib escapes or writes them.
+        return json.dumps(dict(event), default=str).encode()
+
+
+def _add_trace_ids(_logger: object, _method: str, event: Event) -> Event:
+    context = trace.get_current_span().get_span_context()
+    if context.is_valid:
+        event["trace_id"] = f"{context.trace_id:032x}"
+        event["span_id"] = f"{context.span_id:016x}"
+    return event
+
+
+class _LineLogger:
+    """What structlog calls with a rendered line, whatever its level."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
+
+    def msg(self, line: str | bytes) -> None:
+        self._logs.put(line if isinstance(line, bytes) else line.encode(errors="replace"))
+
+    debug = info = warning = error = critical = log = msg
+
+
+class _StdlibBridge(logging.Handler):
+    """Turns a stdlib record into one of our events."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            structlog.get_logger().log(
+                # structlog knows the five named levels only; others count as the one below.
+                min(max(record.levelno // 10 * 10, logging.DEBUG), logging.CRITICAL),
+                record.getMessage(),
+                logger=record.name,
+                **({"exc_info": record.exc_info} if record.exc_info else {}),
+            )
+        except Exception:
+            # A bad format string in somebody else's log call must not break their work.
+            self.handleError(record)
+
+
+def _route_stdlib(level: int) -> None:
+    root = logging.getLogger()
+    root.handlers[:] = [_StdlibBridge()]
+    root.setLevel(level)
+    for name in _QUIET:
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+    for name in ("uvicorn", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+    logging.captureWarnings(True)

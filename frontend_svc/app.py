@@ -1,0 +1,232 @@
+"""The frontend's composition root: knows all the parts and wires them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from random import Random, SystemRandom
+
+import structlog
+import uvicorn
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+
+from common import rpc
+from common.discovery import open_registry
+from common.errors import Conflict, MeshError, Unavailable
+from common.instances import Instance, Snapshot, new_instance_id
+from common.interceptors import Calls
+from common.lifecycle import Life, Ready
+from common.registry import Lease, Registry
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.request import Placed
+from frontend_svc.engine_client import EngineClient, GrpcDialer
+from frontend_svc.gateway import Gateway, place_alone
+from frontend_svc.http import Readiness, build_api
+from frontend_svc.metrics import DeploymentState, FrontendMetrics
+from frontend_svc.models import Models
+from frontend_svc.router_client import Query, RouterClient
+
+# How often a model that could not be loaded is tried again.
+RETRY_S = 1.0
+BACKLOG = 4096
+
+log = structlog.get_logger()
+
+
+class FrontendApp:
+    """One frontend process. registry: what to find the others by; by default as configured."""
+
+    def __init__(
+        self,
+        config: FrontendConfig,
+        *,
+        instance_id: int | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        self._config = config
+        self._security = rpc.security_of(config)
+        self._registry = open_registry(config) if registry is None else registry
+        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        self._rng = Random()
+        self._snapshot = Snapshot()
+        self._calls = Calls()
+        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._models = Models(
+            self._registry.get_card, now_s=time.time, mesh_key=config.mesh_key.encode()
+        )
+        self._engines = EngineClient(self.instance_id, GrpcDialer(self._security))
+        self._router = RouterClient(
+            self.instance_id,
+            lambda: self._snapshot.of("router"),
+            self._place_alone,
+            security=self._security,
+            rng=self._rng,
+        )
+        self.gateway = Gateway(self._router, self._engines, lambda: self._snapshot)
+        self._state = DeploymentState(
+            self._models.names, frontend=FrontendMetrics(config.metrics_prefix)
+        )
+        self._stack = contextlib.AsyncExitStack()
+        self._http: uvicorn.Server | None = None
+        self._lease: Lease | None = None
+        self._life: Life | None = None
+        self.address = self.http_address = ""
+
+    async def start(self, life: Life) -> Ready:
+        """Bind; follow the mesh; serve HTTP."""
+        self._life = life
+        config = self._config
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        rpc.add_health(self._server, life.health.servicer)
+        rpc.enable_reflection(self._server, [])
+        self.address = f"{config.advertise_host or config.host}:{port}"
+        listener = _listen(config.http_host, config.http_port)
+        http_port = listener.getsockname()[1]
+        self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
+        await self._stack.enter_async_context(self._engines)
+        seen = asyncio.Event()
+        life.spawn(self._follow(seen), name="mesh watch")
+        life.spawn(self._router.run(), name="router session")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(seen.wait(), RETRY_S)
+        self._http = self._serve_http(life, listener)
+        await self._server.start()
+        return Ready(
+            str(self.instance_id), {"grpc": self.address, "http": f"http://{self.http_address}"}
+        )
+
+    def _serve_http(self, life: Life, listener: socket.socket) -> uvicorn.Server:
+        metrics = CollectorRegistry()
+        self._state.register(metrics)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=metrics)
+        api = build_api(
+            self.gateway, self._models, self._state, metrics, self._config, self._readiness
+        )
+        server = _Uvicorn(
+            uvicorn.Config(
+                api,
+                log_config=None,
+                access_log=False,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                server_header=False,
+                date_header=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        life.spawn(server.serve(sockets=[listener]), name="http")
+        return server
+
+    async def register(self) -> None:
+        """Become known: routers free a frontend's bookings at once when it is gone."""
+        self._lease = await self._registry.register(
+            Instance(
+                id=self.instance_id,
+                namespace=self._config.namespace,
+                service="frontend",
+                stable_name=self._config.stable_name,
+                address=self.address,
+                http_address=self.http_address,
+            )
+        )
+
+    async def deregister(self) -> None:
+        """Become unknown."""
+        if self._lease is not None:
+            await self._lease.close()
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Let requests end; the rest is told so, then HTTP and gRPC close."""
+        cut: list[str] = []
+        try:
+            await asyncio.wait_for(self.gateway.idle(), grace_s)
+        except TimeoutError:
+            cut = self.gateway.cut(Unavailable("this frontend is shutting down", 1.0))
+        if self._http is not None:
+            self._http.should_exit = True
+        return [*cut, *await rpc.stop(self._server, 0.5, self._calls)]
+
+    async def close(self) -> None:
+        """Close clients and files."""
+        await self._stack.aclose()
+        await self._server.stop(None)
+        await self._registry.close()
+
+    async def _follow(self, seen: asyncio.Event) -> None:
+        """Keeps snapshot and models current. Losing the registry changes nothing."""
+        async with self._registry.watch(self._config.namespace) as watch:
+            self._snapshot = watch.current
+            complete = await self._models.follow(self._snapshot)
+            seen.set()
+            while True:
+                try:
+                    async with asyncio.timeout(None if complete else RETRY_S):
+                        self._snapshot = await watch.next()
+                except TimeoutError:
+                    log.info("models_retried", models=sorted(self._models.not_ready))
+                complete = await self._models.follow(self._snapshot)
+
+    def _place_alone(self, query: Query) -> Placed | MeshError:
+        return place_alone(self._snapshot, self._engines.open_slots, query, self._rng)
+
+    def _readiness(self) -> Readiness:
+        is_draining = self._life is not None and self._life.draining
+        reasons = []
+        if is_draining:
+            reasons.append("draining")
+        if not self._models.names():
+            reasons.append("no model is served: no worker is known")
+        if not self._router.is_connected:
+            reasons.append("no router answers: requests wait, then go by this frontend's own load")
+        return Readiness(
+            is_ready=not is_draining and bool(self._models.names()),
+            is_draining=is_draining,
+            reasons=tuple(reasons),
+            models_not_ready=self._models.not_ready,
+            instances=tuple(map(_shown, self._snapshot.instances.values())),
+        )
+
+
+def _shown(instance: Instance) -> dict[str, object]:
+    shown: dict[str, object] = {
+        "id": instance.id,
+        "service": instance.service,
+        "name": instance.stable_name,
+        "address": instance.address,
+    }
+    if instance.model:
+        shown |= {"model": instance.model, "role": instance.role}
+    return shown
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises Conflict when the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Conflict(
+            f"cannot serve HTTP on {host}:{port}: {error.strerror}; choose another port with "
+            "--http-port or KVMESH_FRONTEND_HTTP_PORT",
+            field="http_port",
+            reason="ADDRESS_IN_USE",
+        ) from error
+    return listener
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its hands on signals: the lifecycle owns them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Captures none."""
+        yield

@@ -1,0 +1,63 @@
+"""The frontend's configuration: flags `--...` and variables `KVMESH_FRONTEND_...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config import ServiceConfig, at_least, between, is_loopback, knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendConfig(ServiceConfig):
+    """What the gateway can be told."""
+
+    stable_name: str = field(
+        default="frontend", metadata=knob("Name that survives restarts; one per replica.")
+    )
+    http_host: str = field(
+        default="127.0.0.1", metadata=knob("Address the OpenAI API binds; 0.0.0.0 in a container.")
+    )
+    http_port: int = field(
+        default=8000, metadata=knob("Port of the OpenAI API; 0: any.", check=between(0, 65535))
+    )
+    request_timeout_s: float = field(
+        default=600.0,
+        metadata=knob("Longest a request may take; above your longest answer.", check=at_least(1)),
+    )
+    accept_s: float = field(
+        default=3.0,
+        metadata=knob(
+            "Seconds a worker may take to accept before another is asked; above its worst stall.",
+            check=at_least(0.05),
+        ),
+    )
+    attempts_max: int = field(
+        default=4,
+        metadata=knob("Workers asked for one request, the first included.", check=at_least(1)),
+    )
+    body_limit_mb: int = field(
+        default=45,
+        metadata=knob("Largest request body; raise it for very long prompts.", check=at_least(1)),
+    )
+    requests_max: int = field(
+        default=8192,
+        metadata=knob("Requests under way at once; above it clients get 503.", check=at_least(1)),
+    )
+    metrics_prefix: str = field(
+        default="kvmesh_frontend", metadata=knob("First part of metric names; match dashboards.")
+    )
+    mesh_key: str = field(
+        default="",
+        repr=False,
+        metadata=knob("Secret behind block identities, the same in the whole mesh."),
+    )
+
+    def problems(self) -> list[str]:
+        """See ServiceConfig."""
+        found = ServiceConfig.problems(self)
+        protected = self.mesh_token is not None or self.insecure
+        if not is_loopback(self.http_host) and not protected:
+            found.append(
+                f"http_host: {self.http_host!r} is open to other hosts; set mesh_token or insecure"
+            )
+        return found

@@ -1,0 +1,410 @@
+"""Token ids to text, one piece per token, while they arrive.
+
+Two kinds of tokenizer are decoded from a table built once per model (`Vocabulary`): byte-level
+BPE, and byte-fallback (as in SentencePiece: ``▁`` is a space, ``<0xNN>`` is a byte). Any other kind
+is refused by `UnsupportedTokenizer`; `StreamDetokenizer`, which asks the tokenizer, serves it.
+
+Invariants of `Detokenizer`:
+
+- ``feed(ids)`` gives exactly one piece per id. A character whose bytes come in several tokens
+  belongs to the token that completes it; the tokens before it have the piece "".
+- Byte-level: all pieces and ``finish()`` joined equal ``tokenizer.decode(all ids)``, for every
+  sequence, however broken its UTF-8 is.
+- Byte-fallback: the same, with one exception that no stream can avoid. The tokenizer's own decoder
+  turns *every* byte of a run of byte tokens into U+FFFD when any of them is wrong, back to
+  characters that were whole. Here the whole characters before the first wrong byte have already
+  been sent, and stay; every byte after them is one U+FFFD, as in the tokenizer's decoder.
+- Ids that the tokenizer does not know have no text, as in ``tokenizer.decode``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from codecs import utf_8_decode
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+REPLACEMENT = "\ufffd"
+# A character is at most four bytes, so this many tokens that end in U+FFFD are not one in the
+# making: the text itself is broken, or holds a literal U+FFFD.
+WITHHELD_TOKENS_MAX = 8
+
+# What Rust's u8::from_str_radix accepts, since that is what the tokenizer's decoder calls.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f+][0-9A-Fa-f])>")
+
+
+class UnsupportedTokenizer(ValueError):
+    """This tokenizer cannot be decoded from a table; the message says which part is in the way."""
+
+
+class Kind(Enum):
+    """How a run of bytes that is not valid UTF-8 is shown."""
+
+    BYTE_LEVEL = "byte_level"  # one U+FFFD per maximal invalid part (WHATWG)
+    BYTE_FALLBACK = "byte_fallback"  # one U+FFFD per byte
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoder:
+    """The decoder section of a tokenizer.json, as far as it can be done by table."""
+
+    kind: Kind
+    replacements: tuple[tuple[str, str], ...] = ()
+    strip: str = ""  # this character is cut from the start of the text, ...
+    strip_count: int = 0  # ... at most so many times
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What every token id stands for, shared by all requests of a model.
+
+    `raw`: id -> bytes. `texts`: id -> str for tokens that are whole characters by themselves, ""
+    for special tokens; ids missing here need their neighbours, or are unknown.
+    `texts_with_special`: the same with special tokens spelled out. `fallback_bytes`: ids that are
+    one byte of a byte-fallback tokenizer. `strip`: the character that is cut from the start of a
+    text, at most `strip_count` times.
+    """
+
+    kind: Kind
+    raw: Mapping[int, bytes]
+    texts: Mapping[int, str]
+    texts_with_special: Mapping[int, str]
+    special_ids: frozenset[int]
+    fallback_bytes: frozenset[int]
+    strip: str
+    strip_count: int
+
+    @classmethod
+    def from_tokenizer_json(cls, raw: str | bytes) -> Vocabulary:
+        """Read the text of a `tokenizer.json`.
+
+        Raises UnsupportedTokenizer when it is not one, or when its decoder is neither byte-level
+        nor byte-fallback.
+        """
+        spec = _load(raw)
+        decoder = _read_decoder(spec.get("decoder"))
+        try:
+            tokens, special_contents = _read_tokens(spec)
+            table, fallback = _read_bytes(tokens, decoder)
+        except (LookupError, TypeError, AttributeError, UnicodeError) as error:
+            raise UnsupportedTokenizer(f"vocab or added_tokens: {error!r}") from error
+        special = frozenset(i for i, token in tokens.items() if token in special_contents)
+        spelled = dict(_whole_texts(table))
+        return cls(
+            kind=decoder.kind,
+            raw=table,
+            texts=spelled | dict.fromkeys(special, ""),
+            texts_with_special=spelled,
+            special_ids=special,
+            fallback_bytes=fallback,
+            strip=decoder.strip,
+            strip_count=decoder.strip_count,
+        )
+
+    def __len__(self) -> int:
+        """How many ids are known."""
+        return len(self.raw)
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of one token (special tokens spelled out), None for an unknown id."""
+        return self.raw.get(token_id)
+
+
+class Detokenizer:
+    """Turns the ids of one answer into text; see the module for what it promises.
+
+    `continues_prompt`: the text goes on after a prompt that does not count, so the space that the
+    tokenizer's decoder cuts from the start of a sequence is kept.
+    """
+
+    __slots__ = (
+        "_broken_run",
+        "_lookup",
+        "_pending",
+        "_settled",
+        "_skipped",
+        "_strip_left",
+        "_texts",
+        "_vocabulary",
+    )
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        skip_special_tokens: bool = True,
+        continues_prompt: bool = False,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
+        self._lookup: Callable[[int], str] = self._texts.__getitem__
+        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._pending = b""  # bytes of a character that is not complete yet
+        self._broken_run = False  # inside a run of byte tokens with a wrong byte (byte-fallback)
+        self._strip_left = 0 if continues_prompt else vocabulary.strip_count
+        self._settled = not self._strip_left  # no token depends on what came before it
+
+    def feed(self, token_ids: Sequence[int]) -> list[str]:
+        """The text each of these tokens adds, one piece per token, "" where it adds none yet."""
+        if not self._settled:
+            return self._feed_slowly(token_ids)
+        try:  # the common case: one dict lookup per token
+            return [*map(self._lookup, token_ids)]
+        except KeyError:  # a token that needs its neighbours, or is unknown
+            return self._feed_slowly(token_ids)
+
+    def finish(self) -> str:
+        """What is left when no more tokens come: U+FFFD for bytes that never became a character."""
+        pending, self._pending = self._pending, b""
+        self._broken_run = False
+        if self._vocabulary.kind is Kind.BYTE_FALLBACK:
+            return REPLACEMENT * len(pending)
+        return pending.decode("utf-8", "replace")
+
+    def _feed_slowly(self, token_ids: Sequence[int]) -> list[str]:
+        byte_level = self._vocabulary.kind is Kind.BYTE_LEVEL
+        join = self._join_byte_level if byte_level else self._join_fallback
+        pieces = []
+        for token_id in token_ids:
+            text = self._texts.get(token_id)
+            if text is None or self._pending or self._broken_run:
+                # What is skipped or unknown does not end the character around it.
+                raw = None if token_id in self._skipped else self._vocabulary.raw.get(token_id)
+                text = "" if raw is None else join(token_id, raw)
+            pieces.append(text)
+        if self._strip_left:
+            self._strip_start(pieces)
+        self._settled = not (self._pending or self._broken_run or self._strip_left)
+        return pieces
+
+    def _join_byte_level(self, _token_id: int, raw: bytes) -> str:
+        joined = self._pending + raw
+        decoded, consumed = utf_8_decode(joined, "replace", False)
+        self._pending = joined[consumed:]
+        return decoded
+
+    def _join_fallback(self, token_id: int, raw: bytes) -> str:
+        if token_id in self._vocabulary.fallback_bytes:
+            return self._extend_run(raw)
+        return self.finish() + raw.decode()
+
+    def _extend_run(self, byte: bytes) -> str:
+        if self._broken_run:
+            return REPLACEMENT
+        joined = self._pending + byte
+        try:
+            decoded, consumed = utf_8_decode(joined, "strict", False)
+        except UnicodeDecodeError:
+            self._broken_run = True
+            self._pending = b""
+            return REPLACEMENT * len(joined)
+        self._pending = joined[consumed:]
+        return decoded
+
+    def _strip_start(self, pieces: list[str]) -> None:
+        character = self._vocabulary.strip
+        for index, piece in enumerate(pieces):
+            kept = piece
+            while kept and self._strip_left:
+                if kept[0] == character:
+                    kept = kept[1:]
+                    self._strip_left -= 1
+                else:
+                    self._strip_left = 0
+            pieces[index] = kept
+            if not self._strip_left:
+                return
+
+
+class Decodes(Protocol):
+    """The one method of `tokenizers.Tokenizer` that decoding without a table needs."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+class StreamDetokenizer:
+    """The interface of `Detokenizer` for any tokenizer, at about a microsecond a token.
+
+    Decodes a window twice, with and without the new tokens, and gives out the difference once it
+    does not end in U+FFFD, or after `WITHHELD_TOKENS_MAX` tokens. (`DecodeStream` of `tokenizers`
+    works alike and is faster, but cannot give out what it holds back at the end, and holds back
+    without limit.) Exact where text is valid UTF-8 and the decoding of a window does not depend on
+    what stands before it.
+    """
+
+    __slots__ = ("_prefix_ids", "_prefix_text", "_skip_special", "_tokenizer", "_withheld_ids")
+
+    def __init__(self, tokenizer: Decodes, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._prefix_ids: list[int] = []  # the last tokens whose text was given out
+        self._prefix_text = ""
+        self._withheld_ids: list[int] = []
+
+    def feed(self, token_ids: Sequence[int]) -> list[str]:
+        """The text each of these tokens adds, one piece per token, "" where it adds none yet."""
+        return [self._step(token_id) for token_id in token_ids]
+
+    def finish(self) -> str:
+        """What is left when no more tokens come."""
+        return self._release(self._window_text()) if self._withheld_ids else ""
+
+    def _step(self, token_id: int) -> str:
+        self._withheld_ids.append(token_id)
+        window = self._window_text()
+        incomplete = len(window) <= len(self._prefix_text) or window.endswith(REPLACEMENT)
+        if incomplete and len(self._withheld_ids) < WITHHELD_TOKENS_MAX:
+            return ""
+        return self._release(window)
+
+    def _window_text(self) -> str:
+        return self._decode(self._prefix_ids + self._withheld_ids)
+
+    def _release(self, window: str) -> str:
+        piece = window[len(self._prefix_text) :]
+        if piece:
+            # Tokens without a text of their own (a lone "▁") need the older ones as context.
+            context = self._prefix_ids + self._withheld_ids
+            own_text = self._decode(self._withheld_ids)
+            self._prefix_ids = self._withheld_ids if own_text else context[-WITHHELD_TOKENS_MAX:]
+            self._prefix_text = own_text or self._decode(self._prefix_ids)
+        self._withheld_ids = []
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
+
+
+def _load(raw: str | bytes) -> dict[str, Any]:
+    # Any: a tokenizer.json is free-form; each reader below checks the part it takes.
+    try:
+        spec = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedTokenizer(f"tokenizer.json is not JSON: {error}") from error
+    if not isinstance(spec, dict):
+        raise UnsupportedTokenizer("tokenizer.json is not a JSON object")
+    return spec
+
+
+def _read_decoder(spec: Any) -> _Decoder:
+    steps = _decoder_steps(spec)
+    # The steps work on tokens until Fuse joins them, so their order is part of what they mean.
+    order = " ".join(str(step.get("type")) for step in steps)
+    if re.fullmatch(r"ByteLevel( Fuse)?", order):
+        return _Decoder(Kind.BYTE_LEVEL)
+    if not re.fullmatch(r"(Replace )*ByteFallback( Fuse( Strip)?)?", order):
+        raise UnsupportedTokenizer(
+            f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
+        )
+    replacements = tuple(_read_replacement(step) for step in steps if step["type"] == "Replace")
+    strip, strip_count = _read_strip(steps[-1]) if order.endswith("Strip") else ("", 0)
+    return _Decoder(Kind.BYTE_FALLBACK, replacements, strip, strip_count)
+
+
+def _decoder_steps(spec: Any) -> list[dict[str, Any]]:
+    if not isinstance(spec, dict):
+        raise UnsupportedTokenizer("decoder: there is none")
+    steps = spec.get("decoders", []) if spec.get("type") == "Sequence" else [spec]
+    if not steps or not all(isinstance(step, dict) for step in steps):
+        raise UnsupportedTokenizer("decoder: the sequence is empty or not a list of objects")
+    return list(steps)
+
+
+def _read_replacement(step: dict[str, Any]) -> tuple[str, str]:
+    pattern = step.get("pattern")
+    old = pattern.get("String") if isinstance(pattern, dict) else None
+    new = step.get("content")
+    if not isinstance(old, str) or not old or not isinstance(new, str):
+        raise UnsupportedTokenizer(f"decoder: Replace with a pattern that is no string: {pattern}")
+    return old, new
+
+
+def _read_strip(step: dict[str, Any]) -> tuple[str, int]:
+    content, start, stop = step.get("content"), step.get("start"), step.get("stop")
+    if not isinstance(content, str) or len(content) != 1 or not isinstance(start, int):
+        raise UnsupportedTokenizer(f"decoder: Strip without a character and a count: {step}")
+    if stop != 0:
+        raise UnsupportedTokenizer("decoder: Strip at the end of the text cannot be streamed")
+    return content, start
+
+
+def _read_tokens(spec: dict[str, Any]) -> tuple[dict[int, str], frozenset[str]]:
+    """All ids with their content, and the contents that are special."""
+    model = spec.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    match vocab:
+        case dict():
+            tokens = {token_id: content for content, token_id in vocab.items()}
+        case list():  # Unigram: [content, score], the id is the place
+            tokens = {token_id: entry[0] for token_id, entry in enumerate(vocab)}
+        case _:
+            raise UnsupportedTokenizer("model.vocab: neither an object nor a list")
+    ids = {content: token_id for token_id, content in tokens.items()}
+    added: dict[str, int] = {}
+    special = set()
+    for entry in spec.get("added_tokens") or []:
+        content = entry["content"]
+        if content not in added:
+            added[content] = ids.get(content, _next_added_id(added, len(tokens)))
+        if entry.get("special"):
+            special.add(content)
+    tokens.update((token_id, content) for content, token_id in added.items())
+    return tokens, frozenset(special)
+
+
+def _next_added_id(added: Mapping[str, int], vocab_size: int) -> int:
+    """The library numbers new tokens itself, whatever id the file declares."""
+    return max(vocab_size, max(added.values(), default=-1) + 1)
+
+
+def _byte_alphabet() -> dict[int, int]:
+    """Byte-level BPE's characters for bytes (GPT-2), as a translation to Latin-1 code points.
+
+    Printable Latin-1 characters stand for themselves, the other bytes for U+0100 onwards in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = sorted(set(range(256)) - set(printable))
+    # Characters outside the alphabet must not pass for bytes: send them beyond Latin-1.
+    outside = dict.fromkeys(others, 0xFFFD)
+    return outside | {0x100 + place: byte for place, byte in enumerate(others)}
+
+
+_TO_LATIN_1 = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    try:
+        return token.translate(_TO_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:  # not written in the alphabet: some added tokens are plain text
+        return token.encode()
+
+
+def _read_bytes(
+    tokens: Mapping[int, str], decoder: _Decoder
+) -> tuple[dict[int, bytes], frozenset[int]]:
+    """The bytes of every id, and the ids that are one byte of a byte-fallback tokenizer."""
+    if decoder.kind is Kind.BYTE_LEVEL:
+        return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
+    table: dict[int, bytes] = {}
+    fallback = set()
+    for token_id, token in tokens.items():
+        text = token
+        for old, new in decoder.replacements:
+            text = text.replace(old, new)
+        if match := _BYTE_TOKEN.fullmatch(text):
+            table[token_id] = bytes([int(match[1], 16)])
+            fallback.add(token_id)
+        else:
+            table[token_id] = text.encode()
+    return table, frozenset(fallback)
+
+
+def _whole_texts(table: Mapping[int, bytes]) -> Iterator[tuple[int, str]]:
+    for token_id, raw in table.items():
+        try:
+            yield token_id, raw.decode()
+        except UnicodeDecodeError:
+            continue  # part of a character: decoded beside its neighbours, see Detokenizer

@@ -1,0 +1,279 @@
+"""Messages to prompt text, through the model's own chat template.
+
+Templates are Jinja with the meaning that Hugging Face's `apply_chat_template` gives them:
+sandboxed, `trim_blocks`, `lstrip_blocks`, `break`/`continue`, a `tojson` that keeps non-ASCII
+characters, and the functions `raise_exception` and `strftime_now`. Everything that goes wrong is a
+`TemplateError` that says what.
+
+Templates differ in what they take, and nothing in them says so. `ChatTemplate` finds out once, by
+rendering probes, and `normalise_messages` then gives each template the shape it wants:
+
+- content as a list of parts is passed on if the template prints such parts, else the texts are
+  joined with newlines; a string is wrapped into one text part if the template takes only parts;
+- tool call arguments (JSON text in the OpenAI API) are passed as an object, which is what most
+  templates expect, or as text if the template fails on an object but not on text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Messages, tools and template arguments are JSON from outside: Any inside is what JSON is.
+Message = Mapping[str, Any]
+
+# Joins text parts for templates that take only strings.
+PART_SEPARATOR = "\n"
+
+_PROBE = "kvmesh-probe"
+_PROBE_NOW = datetime(2000, 1, 1, tzinfo=UTC)
+_RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")
+
+
+class TemplateError(ValueError):
+    """The template is not valid, or these messages cannot be rendered with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageShape:
+    """What a template takes: see the module."""
+
+    text_content: bool = True
+    part_content: bool = False
+    text_arguments: bool = False
+
+
+class ChatTemplate:
+    """One model's chat template, compiled. Raises TemplateError if the source is not valid Jinja.
+
+    `bos_token` and `eos_token` are None where the tokenizer has none; the template then sees them
+    as undefined.
+    """
+
+    __slots__ = ("_template", "_tokens", "shape")
+
+    def __init__(self, source: str, *, bos_token: str | None, eos_token: str | None) -> None:
+        tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {name: token for name, token in tokens.items() if token is not None}
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"chat template, line {error.lineno}: {error.message}") from error
+        self.shape = _probe_shape(self._render)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        now: datetime,
+    ) -> str:
+        """The prompt text. `template_kwargs` are further variables for the template (for example
+        `enable_thinking`), `now` is what `strftime_now` formats.
+
+        Raises TemplateError when the template refuses (`raise_exception`) or fails, for content
+        that is not text, and for `template_kwargs` that would replace an argument.
+        """
+        extra = template_kwargs or {}
+        for name in _RESERVED_KWARGS:
+            if name in extra:
+                raise TemplateError(f"chat_template_kwargs: {name!r} cannot be set there")
+        variables: dict[str, Any] = {
+            "documents": None,
+            **extra,
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._render(normalise_messages(messages, self.shape), variables, now)
+
+    def _render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], now: datetime
+    ) -> str:
+        known = self._tokens | {"strftime_now": now.strftime} | dict(variables)
+        try:
+            prompt = self._template.render(known, messages=messages)
+            prompt.encode()  # JSON can spell lone surrogates, which no tokenizer takes
+            return prompt
+        except jinja2.UndefinedError as error:
+            raise TemplateError(f"chat template: missing value: {error.message}") from error
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"chat template: {error.message}") from error
+        except _TEMPLATE_FAULTS as error:
+            raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
+
+
+def normalise_messages(
+    messages: Sequence[Message], shape: MessageShape | None = None
+) -> list[dict[str, Any]]:
+    """Copies of `messages` in the shape a template takes (default: plain strings).
+
+    Keys that are null are left out, since templates test for their presence; content that is null
+    or missing is "". Raises TemplateError, naming the field, for messages without a role, parts
+    that are not text, and tool call arguments that are not a JSON object.
+    """
+    shape = shape or MessageShape()
+    return [
+        _normalise_message(message, f"messages[{place}]", shape)
+        for place, message in enumerate(messages)
+    ]
+
+
+def _normalise_message(message: Message, field: str, shape: MessageShape) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise TemplateError(f"{field}.role: missing, or not a string")
+    normal = {key: value for key, value in message.items() if value is not None}
+    normal["content"] = _normalise_content(message.get("content"), f"{field}.content", shape)
+    if "tool_calls" in normal:
+        calls = normal["tool_calls"]
+        if not isinstance(calls, list):
+            raise TemplateError(f"{field}.tool_calls: not a list")
+        normal["tool_calls"] = [
+            _normalise_call(call, f"{field}.tool_calls[{place}]", shape)
+            for place, call in enumerate(calls)
+        ]
+    return normal
+
+
+def _normalise_content(content: Any, field: str, shape: MessageShape) -> str | list[dict[str, str]]:
+    match content:
+        case None:
+            texts = [""]
+        case str():
+            texts = [content]
+        case list():
+            texts = [_part_text(part, f"{field}[{i}]") for i, part in enumerate(content)]
+        case _:
+            raise TemplateError(f"{field}: neither a string nor a list of parts")
+    as_parts = shape.part_content and (isinstance(content, list) or not shape.text_content)
+    if as_parts:
+        return [{"type": "text", "text": text} for text in texts]
+    return PART_SEPARATOR.join(texts)
+
+
+def _part_text(part: Any, field: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise TemplateError(f"{field}: part of type {kind!r}; this model takes only text parts")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise TemplateError(f"{field}.text: missing, or not a string")
+    return text
+
+
+def _normalise_call(call: Any, field: str, shape: MessageShape) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise TemplateError(f"{field}.function: missing, or not an object")
+    arguments = _arguments_object(function.get("arguments"), f"{field}.function.arguments")
+    shaped = _to_json(arguments) if shape.text_arguments else arguments
+    return {**call, "function": {**function, "arguments": shaped}}
+
+
+def _arguments_object(arguments: Any, field: str) -> dict[str, Any]:
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise TemplateError(f"{field}: not JSON: {error}") from error
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, Mapping):
+        raise TemplateError(f"{field}: not a JSON object")
+    return dict(arguments)
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}…{% endgeneration %}` marks text for training; here it is just its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute that jinja2 reads
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own `tojson` escapes for HTML, which is not what a model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+# What Python code inside a template can raise over data that does not fit it.
+_TEMPLATE_FAULTS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+_Render = Callable[[Sequence[Message], Mapping[str, Any], datetime], str]
+
+
+def _probe_shape(render: _Render) -> MessageShape:
+    text = _probe(render, [{"role": "user", "content": _PROBE}])
+    part = [{"type": "text", "text": _PROBE}]
+    turns = [{"role": "user", "content": part}, {"role": "assistant", "content": part}]
+    parts = _probe(render, turns)
+    # A template for strings may print a list as Python or JSON writes it: that is not support.
+    printed_raw = "{'type': 'text'" in parts or '{"type": "text"' in parts
+    part_content = parts.count(_PROBE) == len(turns) and not printed_raw
+    return MessageShape(
+        # When neither probe says anything (a template that wants more), strings are the safe bet.
+        text_content=_PROBE in text or not part_content,
+        part_content=part_content,
+        text_arguments=_wants_text_arguments(render),
+    )
+
+
+def _wants_text_arguments(render: _Render) -> bool:
+    as_object = _probe(render, _probe_call({_PROBE: _PROBE}))
+    as_text = _probe(render, _probe_call(_to_json({_PROBE: _PROBE})))
+    return _PROBE not in as_object and _PROBE in as_text
+
+
+def _probe_call(arguments: Any) -> list[Message]:
+    call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+
+
+def _probe(render: _Render, messages: Sequence[Message]) -> str:
+    try:
+        return render(messages, {"tools": None, "add_generation_prompt": False}, _PROBE_NOW)
+    except TemplateError:
+        return ""  # an answer too: the template does not take messages of this shape

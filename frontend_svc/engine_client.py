@@ -1,0 +1,260 @@
+"""The frontend's end of Attach: one stream a worker, opened on first use, closed when idle.
+
+Whether a stream is open never influences placement. A stream that fails ends its slots; the
+request machines decide what becomes of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+import structlog
+
+from common import rpc
+from common.attach import FrontendLink, Hello, LegSink, Order, ToFrontend, ToWorker
+from common.attach_proto import to_frontend_from_proto, to_worker_to_proto
+from common.errors import MeshError, WorkerLost
+from common.interceptors import from_rpc_error
+from common.load import Load
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+
+IDLE_S = 60.0
+DIALS_PER_S = 50
+TICK_S = 0.25
+
+log = structlog.get_logger()
+
+
+class Transport(Protocol):
+    """One open Attach stream, as messages."""
+
+    async def read(self) -> ToFrontend | None:
+        """The next frame; None at the end of the stream. Raises MeshError when it failed."""
+
+    async def write(self, frame: ToWorker) -> None:
+        """Sends a frame; returns when the transport can take the next one."""
+
+    async def close(self) -> None:
+        """Ends the stream, whatever state it is in."""
+
+
+class Dialer(Protocol):
+    """Opens Attach streams."""
+
+    async def dial(self, address: str) -> Transport:
+        """A stream to the worker at `address`. Raises MeshError."""
+
+
+class GrpcTransport:
+    """Attach over gRPC. The channel belongs to the stream and dies with it."""
+
+    def __init__(self, channel: grpc.aio.Channel, security: rpc.Security) -> None:
+        self._channel = channel
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        self._call = stub.Attach(metadata=rpc.call_metadata(security))
+
+    async def read(self) -> ToFrontend | None:
+        """See Transport."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if message is grpc.aio.EOF:
+            return None
+        assert isinstance(message, engine_pb2.AttachResponse), "the stub deserialises"
+        return to_frontend_from_proto(message)
+
+    async def write(self, frame: ToWorker) -> None:
+        """See Transport."""
+        try:
+            await self._call.write(to_worker_to_proto(frame))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError as error:  # the call is done; `read` says with what
+            raise WorkerLost("the stream has ended", retryable=True) from error
+
+    async def close(self) -> None:
+        """See Transport."""
+        self._call.cancel()
+        await self._channel.close()
+
+
+class GrpcDialer:
+    """Dials workers over gRPC."""
+
+    def __init__(self, security: rpc.Security = rpc.PLAINTEXT) -> None:
+        self._security = security
+
+    async def dial(self, address: str) -> Transport:
+        """See Dialer."""
+        return GrpcTransport(rpc.channel(address, security=self._security), self._security)
+
+
+class WorkerConnection:
+    """One Attach stream from the first order to its end."""
+
+    def __init__(self, hello: Hello, address: str, dialer: Dialer) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.link = FrontendLink(hello, self._loop.time())
+        self.address = address
+        self._dialer = dialer
+        self._wake = asyncio.Event()
+        self._used_at = self._loop.time()
+        self.is_over = False
+
+    def submit(self, order: Order, sink: LegSink) -> int:
+        """Queues an order; returns its slot."""
+        self._used_at = self._loop.time()
+        slot = self.link.submit(order, sink)
+        self._wake.set()
+        return slot
+
+    def abort(self, slot: int, reason: str) -> None:
+        """Asks for a slot's end."""
+        self.link.abort(slot, reason)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Lives until the stream is lost or was idle long enough. Every slot has ended then."""
+        why, reason = "the connection was closed", "CLOSED"
+        try:
+            await self._serve()
+        except MeshError as error:
+            why, reason = error.message, error.reason
+        except Exception:
+            log.exception("attach_failed", worker_id=self.link.worker_id)
+            why, reason = "the frontend's log says why", "BUG"
+        finally:
+            if self.link.open_slots:
+                log.warning("worker_lost", worker_id=self.link.worker_id, why=why, reason=reason)
+            self.is_over = True
+            message = f"worker {self.link.worker_id} was lost: {why}"
+            self.link.lose(WorkerLost(message, retryable=True, reason=reason))
+
+    async def _serve(self) -> None:
+        transport = await self._dialer.dial(self.address)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(transport))
+                tasks.create_task(self._tick())
+                self._wake.set()
+                await self._read(transport)
+        except* MeshError as group:
+            raise _first(group) from None
+        finally:
+            await transport.close()
+
+    async def _read(self, transport: Transport) -> None:
+        link, loop = self.link, self._loop
+        while (frame := await transport.read()) is not None:
+            link.receive(frame, loop.time())
+            if frame.sent_bytes:
+                self._wake.set()
+        raise WorkerLost("the worker closed the stream", retryable=True)
+
+    async def _write(self, transport: Transport) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while (frame := self.link.next_frame(self._loop.time())) is not None:
+                await transport.write(frame)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._loop.time()
+            lost = self.link.tick(now)
+            if lost is not None:
+                raise lost
+            if self.link.open_slots:
+                self._used_at = now
+            elif now - self._used_at >= IDLE_S:
+                raise WorkerLost("the stream was idle", retryable=True, reason="IDLE")
+            self._wake.set()
+
+
+def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, MeshError), error
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A submitted order, to be aborted by whoever gave it."""
+
+    connection: WorkerConnection
+    slot: int
+
+    def abort(self, reason: str) -> None:
+        """Asks for its end; a no-op when it has ended."""
+        self.connection.abort(self.slot, reason)
+
+
+class EngineClient:
+    """All Attach streams of a frontend process. Use as an async context manager."""
+
+    def __init__(self, frontend_id: int, dialer: Dialer) -> None:
+        self._frontend_id = frontend_id
+        self._dialer = dialer
+        self._tasks = asyncio.TaskGroup()
+        self._open: dict[int, tuple[WorkerConnection, asyncio.Task[None]]] = {}
+        self._stream_seq: Counter[int] = Counter()
+        self._dials: deque[float] = deque([float("-inf")] * DIALS_PER_S, maxlen=DIALS_PER_S)
+
+    async def __aenter__(self) -> EngineClient:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for _connection, task in self._open.values():
+            task.cancel()
+        await self._tasks.__aexit__(None, None, None)
+
+    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
+        """Submits an order to a worker; `sink` hears of it until its end, loss included."""
+        connection = self._connection(worker_id, address)
+        return Submission(connection, connection.submit(order, sink))
+
+    def loads(self, worker_id: int) -> tuple[Sequence[Load], float] | None:
+        """A worker's last heartbeat and when it came (loop time); None without a stream."""
+        found = self._open.get(worker_id)
+        return None if found is None else (found[0].link.loads, found[0].link.loads_at)
+
+    @property
+    def open_slots(self) -> dict[int, int]:
+        """Slots open by worker."""
+        return {worker_id: c.link.open_slots for worker_id, (c, _) in self._open.items()}
+
+    def _connection(self, worker_id: int, address: str) -> WorkerConnection:
+        found = self._open.get(worker_id)
+        if found is not None and not found[0].is_over:
+            return found[0]
+        self._stream_seq[worker_id] += 1
+        hello = Hello(self._frontend_id, worker_id, self._stream_seq[worker_id])
+        connection = WorkerConnection(hello, address, self._dialer)
+        task = self._tasks.create_task(self._live(worker_id, connection))
+        self._open[worker_id] = connection, task
+        return connection
+
+    async def _live(self, worker_id: int, connection: WorkerConnection) -> None:
+        try:
+            await self._wait_for_turn()
+            await connection.run()
+        finally:
+            # Sinks that were told of the loss may already have opened the next stream.
+            if self._open.get(worker_id, (None,))[0] is connection:
+                del self._open[worker_id]
+
+    async def _wait_for_turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        start_at = max(loop.time(), self._dials[0] + 1.0)
+        self._dials.append(start_at)
+        await asyncio.sleep(start_at - loop.time())

@@ -1,0 +1,531 @@
+"""The OpenAI API over ASGI: bodies in, answers out. What to do is decided elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+import structlog
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from common.blocks import SCHEME_ID, hashes_to_bytes
+from common.errors import Bug, InvalidRequest, MeshError, Overloaded
+from common.preprocessed import CompletionUsage, PreprocessedRequest
+from frontend_svc.answer import Answer
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.openai import (
+    ChatRequest,
+    CompletionRequest,
+    FinishWord,
+    chat_completion,
+    model_list,
+    model_value,
+    parse_chat,
+    parse_completion,
+    text_completion,
+    to_preprocessed,
+)
+from frontend_svc.core.openai_errors import BODY_TOO_LARGE, error_type, http_error
+from frontend_svc.core.prompt import TemplateError
+from frontend_svc.core.request import Outcome, Plan, is_migratable
+from frontend_svc.core.sse import DONE, ChunkWriter, Kind
+from frontend_svc.core.text import TextFlow
+from frontend_svc.gateway import Gateway, Ticket
+from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.metrics_http import metrics_router
+from frontend_svc.models import Models, ServedModel
+from frontend_svc.router_client import Query
+
+# ASGI's own types: the protocol leaves values open.
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+OWNER = "kvmesh"
+_JSON = (b"content-type", b"application/json")
+# The last two keep caches and proxies from gathering events.
+_STREAM: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Call:
+    """One request to a generation endpoint, from its body to its log line.
+
+    request_id: ours and unique; client_id: the client's x-request-id, or ours. began_s: of the
+    meter's clock. status: what the client was answered with, 0 when nothing was.
+    """
+
+    endpoint: Endpoint
+    request_id: str
+    client_id: bytes
+    traceparent: str
+    began_s: float
+    body: ChatRequest | CompletionRequest | None = None
+    request: PreprocessedRequest | None = None
+    answer: Answer | None = None
+    status: int = 0
+    failure: str = ""
+
+    @property
+    def answer_id(self) -> str:
+        """The id in the answer."""
+        is_chat = self.endpoint is Endpoint.CHAT_COMPLETIONS
+        return f"{'chatcmpl' if is_chat else 'cmpl'}-{self.request_id}"
+
+    @property
+    def id_header(self) -> tuple[bytes, bytes]:
+        """Goes out with every answer."""
+        return b"x-request-id", self.client_id
+
+
+class GenerationEndpoint:
+    """The ASGI application behind one generation endpoint."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        gateway: Gateway,
+        models: Models,
+        state: DeploymentState,
+        config: FrontendConfig,
+    ) -> None:
+        self._endpoint = endpoint
+        self._parse = parse_chat if endpoint is Endpoint.CHAT_COMPLETIONS else parse_completion
+        self._gateway = gateway
+        self._models = models
+        self._state = state
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request; it counts in the metrics, and gets a log line, however it ends."""
+        headers = dict(scope["headers"])
+        request_id = uuid.uuid4().hex
+        given = headers.get(b"x-request-id", b"")
+        call = Call(
+            endpoint=self._endpoint,
+            request_id=request_id,
+            client_id=given if _REQUEST_ID.fullmatch(given) else request_id.encode(),
+            traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
+            began_s=self._state.clock(),
+        )
+        meter: RequestMeter | None = None
+        try:
+            try:
+                call.body = self._parse(await self._read_body(headers, receive))
+            finally:
+                name = call.body.model if call.body is not None else ""
+                is_stream = call.body is not None and call.body.is_stream
+                meter = self._state.begin(name, self._endpoint, is_stream)
+            await self._serve(call, meter, receive, send)
+        except MeshError as error:
+            await self._refuse(call, meter, error, send)
+        except Exception:
+            log.exception("request_failed", request_id=request_id)
+            await self._refuse(call, meter, Bug("see the frontend's log"), send)
+        finally:
+            if meter is not None:
+                meter.close()
+            self._log(call)
+
+    async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        limit = self._config.body_limit_mb << 20
+        declared = headers.get(b"content-length", b"0")
+        parts, size = [], int(declared) if declared.isdigit() else 0
+        too_large = InvalidRequest(
+            f"The body is larger than {self._config.body_limit_mb} MB.", reason=BODY_TOO_LARGE
+        )
+        if size > limit:
+            raise too_large
+        size = 0
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise InvalidRequest("The client went away before its body was complete.")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > limit:
+                raise too_large
+            if not message.get("more_body"):
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _serve(self, call: Call, meter: RequestMeter, receive: Receive, send: Send) -> None:
+        body = call.body
+        assert body is not None
+        if self._gateway.open_requests >= self._config.requests_max:
+            raise Overloaded(1.0, "this frontend has all the requests it can hold")
+        model = self._models.get(body.model)
+        call.request = await self._prepare(body, model)
+        meter.prompt(len(call.request.token_ids))
+        flow = TextFlow(model.detokenizer(), body.stops)
+        async with self._opened(call, model, meter, receive) as ticket:
+            if body.is_stream:
+                await self._stream(call, model, ticket, flow, send)
+            else:
+                await self._answer_whole(call, model, ticket, flow, send)
+        assert call.answer is not None
+        outcome = call.answer.outcome
+        assert outcome is not None, "both ways of answering wait for it"
+        if outcome.error is None:
+            meter.mark_ok()
+
+    async def _prepare(
+        self, body: ChatRequest | CompletionRequest, model: ServedModel
+    ) -> PreprocessedRequest:
+        token_ids = body.token_data
+        if token_ids is None:
+            token_ids = await self._tokenize(body, model)
+        return to_preprocessed(
+            body,
+            token_ids,
+            eos_token_ids=model.card.eos_token_ids,
+            mdc_sum=model.checksum,
+            context_length=model.card.context_length or 0,
+            default_max_tokens=model.card.default_max_tokens,
+            vocab_size=model.vocab_size,
+        )
+
+    async def _tokenize(
+        self, body: ChatRequest | CompletionRequest, model: ServedModel
+    ) -> list[int]:
+        if isinstance(body, CompletionRequest):
+            return await model.encode(body.prompt_text or "", special_tokens=True)
+        if model.template is None:
+            raise InvalidRequest(
+                f"The model {model.name!r} has no chat template; use /v1/completions.", "model"
+            )
+        try:
+            text = model.template.render(
+                body.template_messages(),
+                template_kwargs=body.chat_template_kwargs,
+                now=datetime.now(UTC),
+            )
+        except TemplateError as error:
+            raise InvalidRequest(str(error), "messages") from error
+        return await model.encode(text, special_tokens=False)
+
+    @asynccontextmanager
+    async def _opened(  # type: ignore[no-untyped-def]
+        self, call: Call, model: ServedModel, meter: RequestMeter, receive: Receive
+    ):
+        """Runs the request while its client is there; leaving ends what still runs."""
+        request = call.request
+        assert request is not None
+        loop = asyncio.get_running_loop()
+        answer = call.answer = Answer(meter, self._state.clock)
+        plan = Plan(
+            request_id=call.request_id,
+            request=request,
+            deadline=loop.time() + self._config.request_timeout_s,
+            migratable=is_migratable(request),
+            attempts_max=self._config.attempts_max,
+            accept_s=self._config.accept_s,
+            traceparent=call.traceparent,
+            priority=request.routing.priority if request.routing is not None else None,
+        )
+        ticket = self._gateway.open(plan, self._query(model, request, loop.time()), answer)
+        answer.ticket = ticket
+        watch = loop.create_task(_await_disconnect(receive, ticket, meter))
+        try:
+            yield ticket
+        finally:
+            watch.cancel()
+            ticket.client_gone()
+
+    def _query(self, model: ServedModel, request: PreprocessedRequest, now: float) -> Query:
+        hashes = model.hasher.prefix_hashes(request.token_ids.array)
+        return Query(
+            model=model.name,
+            total_tokens=len(request.token_ids),
+            arrived_at=now,
+            prefix_hashes=hashes_to_bytes(hashes),
+            hash_scheme=SCHEME_ID,
+            block_size=model.hasher.block_size,
+            routing=request.routing,
+        )
+
+    async def _stream(
+        self, call: Call, model: ServedModel, ticket: Ticket, flow: TextFlow, send: Send
+    ) -> None:
+        answer, body = call.answer, call.body
+        assert answer is not None
+        assert body is not None
+        token_ids = await answer.next()
+        if not token_ids and answer.outcome is not None and answer.outcome.error is not None:
+            raise answer.outcome.error  # before the first byte it is an ordinary HTTP error
+        is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
+        writer = ChunkWriter(
+            Kind.CHAT if is_chat else Kind.COMPLETION,
+            call.answer_id,
+            model.name,
+            int(datetime.now(UTC).timestamp()),
+            include_usage=body.include_usage,
+        )
+        call.status = 200
+        await send(_start(200, (*_STREAM, call.id_header)))
+        events = [writer.role()] if is_chat else []
+        content = writer.content
+        while True:
+            events += map(content, flow.feed(token_ids))
+            if flow.stopped is not None:
+                ticket.stop()
+                break
+            if not token_ids and answer.outcome is not None:
+                break
+            if events:
+                await send(_body(b"".join(events)))
+                events = []
+            token_ids = await answer.next()
+        outcome = answer.outcome
+        assert outcome is not None
+        events += _last_events(writer, flow, outcome)
+        await send(_body(b"".join(events)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _answer_whole(
+        self, call: Call, model: ServedModel, ticket: Ticket, flow: TextFlow, send: Send
+    ) -> None:
+        answer = call.answer
+        assert answer is not None
+        pieces: list[str] = []
+        while True:
+            token_ids = await answer.next()
+            pieces += flow.feed(token_ids)
+            if flow.stopped is not None:
+                ticket.stop()
+                break
+            if not token_ids:
+                break
+        outcome = answer.outcome
+        assert outcome is not None
+        if outcome.error is not None:
+            raise outcome.error
+        pieces.append(flow.finish())
+        is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
+        build = chat_completion if is_chat else text_completion
+        whole = build(
+            call.answer_id,
+            model.name,
+            int(datetime.now(UTC).timestamp()),
+            "".join(pieces),
+            _finish_word(flow, outcome),
+            _usage(flow, outcome),
+        )
+        call.status = 200
+        await _send_whole(send, 200, (_JSON, call.id_header), whole)
+
+    async def _refuse(
+        self, call: Call, meter: RequestMeter | None, error: MeshError, send: Send
+    ) -> None:
+        call.failure = error.reason
+        if meter is not None:
+            meter.mark_failed(error_type(error))
+        if call.status:
+            return  # the answer has begun; its last event has said so
+        answer = http_error(error)
+        call.status = answer.status
+        headers = tuple((k.encode(), v.encode()) for k, v in answer.headers)
+        await _send_whole(send, answer.status, (*headers, call.id_header), answer.body)
+
+    def _log(self, call: Call) -> None:
+        """The one line of a request."""
+        now = self._state.clock()
+        facts: dict[str, object] = {
+            "request_id": call.request_id,
+            "endpoint": self._endpoint.value,
+            "status": call.status,
+            "total_ms": round((now - call.began_s) * 1000, 1),
+        }
+        if call.client_id != call.request_id.encode():
+            facts["client_request_id"] = call.client_id.decode("latin-1")
+        if call.body is not None:
+            facts |= {"model": call.body.model, "stream": call.body.is_stream}
+        answer = call.answer
+        if answer is not None and answer.first_at is not None:
+            facts["ttft_ms"] = round((answer.first_at - call.began_s) * 1000, 1)
+        if answer is not None and answer.outcome is not None:
+            facts |= _outcome_facts(answer.outcome)
+        if call.failure:
+            facts["failure"] = call.failure
+        log.info("request", **facts)
+
+
+def _outcome_facts(outcome: Outcome) -> dict[str, object]:
+    details = outcome.usage.prompt_tokens_details
+    facts: dict[str, object] = {
+        "prompt_tokens": outcome.usage.prompt_tokens,
+        "completion_tokens": outcome.usage.completion_tokens,
+        "attempts": outcome.attempts,
+        "workers": [f"{worker_id:x}" for worker_id in outcome.worker_ids],
+    }
+    if outcome.finish_reason is not None:
+        facts["finish_reason"] = outcome.finish_reason.value
+    if details is not None and details.cached_tokens is not None:
+        facts["cached_tokens"] = details.cached_tokens
+    if outcome.placed is not None:
+        facts["predicted_cached_tokens"] = outcome.placed.predicted_cached_tokens
+        facts["routing"] = list(outcome.placed.reasons)
+    if outcome.error is not None:
+        facts |= {"failure": outcome.error.reason, "why": outcome.error.message}
+    return facts
+
+
+async def _await_disconnect(receive: Receive, ticket: Ticket, meter: RequestMeter) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not ticket.machine.is_finished:
+        meter.mark_disconnected()
+        ticket.client_gone()
+
+
+def _last_events(writer: ChunkWriter, flow: TextFlow, outcome: Outcome) -> list[bytes]:
+    """What follows the last token: held back text, the end or the error, usage, DONE."""
+    if outcome.error is not None and flow.stopped is None:
+        return [writer.error(outcome.error)]
+    rest = flow.finish()
+    events = [writer.content(rest)] if rest else []
+    events.append(writer.finish(_finish_word(flow, outcome)))
+    events.append(writer.usage(_usage(flow, outcome)))
+    events.append(DONE)
+    return events
+
+
+def _finish_word(flow: TextFlow, outcome: Outcome) -> FinishWord:
+    if flow.stopped is not None:
+        return "stop"
+    word = outcome.finish_reason.openai if outcome.finish_reason is not None else None
+    assert word is not None, "an end without OpenAI's word for it carries an error"
+    return word
+
+
+def _usage(flow: TextFlow, outcome: Outcome) -> CompletionUsage:
+    """The counts; tokens that came after a stop string are not the client's."""
+    counts = outcome.usage
+    if flow.stopped is None:
+        return counts
+    return replace(
+        counts,
+        completion_tokens=flow.consumed,
+        total_tokens=counts.prompt_tokens + flow.consumed,
+    )
+
+
+def _start(status: int, headers: Headers) -> MutableMapping[str, Any]:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def _body(data: bytes) -> MutableMapping[str, Any]:
+    return {"type": "http.response.body", "body": data, "more_body": True}
+
+
+async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    await send(_start(status, (*headers, length)))
+    await send({"type": "http.response.body", "body": body})
+
+
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """Whether requests can be served now, and why not. models: those that are not, with why."""
+
+    is_ready: bool
+    is_draining: bool
+    reasons: tuple[str, ...]
+    models_not_ready: Mapping[str, str]
+    instances: tuple[Mapping[str, object], ...]
+
+
+def build_api(
+    gateway: Gateway,
+    models: Models,
+    state: DeploymentState,
+    registry: Any,
+    config: FrontendConfig,
+    readiness: Callable[[], Readiness],
+) -> Starlette:
+    """The whole HTTP surface. registry: the prometheus registry that /metrics shows."""
+
+    async def health(_: Request) -> Response:
+        now = readiness()
+        return _json_response(
+            {
+                "status": "healthy" if now.is_ready else "unhealthy",
+                "reasons": now.reasons,
+                "models": sorted(models.names()),
+                "models_not_ready": dict(now.models_not_ready),
+                "instances": now.instances,
+            },
+            200 if now.is_ready else 503,
+        )
+
+    async def ready(_: Request) -> Response:
+        now = readiness()
+        return _json_response(
+            {"ready": now.is_ready, "reasons": now.reasons}, 200 if now.is_ready else 503
+        )
+
+    async def live(_: Request) -> Response:
+        return _json_response({"status": "live"}, 200)
+
+    async def list_models(_: Request) -> Response:
+        entries = [model_value(m.name, m.created, OWNER) for m in models.all()]
+        return Response(model_list(entries), media_type="application/json")
+
+    async def one_model(request: Request) -> Response:
+        try:
+            model = models.get(request.path_params["name"])
+        except MeshError as error:
+            answer = http_error(error)
+            return Response(answer.body, answer.status, dict(answer.headers))
+        return _json_response(model_value(model.name, model.created, OWNER), 200)
+
+    def generation(endpoint: Endpoint) -> GenerationEndpoint:
+        return GenerationEndpoint(endpoint, gateway, models, state, config)
+
+    _docs, metrics = metrics_router(registry)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", generation(Endpoint.CHAT_COMPLETIONS), methods=["POST"]),
+            Route("/v1/completions", generation(Endpoint.COMPLETIONS), methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", one_model),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/live", live),
+            Mount("", metrics),
+        ],
+        exception_handlers={404: _not_found, 405: _not_found},
+    )
+
+
+def _json_response(value: object, status: int) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = getattr(error, "status_code", 404)
+    what = "No such route" if status == 404 else "Method not allowed"
+    details = {
+        "message": f"{what}: {request.method} {request.url.path}",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "not_found" if status == 404 else "method_not_allowed",
+    }
+    return _json_response({"error": details}, status)

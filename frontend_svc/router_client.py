@@ -1,0 +1,267 @@
+"""The frontend's end of the router's Session: placements, batched per loop tick, failing over.
+
+A placement asked for while no router answers waits up to UNROUTED_AFTER_S, then the frontend
+places it by itself, by power of two on its own requests in flight (counted as unrouted). Bookings
+that live are announced to whatever router comes next, so that its books are right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+import grpc.aio
+import structlog
+
+from common import rpc
+from common.error_proto import error_from_proto
+from common.errors import MeshError, Overloaded, WorkerLost
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.preprocessed import RouterConfigOverride, RoutingHints
+from common.preprocessed_proto import part_to_proto
+from frontend_svc.core.request import Placed
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+
+UNROUTED_AFTER_S = 3.0
+WAITING_MAX = 8192
+TICK_S = 0.1
+# Before dialling again; jittered so that a fleet of frontends does not stampede a new router.
+REDIAL_S = 0.2
+
+log = structlog.get_logger()
+
+Key = tuple[str, int]
+SessionCall = grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]
+Answer = Callable[[Placed | MeshError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What to place; see `router.v1.Query`. arrived_at: loop time, seconds."""
+
+    model: str
+    total_tokens: int
+    arrived_at: float
+    prefix_hashes: bytes = b""
+    hash_scheme: int = 0
+    block_size: int = 0
+    routing: RoutingHints | None = None
+    config_override: RouterConfigOverride | None = None
+    excluded: frozenset[int] = frozenset()
+    expected_output_tokens: int | None = None
+
+    def without(self, excluded: frozenset[int]) -> Query:
+        """The same, not to be placed on `excluded`."""
+        return replace(self, excluded=excluded)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    key: Key
+    query: Query
+    answer: Answer
+    since: float
+
+
+class RouterClient:
+    """One Session at a time with one of the routers in discovery.
+
+    routers: who is there now. place_alone: chooses without a router; None when it cannot.
+    """
+
+    def __init__(
+        self,
+        frontend_id: int,
+        routers: Callable[[], Sequence[Instance]],
+        place_alone: Callable[[Query], Placed | MeshError],
+        *,
+        security: rpc.Security = rpc.PLAINTEXT,
+        rng: Random | None = None,
+    ) -> None:
+        self._frontend_id = frontend_id
+        self._routers = routers
+        self._place_alone = place_alone
+        self._security = security
+        self._rng = rng or Random()
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._last_id = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self._numbers: dict[Key, int] = {}
+        self._news: list[int] = []
+        self._prefills_done: list[Key] = []
+        self._frees: list[Key] = []
+        self._bookings: dict[Key, router_pb2.Booking] = {}
+        self.is_connected = False
+        self.unrouted = 0
+
+    def place(self, key: Key, query: Query, answer: Answer) -> None:
+        """Asks for a placement, booked under `key`. `answer` is called once, never from here."""
+        if len(self._waiting) >= WAITING_MAX:
+            error = Overloaded(1.0, "too many requests wait for the router")
+            self._loop.call_soon(answer, error)
+            return
+        self._last_id += 1
+        self._waiting[self._last_id] = _Waiting(key, query, answer, self._loop.time())
+        self._numbers[key] = self._last_id
+        self._news.append(self._last_id)
+        self._wake.set()
+
+    def prefill_done(self, key: Key) -> None:
+        """The first token is there."""
+        booking = self._bookings.get(key)
+        if booking is not None:
+            booking.prefill_tokens = 0
+            booking.revision += 1
+            self._prefills_done.append(key)
+            self._wake.set()
+
+    def free(self, key: Key) -> None:
+        """The booking holds nothing any more; also right while its placement is still open."""
+        self._bookings.pop(key, None)
+        number = self._numbers.pop(key, None)
+        if number is not None:
+            del self._waiting[number]
+        self._frees.append(key)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keeps a Session open for as long as the frontend lives."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._place_unrouted())
+            while True:
+                router = self._choose()
+                if router is not None:
+                    await self._serve(router)
+                await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
+
+    def _choose(self) -> Instance | None:
+        routers = self._routers()
+        return self._rng.choice(routers) if routers else None
+
+    async def _serve(self, router: Instance) -> None:
+        channel = rpc.channel(router.address, security=self._security)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        try:
+            call = stub.Session(metadata=rpc.call_metadata(self._security))
+            async with rpc.cancelling(call), asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(call))
+                await self._read(call)
+        except* MeshError as group:
+            log.warning("router_lost", router_id=router.id, why=str(group.exceptions[0]))
+        finally:
+            self.is_connected = False
+            await channel.close()
+
+    async def _read(self, call: SessionCall) -> None:
+        while True:
+            try:
+                message = await call.read()
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+            if message is grpc.aio.EOF:
+                raise WorkerLost("the router closed the session", retryable=True)
+            assert isinstance(message, router_pb2.SessionResponse), "the stub deserialises"
+            self.is_connected = True
+            for result in message.results:
+                self._answered(result)
+
+    def _answered(self, result: router_pb2.NewResult) -> None:
+        waiting = self._waiting.pop(result.id, None)
+        if waiting is None:
+            return  # freed meanwhile
+        del self._numbers[waiting.key]
+        if result.HasField("error"):
+            waiting.answer(error_from_proto(result.error))
+            return
+        decision = result.decision
+        self._bookings[waiting.key] = self._booking(waiting, decision)
+        waiting.answer(_placed(decision))
+
+    def _booking(self, waiting: _Waiting, decision: router_pb2.Decision) -> router_pb2.Booking:
+        query = waiting.query
+        cached = decision.predicted_cached_tokens
+        blocks = -(-query.total_tokens // query.block_size) if query.block_size else 0
+        return router_pb2.Booking(
+            key=_key(waiting.key),
+            frontend_id=self._frontend_id,
+            model=query.model,
+            worker=decision.worker,
+            prefill=decision.prefill if decision.HasField("prefill") else None,
+            prefill_tokens=max(0, query.total_tokens - cached),
+            decode_blocks=blocks,
+            revision=1,
+        )
+
+    async def _write(self, call: SessionCall) -> None:
+        """The one writer: what gathered since the last write goes out as one frame."""
+        self._news = list(self._waiting)
+        self._prefills_done.clear()
+        self._frees.clear()
+        frame = router_pb2.SessionRequest(
+            hello=router_pb2.SessionHello(frontend_id=self._frontend_id),
+            announced=self._bookings.values(),
+        )
+        while True:
+            for number in self._news:
+                waiting = self._waiting.get(number)
+                if waiting is not None:
+                    frame.news.append(self._new(number, waiting))
+            frame.prefills_done.extend(map(_key, self._prefills_done))
+            frame.frees.extend(map(_key, self._frees))
+            self._news, self._prefills_done, self._frees = [], [], []
+            try:
+                await call.write(frame)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                raise WorkerLost("the session has ended", retryable=True) from error
+            await self._wake.wait()
+            self._wake.clear()
+            frame = router_pb2.SessionRequest()
+
+    def _new(self, number: int, waiting: _Waiting) -> router_pb2.New:
+        query = waiting.query
+        message = router_pb2.Query(
+            model=query.model,
+            total_tokens=query.total_tokens,
+            prefix_hashes=query.prefix_hashes,
+            hash_scheme=query.hash_scheme,
+            block_size=query.block_size,
+            excluded_worker_ids=query.excluded,
+            waited_ms=round((self._loop.time() - query.arrived_at) * 1000),
+            expected_output_tokens=query.expected_output_tokens,
+        )
+        if query.routing is not None:
+            part_to_proto(query.routing, message.routing)
+        if query.config_override is not None:
+            part_to_proto(query.config_override, message.config_override)
+        return router_pb2.New(id=number, key=_key(waiting.key), query=message)
+
+    async def _place_unrouted(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.is_connected:
+                continue
+            before = self._loop.time() - UNROUTED_AFTER_S
+            late = [number for number, w in self._waiting.items() if w.since <= before]
+            for number in late:
+                waiting = self._waiting.pop(number)
+                del self._numbers[waiting.key]
+                self.unrouted += 1
+                waiting.answer(self._place_alone(waiting.query))
+
+
+def _key(key: Key) -> router_pb2.BookingKey:
+    return router_pb2.BookingKey(request_id=key[0], attempt=key[1])
+
+
+def _placed(decision: router_pb2.Decision) -> Placed:
+    return Placed(
+        worker_id=decision.worker.worker_id,
+        dp_rank=decision.worker.dp_rank,
+        overlap_blocks=decision.overlap_blocks,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        reasons=tuple(decision.reasons),
+    )

@@ -1,0 +1,90 @@
+"""What meshctl asks of a frontend, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+
+POLL_S = 0.1
+ANSWER_S = 60.0
+# A first token may take as long as a queue; between two of them this is for ever.
+READ_S = 30.0
+ERROR_CHARS_MAX = 500
+
+
+class GatewayError(Exception):
+    """The gateway did not answer as it should; the message says what it did."""
+
+
+def client() -> httpx.AsyncClient:
+    """A client that asks the mesh itself, never a proxy that the environment names."""
+    return httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(5.0, read=READ_S))
+
+
+def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
+    """A streamed chat completion."""
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": max_tokens,
+        "stream": True,
+    }
+
+
+async def why_not_serving(http: httpx.AsyncClient, url: str, model: str) -> str:
+    """ "" if the gateway at `url` is healthy and lists `model`; else what is missing."""
+    try:
+        health = await http.get(f"{url}/health", timeout=2.0)
+        if health.status_code != 200:
+            return f"GET {url}/health says {health.status_code}"
+        models = await http.get(f"{url}/v1/models", timeout=2.0)
+        if models.status_code != 200:
+            return f"GET {url}/v1/models says {models.status_code}"
+        listed = [entry["id"] for entry in models.json()["data"]]
+    except httpx.HTTPError as error:
+        return f"{url} does not answer: {error or type(error).__name__}"
+    except (ValueError, LookupError, TypeError):
+        return f"GET {url}/v1/models is not a list of models"
+    return "" if model in listed else f"GET {url}/v1/models lists {listed}, not {model!r}"
+
+
+async def chat(http: httpx.AsyncClient, url: str, body: dict[str, object]) -> AsyncIterator[str]:
+    """The pieces of the answer's text as they arrive.
+
+    Raises GatewayError for a refusal, an error within the stream, a stream that is cut short or
+    that takes longer than ANSWER_S.
+    """
+    try:
+        async with (
+            asyncio.timeout(ANSWER_S),
+            http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise GatewayError(f"status {response.status_code}: {text[:ERROR_CHARS_MAX]}")
+            async for line in response.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    return
+                yield _piece(data)
+    except httpx.HTTPError as error:
+        raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
+    except TimeoutError as error:
+        raise GatewayError(f"the answer did not end within {ANSWER_S:g} s") from error
+    raise GatewayError("the stream ended without [DONE]")
+
+
+def _piece(data: str) -> str:
+    try:
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise GatewayError(f"error in the stream: {data[:ERROR_CHARS_MAX]}")
+        # A chunk without choices carries the usage.
+        return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise GatewayError(f"not a chat chunk: {data[:ERROR_CHARS_MAX]}") from None

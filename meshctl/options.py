@@ -1,0 +1,241 @@
+"""The command line's flags, and what they mean together.
+
+What concerns a service alone is left to its own variables (`KVMESH_WORKER_...`): the environment
+reaches every service as it is, and only what meshctl must know itself are flags here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from common.config import PREFIX
+from common.errors import InvalidRequest
+from common.instances import check_namespace
+from meshctl.services import MeshOptions
+
+_DEFAULT = MeshOptions()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpOptions:
+    """What `meshctl up` is asked to do.
+
+    ready_s: seconds in which all must be ready, and each service after its start.
+    sample: send one chat request once ready. then: run this command once ready.
+    once: stop after these. http_host: where frontends' HTTP binds.
+    """
+
+    mesh: MeshOptions
+    log_dir: Path
+    ready_s: float = 60.0
+    sample: bool = False
+    then: tuple[str, ...] = ()
+    once: bool = False
+    http_host: str = "127.0.0.1"
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpOptions:
+    """The options of a command line; exits 0 for --help, 2 with a message for what is wrong."""
+    parser, up = _parsers(environ)
+    given = parser.parse_args(argv)
+    for name in sorted(environ):
+        if name.startswith(f"{PREFIX}MESHCTL_"):
+            up.error(f"{name}: meshctl is told by flags only")
+    if given.registry not in ("file", "consul"):
+        up.error(f"--registry: {given.registry!r} is not one of file, consul")
+    if given.http_port and given.http_port + given.frontends - 1 > 65535:
+        up.error("--http-port: the ports of all --frontends must be below 65536")
+    try:
+        check_namespace(given.namespace)
+    except InvalidRequest as error:
+        up.error(f"--namespace: {error.message}")
+    return UpOptions(
+        mesh=_mesh(given, environ),
+        log_dir=given.log_dir,
+        ready_s=given.ready_s,
+        sample=given.sample or (given.once and not given.then),
+        then=tuple(given.then or ()),
+        once=given.once,
+        http_host=environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1"),
+    )
+
+
+def _mesh(given: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
+    return MeshOptions(
+        frontends=given.frontends,
+        routers=given.routers,
+        workers=given.workers,
+        engine=given.engine,
+        model_name=given.model_name,
+        http_port=given.http_port,
+        namespace=given.namespace,
+        registry=given.registry,
+        registry_path=given.registry_path,
+        consul_url=given.consul_url,
+        speedup=given.speedup,
+        drain_s=given.drain_s,
+        # Another host's worker-0 is not this one's predecessor.
+        name_prefix=f"{socket.gethostname()}-" if given.registry == "consul" else "",
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **settings: object) -> None:
+        # Abbreviations would change their meaning with every flag that is added.
+        super().__init__(allow_abbrev=False, **settings)  # type: ignore[arg-type]
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, _Parser]:
+    parser = _Parser(prog="meshctl", description="Starts, shows and asks a KVMesh.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    up = commands.add_parser(
+        "up",
+        help="start a mesh on this host and keep it running",
+        description="Starts frontends, routers and workers on this host, restarts what dies, and"
+        " ends all in order upon Ctrl-C or SIGTERM (a second one kills). Services inherit the"
+        " environment, so KVMESH_<ROOM>_* configures them; the flags here win over it.",
+    )
+    _add_mesh_flags(up, environ)
+    _add_session_flags(up)
+    return parser, up
+
+
+def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    mesh = up.add_argument_group("the mesh")
+    for name in ("workers", "routers", "frontends"):
+        default = getattr(_DEFAULT, name)
+        mesh.add_argument(
+            f"--{name}",
+            type=_count,
+            default=default,
+            metavar="N",
+            help=f"how many {name} (default {default})",
+        )
+    mesh.add_argument(
+        "--engine", choices=("sim", "echo"), default="sim", help="of the workers (default sim)"
+    )
+    mesh.add_argument(
+        "--model-name",
+        type=_text,
+        default=_DEFAULT.model_name,
+        metavar="NAME",
+        help="the model clients ask for (default sim)",
+    )
+    mesh.add_argument(
+        "--speedup",
+        type=_not_negative,
+        metavar="X",
+        help="how much faster than real time the sim engine runs; 0: infinitely",
+    )
+    mesh.add_argument(
+        "--http-port",
+        type=_port,
+        default=_DEFAULT.http_port,
+        metavar="PORT",
+        help="of the first frontend, more of them take the ports after it; 0: any (default 8000)",
+    )
+    mesh.add_argument(
+        "--registry",
+        default=environ.get(f"{PREFIX}REGISTRY", _DEFAULT.registry),
+        metavar="file|consul",
+        help="where services find each other (default file)",
+    )
+    mesh.add_argument(
+        "--registry-path",
+        type=Path,
+        default=environ.get(f"{PREFIX}REGISTRY_PATH", str(_DEFAULT.registry_path)),
+        metavar="DIR",
+        help="folder of the file registry (default .run/registry)",
+    )
+    mesh.add_argument("--consul-url", metavar="URL", help="the Consul agent")
+    mesh.add_argument(
+        "--namespace",
+        default=environ.get(f"{PREFIX}NAMESPACE", _DEFAULT.namespace),
+        metavar="NAME",
+        help="separates meshes that share a registry (default 'default')",
+    )
+    mesh.add_argument(
+        "--drain-s",
+        type=_not_negative,
+        default=_DEFAULT.drain_s,
+        metavar="S",
+        help="seconds that streams may take to end when the mesh is stopped (default 10)",
+    )
+
+
+def _add_session_flags(up: argparse.ArgumentParser) -> None:
+    session = up.add_argument_group("what to do with it")
+    session.add_argument(
+        "--log-dir",
+        type=Path,
+        default=Path(".run/logs"),
+        metavar="DIR",
+        help="logs go to DIR/SERVICE.log, those of the run before to SERVICE.log.1"
+        " (default .run/logs)",
+    )
+    session.add_argument(
+        "--ready-s",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="seconds in which all must be ready, else it is given up (default 60)",
+    )
+    session.add_argument(
+        "--sample",
+        action="store_true",
+        help="once ready, send one chat request and print the answer as it comes",
+    )
+    session.add_argument(
+        "--once",
+        action="store_true",
+        help="stop after the sample request, or after --then; the exit status is theirs",
+    )
+    session.add_argument(
+        "--then",
+        nargs=argparse.REMAINDER,
+        metavar="CMD",
+        help="once ready, run this command, with OPENAI_BASE_URL naming the mesh; takes the rest"
+        " of the line",
+    )
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"{text}: must be from 0 to 65535")
+    return number
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
+    return number
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text

@@ -1,0 +1,142 @@
+"""The router's composition root: knows all the parts and wires them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from random import Random, SystemRandom
+
+import structlog
+from prometheus_client import start_http_server
+
+from common import rpc
+from common.errors import InvalidRequest
+from common.file_registry import FileRegistry
+from common.instances import Instance, new_instance_id
+from common.interceptors import Calls
+from common.lifecycle import Life, Ready
+from common.registry import Lease, MemoryRegistry, Registry
+from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.config import RouterConfig, load_selector
+from router_svc.core.route import Router
+from router_svc.fleet_watch import FleetWatch
+from router_svc.metrics import Metrics
+from router_svc.service import SERVICE_NAME, RouterService
+
+LOG = structlog.get_logger(__name__)
+
+# A router that finds no registry serves after this: what it will know then, it knows then.
+FIRST_SNAPSHOT_S = 1.0
+# How often orphans are looked after when there is nothing to decide.
+TICK_S = 0.5
+
+
+class RouterApp:
+    """One router process. registry: what to find the others by; by default as configured."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        instance_id: int | None = None,
+        registry: Registry | None = None,
+        rng: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._security = rpc.security_of(config)
+        self._registry = registry_of(config) if registry is None else registry
+        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        self.router = Router(load_selector(config.selector))
+        self.metrics = Metrics(self.router)
+        self._service = RouterService(
+            self.router, self.instance_id, self.metrics, rng=rng or Random(), clock=clock
+        )
+        self._calls = Calls()
+        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._lease: Lease | None = None
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self.address = ""
+        self.metrics_address = ""
+
+    async def start(self, life: Life) -> Ready:
+        """Bind; follow the fleet; serve once it was seen, or after FIRST_SNAPSHOT_S."""
+        config = self._config
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        self.address = f"{config.advertise_host or config.host}:{port}"
+        router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
+        rpc.add_health(self._server, life.health.servicer)
+        rpc.enable_reflection(self._server, [SERVICE_NAME])
+        addresses = {"grpc": self.address, **self._serve_metrics()}
+        watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
+        life.spawn(watch.run(), name="fleet watch")
+        life.spawn(self._tick(), name="tick")
+        try:
+            await asyncio.wait_for(watch.first_seen.wait(), FIRST_SNAPSHOT_S)
+        except TimeoutError:
+            LOG.warning("serving without a fleet: the registry has not answered")
+        await self._server.start()
+        await life.health.set(SERVICE_NAME, True)
+        return Ready(str(self.instance_id), addresses)
+
+    async def register(self) -> None:
+        self._lease = await self._registry.register(self._instance())
+
+    async def deregister(self) -> None:
+        if self._lease is not None:
+            await self._lease.close()
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Close the sessions, which would never end by themselves, and let calls end."""
+        self._service.end_sessions()
+        return await rpc.stop(self._server, grace_s, self._calls)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._stop_metrics)
+        await self._server.stop(None)
+        await self._registry.close()
+
+    def _instance(self) -> Instance:
+        # A fixed address can only be taken by the successor of the process that had it.
+        stable_name = f"router@{self.address}" if self._config.port else ""
+        return Instance(
+            id=self.instance_id,
+            namespace=self._config.namespace,
+            service="router",
+            stable_name=stable_name,
+            address=self.address,
+        )
+
+    def _serve_metrics(self) -> dict[str, str]:
+        if self._config.metrics_port is None:
+            return {}
+        server, thread = start_http_server(
+            self._config.metrics_port, self._config.host, self.metrics.registry
+        )
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(1.0)
+
+        self._stop_metrics = stop
+        self.metrics_address = f"{self._config.host}:{server.server_port}"
+        return {"metrics": self.metrics_address}
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.router.book.expire(self._clock())
+
+
+def registry_of(config: RouterConfig) -> Registry:
+    """The registry a configuration names."""
+    match config.registry:
+        case "file":
+            return FileRegistry(config.registry_path)
+        case "memory":
+            return MemoryRegistry()
+        case other:
+            raise InvalidRequest(f"the registry {other!r} is not available", "registry")

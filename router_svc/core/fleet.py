@@ -1,0 +1,125 @@
+"""The worker fleet as discovery shows it (pure).
+
+Invariants: a candidate belongs to an instance of the newest snapshot; the candidates of a model
+stand in order of (worker id, rank), so that a position in them means the same at every call; a
+worker without a model (its metadata is not known yet) is nobody's candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from common.instances import Changes, Instance, Role, Snapshot, diff
+
+# A model whose last worker left is "nobody there" (503), not "unknown" (404), for this long: its
+# running requests are looking for another worker just then.
+MODEL_MEMORY_S = 60.0
+_REMEMBERED_MODELS = 1024
+
+
+class Placement(NamedTuple):
+    """A worker and one of its data-parallel ranks. A tuple, because it is hashed on every path."""
+
+    worker_id: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A place where a request could run, with what its worker advertises."""
+
+    placement: Placement
+    instance: Instance
+
+
+class Fleet:
+    """Who could serve what, from snapshots of all services; workers and frontends matter here."""
+
+    def __init__(self) -> None:
+        self.was_seen = False  # Whether there was a snapshot at all.
+        self._snapshot = Snapshot()
+        self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
+        self._models: frozenset[str] = frozenset()
+        # Models without workers, and when the last one was seen to be gone; oldest first.
+        self._gone: dict[str, float] = {}
+
+    def update(self, snapshot: Snapshot, now: float) -> Changes:
+        """Take `snapshot` as the truth; what changed. `now` in seconds."""
+        changes = diff(self._snapshot, snapshot)
+        self._snapshot = snapshot
+        self.was_seen = True
+        members: dict[tuple[str, Role], list[Candidate]] = {}
+        for worker in snapshot.of("worker"):
+            if worker.model:
+                members.setdefault((worker.model, worker.role), []).extend(_places(worker))
+        self._candidates = {
+            key: tuple(sorted(places, key=lambda c: c.placement)) for key, places in members.items()
+        }
+        self._remember(frozenset(model for model, _ in members), now)
+        return changes
+
+    def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
+        """Every (worker, rank) of `role` that serves `model`, in order of placement."""
+        return self._candidates.get((model, role), ())
+
+    def all_candidates(self, model: str = "") -> Iterator[Candidate]:
+        """Those of every role, of one model or (\"\") of all."""
+        for (name, _), places in self._candidates.items():
+            if model in ("", name):
+                yield from places
+
+    def roles(self, model: str) -> tuple[Role, ...]:
+        """The roles that serve `model` now; empty when nobody does."""
+        return tuple(role for name, role in self._candidates if name == model)
+
+    def knows(self, model: str, now: float) -> bool:
+        """Whether `model` is served, or was until less than MODEL_MEMORY_S ago."""
+        if model in self._models:
+            return True
+        gone_at = self._gone.get(model)
+        return gone_at is not None and now - gone_at < MODEL_MEMORY_S
+
+    def has(self, placement: Placement) -> bool:
+        """Whether the worker is there, serves a model and has that rank."""
+        worker = self._snapshot.instances.get(placement.worker_id)
+        return (
+            worker is not None
+            and bool(worker.model)
+            and placement.dp_rank in _ranks(worker)
+            and worker.service == "worker"
+        )
+
+    def is_present(self, instance_id: int) -> bool:
+        """Whether discovery shows an instance of that id, of whatever service."""
+        return instance_id in self._snapshot.instances
+
+    @property
+    def models(self) -> frozenset[str]:
+        """The models served now, in any role."""
+        return self._models
+
+    @property
+    def worker_count(self) -> int:
+        """Workers that serve a model."""
+        return sum(1 for worker in self._snapshot.of("worker") if worker.model)
+
+    def _remember(self, models: frozenset[str], now: float) -> None:
+        for model in self._models - models:
+            self._gone[model] = now
+        for model in models:
+            self._gone.pop(model, None)
+        for model in [m for m, at in self._gone.items() if now - at >= MODEL_MEMORY_S]:
+            del self._gone[model]
+        while len(self._gone) > _REMEMBERED_MODELS:
+            del self._gone[next(iter(self._gone))]
+        self._models = models
+
+
+def _ranks(worker: Instance) -> range:
+    return range(worker.dp_rank_start, worker.dp_rank_start + worker.dp_size)
+
+
+def _places(worker: Instance) -> list[Candidate]:
+    return [Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker)]

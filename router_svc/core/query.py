@@ -1,0 +1,85 @@
+"""What is to be placed, and what a booking of it is charged (pure).
+
+A Query never carries prompt content: its tokens are a count, its blocks are hashes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import InvalidRequest
+from common.preprocessed import RouterConfigOverride, RoutingHints
+
+# Tokens a block where neither the query nor the worker says.
+DEFAULT_BLOCK_SIZE = 16
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One request to place; meanings and absences as in `kvmesh/router/v1/router.proto`.
+
+    total_tokens: of the whole prompt, 0 where nobody tokenized it (pass-through kinds).
+    prefix_hashes: 8 B little endian a block of block_size tokens, made as hash_scheme says.
+    excluded_worker_ids: workers that failed this request before.
+    waited_s: since the request arrived at the frontend.
+    """
+
+    model: str
+    total_tokens: int = 0
+    prefix_hashes: bytes = b""
+    hash_scheme: int = 0
+    block_size: int = 0
+    routing: RoutingHints | None = None
+    override: RouterConfigOverride | None = None
+    excluded_worker_ids: frozenset[int] = frozenset()
+    waited_s: float = 0.0
+    expected_output_tokens: int | None = None
+
+
+def check(query: Query) -> None:
+    """InvalidRequest, naming the field, for a query that nobody could place."""
+    if not query.model:
+        raise InvalidRequest("query.model must name a model", "query.model")
+    if not query.prefix_hashes:
+        return
+    blocks, rest = divmod(len(query.prefix_hashes), HASH_BYTES)
+    if rest:
+        raise InvalidRequest(
+            f"query.prefix_hashes has {len(query.prefix_hashes)} bytes, not a multiple of "
+            f"{HASH_BYTES}",
+            "query.prefix_hashes",
+        )
+    if query.block_size < 1:
+        raise InvalidRequest("query.prefix_hashes needs block_size", "query.block_size")
+    if query.hash_scheme < 1:
+        raise InvalidRequest("query.prefix_hashes needs hash_scheme", "query.hash_scheme")
+    if blocks * query.block_size > query.total_tokens:
+        raise InvalidRequest(
+            f"query.prefix_hashes names {blocks} blocks of {query.block_size} tokens, but "
+            f"total_tokens is {query.total_tokens}",
+            "query.total_tokens",
+        )
+
+
+def block_size_of(query: Query, advertised: int | None) -> int:
+    """Tokens a block: as the query counts, else as the worker does, else the default."""
+    return query.block_size or advertised or DEFAULT_BLOCK_SIZE
+
+
+def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) -> int:
+    """Prompt tokens served from cache as engines count: the last one is always computed."""
+    return min(overlap_blocks * block_size, max(0, query.total_tokens - 1))
+
+
+def prefill_charge(query: Query, cached_tokens: int) -> int:
+    """Prompt tokens still to be computed: total - cached, or 0 where prefill is not tracked."""
+    override = query.override
+    if override is not None and override.track_prefill_tokens is False:
+        return 0
+    return max(0, query.total_tokens - cached_tokens)
+
+
+def decode_charge(query: Query, block_size: int) -> int:
+    """KV blocks the prompt holds: ceil(total_tokens / block_size)."""
+    return -(-query.total_tokens // block_size)

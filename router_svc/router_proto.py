@@ -1,0 +1,145 @@
+"""The router's messages to and from its core's types: translation, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.errors import InvalidRequest
+from common.preprocessed import RouterConfigOverride, RoutingHints
+from common.preprocessed_proto import part_from_proto, part_to_proto
+from kvmesh.router.v1 import router_pb2
+from router_svc.core.fleet import Placement
+from router_svc.core.load import Booking, BookingKey, Totals
+from router_svc.core.query import Query
+from router_svc.core.route import Considered, Decision, PotentialLoad
+
+REQUEST_ID_CHARS_MAX = 256
+
+
+def query_from_proto(message: router_pb2.Query) -> Query:
+    """The query; token ids are counted. InvalidRequest names the field at fault."""
+    total_tokens = message.total_tokens
+    counted = len(message.token_ids)
+    if counted:
+        if total_tokens not in (0, counted):
+            raise InvalidRequest(
+                f"query.total_tokens is {total_tokens}, but there are {counted} token_ids",
+                "query.total_tokens",
+            )
+        total_tokens = counted
+    return Query(
+        message.model,
+        total_tokens,
+        message.prefix_hashes,
+        message.hash_scheme,
+        message.block_size,
+        part_from_proto(RoutingHints, message.routing, "query.routing")
+        if message.HasField("routing")
+        else None,
+        part_from_proto(RouterConfigOverride, message.config_override, "query.config_override")
+        if message.HasField("config_override")
+        else None,
+        frozenset(message.excluded_worker_ids),
+        message.waited_ms / 1000,
+        message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+    )
+
+
+def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
+    """The key of a booking of `frontend_id`; InvalidRequest where it names no request."""
+    request_id = message.request_id
+    if not 0 < len(request_id) <= REQUEST_ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"{field}.request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters, "
+            f"not {len(request_id)}",
+            f"{field}.request_id",
+        )
+    return BookingKey(frontend_id, request_id, message.attempt)
+
+
+def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str) -> Booking:
+    """An announced booking, which must be its announcer's own. InvalidRequest names the field."""
+    if message.frontend_id != frontend_id:
+        raise InvalidRequest(
+            f"{field}.frontend_id is {message.frontend_id}, but the session is of {frontend_id}",
+            f"{field}.frontend_id",
+        )
+    if not message.HasField("worker"):
+        raise InvalidRequest(f"{field}.worker is required", f"{field}.worker")
+    if message.revision < 1:
+        raise InvalidRequest(f"{field}.revision counts from 1", f"{field}.revision")
+    return Booking(
+        key_from_proto(message.key, frontend_id, f"{field}.key"),
+        message.model,
+        _placement(message.worker),
+        _placement(message.prefill) if message.HasField("prefill") else None,
+        message.prefill_tokens,
+        message.decode_blocks,
+        message.revision,
+    )
+
+
+def booking_to_proto(booking: Booking) -> router_pb2.Booking:
+    key = booking.key
+    return router_pb2.Booking(
+        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
+        frontend_id=key.frontend_id,
+        model=booking.model,
+        worker=placement_to_proto(booking.worker),
+        prefill=None if booking.prefill is None else placement_to_proto(booking.prefill),
+        prefill_tokens=booking.prefill_tokens,
+        decode_blocks=booking.decode_blocks,
+        revision=booking.revision,
+    )
+
+
+def decision_to_proto(decision: Decision) -> router_pb2.Decision:
+    message = router_pb2.Decision(
+        worker=placement_to_proto(decision.worker),
+        overlap_blocks=decision.overlap_blocks,
+        reasons=decision.reasons,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        queued_ms=round(decision.queued_s * 1000),
+    )
+    if decision.prefill is not None:
+        message.prefill.CopyFrom(placement_to_proto(decision.prefill))
+    if decision.bootstrap is not None:
+        part_to_proto(decision.bootstrap, message.bootstrap)
+    return message
+
+
+def candidates_to_proto(rows: Iterable[Considered]) -> list[router_pb2.Candidate]:
+    return [_candidate_to_proto(row) for row in rows]
+
+
+def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
+    return _load_to_proto(row.placement, row.load)
+
+
+def placement_to_proto(placement: Placement) -> router_pb2.Placement:
+    return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
+
+
+def _placement(message: router_pb2.Placement) -> Placement:
+    return Placement(message.worker_id, message.dp_rank)
+
+
+def _candidate_to_proto(row: Considered) -> router_pb2.Candidate:
+    age_s = row.report_age_s
+    return router_pb2.Candidate(
+        worker=placement_to_proto(row.placement),
+        cost=row.cost,
+        overlap_blocks=row.overlap_blocks,
+        load=_load_to_proto(row.placement, row.load),
+        report_age_ms=None if age_s is None else round(age_s * 1000),
+        excluded_reason=row.excluded_why,
+    )
+
+
+def _load_to_proto(placement: Placement, load: Totals) -> router_pb2.PotentialLoad:
+    return router_pb2.PotentialLoad(
+        worker=placement_to_proto(placement),
+        potential_prefill_tokens=load.prefill_tokens,
+        potential_decode_blocks=load.decode_blocks,
+        active_requests=load.requests,
+    )

@@ -1,0 +1,69 @@
+"""What all tests share: the row report, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
+ROWS_A_TEST_MAX = 5
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rows",
+        type=Path,
+        default=None,
+        help="after the run, print which rows of this document have a passing test",
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        rows = [row for mark in item.iter_markers("row") for row in mark.args]
+        if len(rows) > ROWS_A_TEST_MAX:
+            raise pytest.UsageError(f"{item.nodeid} names {len(rows)} rows; 5 is the most")
+        for row in rows:
+            if not ROW.fullmatch(row):
+                raise pytest.UsageError(f"{item.nodeid}: {row!r} is no row")
+        item.user_properties += [("row", row) for row in rows]
+
+
+class RowReport:
+    """Gathers outcomes by row. A row counts when it has tests and all that ran have passed."""
+
+    def __init__(self, document: Path) -> None:
+        text = document.read_text()
+        # Only what is listed counts, not what prose mentions.
+        listed = re.findall(r"- \[[ x]\] (?:\*\*\[TRAP\]\*\* )?(S[0-4]-\d{2,3})\b", text)
+        self.rows = sorted(set(listed))
+        self.passed: defaultdict[str, int] = defaultdict(int)
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, row in report.user_properties:
+            if name != "row":
+                continue
+            if report.failed:
+                self.failed.add(str(row))
+            elif report.when == "call" and report.passed:
+                self.passed[str(row)] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        write = terminalreporter.write_line
+        proven = {row for row in self.rows if self.passed[row] and row not in self.failed}
+        for group in sorted({row[:2] for row in self.rows}):
+            rows = [row for row in self.rows if row.startswith(group)]
+            missing = [row for row in rows if row not in proven]
+            write(f"{group} {len(rows) - len(missing)}/{len(rows)}")
+            if missing:
+                write(f"   without a passing test: {' '.join(missing)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    document = config.getoption("--rows")
+    if document is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(RowReport(document), "rows")

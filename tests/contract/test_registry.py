@@ -1,0 +1,799 @@
+"""One suite for every Registry.
+
+An adapter joins by a class with the shape of `Mesh` and a line in `MESHES`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import SystemRandom
+from typing import Any, Protocol
+
+import pytest
+from structlog.testing import capture_logs
+
+from common.card import Artifact, ModelCard
+from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from common.file_registry import FileRegistry
+from common.instances import Instance, Snapshot, diff, new_instance_id
+from common.registry import MemoryRegistry, MemoryStore, Registry, Watch
+
+WAIT_S = 5.0
+NS = "mesh-1"
+
+
+class Owner(Protocol):
+    """A process that holds a registration."""
+
+    async def kill(self) -> None:
+        """End it with no chance to clean up."""
+
+
+class Mesh(Protocol):
+    """One store and its clients. The bounds are what the adapter promises its users."""
+
+    closed_within_s: float
+    killed_within_s: float
+
+    def connect(self) -> Registry:
+        """Another client."""
+
+    async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
+        """Register from a process of its own, which forks a child that outlives it if asked."""
+
+    def lose_entry(self, instance: Instance) -> None:
+        """Remove the registration behind its owner's back; skip where that cannot happen."""
+
+    def damage_card(self, checksum: str) -> None:
+        """Change a byte of a stored card."""
+
+    async def close(self) -> None:
+        """End all clients and processes."""
+
+
+class MemoryMesh:
+    closed_within_s = 0.2
+    killed_within_s = 0.3
+
+    def __init__(self, _: Path) -> None:
+        self.store = MemoryStore()
+        self.clients: list[MemoryRegistry] = []
+
+    def connect(self) -> Registry:
+        self.clients.append(MemoryRegistry(self.store))
+        return self.clients[-1]
+
+    async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
+        client = self.connect()
+        await client.register(instance)
+        return MemoryOwner(client)
+
+    def lose_entry(self, instance: Instance) -> None:
+        pytest.skip("nothing reaches into memory")
+
+    def damage_card(self, checksum: str) -> None:
+        self.store.cards[checksum] = self.store.cards[checksum].replace(b"hermes", b"Hermes")
+
+    async def close(self) -> None:
+        for client in self.clients:
+            await client.close()
+
+
+class MemoryOwner:
+    def __init__(self, client: Registry) -> None:
+        self.client = client
+
+    async def kill(self) -> None:
+        await self.client.close()
+
+
+OWNER_PROGRAM = """
+import asyncio, os, sys, time
+from pathlib import Path
+from common.file_registry import FileRegistry
+from common.instances import Instance
+
+async def main(path, raw, forks):
+    await FileRegistry(Path(path)).register(Instance.from_json(raw))
+    child = os.fork() if forks == "forks" else 0
+    if forks == "forks" and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+class FileMesh:
+    closed_within_s = 0.2
+    killed_within_s = 0.3
+
+    def __init__(self, path: Path) -> None:
+        self.path = path / "registry"
+        self.clients: list[FileRegistry] = []
+        self.owners: list[FileOwner] = []
+
+    def connect(self) -> Registry:
+        self.clients.append(FileRegistry(self.path))
+        return self.clients[-1]
+
+    async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            OWNER_PROGRAM,
+            str(self.path),
+            instance.to_json(),
+            "forks" if forks else "alone",
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        self.owners.append(FileOwner(process, int(line)))
+        return self.owners[-1]
+
+    def entry(self, instance: Instance) -> Path:
+        return self.path / instance.namespace / "instances" / f"{instance.id:016x}.json"
+
+    def lose_entry(self, instance: Instance) -> None:
+        self.entry(instance).unlink()
+
+    def damage_card(self, checksum: str) -> None:
+        file = self.path / "cards" / f"{checksum}.json"
+        file.write_bytes(file.read_bytes().replace(b"hermes", b"Hermes"))
+
+    async def close(self) -> None:
+        for owner in self.owners:
+            await owner.end()
+        for client in self.clients:
+            await client.close()
+
+
+class FileOwner:
+    def __init__(self, process: asyncio.subprocess.Process, child: int) -> None:
+        self.process = process
+        self.child = child
+
+    async def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    async def end(self) -> None:
+        if self.child:
+            os.kill(self.child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        await self.process.communicate()
+
+
+MESHES: dict[str, Callable[[Path], Mesh]] = {"memory": MemoryMesh, "file": FileMesh}
+
+
+@pytest.fixture(params=list(MESHES))
+async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
+    made = MESHES[request.param](tmp_path)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def files(tmp_path: Path) -> AsyncIterator[FileMesh]:
+    made = FileMesh(tmp_path)
+    yield made
+    await made.close()
+
+
+def worker(stable_name: str = "", **facts: Any) -> Instance:
+    known: dict[str, Any] = {"address": "127.0.0.1:5000"}
+    return Instance(new_instance_id(SystemRandom()), NS, "worker", stable_name, **(known | facts))
+
+
+CARD = ModelCard(
+    name="Qwen/Qwen3-0.6B",
+    tool_call_parser="hermes",
+    artifacts={"tokenizer.json": Artifact.of(b"x" * 100_000)},
+)
+
+
+async def seen(
+    watch: Watch, condition: Callable[[Snapshot], bool], within_s: float = WAIT_S
+) -> Snapshot:
+    """The first snapshot that fulfils `condition`."""
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition(watch.current):
+                await watch.next()
+    except TimeoutError:
+        pytest.fail(f"not seen within {within_s} s, but {list(watch.current.instances.values())}")
+    return watch.current
+
+
+async def settled(registry: Registry, *expected: Instance, namespace: str = NS) -> Snapshot:
+    """The snapshot with exactly these members: stores may take a moment to agree."""
+    wanted = {i.id: i for i in expected}
+    deadline = time.monotonic() + WAIT_S
+    while (members := await registry.snapshot(namespace)).instances != wanted:
+        assert time.monotonic() < deadline, f"expected {wanted}, got {members.instances}"
+        await asyncio.sleep(0.005)
+    return members
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not await condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        await asyncio.sleep(0.005)
+
+
+async def test_a_registered_instance_is_seen_whole_by_another_client(mesh: Mesh) -> None:
+    one = worker("w", model="m", taints=frozenset({"t"}), meta={"zone": "a"}, total_kv_blocks=7)
+    async with mesh.connect().watch(NS) as watch:
+        assert not watch.current.instances
+        lease = await mesh.connect().register(one)
+        members = await seen(watch, lambda s: one.id in s.instances)
+    assert members.instances == {one.id: one}
+    assert lease.instance == one
+
+
+async def test_a_watch_opens_with_those_who_are_there_already(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one = worker()
+    await registry.register(one)
+    await settled(mesh.connect(), one)
+    async with registry.watch(NS) as mine, mesh.connect().watch(NS) as theirs:
+        assert mine.current.instances == theirs.current.instances == {one.id: one}
+
+
+async def test_a_closed_lease_is_gone_at_once(mesh: Mesh) -> None:
+    lease = await mesh.connect().register(worker())
+    async with mesh.connect().watch(NS) as watch:
+        await seen(watch, lambda s: bool(s.instances))
+        await lease.close()
+        await seen(watch, lambda s: not s.instances, mesh.closed_within_s)
+    await lease.close()
+
+
+async def test_closing_a_registry_ends_its_leases_and_only_those(mesh: Mesh) -> None:
+    mine, theirs = mesh.connect(), mesh.connect()
+    await mine.register(worker())
+    await mine.register(worker())
+    other = worker()
+    await theirs.register(other)
+    await mine.close()
+    await settled(theirs, other)
+    await mine.close()
+
+
+async def test_a_closed_registry_refuses_work_and_wakes_its_watches(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    async with registry.watch(NS) as watch:
+        waiting = asyncio.ensure_future(watch.next())
+        await asyncio.wait((waiting,), timeout=0.001)
+        await registry.close()
+        with pytest.raises(Unavailable, match="closed"):
+            await asyncio.wait_for(waiting, WAIT_S)
+    with pytest.raises(Unavailable, match="closed"):
+        await registry.register(worker())
+    with pytest.raises(Unavailable, match="closed"):
+        await registry.snapshot(NS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked child alive"])
+async def test_a_killed_process_is_gone_in_time(mesh: Mesh, forks: bool) -> None:
+    one, other = worker(), worker()
+    owner = await mesh.spawn(one, forks=forks)
+    await mesh.connect().register(other)
+    async with mesh.connect().watch(NS) as watch:
+        await seen(watch, lambda s: len(s.instances) == 2)
+        await owner.kill()
+        members = await seen(watch, lambda s: one.id not in s.instances, mesh.killed_within_s)
+    assert members.instances == {other.id: other}
+
+
+@pytest.mark.slow
+async def test_a_supervisor_removes_its_dead_child_and_may_do_so_twice(mesh: Mesh) -> None:
+    one = worker()
+    supervisor = mesh.connect()
+    owner = await mesh.spawn(one)
+    await settled(supervisor, one)
+    await owner.kill()
+    await supervisor.deregister(NS, one.id)
+    await supervisor.deregister(NS, one.id)
+    await settled(supervisor)
+
+
+async def test_deregistering_the_unknown_changes_nothing(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one = worker()
+    await registry.register(one)
+    before = await settled(registry, one)
+    await registry.deregister(NS, one.id ^ 1)
+    assert await registry.snapshot(NS) == before
+
+
+async def test_an_update_is_seen_as_a_change(mesh: Mesh) -> None:
+    one = worker()
+    lease = await mesh.connect().register(one)
+    async with mesh.connect().watch(NS) as watch:
+        before = await seen(watch, lambda s: one.id in s.instances)
+        slow = replace(one, taints=frozenset({"slow"}))
+        await lease.update(slow)
+        after = await seen(watch, lambda s: bool(s.instances[one.id].taints))
+    assert lease.instance == slow
+    changes = diff(before, after)
+    assert (changes.joined, changes.left, changes.changed) == ((), (), (slow,))
+
+
+async def test_an_updated_instance_never_blinks(mesh: Mesh) -> None:
+    one = worker()
+    lease = await mesh.connect().register(one)
+    watcher = mesh.connect()
+    await settled(watcher, one)
+    for n in range(200):
+        await lease.update(replace(one, pid=n + 1))
+        assert one.id in (await watcher.snapshot(NS)).instances
+    await settled(watcher, replace(one, pid=200))
+
+
+async def test_an_update_cannot_become_somebody_else(mesh: Mesh) -> None:
+    one = worker("a")
+    lease = await mesh.connect().register(one)
+    for name, value in {
+        "id": one.id ^ 1,
+        "namespace": "x",
+        "service": "router",
+        "stable_name": "b",
+    }.items():
+        with pytest.raises(InvalidRequest) as refused:
+            await lease.update(replace(one, **{name: value}))  # type: ignore[arg-type]
+        assert refused.value.field == name
+    assert lease.instance == one
+
+
+async def test_a_closed_lease_cannot_be_updated(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one = worker()
+    lease = await registry.register(one)
+    await lease.close()
+    with pytest.raises(Conflict, match="closed"):
+        await lease.update(one)
+    await settled(registry)
+
+
+async def test_an_id_is_registered_once(mesh: Mesh) -> None:
+    first, second = mesh.connect(), mesh.connect()
+    one = worker()
+    await first.register(one)
+    for registry in (first, second):
+        with pytest.raises(Conflict) as refused:
+            await registry.register(one)
+        assert (refused.value.reason, refused.value.field) == ("INSTANCE_EXISTS", "id")
+
+
+async def test_two_watches_see_the_same_each_at_its_pace(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one, two = worker(), worker()
+    async with registry.watch(NS) as eager, registry.watch(NS) as lazy:
+        await registry.register(one)
+        await seen(eager, lambda s: len(s.instances) == 1)
+        assert not lazy.current.instances
+        await registry.register(two)
+        await seen(eager, lambda s: len(s.instances) == 2)
+        await seen(lazy, lambda s: s.instances == eager.current.instances)
+
+
+async def test_changes_coalesce_for_a_slow_reader(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    async with registry.watch(NS) as watch:
+        leases = [await registry.register(worker()) for _ in range(10)]
+        for lease in leases[1:]:
+            await lease.close()
+        survivor = leases[0].instance
+        await settled(mesh.connect(), survivor)
+        steps = 0
+        while watch.current.instances != {survivor.id: survivor}:
+            await asyncio.wait_for(watch.next(), WAIT_S)
+            steps += 1
+        assert steps <= 3, "nineteen changes were not put together"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(watch.next(), 0.15)
+
+
+async def test_revisions_grow_with_each_change_and_only_then(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    nobody = await settled(registry)
+    one = worker()
+    lease = await registry.register(one)
+    joined = await settled(registry, one)
+    assert (await registry.snapshot(NS)).revision == joined.revision
+    two = replace(one, pid=4)
+    await lease.update(two)
+    changed = await settled(registry, two)
+    await lease.close()
+    left = await settled(registry)
+    assert nobody.revision < joined.revision < changed.revision < left.revision
+
+
+async def test_namespaces_do_not_see_each_other(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one = worker()
+    await registry.register(one)
+    await settled(registry, one)
+    await settled(registry, namespace="mesh-2")
+    with pytest.raises(InvalidRequest) as refused:
+        await registry.snapshot("../mesh-1")
+    assert refused.value.field == "namespace"
+
+
+async def test_a_newcomer_supersedes_its_predecessor_even_if_that_lives(mesh: Mesh) -> None:
+    first, second = mesh.connect(), mesh.connect()
+    old, new, bystander = worker("w0"), worker("w0"), worker("w1")
+    old_lease = await first.register(old)
+    await first.register(bystander)
+    await settled(second, old, bystander)
+    await second.register(new)
+    await settled(first, new, bystander)
+    # Neither life signs nor the end of the old one change who is the newest.
+    await old_lease.update(replace(old, pid=9))
+    await settled(second, new, bystander)
+    await settled(mesh.connect(), new, bystander)
+    await old_lease.close()
+    await settled(second, new, bystander)
+
+
+async def test_fifty_register_at_once_and_all_are_seen(mesh: Mesh) -> None:
+    everyone = [worker(f"w{n}", model="m", card_checksum=CARD.checksum) for n in range(50)]
+    clients = [mesh.connect() for _ in range(5)]
+    async with mesh.connect().watch(NS) as watch:
+        await asyncio.gather(*(clients[n % 5].register(w) for n, w in enumerate(everyone)))
+        members = await seen(watch, lambda s: len(s.instances) == 50)
+    assert members.instances == {w.id: w for w in everyone}
+
+
+async def test_a_card_is_found_by_its_checksum_from_anywhere(mesh: Mesh) -> None:
+    await mesh.connect().put_card(CARD)
+    await mesh.connect().put_card(CARD)
+    assert await mesh.connect().get_card(CARD.checksum) == CARD
+
+
+async def test_a_missing_card_is_an_error_that_names_the_key(mesh: Mesh) -> None:
+    with pytest.raises(NotFound, match=f"cards/{CARD.checksum}"):
+        await mesh.connect().get_card(CARD.checksum)
+
+
+async def test_a_damaged_card_is_refused(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    await registry.put_card(CARD)
+    mesh.damage_card(CARD.checksum)
+    with pytest.raises(InvalidRequest) as refused:
+        await registry.get_card(CARD.checksum)
+    assert refused.value.field == "checksum"
+
+
+async def test_another_card_for_a_served_model_is_refused_visibly(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    first = worker("w0", model="m", card_checksum="c1")
+    await registry.register(first)
+    newcomer = worker("w1", model="m", card_checksum="c2")
+    with pytest.raises(Conflict) as refused:
+        await mesh.connect().register(newcomer)
+    assert refused.value.reason == "CARD_CONFLICT"
+    assert refused.value.metadata == {"model": "m", "served_checksum": "c1"}
+    assert "c2" in refused.value.message
+    assert (await settled(registry, first)).card_checksum("m") == "c1"
+    # Another model, another namespace, or the same card are all welcome.
+    await registry.register(replace(newcomer, model="n"))
+    await registry.register(replace(newcomer, id=newcomer.id ^ 1, namespace="mesh-2"))
+    await registry.register(worker("w2", model="m", card_checksum="c1"))
+
+
+async def test_an_update_to_a_refused_card_leaves_all_as_it_was(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one, two = worker(model="m", card_checksum="c1"), worker(model="n", card_checksum="c2")
+    await registry.register(one)
+    lease = await registry.register(two)
+    with pytest.raises(Conflict, match="c1"):
+        await lease.update(replace(two, model="m"))
+    assert lease.instance == two
+    await settled(registry, one, two)
+
+
+async def test_only_with_its_last_instance_a_model_is_free_for_another_card(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    one, two = (worker(model="m", card_checksum="c1") for _ in range(2))
+    first, last = await registry.register(one), await registry.register(two)
+    newcomer = worker(model="m", card_checksum="c2")
+    await first.close()
+    assert (await settled(registry, two)).card_checksum("m") == "c1"
+    with pytest.raises(Conflict):
+        await registry.register(newcomer)
+    await last.close()
+    assert (await settled(registry)).card_checksum("m") is None
+    await registry.register(newcomer)
+    assert (await settled(registry, newcomer)).card_checksum("m") == "c2"
+
+
+@pytest.mark.slow
+async def test_a_killed_worker_does_not_hold_its_model_hostage(mesh: Mesh) -> None:
+    registry = mesh.connect()
+    owner = await mesh.spawn(worker(model="m", card_checksum="c1"))
+    newcomer = worker(model="m", card_checksum="c2")
+    with pytest.raises(Conflict):
+        await registry.register(newcomer)
+    await owner.kill()
+
+    async def is_admitted() -> bool:
+        with contextlib.suppress(Conflict):
+            await registry.register(newcomer)
+            return True
+        return False
+
+    await eventually(is_admitted, "the name is free")
+
+
+async def test_rival_newcomers_leave_one_card(mesh: Mesh) -> None:
+    clients = [mesh.connect() for _ in range(4)]
+    rivals = [worker(model="m", card_checksum=f"c{n}") for n in range(4)]
+    outcomes = await asyncio.gather(
+        *(c.register(w) for c, w in zip(clients, rivals, strict=True)), return_exceptions=True
+    )
+    refused = [o for o in outcomes if isinstance(o, BaseException)]
+    assert len(refused) == 3
+    assert all(isinstance(o, Conflict) for o in refused)
+    (winner,) = (w for w, o in zip(rivals, outcomes, strict=True) if o not in refused)
+    await settled(clients[0], winner)
+
+
+async def test_an_entry_lost_behind_its_owners_back_comes_back(mesh: Mesh) -> None:
+    one = worker()
+    await mesh.connect().register(one)
+    await settled(mesh.connect(), one)
+    mesh.lose_entry(one)
+
+    # A fresh client has no memory of the instance: it can only read what stands there.
+    async def is_back() -> bool:
+        return one.id in (await mesh.connect().snapshot(NS)).instances
+
+    await eventually(is_back, "the entry is back")
+
+
+# What only files can suffer.
+
+
+async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMesh) -> None:
+    one, two = worker(), worker()
+    lease = await files.connect().register(one)
+    await files.connect().register(two)
+    watcher = files.connect()
+    before = await watcher.snapshot(NS)
+    shutil.rmtree(files.path)
+    assert await watcher.snapshot(NS) is before
+    # Without the directory the dead are still told from the living.
+    await lease.close()
+    assert set((await watcher.snapshot(NS)).instances) == {two.id}
+
+    async def is_back() -> bool:
+        return set((await files.connect().snapshot(NS)).instances) == {two.id}
+
+    await eventually(is_back, "the living owner is back")
+    assert set((await watcher.snapshot(NS)).instances) == {two.id}
+
+
+async def test_the_loss_of_a_registration_is_logged_once_and_so_is_its_return(
+    files: FileMesh,
+) -> None:
+    one = worker()
+    await files.connect().register(one)
+    with capture_logs() as logs:
+        shutil.rmtree(files.path)
+        files.path.write_text("in the way")
+
+        async def is_noticed() -> bool:
+            return any(line["event"] == "registration_lost" for line in logs)
+
+        await eventually(is_noticed, "the loss is logged")
+        files.path.unlink()
+
+        async def is_back() -> bool:
+            return files.entry(one).exists()
+
+        await eventually(is_back, "the entry is back")
+    events = [line["event"] for line in logs]
+    assert events == ["registration_lost", "registration_restored"]
+
+
+async def test_a_directory_that_cannot_be_made_is_unavailable(files: FileMesh) -> None:
+    files.path.write_text("in the way")
+    with pytest.raises(Unavailable, match="cannot write"):
+        await files.connect().register(worker())
+    with pytest.raises(Unavailable, match="cannot write"):
+        await files.connect().put_card(CARD)
+
+
+async def test_bad_files_are_logged_once_and_hide_nobody(files: FileMesh) -> None:
+    one, broken, alien = worker(), worker(), worker()
+    registry = files.connect()
+    await registry.register(one)
+    for each in (broken, alien):
+        await registry.register(each)
+    # In place, so that the owner's lock stays on them.
+    files.entry(broken).write_bytes(b'{"order":1,"instance":{"id":')
+    files.entry(alien).write_bytes(files.entry(one).read_bytes())
+    (files.entry(one).parent / "README.txt").write_text("hello")
+    watcher = files.connect()
+    with capture_logs() as logs:
+        for _ in range(3):
+            assert (await watcher.snapshot(NS)).instances == {one.id: one}
+            (files.entry(one).parent / ".touch").touch()
+    named = sorted((line["event"], line["path"]) for line in logs)
+    assert named == [
+        ("registry_entry_unreadable", files.entry(each).name)
+        for each in sorted((broken, alien), key=lambda i: i.id)
+    ] + [("registry_file_ignored", "README.txt")]
+
+
+async def test_an_unlocked_entry_is_a_dead_owners_and_is_removed(files: FileMesh) -> None:
+    one, dead = worker(), worker()
+    await files.connect().register(one)
+    files.entry(dead).write_bytes(b'{"order":1,"instance":%s}' % dead.to_json())
+    assert (await files.connect().snapshot(NS)).instances == {one.id: one}
+    assert not files.entry(dead).exists()
+    assert files.entry(one).exists()
+
+
+async def test_a_deregistered_entry_is_gone_though_a_lock_lingers(files: FileMesh) -> None:
+    one = worker()
+    registry, watcher = files.connect(), files.connect()
+    await registry.register(one)
+    assert one.id in (await watcher.snapshot(NS)).instances
+    await watcher.deregister(NS, one.id)
+    # No await since: the owner, alive in this very process, had no turn to put itself back.
+    assert one.id not in (await watcher.snapshot(NS)).instances
+
+    async def is_back() -> bool:
+        return one.id in (await watcher.snapshot(NS)).instances
+
+    await eventually(is_back, "a live owner puts itself back")
+
+
+async def test_what_dying_owners_left_half_written_is_removed_when_old(files: FileMesh) -> None:
+    registry = files.connect()
+    await registry.register(worker())
+    directory = files.path / NS / "instances"
+    old, young = directory / ".0000000000000001.json.a", directory / ".0000000000000002.json.b"
+    for hidden in (old, young):
+        hidden.touch()
+    os.utime(old, (1, 1))
+    await registry.register(worker())
+    assert not old.exists()
+    assert young.exists()
+
+
+async def test_a_damaged_card_is_repaired_by_the_next_owner(files: FileMesh) -> None:
+    registry = files.connect()
+    await registry.put_card(CARD)
+    files.damage_card(CARD.checksum)
+    await registry.put_card(CARD)
+    assert await registry.get_card(CARD.checksum) == CARD
+
+
+async def test_a_checksum_is_no_path(files: FileMesh) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await files.connect().get_card("../../etc/passwd")
+    assert refused.value.field == "card_checksum"
+
+
+async def test_a_change_within_the_grain_of_the_directorys_mtime_is_not_missed(
+    files: FileMesh,
+) -> None:
+    one, two = worker(), worker()
+    registry, watcher = files.connect(), files.connect()
+    await registry.register(one)
+    directory = files.entry(one).parent
+    # A coarse clock: the second change leaves the same time stamp as the first.
+    stamp = time.time_ns() + 10_000_000_000
+    os.utime(directory, ns=(stamp, stamp))
+    assert set((await watcher.snapshot(NS)).instances) == {one.id}
+    await registry.register(two)
+    os.utime(directory, ns=(stamp, stamp))
+    assert set((await watcher.snapshot(NS)).instances) == {one.id, two.id}
+
+
+@contextlib.contextmanager
+def admission_held(files: FileMesh) -> Iterator[None]:
+    gate = files.path / NS / ".admission"
+    gate.parent.mkdir(parents=True)
+    with gate.open("wb") as file:
+        # struct flock: write lock on the whole file, by this open file description.
+        lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, lock)
+        yield
+
+
+async def test_a_registration_waits_while_another_is_being_checked(files: FileMesh) -> None:
+    one = worker(model="m", card_checksum="c")
+    registry = files.connect()
+    with admission_held(files):
+        # Who brings no card has nothing to wait for.
+        await registry.register(other := worker())
+        waiting = asyncio.ensure_future(registry.register(one))
+        await asyncio.wait((waiting,), timeout=0.05)
+        assert not waiting.done()
+        await settled(registry, other)
+    await asyncio.wait_for(waiting, WAIT_S)
+    await settled(registry, other, one)
+
+
+async def test_a_stuck_admission_is_unavailable_and_not_for_ever(files: FileMesh) -> None:
+    registry = FileRegistry(files.path, admission_wait_s=0.02)
+    files.clients.append(registry)
+    with admission_held(files), pytest.raises(Unavailable, match="another registration") as refused:
+        await registry.register(worker(model="m", card_checksum="c"))
+    assert refused.value.retry_after_s
+
+
+@pytest.mark.slow
+async def test_an_instance_never_blinks_while_another_thread_updates_it(files: FileMesh) -> None:
+    one = worker()
+    ready = threading.Event()
+
+    async def update_often() -> None:
+        registry = FileRegistry(files.path)
+        lease = await registry.register(one)
+        ready.set()
+        for n in range(1000):
+            await lease.update(replace(one, pid=n + 1))
+        await asyncio.sleep(0)
+        finished.set()
+        await asyncio.to_thread(checked.wait, WAIT_S)
+        await registry.close()
+
+    finished, checked = threading.Event(), threading.Event()
+    owner = threading.Thread(target=lambda: asyncio.run(update_often()))
+    owner.start()
+    try:
+        assert await asyncio.to_thread(ready.wait, WAIT_S)
+        watcher = files.connect()
+        blinks = 0
+        while not finished.is_set():
+            blinks += one.id not in (await watcher.snapshot(NS)).instances
+        assert blinks == 0
+        await settled(watcher, replace(one, pid=1000))
+    finally:
+        checked.set()
+        await asyncio.to_thread(owner.join, WAIT_S)
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.slow
+async def test_no_descriptor_is_left_behind(files: FileMesh) -> None:
+    before = open_descriptors()
+    registry = files.connect()
+    async with registry.watch(NS) as watch:
+        for n in range(100):
+            lease = await registry.register(worker(model="m", card_checksum=f"c{n}"))
+            await lease.update(replace(lease.instance, pid=n + 1))
+            await registry.snapshot(NS)
+            await lease.close()
+        await seen(watch, lambda s: not s.instances)
+    await registry.close()
+    assert open_descriptors() == before
+    assert not os.listdir(files.path / NS / "instances")

@@ -1,0 +1,651 @@
+"""The router over a real gRPC socket, with the memory registry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+import router_svc.app
+from common import rpc
+from common.error_proto import error_from_proto
+from common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Unavailable,
+    Unimplemented,
+    UnknownModel,
+)
+from common.file_registry import FileRegistry
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore, Watch
+from kvmesh.router.v1 import router_pb2 as pb
+from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.app import RouterApp
+from router_svc.config import RouterConfig
+from router_svc.core.select import RoundRobin
+from router_svc.service import SERVICE_NAME
+
+NS = "default"
+FRONTEND = 77
+WAIT_S = 10.0
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Mesh:
+    """A running router, the registry it watches, and a channel to it."""
+
+    def __init__(self, app: RouterApp, registry: MemoryRegistry, life: Life, clock: Clock) -> None:
+        self.app = app
+        self.registry = registry
+        self.life = life
+        self.clock = clock
+        self.channel = rpc.channel(app.address)
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+
+    async def add_workers(self, *worker_ids: int, **facts: Any) -> None:
+        for worker_id in worker_ids:
+            given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+            await self.registry.register(
+                Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
+            )
+        await until(
+            lambda: all(self.app.router.fleet.is_present(w) for w in worker_ids),
+            "the router sees the workers",
+        )
+
+    @asynccontextmanager
+    async def session(self, frontend_id: int = FRONTEND) -> AsyncIterator[Session]:
+        call = self.stub.Session()
+        async with rpc.cancelling(call):
+            session = Session(call)
+            await session.send(hello=pb.SessionHello(frontend_id=frontend_id))
+            ack = await session.read()
+            assert ack.hello_ack.router_id == self.app.instance_id
+            yield session
+
+    async def unary(self, method: str, request: Any) -> Any:
+        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
+
+
+class Session:
+    """A frontend's end."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def send(self, **parts: Any) -> None:
+        await self.call.write(pb.SessionRequest(**parts))
+
+    async def read(self) -> pb.SessionResponse:
+        """The next frame; the router's error if the stream ended with one."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                frame = await self.call.read()
+                if frame is grpc.aio.EOF:
+                    await self.call.wait_for_connection()
+                    raise EOFError(await self.call.code())
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+        assert isinstance(frame, pb.SessionResponse)
+        return frame
+
+    async def results(self, count: int) -> list[pb.NewResult]:
+        """The next `count` answers, however they are framed."""
+        results: list[pb.NewResult] = []
+        while len(results) < count:
+            results += (await self.read()).results
+        assert len(results) == count
+        return results
+
+    async def place(self, number: int, **query: Any) -> pb.NewResult:
+        await self.send(news=[new(number, **query)])
+        return (await self.results(1))[0]
+
+
+def query_of(**facts: Any) -> pb.Query:
+    return pb.Query(**{"model": "m", "total_tokens": 100, **facts})
+
+
+def key(number: int) -> pb.BookingKey:
+    return pb.BookingKey(request_id=f"r{number}")
+
+
+def new(number: int, **query: Any) -> pb.New:
+    return pb.New(id=number, key=key(number), query=query_of(**query))
+
+
+def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
+    given: dict[str, Any] = {
+        "frontend_id": FRONTEND,
+        "model": "m",
+        "prefill_tokens": 100,
+        "decode_blocks": 7,
+        "revision": 1,
+        **facts,
+    }
+    return pb.Booking(key=key(number), worker=pb.Placement(worker_id=worker_id), **given)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running(watched: MemoryRegistry | None = None, **knobs: Any) -> AsyncIterator[Mesh]:
+    """watched: the router's registry; by default it shares its store with the tests' own."""
+    store, clock = MemoryStore(), Clock()
+    registry = MemoryRegistry(store)
+    app = RouterApp(
+        RouterConfig(registry="memory", **knobs),
+        registry=watched or MemoryRegistry(store),
+        rng=Random(1),
+        clock=clock,
+    )
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    mesh = Mesh(app, registry, life, clock)
+    try:
+        yield mesh
+    finally:
+        await mesh.channel.close()
+        await app.deregister()
+        await app.drain(0)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+        await registry.close()
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running() as mesh:
+        yield mesh
+
+
+async def dump(mesh: Mesh) -> dict[int, pb.PotentialLoad]:
+    """The load of each worker (rank 0)."""
+    response: pb.DumpResponse = await mesh.unary("Dump", pb.DumpRequest())
+    return {row.worker.worker_id: row.load for row in response.workers}
+
+
+async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2, 3, 4)
+    async with mesh.session() as session:
+        await session.send(news=[new(n) for n in range(100)])
+        results = (await session.read()).results
+        assert [r.id for r in results] == list(range(100))
+        shares = Counter(r.decision.worker.worker_id for r in results)
+        assert shares == {1: 25, 2: 25, 3: 25, 4: 25}
+        assert results[0].decision.reasons[0].startswith("least_loaded")
+
+
+@pytest.mark.slow
+@pytest.mark.row("S1-105")
+async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2, 3, 4)
+
+    async def frontend(frontend_id: int) -> Counter[int]:
+        async with mesh.session(frontend_id) as session:
+            for start in range(0, 250, 10):
+                await session.send(news=[new(n) for n in range(start, start + 10)])
+            results = await session.results(250)
+            barrier[0] += 1
+            await until(lambda: barrier[0] == 4, "all sessions are answered")
+            loads = await dump(mesh)
+            assert sum(load.active_requests for load in loads.values()) == 1000
+            done[0] += 1
+            await until(lambda: done[0] == 4, "all sessions have looked")
+            return Counter(r.decision.worker.worker_id for r in results)
+
+    barrier, done = [0], [0]
+    shares: Counter[int] = sum(await asyncio.gather(*map(frontend, (5, 6, 7, 8))), Counter())
+    assert shares == {1: 250, 2: 250, 3: 250, 4: 250}
+
+
+@pytest.mark.row("S1-88", "S1-91", "S1-92")
+async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.place(0)
+        assert (await dump(mesh))[1].potential_prefill_tokens == 100
+        await session.send(
+            prefills_done=[key(0), key(404)],
+            outputs=[pb.OutputBlocks(key=key(0), blocks=2)],
+            frees=[key(404)],
+        )
+        await session.place(1, total_tokens=0)  # Answered only after the frame before it.
+        load = (await dump(mesh))[1]
+        assert (load.potential_prefill_tokens, load.potential_decode_blocks) == (0, 9)
+        await session.send(frees=[key(0), key(1), key(1)])
+        await session.place(2, total_tokens=0)
+        assert (await dump(mesh))[1].active_requests == 1
+
+
+async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2, 3, 4)
+    async with mesh.session() as session:
+        first = await session.place(0)
+        again = await session.place(0)
+        assert again == first
+        assert sum(load.active_requests for load in (await dump(mesh)).values()) == 1
+
+
+@pytest.mark.row("S1-94", "S1-108")
+async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.send(news=[new(0, model="nope"), new(1), new(2, prefix_hashes=b"odd")])
+        nope, fine, odd = await session.results(3)
+        assert isinstance(error_from_proto(nope.error), UnknownModel)
+        assert fine.decision.worker.worker_id == 1
+        error = error_from_proto(odd.error)
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "query.prefix_hashes"
+        assert not nope.HasField("decision")
+        assert (await dump(mesh))[1].active_requests == 1
+
+
+async def test_no_worker_left_is_unavailable_with_a_reason(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.place(0)
+        await mesh.registry.deregister(NS, 1)
+        await until(lambda: mesh.app.router.fleet.worker_count == 0, "the worker is gone")
+        error = error_from_proto((await session.place(1)).error)
+        assert isinstance(error, Unavailable)
+        assert (error.reason, error.retryable) == ("NO_WORKER", True)
+        with pytest.raises(Unavailable):
+            await mesh.unary("Route", pb.RouteRequest(query=query_of()))
+
+
+async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.place(0)
+    book = mesh.app.router.book
+    await until(lambda: book.orphan_count == 1, "the booking is orphaned")
+    mesh.clock.now += 2.9
+    assert (await dump(mesh))[1].active_requests == 1
+    mesh.clock.now += 0.2
+    assert (await dump(mesh))[1].active_requests == 0
+    assert len(book) == 0
+
+
+async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.place(0)
+        await session.place(1)
+    book = mesh.app.router.book
+    await until(lambda: book.orphan_count == 2, "the bookings are orphaned")
+    async with mesh.session() as session:
+        await session.send(announced=[announced(0, 1)], news=[new(2)])
+        await session.results(1)
+        assert book.orphan_count == 1
+        mesh.clock.now += 3.1
+        loads = await dump(mesh)
+        assert loads[1].active_requests == 2, "the adopted one and the new one"
+        response = await mesh.unary("Dump", pb.DumpRequest(model="m"))
+        assert {b.key.request_id for b in response.bookings} == {"r0", "r2"}
+
+
+async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2)
+    async with mesh.session() as session:
+        busy = announced(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
+        await session.send(announced=[busy], news=[new(1)])
+        (result,) = await session.results(1)
+        assert result.decision.worker.worker_id == 2
+        response = await mesh.unary("Dump", pb.DumpRequest())
+        assert busy in list(response.bookings)
+
+
+@pytest.mark.parametrize(
+    ("frame", "field"),
+    [
+        ({"hello": pb.SessionHello(frontend_id=FRONTEND)}, "hello"),
+        ({"news": [pb.New(id=1, query=query_of())]}, "news.key.request_id"),
+        ({"news": [pb.New(id=1, key=key(1))]}, "news.query"),
+        ({"frees": [pb.BookingKey()]}, "frees.request_id"),
+        ({"frees": [pb.BookingKey(request_id="x" * 257)]}, "frees.request_id"),
+        ({"outputs": [pb.OutputBlocks(key=key(1))]}, "blocks"),
+        ({"announced": [announced(1, 1, frontend_id=5)]}, "announced.frontend_id"),
+        ({"announced": [announced(1, 1, revision=0)]}, "announced.revision"),
+        ({"announced": [pb.Booking(frontend_id=FRONTEND, revision=1)]}, "announced.worker"),
+    ],
+)
+async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
+    mesh: Mesh, frame: dict[str, Any], field: str
+) -> None:
+    async with mesh.session() as session:
+        await session.send(**frame)
+        with pytest.raises(InvalidRequest) as refused:
+            await session.read()
+        assert refused.value.field == field
+
+
+async def test_what_was_answered_before_a_breach_still_arrives(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.send(news=[new(0)])
+        await session.send(hello=pb.SessionHello(frontend_id=FRONTEND))
+        assert len(await session.results(1)) == 1
+        with pytest.raises(InvalidRequest):
+            await session.read()
+    await until(lambda: mesh.app.router.book.orphan_count == 1, "its booking is orphaned")
+
+
+@pytest.mark.parametrize(
+    ("frame", "kind"),
+    [
+        (pb.SessionRequest(news=[new(1)]), Conflict),
+        (pb.SessionRequest(hello=pb.SessionHello()), InvalidRequest),
+    ],
+)
+async def test_a_session_must_begin_with_hello(
+    mesh: Mesh, frame: pb.SessionRequest, kind: type[MeshError]
+) -> None:
+    call: Any = mesh.stub.Session()
+    async with rpc.cancelling(call):
+        await call.write(frame)
+        with pytest.raises(kind):
+            await Session(call).read()
+
+
+async def test_a_session_that_its_frontend_closes_ends_well(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.send(news=[new(0)])
+        await session.call.done_writing()
+        assert len(await session.results(1)) == 1
+        with pytest.raises(EOFError):
+            await session.read()
+        assert await session.call.code() is grpc.StatusCode.OK
+
+
+async def test_draining_closes_sessions_with_everything_answered(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.send(news=[new(0)])
+        await until(lambda: len(mesh.app.router.book) == 1, "the request is decided")
+        assert await mesh.app.drain(5.0) == []
+        assert len(await session.results(1)) == 1
+        with pytest.raises(EOFError):
+            await session.read()
+
+
+@pytest.mark.row("S1-74")
+async def test_route_books_nothing_unless_asked(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    answer = await mesh.unary(
+        "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
+    )
+    assert answer.decision.worker.worker_id == 1
+    assert (await dump(mesh))[1].active_requests == 0
+    await mesh.unary(
+        "Route",
+        pb.RouteRequest(query=query_of(), book=True, key=key(0), frontend_id=FRONTEND),
+    )
+    assert (await dump(mesh))[1].active_requests == 1
+    async with mesh.session() as session:
+        await session.send(frees=[key(0)], news=[new(1)])
+        await session.results(1)
+        await until(lambda: len(mesh.app.router.book) == 1, "the booking of Route is freed")
+
+
+@pytest.mark.row("S1-66")
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (pb.RouteRequest(), "query"),
+        (pb.RouteRequest(query=query_of(), book=True, key=key(0)), "frontend_id"),
+        (pb.RouteRequest(query=query_of(), book=True, frontend_id=1), "key.request_id"),
+        (pb.RouteRequest(query=query_of(token_ids=[1])), "query.total_tokens"),
+        (pb.RouteRequest(query=pb.Query()), "query.model"),
+    ],
+)
+async def test_a_route_that_cannot_be_is_refused_before_any_work(
+    mesh: Mesh, request_: pb.RouteRequest, field: str
+) -> None:
+    await mesh.add_workers(1)
+    with pytest.raises(InvalidRequest) as refused:
+        await mesh.unary("Route", request_)
+    assert refused.value.field == field
+    assert len(mesh.app.router.book) == 0
+
+
+async def test_hints_reach_the_decision(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2, 3)
+    query = query_of(excluded_worker_ids=[1])
+    query.routing.allowed_worker_ids.worker_ids.extend([1, 3])
+    answer = await mesh.unary("Route", pb.RouteRequest(query=query))
+    assert answer.decision.worker.worker_id == 3
+    query.routing.backend_instance_id = 2
+    with pytest.raises(Unavailable) as refused:
+        await mesh.unary("Route", pb.RouteRequest(query=query))
+    assert refused.value.reason == "NO_ALLOWED_WORKER"
+
+
+@pytest.mark.row("S1-86")
+async def test_potential_loads_are_those_with_the_request_placed(mesh: Mesh) -> None:
+    await mesh.add_workers(1, dp_size=2)
+    request = pb.PotentialLoadsRequest(query=query_of())
+    loads = (await mesh.unary("PotentialLoads", request)).loads
+    assert [(row.worker.dp_rank, row.potential_prefill_tokens) for row in loads] == [
+        (0, 100),
+        (1, 100),
+    ]
+    assert [row.potential_decode_blocks for row in loads] == [7, 7]
+    with pytest.raises(UnknownModel):
+        await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
+
+
+async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> None:
+    await mesh.add_workers(1, 2)
+    async with mesh.session() as session:
+        placed = (await session.place(0)).decision
+        mesh.clock.now += 1.5
+        after = await mesh.unary("Explain", pb.ExplainRequest(request_id="r0"))
+        assert after.decision == placed
+        assert (after.selector, after.age_ms) == ("least_loaded", 1500)
+        assert len(after.candidates) == 2
+        query = query_of(excluded_worker_ids=[placed.worker.worker_id])
+        before = await mesh.unary("Explain", pb.ExplainRequest(query=query))
+        assert before.decision.worker != placed.worker
+        kept, out = before.candidates
+        assert kept.HasField("cost")
+        assert not out.HasField("cost")
+        assert out.excluded_reason
+        assert out.load.active_requests == 1
+    with pytest.raises(NotFound):
+        await mesh.unary("Explain", pb.ExplainRequest(request_id="r404"))
+    with pytest.raises(InvalidRequest):
+        await mesh.unary("Explain", pb.ExplainRequest())
+
+
+async def test_sync_is_not_offered_yet(mesh: Mesh) -> None:
+    call: Any = mesh.stub.Sync()
+    async with rpc.cancelling(call):
+        await call.write(pb.SyncRequest(router_id=1, sequence=1))
+        with pytest.raises(Unimplemented):
+            await Session(call).read()
+
+
+async def test_health_and_reflection_answer(mesh: Mesh) -> None:
+    channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
+    health: Any = health_pb2_grpc.HealthStub(channel)
+    for service in ("", SERVICE_NAME):
+        answer = await health.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    call = reflection.ServerReflectionInfo(iter([request]), timeout=WAIT_S)
+    async with rpc.cancelling(call):
+        listed = (await call.read()).list_services_response.service
+    assert SERVICE_NAME in {service.name for service in listed}
+
+
+async def test_the_router_is_in_discovery_until_it_deregisters(mesh: Mesh) -> None:
+    (entry,) = (await mesh.registry.snapshot(NS)).of("router")
+    assert (entry.id, entry.address) == (mesh.app.instance_id, mesh.app.address)
+    await mesh.app.deregister()
+    assert (await mesh.registry.snapshot(NS)).of("router") == ()
+
+
+async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: Mesh) -> None:
+    await mesh.add_workers(1)
+    await mesh.app._registry.close()
+    async with mesh.session() as session:
+        assert (await session.place(0)).decision.worker.worker_id == 1
+
+
+class Silent(MemoryRegistry):
+    """A registry whose store never answers a watch."""
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+        yield
+
+
+async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.05)
+    async with running(Silent()) as mesh:
+        with pytest.raises(Unavailable) as refused:
+            await mesh.unary("Route", pb.RouteRequest(query=query_of()))
+        assert refused.value.reason == "FLEET_UNKNOWN"
+
+
+async def test_it_does_not_serve_before_the_first_snapshot() -> None:
+    app = RouterApp(RouterConfig(registry="memory"), registry=Silent())
+    life = Life(Health())
+    starting = asyncio.create_task(app.start(life))
+    try:
+        await until(lambda: app.address != "", "the port is bound")
+        channel = rpc.channel(app.address)
+        with pytest.raises(DeadlineExceeded):
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            await rpc.unary(stub.Route, pb.RouteRequest(query=query_of()), timeout_s=0.1)
+        assert not starting.done()
+        await channel.close()
+    finally:
+        starting.cancel()
+        await asyncio.wait({starting})
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+@pytest.mark.slow
+async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
+    ready, theirs = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "router_svc", "--registry-path", str(tmp_path / "registry")),
+        *("--notice-s", "0", "--ready-fd", str(theirs)),
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        stderr=asyncio.subprocess.PIPE,
+        pass_fds=[theirs],
+    )
+    os.close(theirs)
+    try:
+        with os.fdopen(ready) as pipe:
+            line = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), WAIT_S))
+        registry = FileRegistry(tmp_path / "registry")
+        try:
+            (entry,) = (await registry.snapshot(NS)).of("router")
+        finally:
+            await registry.close()
+        assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), WAIT_S)
+        assert process.returncode == 0, log.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+class Broken(RoundRobin):
+    """A selector of somebody who made a mistake."""
+
+    name = "broken"
+
+    def select(self, *args: Any) -> Any:
+        raise ZeroDivisionError("a mistake")
+
+
+async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> None:
+    async with running(selector=f"{__name__}:Broken") as mesh:
+        await mesh.add_workers(1)
+        async with mesh.session() as session:
+            for number in range(2):
+                error = error_from_proto((await session.place(number)).error)
+                assert error.kind == "BUG"
+                assert "mistake" not in error.message, "the inside is for the log"
+
+
+@pytest.mark.slow
+async def test_metrics_count_decisions_and_show_the_book() -> None:
+    async with running(metrics_port=0) as mesh:
+        await mesh.add_workers(1, 2)
+        async with mesh.session() as session:
+            await session.send(news=[new(0), new(1, model="nope")], frees=[key(404)])
+            await session.results(2)
+            address = mesh.app.metrics_address
+            text = await asyncio.to_thread(scrape, f"http://{address}/metrics")
+    for line in (
+        'kvmesh_router_decisions_total{outcome="placed",selector="least_loaded"} 1.0',
+        'kvmesh_router_decisions_total{outcome="unknown_model",selector="least_loaded"} 1.0',
+        "kvmesh_router_bookings 1.0",
+        "kvmesh_router_orphaned_bookings 0.0",
+        "kvmesh_router_workers 2.0",
+        "kvmesh_router_sessions 1.0",
+        'kvmesh_router_unclaimed_total{kind="free"} 1.0',
+        "kvmesh_router_decision_seconds_count 2.0",
+    ):
+        assert line in text
+    assert "nope" not in text, "labels take configured values only"
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as response:
+        body: bytes = response.read()
+    return body.decode()

@@ -1,0 +1,875 @@
+"""The gRPC foundation over real sockets: options, security, errors, deadlines, tracing, drain."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from structlog.testing import capture_logs
+
+from common import errors, interceptors, rpc, telemetry
+from common.config import ServiceConfig
+from common.lifecycle import HealthThread
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SPAN_ID = "b7ad6b7169203331"
+SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
+UNSAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-00"
+SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
+
+
+@dataclass
+class Room:
+    """A running server whose `handle` answers every shape of call, and a channel to it."""
+
+    handle: Handler
+    calls: interceptors.Calls = field(default_factory=interceptors.Calls)
+    security: rpc.Security = rpc.PLAINTEXT
+    tracer: trace.Tracer | None = None
+    port: int = 0
+    server: grpc.aio.Server | None = None
+    channel: grpc.aio.Channel | None = None
+
+    def method(self, shape: str, name: str | None = None) -> Any:
+        assert self.channel is not None
+        return getattr(self.channel, shape)(f"/test.Room/{name or shape}")
+
+    async def call(self, shape: str, request: bytes = b"hi", **options: Any) -> list[bytes]:
+        """The answers of one call of any shape."""
+        sent = iter([request]) if shape.startswith("stream") else request
+        call = self.method(shape)(sent, timeout=options.pop("timeout", 10), **options)
+        if shape.endswith("unary"):
+            return [await call]
+        return [message async for message in call]
+
+
+def health_stub(channel: grpc.Channel | grpc.aio.Channel | None) -> Any:
+    """Any: the stubs' types do not know the stub's methods."""
+    assert channel is not None
+    return health_pb2_grpc.HealthStub(channel)
+
+
+def unary_stream(channel: grpc.aio.Channel, name: str) -> grpc.aio.UnaryStreamCall[bytes, bytes]:
+    method: Any = channel.unary_stream(f"/test.Room/{name}")
+    return cast("grpc.aio.UnaryStreamCall[bytes, bytes]", method(b""))
+
+
+def handlers(room: Room) -> grpc.GenericRpcHandler:
+    async def unary_unary(request: bytes, context: Any) -> bytes:
+        return await room.handle(request, context)
+
+    async def unary_stream(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        yield b"first"
+        yield await room.handle(request, context)
+
+    async def stream_unary(requests: AsyncIterator[bytes], context: Any) -> bytes:
+        return await room.handle(b"".join([part async for part in requests]), context)
+
+    async def stream_stream(requests: AsyncIterator[bytes], context: Any) -> None:
+        await context.write(b"first")
+        async for part in requests:
+            await context.write(await room.handle(part, context))
+
+    return grpc.method_handlers_generic_handler(
+        "test.Room",
+        {
+            "unary_unary": grpc.unary_unary_rpc_method_handler(unary_unary),
+            "unary_stream": grpc.unary_stream_rpc_method_handler(unary_stream),
+            "stream_unary": grpc.stream_unary_rpc_method_handler(stream_unary),
+            "stream_stream": grpc.stream_stream_rpc_method_handler(stream_stream),
+            "Attach": grpc.unary_stream_rpc_method_handler(unary_stream),
+        },
+    )
+
+
+@asynccontextmanager
+async def serving(handle: Handler, **options: Any) -> AsyncIterator[Room]:
+    client = options.pop("client", None)
+    room = Room(handle, **options)
+    room.server = rpc.server(security=room.security, calls=room.calls, tracer=room.tracer)
+    room.server.add_generic_rpc_handlers((handlers(room),))
+    servicer = health.aio.HealthServicer()
+    rpc.add_health(room.server, servicer)
+    rpc.enable_reflection(room.server, ["test.Room"])
+    room.port = rpc.bind(room.server, "127.0.0.1", 0, security=room.security)
+    await room.server.start()
+    room.channel = rpc.channel(f"127.0.0.1:{room.port}", security=client or room.security)
+    try:
+        yield room
+    finally:
+        await room.channel.close()
+        await room.server.stop(None)
+
+
+async def echo(request: bytes, _context: object) -> bytes:
+    return request
+
+
+def raising(error: BaseException) -> Handler:
+    async def handle(_request: bytes, _context: object) -> bytes:
+        raise error
+
+    return handle
+
+
+# Errors
+
+
+EXAMPLES: tuple[errors.MeshError, ...] = (
+    errors.InvalidRequest("must be positive", "max_tokens", metadata={"given": "-1"}),
+    errors.Unsupported("logit_bias", "the engine has no hook for it"),
+    errors.PromptTooLong("9 tokens do not fit into 8", "prompt", metadata={"limit": "8"}),
+    errors.NotFound("no such worker"),
+    errors.UnknownModel("größe/llama"),
+    errors.Conflict("another incarnation", reason="OTHER_INCARNATION"),
+    errors.Unauthenticated("who?"),
+    errors.PermissionDenied("not you"),
+    errors.Overloaded(1.25, "queue full"),
+    errors.Unavailable("no decode worker", 0.5, reason="NO_DECODE_WORKER"),
+    errors.WorkerLost(retryable=True),
+    errors.WorkerLost("guided decoding cannot move", retryable=False),
+    errors.DeadlineExceeded(),
+    errors.RequestCancelled(reason="SLOW_READER"),
+    errors.Unimplemented("not here"),
+    errors.Bug("books below zero"),
+)
+
+
+def test_every_error_class_has_an_example_and_a_status() -> None:
+    assert {type(error) for error in EXAMPLES} == set(errors.MESH_ERRORS)
+    assert set(interceptors.STATUS_CODES) == set(errors.MESH_ERRORS)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: f"{error.reason}-{error.retryable}")
+async def test_an_error_arrives_at_the_client_as_it_was_raised(
+    shape: str, error: errors.MeshError
+) -> None:
+    async with serving(raising(error)) as room:
+        with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+            await room.call(shape)
+    assert [line["event"] for line in logs] == ["rpc failed"] * isinstance(error, errors.Bug)
+    assert caught.value.code() is interceptors.STATUS_CODES[type(error)]
+    got = interceptors.from_rpc_error(caught.value)
+    assert type(got) is type(error)
+    assert vars(got) == {**vars(error), "retryable": error.retryable}
+
+
+async def test_an_unexpected_exception_says_nothing_of_itself_but_is_logged() -> None:
+    async with serving(raising(ValueError("password=hunter2"))) as room:
+        with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
+            await room.call("unary_unary", metadata=(("x-request-id", "r-1"),))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert "hunter2" not in str(caught.value.details()) + str(caught.value.trailing_metadata())
+    bug = interceptors.from_rpc_error(caught.value)
+    assert isinstance(bug, errors.Bug)
+    assert bug.metadata["request_id"] == "r-1"
+    (line,) = [line for line in logs if line["event"] == "rpc failed"]
+    assert "hunter2" in str(line["exc_info"])
+
+
+async def test_an_error_out_of_a_task_group_keeps_its_class() -> None:
+    async def handle(_request: bytes, _context: object) -> bytes:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(_raise(errors.Overloaded(2.0)))
+        return b""
+
+    async with serving(handle) as room:
+        with pytest.raises(errors.Overloaded) as caught, interceptors.raising_mesh_errors():
+            await room.call("unary_unary")
+    assert caught.value.retry_after_s == 2.0
+
+
+async def _raise(error: Exception) -> None:
+    raise error
+
+
+async def test_a_handlers_own_abort_passes_through() -> None:
+    async def handle(_request: bytes, context: Any) -> bytes:
+        await context.abort(grpc.StatusCode.DATA_LOSS, "mine")
+        return b""
+
+    async with serving(handle) as room:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await room.call("unary_unary")
+    assert caught.value.code() is grpc.StatusCode.DATA_LOSS
+    assert isinstance(interceptors.from_rpc_error(caught.value), errors.Bug)
+
+
+HUGE = errors.InvalidRequest(
+    "ä" * 100_000, "f" * 50_000, metadata={f"{n}" * 500: "€" * 50_000 for n in range(10, 99)}
+)
+
+
+async def test_a_huge_error_is_cut_and_still_arrives() -> None:
+    async with serving(raising(HUGE)) as room:
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+            await room.call("unary_unary")
+    assert caught.value.message.startswith("äää")
+    assert caught.value.message.endswith("…")
+
+
+def test_the_largest_status_fits_into_the_headers_any_grpc_client_takes() -> None:
+    _, status = interceptors.status_of(HUGE)
+    percent_encoded = 3 * len(status.message.encode())
+    base64 = len(status.SerializeToString()) * 4 / 3
+    assert percent_encoded + base64 < 7500
+
+
+async def test_text_that_is_no_unicode_does_not_keep_an_error_from_arriving() -> None:
+    error = errors.InvalidRequest("bad \ud800", "a\ud800", metadata={"k": "\ud800"})
+    async with serving(raising(error)) as room:
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+            await room.call("unary_unary")
+    assert (caught.value.message, caught.value.field) == ("bad ?", "a?")
+
+
+async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # Bound and not listening: connections are refused.
+        async with rpc.channel(f"127.0.0.1:{taken.getsockname()[1]}") as channel:
+            with pytest.raises(errors.Unavailable) as caught:
+                await rpc.unary(channel.unary_unary("/test.Room/x"), b"", timeout_s=5)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(
+    ("code", "cls"),
+    [
+        (grpc.StatusCode.CANCELLED, errors.Unavailable),
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.Unimplemented),
+        (grpc.StatusCode.UNKNOWN, errors.Bug),
+        (grpc.StatusCode.INTERNAL, errors.Bug),
+    ],
+)
+def test_a_status_without_details_is_the_nearest_class(
+    code: grpc.StatusCode, cls: type[errors.MeshError]
+) -> None:
+    none = grpc.aio.Metadata()
+    got = interceptors.from_rpc_error(grpc.aio.AioRpcError(code, none, none, None))
+    assert type(got) is cls
+    assert got.message == code.name
+    assert got.retryable == cls.retryable
+
+
+async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
+    async def handle(_request: bytes, context: Any) -> bytes:
+        trailing = ((interceptors.STATUS_DETAILS_KEY, b"\xff\xff\xff"),)
+        await context.abort(grpc.StatusCode.NOT_FOUND, "gone", trailing)
+        return b""
+
+    async with serving(handle) as room:
+        with pytest.raises(errors.NotFound, match="gone"), interceptors.raising_mesh_errors():
+            await room.call("unary_unary")
+
+
+# Messages
+
+
+async def test_messages_beyond_grpcs_four_mebibytes_pass_both_ways() -> None:
+    async with serving(echo) as room:
+        for shape in ("unary_unary", "stream_stream"):
+            answers = await room.call(shape, bytes(6 << 20))
+            assert len(answers[-1]) == 6 << 20
+
+
+@pytest.mark.slow
+async def test_a_message_over_the_limit_is_a_bad_request_not_an_overload() -> None:
+    async with serving(echo) as room:
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+            await room.call("unary_unary", bytes(rpc.MESSAGE_BYTES_MAX + 1))
+    assert caught.value.reason == "MESSAGE_TOO_LARGE"
+
+
+# Deadlines, cancellation, request ids
+
+
+async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_left() -> None:
+    left: list[float] = []
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        left.append(interceptors.time_left_s(1000.0))
+        return request
+
+    async with serving(handle) as room:
+        await room.call("unary_unary", timeout=None)
+        await room.call("unary_stream", timeout=None)
+        await room.call("unary_unary", timeout=5.0)
+    assert left[0] == pytest.approx(interceptors.UNARY_CAP_S, abs=1)
+    assert left[1] == 1000.0  # The stream's own cap is longer.
+    assert left[2] == pytest.approx(5.0, abs=1)
+
+
+async def test_the_cap_ends_a_unary_call_but_no_long_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interceptors, "UNARY_CAP_S", 0.05)
+    monkeypatch.setattr(interceptors, "STREAM_CAP_S", 0.05)
+    release = asyncio.Event()
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        await release.wait()
+        return request
+
+    async with serving(handle) as room:
+        for shape in ("unary_unary", "unary_stream"):
+            with pytest.raises(errors.DeadlineExceeded), interceptors.raising_mesh_errors():
+                await room.call(shape, timeout=None)
+        async with rpc.cancelling(room.method("unary_stream", "Attach")(b"hi")) as stream:
+            assert await stream.read() == b"first"
+            with pytest.raises(errors.DeadlineExceeded), interceptors.raising_mesh_errors():
+                await room.call("unary_unary", timeout=None)
+            release.set()
+            assert await stream.read() == b"hi"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+async def test_leaving_the_cancelling_scope_ends_the_handler_and_runs_its_cleanup(
+    shape: str,
+) -> None:
+    started, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def handle(_request: bytes, _context: object) -> bytes:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+        return b""
+
+    async with serving(handle) as room:
+        sent = iter([b"hi"]) if shape.startswith("stream") else b"hi"
+        async with rpc.cancelling(room.method(shape)(sent)) as call:
+            await asyncio.wait_for(started.wait(), 5)
+        await asyncio.wait_for(cleaned.wait(), 5)
+        assert call.cancelled()
+        assert await room.calls.wait_idle(5) == []
+
+
+async def test_a_generator_cut_between_two_messages_cleans_up_in_its_own_task() -> None:
+    seen: dict[str, object] = {}
+
+    async def endless(_request: bytes, _context: object) -> AsyncIterator[bytes]:
+        seen["task"] = asyncio.current_task()
+        try:
+            while True:
+                yield bytes(1 << 20)  # Flow control stops the writer in the server, not in here.
+        finally:
+            seen["cleanup"] = asyncio.current_task()
+
+    server = rpc.server(calls=(calls := interceptors.Calls()))
+    handler: Any = grpc.unary_stream_rpc_method_handler(endless)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Room", {"endless": handler}),)
+    )
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    async with rpc.channel(f"127.0.0.1:{port}") as channel:
+        async with rpc.cancelling(unary_stream(channel, "endless")) as call:
+            await call.read()
+        assert await calls.wait_idle(5) == []
+    await server.stop(None)
+    assert seen["cleanup"] is seen["task"]
+
+
+async def test_a_request_id_is_taken_over_or_made_and_reaches_logs_and_onward_calls() -> None:
+    seen: list[str | None] = []
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        seen.append(interceptors.request_id())
+        seen.append(dict(interceptors.outgoing_metadata())["x-request-id"])
+        return request
+
+    async with serving(handle) as room:
+        with interceptors.use_request_id("from-http"):
+            await room.call("unary_unary", metadata=rpc.call_metadata())
+        await room.call("unary_unary")
+        await room.call("unary_unary", metadata=(("x-request-id", "a b"),))
+    assert seen[:2] == ["from-http", "from-http"]
+    assert seen[2] == seen[3] != seen[4] == seen[5]
+    assert all(made and len(made) == 32 for made in seen[2:])
+    assert interceptors.request_id() is None
+
+
+# Security
+
+
+async def test_a_wrong_or_missing_token_is_refused_and_the_right_one_passes() -> None:
+    security = rpc.Security(token="s3cret")
+    async with serving(echo, security=security) as room:
+        for metadata in (
+            (),
+            (("authorization", "Bearer s3cret!"),),
+            (("authorization", "s3cret"),),
+        ):
+            for shape in SHAPES:
+                with pytest.raises(errors.Unauthenticated), interceptors.raising_mesh_errors():
+                    await room.call(shape, metadata=metadata)
+        assert await room.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
+        answer = await rpc.unary(room.method("unary_unary"), b"hi", timeout_s=5, security=security)
+        assert answer == b"hi"
+
+
+async def test_health_and_reflection_stay_open_on_loopback() -> None:
+    async with serving(echo, security=rpc.Security(token="s3cret")) as room:
+        check = health_stub(room.channel)
+        answer = await check.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("grpc.Channel", room.channel))
+        ask = reflection_pb2.ServerReflectionRequest(list_services="*")
+        async with rpc.cancelling(stub.ServerReflectionInfo(iter([ask]))) as call:
+            listed = (await call.read()).list_services_response.service
+    assert {"test.Room", "grpc.health.v1.Health"} <= {service.name for service in listed}
+
+
+def test_only_peers_on_this_host_count_as_local() -> None:
+    local = ("ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:/tmp/s", "unix:")
+    remote = ("ipv4:10.0.0.7:5", "ipv6:%5B2001:db8::1%5D:5", "", "localhost.evil:1")
+    assert [interceptors._is_local(peer) for peer in local] == [True] * len(local)
+    assert [interceptors._is_local(peer) for peer in remote] == [False] * len(remote)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some-name"])
+async def test_an_open_bind_without_token_or_tls_is_refused(host: str) -> None:
+    server = rpc.server()
+    with pytest.raises(errors.InvalidRequest) as caught:
+        rpc.bind(server, host, 0)
+    assert caught.value.field == "host"
+    await server.stop(None)
+
+
+@pytest.mark.parametrize("security", [rpc.Security(token="t"), rpc.Security(insecure=True)])
+async def test_an_open_bind_is_allowed_with_a_token_or_on_request(security: rpc.Security) -> None:
+    server = rpc.server(security=security)
+    assert rpc.bind(server, "0.0.0.0", 0, security=security) > 0
+    await server.start()
+    await server.stop(None)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rpc.Security]:
+    """Two pairs for the name kvmesh.test, `good` and `other`, each trusting only itself."""
+    if (openssl := shutil.which("openssl")) is None:
+        pytest.skip("needs the openssl command to make certificates")
+    made = {}
+    for name in ("good", "other"):
+        folder = tmp_path_factory.mktemp(name)
+        config = ServiceConfig(
+            tls_cert_path=folder / "cert.pem",
+            tls_key_path=folder / "key.pem",
+            tls_ca_path=folder / "cert.pem",
+            tls_server_name="kvmesh.test",
+        )
+        # Self-signed, so it is its own authority.
+        command = f"{openssl} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+        command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:kvmesh.test"
+        command += f" -keyout {config.tls_key_path} -out {config.tls_cert_path}"
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+        made[name] = rpc.security_of(config)
+    return made
+
+
+async def test_with_certificates_only_a_peer_that_has_one_is_served(
+    certificates: dict[str, rpc.Security],
+) -> None:
+    good = certificates["good"]
+    assert good.tls
+    assert "PRIVATE" not in repr(good)
+    async with serving(echo, security=good) as room:
+        assert await room.call("unary_unary") == [b"hi"]
+    for stranger in (rpc.PLAINTEXT, certificates["other"]):
+        async with serving(echo, security=good, client=stranger) as room:
+            with pytest.raises(errors.Unavailable), interceptors.raising_mesh_errors():
+                await room.call("unary_unary")
+
+
+async def test_a_taken_port_is_a_conflict_and_never_shared() -> None:
+    async with serving(echo) as room:
+        other = rpc.server()
+        with pytest.raises(errors.Conflict, match=str(room.port)):
+            rpc.bind(other, "127.0.0.1", room.port)
+        await other.stop(None)
+
+
+# Silent streams
+
+
+async def _hold_silent(server: grpc.aio.Server, hold_s: float) -> float:
+    """How long a silent stream lived, in seconds, when pinged each second (C-core's least)."""
+    silence = asyncio.Event()
+
+    async def silent(_request: bytes, context: Any) -> None:
+        await context.write(b"up")
+        await silence.wait()
+
+    handler: Any = grpc.unary_stream_rpc_method_handler(silent)
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("test.Room", {"Attach": handler}),)
+    )
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    started = time.monotonic()
+    try:
+        async with (
+            rpc.channel(f"127.0.0.1:{port}", keepalive_s=1.0) as channel,
+            rpc.cancelling(unary_stream(channel, "Attach")) as call,
+        ):
+            assert await call.read() == b"up"
+            async with asyncio.timeout(hold_s):
+                await call.read()
+    except (TimeoutError, grpc.aio.AioRpcError):
+        return time.monotonic() - started
+    finally:
+        silence.set()
+        await server.stop(None)
+    raise AssertionError("the stream ended by itself")
+
+
+@pytest.mark.slow
+async def test_a_silent_stream_outlives_many_client_pings() -> None:
+    hold_s = 7.0
+    plain, ours = await asyncio.gather(
+        _hold_silent(grpc.aio.server(), hold_s), _hold_silent(rpc.server(), hold_s)
+    )
+    assert plain < hold_s, "grpc's defaults should have cut it: is this test still pinging?"
+    assert ours >= hold_s
+
+
+# Drain
+
+
+async def test_stop_lets_running_calls_end_and_refuses_new_ones() -> None:
+    started, release = asyncio.Event(), asyncio.Event()
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        started.set()
+        await release.wait()
+        return request
+
+    async with serving(handle) as room:
+        assert room.server is not None
+        running = asyncio.ensure_future(room.call("unary_stream", b"whole"))
+        await started.wait()
+        stopping = asyncio.ensure_future(rpc.stop(room.server, 5.0, room.calls))
+        refusal: errors.MeshError = errors.DeadlineExceeded()
+        while isinstance(refusal, errors.DeadlineExceeded):  # Until it has begun to refuse.
+            with pytest.raises(errors.MeshError) as caught, interceptors.raising_mesh_errors():
+                await room.call("unary_unary", b"new", timeout=0.05)
+            refusal = caught.value
+        assert isinstance(refusal, errors.Unavailable)
+        release.set()
+        assert await running == [b"first", b"whole"]
+        assert await asyncio.wait_for(stopping, 5) == []
+
+
+async def test_stop_names_what_it_cuts_and_awaits_its_cleanup() -> None:
+    started, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def handle(_request: bytes, _context: object) -> bytes:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(50):  # A cleanup of many loop turns.
+                await asyncio.sleep(0)
+            cleaned.set()
+        return b""
+
+    async with serving(handle) as room:
+        assert room.server is not None
+        metadata = (("x-request-id", "slow-one"),)
+        running = asyncio.ensure_future(room.call("unary_unary", metadata=metadata))
+        watch = health_stub(room.channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()
+        await started.wait()
+        cut = await rpc.stop(room.server, 0.05, room.calls)
+        assert cut == ["/test.Room/unary_unary slow-one"]
+        assert cleaned.is_set()
+        with pytest.raises(errors.MeshError), interceptors.raising_mesh_errors():
+            await running
+        watch.cancel()
+
+
+async def test_a_health_watcher_does_not_hold_up_a_stop() -> None:
+    async with serving(echo) as room:
+        assert room.server is not None
+        watch = health_stub(room.channel).Watch(health_pb2.HealthCheckRequest())
+        async with rpc.cancelling(watch):
+            await watch.read()
+            started = time.monotonic()
+            assert await rpc.stop(room.server, 30.0, room.calls) == []
+            assert time.monotonic() - started < 5
+
+
+async def test_the_health_thread_answers_while_the_loop_is_stuck() -> None:
+    thread = HealthThread("127.0.0.1", 0)
+    thread.start()
+    thread.set("", True)
+    answers: list[int] = []
+
+    def ask() -> None:
+        with grpc.insecure_channel(thread.address) as channel:
+            stub = health_stub(channel)
+            answers.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
+
+    def ask_in_thread() -> None:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(5)  # On the loop's own thread: nothing else runs meanwhile.
+
+    ask_in_thread()
+    thread.drain()
+    thread.set("", True)
+    ask_in_thread()
+    thread.stop(1.0)
+    status = health_pb2.HealthCheckResponse
+    assert answers == [status.SERVING, status.NOT_SERVING]
+
+
+# Tracing
+
+
+@pytest.fixture
+def spans() -> tuple[trace.Tracer, InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return provider.get_tracer("test"), exporter
+
+
+def finished(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
+    return list(exporter.get_finished_spans())
+
+
+async def test_a_sampled_parent_gets_a_server_span_and_the_trace_goes_on(
+    spans: tuple[trace.Tracer, InMemorySpanExporter],
+) -> None:
+    tracer, exporter = spans
+    onward: list[str | None] = []
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        onward.append(telemetry.current_traceparent())
+        return request
+
+    async with serving(handle, tracer=tracer) as room:
+        await room.call("unary_stream", metadata=(("traceparent", SAMPLED),))
+    (span,) = finished(exporter)
+    assert span.name == "test.Room/unary_stream"
+    assert span.kind is trace.SpanKind.SERVER
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" == SPAN_ID
+    assert span.context is not None
+    assert onward == [f"00-{TRACE_ID}-{span.context.span_id:016x}-01"]
+
+
+async def test_an_unsampled_or_absent_or_malformed_parent_makes_no_span(
+    spans: tuple[trace.Tracer, InMemorySpanExporter],
+) -> None:
+    tracer, exporter = spans
+    onward: list[str | None] = []
+
+    async def handle(request: bytes, _context: object) -> bytes:
+        onward.append(telemetry.current_traceparent())
+        return request
+
+    async with serving(handle, tracer=tracer) as room:
+        for value in (UNSAMPLED, None, "00-zz-1-01"):
+            await room.call("unary_unary", metadata=(("traceparent", value),) if value else ())
+        assert (
+            await room.method("unary_stream", "Attach")(
+                b"hi", metadata=(("traceparent", SAMPLED),)
+            ).read()
+            == b"first"
+        )
+    assert finished(exporter) == []
+    assert onward[:3] == [UNSAMPLED, None, None]
+
+
+async def test_a_failed_call_marks_its_span(
+    spans: tuple[trace.Tracer, InMemorySpanExporter],
+) -> None:
+    tracer, exporter = spans
+    async with serving(raising(errors.Overloaded(1.0)), tracer=tracer) as room:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await room.call("unary_unary", metadata=(("traceparent", SAMPLED),))
+    (span,) = finished(exporter)
+    assert span.status.status_code is trace.StatusCode.ERROR
+    assert span.attributes is not None
+    assert span.attributes["error.type"] == "Overloaded"
+
+
+def test_a_span_takes_the_id_assigned_to_it_once() -> None:
+    exporter = InMemorySpanExporter()
+    provider = telemetry.tracer_provider("prefill", "i-1", exporter, 1.0)
+    tracer = provider.get_tracer("test")
+    assigned = telemetry.new_span_id()
+    with telemetry.use_span_id(assigned):
+        tracer.start_span("prefill").end()
+        tracer.start_span("other").end()
+    with telemetry.use_span_id("not an id"), telemetry.use_span_id(assigned):
+        pass
+    tracer.start_span("later").end()
+    provider.shutdown()
+    ids = [f"{span.context.span_id:016x}" for span in exporter.get_finished_spans() if span.context]
+    assert ids[0] == assigned
+    assert assigned not in ids[1:]
+    assert len(ids) == 3
+
+
+@pytest.mark.row("S2-24")
+def test_a_malformed_trace_link_is_ignored_with_a_debug_log() -> None:
+    bad = [("", ""), (TRACE_ID, "0" * 16), ("0" * 32, SPAN_ID), (TRACE_ID[:-1], SPAN_ID)]
+    bad += [(TRACE_ID, SPAN_ID.upper()), (TRACE_ID, SPAN_ID + "\n"), ("x" * 32, SPAN_ID)]
+    with capture_logs() as logs:
+        assert [telemetry.link(*ids) for ids in bad] == [None] * len(bad)
+    assert [line["log_level"] for line in logs] == ["debug"] * len(bad)
+    good = telemetry.link(TRACE_ID, SPAN_ID)
+    assert good is not None
+    assert f"{good.context.trace_id:032x}" == TRACE_ID
+    assert f"{good.context.span_id:016x}" == SPAN_ID
+
+
+@pytest.mark.parametrize(
+    ("header", "usable"),
+    [
+        (SAMPLED, True),
+        (UNSAMPLED, True),
+        (SAMPLED.replace("00-", "cc-", 1) + "-more", True),  # A later version may say more.
+        (SAMPLED + "-more", False),
+        (SAMPLED.replace("00-", "ff-", 1), False),
+        (SAMPLED.replace(SPAN_ID, "0" * 16), False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_traceparent_is_read_as_w3c_says(header: str | None, usable: bool) -> None:
+    assert (telemetry.context_from_traceparent(header) is not None) == usable
+
+
+# Collector
+
+
+def _refusing() -> tuple[socket.socket, int]:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    return listener, listener.getsockname()[1]
+
+
+def _silent() -> tuple[socket.socket, int]:
+    listener, port = _refusing()
+    listener.listen(8)  # The kernel accepts, nobody ever answers.
+    return listener, port
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collector", [_refusing, _silent])
+def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
+    collector: Callable[[], tuple[socket.socket, int]],
+) -> None:
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    listener, port = collector()
+    with listener:
+        exporter = OTLPSpanExporter(
+            endpoint=f"http://127.0.0.1:{port}", timeout=telemetry.EXPORT_TIMEOUT_S
+        )
+        provider = telemetry.tracer_provider("test", "i-1", exporter, 1.0)
+        tracer = provider.get_tracer("test")
+        started = time.monotonic()
+        for _ in range(telemetry.QUEUE_SPANS * 2):
+            tracer.start_span("work").end()
+        busy_s = time.monotonic() - started
+        started = time.monotonic()
+        telemetry.Telemetry(provider).shutdown(0.9)
+        assert time.monotonic() - started < 1.0
+        assert busy_s < 3.0
+
+
+class Sink(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP receiver that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.received: list[trace_service_pb2.ExportTraceServiceRequest] = []
+
+    def Export(self, request: Any, context: Any) -> Any:
+        self.received.append(request)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+TRACED = """
+import sys
+from opentelemetry import trace
+from common import telemetry
+traces = telemetry.setup("worker", "i-7", sys.argv[1], 1.0)
+tracer = trace.get_tracer("test")
+link = telemetry.link(sys.argv[2], sys.argv[3])
+with telemetry.use_span_id(sys.argv[4]), tracer.start_as_current_span("decode", links=[link]):
+    print(telemetry.current_traceparent())
+sys.exit(0 if traces.shutdown(5.0) else 1)
+"""
+
+
+@pytest.mark.slow
+def test_spans_with_assigned_ids_and_links_arrive_at_a_collector() -> None:
+    sink = Sink()
+    collector = grpc.server(ThreadPoolExecutor(1))
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server  # It has no types.
+    add(sink, collector)
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    assigned = telemetry.new_span_id()
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", TRACED, f"http://127.0.0.1:{port}", TRACE_ID, SPAN_ID, assigned],
+        env={"PYTHONPATH": f"{root / 'protos'}:{root}"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    collector.stop(None)
+    assert done.returncode == 0, done.stderr
+    (request,) = sink.received
+    (resource,) = request.resource_spans
+    attributes = {item.key: item.value.string_value for item in resource.resource.attributes}
+    assert attributes["service.name"] == "worker"
+    assert attributes["service.instance.id"] == "i-7"
+    (span,) = resource.scope_spans[0].spans
+    assert span.span_id.hex() == assigned
+    assert done.stdout.split("-")[1:3] == [span.trace_id.hex(), assigned]
+    assert [(link.trace_id.hex(), link.span_id.hex()) for link in span.links] == [
+        (TRACE_ID, SPAN_ID)
+    ]
+
+
+def test_without_an_endpoint_there_is_no_sdk_provider() -> None:
+    traces = telemetry.setup("test", "i-1", None, 1.0)
+    assert traces.provider is None
+    assert traces.shutdown(0.1)
+    assert telemetry.current_traceparent() is None
+    assert rpc.call_metadata() == ()

@@ -1,0 +1,609 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.routing import Router
+
+from common.errors import Conflict
+from frontend_svc import metrics as metrics_module
+from frontend_svc.core.openai_errors import ErrorType
+from frontend_svc.metrics import (
+    DURATION_BUCKETS_S,
+    DeploymentState,
+    Endpoint,
+    FrontendMetrics,
+    InflightGuard,
+    LoopHistogram,
+    Metrics,
+    RequestType,
+    Status,
+    log_buckets,
+)
+from frontend_svc.metrics_http import RouteDoc, metrics_router
+
+CHAT = Endpoint.CHAT_COMPLETIONS
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def state(clock: FakeClock) -> DeploymentState:
+    return DeploymentState(lambda: {"m"}, clock=clock)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+def sample(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def counts(state: DeploymentState, status: Status, model: str = "m") -> int:
+    return state.metrics.get_request_counter(model, CHAT, RequestType.UNARY, status)
+
+
+@pytest.mark.row("S3-01", "S3-02", "S3-31")
+def test_the_status_labels_are_success_and_error() -> None:
+    assert [status.as_str() for status in Status] == ["success", "error"]
+    assert Status.SUCCESS.as_str() == "success"
+    assert Status.ERROR.as_str() == "error"
+
+
+@pytest.mark.row("S3-03", "S3-04", "S3-30")
+def test_the_request_type_labels_are_stream_and_unary() -> None:
+    assert RequestType.STREAM.as_str() == "stream"
+    assert RequestType.UNARY.as_str() == "unary"
+    assert len(RequestType) == 2
+
+
+@pytest.mark.row("S3-27", "S3-28")
+def test_the_endpoint_labels_are_completions_and_chat_completions() -> None:
+    assert Endpoint.COMPLETIONS.as_str() == "completions"
+    assert Endpoint.CHAT_COMPLETIONS.as_str() == "chat_completions"
+
+
+@pytest.mark.row("S3-29")
+@pytest.mark.parametrize("word", [*Endpoint, *RequestType, *Status])
+def test_a_label_displays_as_its_string(word: Endpoint | RequestType | Status) -> None:
+    assert str(word) == f"{word}" == word.as_str()
+
+
+@pytest.mark.row("S3-05")
+def test_the_prefix_is_nv_llm_unless_another_is_given() -> None:
+    def names(metrics: Metrics) -> set[str]:
+        registry = CollectorRegistry()
+        metrics.register(registry)
+        return {family.name for family in registry.collect()}
+
+    assert names(Metrics()) == {
+        "nv_llm_http_service_requests",
+        "nv_llm_http_service_inflight_requests",
+        "nv_llm_http_service_request_duration_seconds",
+    }
+    assert all(name.startswith("mine_http_service_") for name in names(Metrics("mine")))
+
+
+@pytest.mark.row("S3-06", "S3-07", "S3-08")
+def test_each_collector_has_its_name_type_help_and_labels(registry: CollectorRegistry) -> None:
+    metrics = Metrics()
+    metrics.register(registry)
+    metrics.create_inflight_guard("m", CHAT, True).close()
+    families = {family.name: family for family in registry.collect()}
+
+    requests = families["nv_llm_http_service_requests"]
+    (total,) = [one for one in requests.samples if one.name.endswith("_total")]
+    assert (requests.type, requests.documentation) == (
+        "counter",
+        "Total number of LLM requests processed",
+    )
+    assert total.name == "nv_llm_http_service_requests_total"
+    assert list(total.labels.items()) == [
+        ("model", "m"),
+        ("endpoint", "chat_completions"),
+        ("request_type", "stream"),
+        ("status", "error"),
+    ]
+    inflight = families["nv_llm_http_service_inflight_requests"]
+    assert (inflight.type, inflight.documentation) == ("gauge", "Number of inflight requests")
+    assert inflight.samples[0].labels == {"model": "m"}
+    duration = families["nv_llm_http_service_request_duration_seconds"]
+    assert (duration.type, duration.documentation) == ("histogram", "Duration of LLM requests")
+    assert {name for one in duration.samples for name in one.labels} == {"model", "le"}
+
+
+@pytest.mark.row("S3-09")
+def test_the_duration_buckets_are_exactly_the_documented_ones(
+    registry: CollectorRegistry,
+) -> None:
+    metrics = Metrics()
+    metrics.register(registry)
+    metrics.create_inflight_guard("m", CHAT, True).close()
+    text = generate_latest(registry).decode()
+    bounds = [
+        one.labels["le"]
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+        if one.name == "nv_llm_http_service_request_duration_seconds_bucket"
+    ]
+    assert [float(bound) for bound in bounds] == [*DURATION_BUCKETS_S, float("inf")]
+    assert DURATION_BUCKETS_S == (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+@pytest.mark.row("S3-10")
+def test_a_scrape_after_one_request_has_every_name(
+    state: DeploymentState, registry: CollectorRegistry, clock: FakeClock
+) -> None:
+    state.register(registry, current=False)
+    with state.create_inflight_guard("m", CHAT, False) as guard:
+        clock.now += 3.0
+        guard.mark_ok()
+    lines = generate_latest(registry).decode().splitlines()
+    prefix = "nv_llm_http_service_"
+    for line in (
+        f'{prefix}requests_total{{endpoint="chat_completions",model="m",'
+        'request_type="unary",status="success"} 1.0',
+        f'{prefix}inflight_requests{{model="m"}} 0.0',
+        f'{prefix}request_duration_seconds_bucket{{le="2.0",model="m"}} 0.0',
+        f'{prefix}request_duration_seconds_bucket{{le="4.0",model="m"}} 1.0',
+        f'{prefix}request_duration_seconds_bucket{{le="+Inf",model="m"}} 1.0',
+        f'{prefix}request_duration_seconds_count{{model="m"}} 1.0',
+        f'{prefix}request_duration_seconds_sum{{model="m"}} 3.0',
+    ):
+        assert line in lines
+
+
+@pytest.mark.row("S3-11", "S3-12")
+def test_the_request_counter_is_an_integer_that_counts_by_one() -> None:
+    metrics = Metrics()
+    labels = ("m", CHAT, RequestType.STREAM, Status.SUCCESS)
+    for expected in range(4):
+        count = metrics.get_request_counter(*labels)
+        assert (type(count), count) == (int, expected)
+        metrics.inc_request_counter(*labels)
+    assert metrics.get_request_counter("m", CHAT, RequestType.UNARY, Status.SUCCESS) == 0
+
+
+@pytest.mark.row("S3-13", "S3-14")
+def test_the_inflight_count_is_a_signed_integer_by_model() -> None:
+    metrics = Metrics()
+    metrics.inc_inflight_gauge("a")
+    metrics.dec_inflight_gauge("b")
+    assert metrics.get_inflight_count("a") == 1
+    assert metrics.get_inflight_count("b") == -1
+    assert type(metrics.get_inflight_count("b")) is int
+    assert metrics.get_inflight_count("c") == 0
+
+
+def test_asking_for_counts_makes_no_series(registry: CollectorRegistry) -> None:
+    metrics = Metrics()
+    metrics.register(registry)
+    metrics.get_inflight_count("m")
+    metrics.get_request_counter("m", CHAT, RequestType.UNARY, Status.ERROR)
+    assert not [one for family in registry.collect() for one in family.samples]
+
+
+@pytest.mark.row("S3-15")
+def test_registering_twice_is_an_error_and_changes_nothing(registry: CollectorRegistry) -> None:
+    Metrics().register(registry)
+    before = [family.name for family in registry.collect()]
+    assert len(before) == 3
+    with pytest.raises(Conflict, match="nv_llm_http_service_requests"):
+        Metrics().register(registry)
+    assert [family.name for family in registry.collect()] == before
+
+
+def test_a_clash_on_the_last_collector_leaves_none_of_the_others(
+    registry: CollectorRegistry,
+) -> None:
+    registry.register(LoopHistogram("nv_llm_http_service_request_duration_seconds", "x", (1.0,)))
+    with pytest.raises(Conflict):
+        Metrics().register(registry)
+    assert len(list(registry.collect())) == 1
+
+
+@pytest.mark.row("S3-16")
+def test_the_registry_type_is_exported_and_every_registry_is_the_callers(
+    state: DeploymentState, registry: CollectorRegistry
+) -> None:
+    from prometheus_client import REGISTRY
+
+    assert metrics_module.Registry is CollectorRegistry
+    state.register(registry)
+    assert "nv_llm_http_service" not in generate_latest(REGISTRY).decode()
+
+
+@pytest.mark.row("S3-17", "S3-18", "S3-20")
+def test_a_guard_begins_counted_timed_and_as_an_error(
+    state: DeploymentState, clock: FakeClock
+) -> None:
+    guard = state.create_inflight_guard("m", CHAT, False)
+    assert isinstance(guard, InflightGuard)
+    assert guard.metrics is state.metrics
+    assert (guard.model, guard.endpoint, guard.request_type) == ("m", CHAT, RequestType.UNARY)
+    assert (guard.status, guard.timer) == (Status.ERROR, clock.now)
+    assert state.metrics.get_inflight_count("m") == 1
+
+
+@pytest.mark.row("S3-19")
+def test_the_streaming_flag_chooses_the_request_type(state: DeploymentState) -> None:
+    assert state.create_inflight_guard("m", CHAT, True).request_type is RequestType.STREAM
+    assert state.create_inflight_guard("m", CHAT, False).request_type is RequestType.UNARY
+
+
+@pytest.mark.row("S3-21")
+def test_mark_ok_makes_it_a_success(state: DeploymentState) -> None:
+    with state.create_inflight_guard("m", CHAT, False) as guard:
+        guard.mark_ok()
+        assert guard.status is Status.SUCCESS
+    assert (counts(state, Status.SUCCESS), counts(state, Status.ERROR)) == (1, 0)
+
+
+def returns(guard: InflightGuard) -> None:
+    with guard:
+        guard.mark_ok()
+
+
+def raises(guard: InflightGuard) -> None:
+    with contextlib.suppress(RuntimeError), guard:
+        raise RuntimeError("in the handler")
+
+
+def is_cancelled(guard: InflightGuard) -> None:
+    async def handler() -> None:
+        with guard:
+            await asyncio.Event().wait()
+
+    async def cancel() -> None:
+        task = asyncio.create_task(handler())
+        await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())
+
+
+def loses_its_client(guard: InflightGuard) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        with guard:
+            yield b"data: 1"
+            yield b"data: 2"
+            guard.mark_ok()
+
+    async def disconnect() -> None:
+        stream = chunks()
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(disconnect())
+
+
+def closes_twice(guard: InflightGuard) -> None:
+    with guard:
+        guard.close()
+    guard.close()
+
+
+@pytest.mark.row("S3-22")
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        (returns, Status.SUCCESS),
+        (raises, Status.ERROR),
+        (is_cancelled, Status.ERROR),
+        (loses_its_client, Status.ERROR),
+        (closes_twice, Status.ERROR),
+    ],
+)
+def test_however_a_guard_ends_it_counts_exactly_once(
+    end: Callable[[InflightGuard], None],
+    status: Status,
+    state: DeploymentState,
+    registry: CollectorRegistry,
+) -> None:
+    state.register(registry)
+    end(state.create_inflight_guard("m", CHAT, False))
+    assert state.metrics.get_inflight_count("m") == 0
+    assert counts(state, status) == 1
+    assert counts(state, Status.SUCCESS) + counts(state, Status.ERROR) == 1
+    name = "nv_llm_http_service_request_duration_seconds_count"
+    assert sample(registry, name, model="m") == 1
+
+
+@pytest.mark.row("S3-23")
+def test_a_guard_that_nobody_marked_is_an_error(state: DeploymentState) -> None:
+    with state.create_inflight_guard("m", CHAT, False):
+        pass
+    assert (counts(state, Status.SUCCESS), counts(state, Status.ERROR)) == (0, 1)
+
+
+@pytest.mark.row("S3-24")
+def test_an_exception_before_the_first_byte_is_an_error(state: DeploymentState) -> None:
+    def first_byte() -> bytes:
+        raise ConnectionError("no worker")
+
+    def handler() -> Iterator[bytes]:
+        with state.create_inflight_guard("m", CHAT, False) as guard:
+            yield first_byte()
+            guard.mark_ok()
+
+    with pytest.raises(ConnectionError):
+        next(handler())
+    assert (counts(state, Status.ERROR), state.metrics.get_inflight_count("m")) == (1, 0)
+
+
+@pytest.mark.row("S3-25")
+def test_the_gauge_is_the_number_of_guards_alive(state: DeploymentState) -> None:
+    guards = []
+    for alive in range(1, 6):
+        guards.append(state.create_inflight_guard("m", CHAT, alive % 2 == 0))
+        assert state.metrics.get_inflight_count("m") == alive
+    for alive in reversed(range(5)):
+        guards.pop(alive // 2).close()
+        assert state.metrics.get_inflight_count("m") == alive
+
+
+@pytest.mark.row("S3-26")
+def test_the_duration_is_in_seconds_of_a_monotonic_clock(
+    state: DeploymentState, registry: CollectorRegistry, clock: FakeClock
+) -> None:
+    import time
+
+    assert DeploymentState(lambda: set()).clock is time.monotonic
+    state.register(registry)
+    with state.create_inflight_guard("m", CHAT, False):
+        clock.now += 0.25
+    name = "nv_llm_http_service_request_duration_seconds_sum"
+    assert sample(registry, name, model="m") == pytest.approx(0.25)
+
+
+async def ask(router: Router, path: str, method: str = "GET") -> httpx.Response:
+    transport = httpx.ASGITransport(app=router)
+    async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
+        return await client.request(method, path)
+
+
+@pytest.mark.row("S3-32", "S3-34")
+async def test_the_route_is_at_slash_metrics_and_documented(registry: CollectorRegistry) -> None:
+    docs, router = metrics_router(registry)
+    assert docs == [RouteDoc("GET", "/metrics")]
+    assert (await ask(router, "/metrics")).status_code == 200
+
+
+@pytest.mark.row("S3-33")
+async def test_another_path_is_honoured(registry: CollectorRegistry) -> None:
+    docs, router = metrics_router(registry, "/custom/scrape")
+    assert docs == [RouteDoc("GET", "/custom/scrape")]
+    assert (await ask(router, "/custom/scrape")).status_code == 200
+    assert (await ask(router, "/metrics")).status_code == 404
+
+
+@pytest.mark.row("S3-35")
+async def test_a_scrape_is_the_text_of_the_given_registry_alone(
+    state: DeploymentState, registry: CollectorRegistry
+) -> None:
+    state.register(registry)
+    state.begin("m", CHAT, True).close()
+    other = CollectorRegistry()
+    other.register(LoopHistogram("elsewhere", "x", (1.0,)))
+    _, router = metrics_router(registry)
+    answer = await ask(router, "/metrics")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert answer.content == generate_latest(registry)
+    assert b"kvmesh_frontend_requests_total" in answer.content
+    assert b"elsewhere" not in answer.content
+
+
+class BrokenCollector(Collector):
+    def describe(self) -> list[GaugeMetricFamily]:
+        return [GaugeMetricFamily("broken", "breaks when scraped")]
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        raise RuntimeError("no value")
+
+
+@pytest.mark.row("S3-36")
+async def test_a_registry_that_cannot_be_encoded_is_a_500(registry: CollectorRegistry) -> None:
+    registry.register(BrokenCollector())
+    _, router = metrics_router(registry)
+    answer = await ask(router, "/metrics")
+    assert (answer.status_code, answer.text) == (500, "Failed to encode metrics")
+
+
+@pytest.mark.row("S3-37")
+async def test_a_text_that_is_not_utf8_is_a_500(registry: CollectorRegistry) -> None:
+    _, router = metrics_router(registry, encode=lambda _: b"model \xff 1")
+    answer = await ask(router, "/metrics")
+    assert (answer.status_code, answer.text) == (500, "Failed to encode metrics")
+
+
+@pytest.mark.row("S3-38")
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "HEAD"])
+async def test_only_get_is_served(registry: CollectorRegistry, method: str) -> None:
+    _, router = metrics_router(registry)
+    assert (await ask(router, "/metrics", method)).status_code == 405
+
+
+@pytest.mark.row("S3-39")
+@pytest.mark.parametrize(("legacy", "current"), [(True, True), (True, False), (False, True)])
+def test_either_family_can_be_exposed_or_both(
+    state: DeploymentState, registry: CollectorRegistry, legacy: bool, current: bool
+) -> None:
+    state.register(registry, legacy=legacy, current=current)
+    state.begin("m", CHAT, True).close()
+    text = generate_latest(registry).decode()
+    assert ("nv_llm_http_service_requests_total{" in text) is legacy
+    assert ("kvmesh_frontend_requests_total{" in text) is current
+
+
+def test_a_clash_in_one_family_exposes_neither(
+    state: DeploymentState, registry: CollectorRegistry
+) -> None:
+    registry.register(LoopHistogram("kvmesh_frontend_cached_tokens", "x", (1.0,)))
+    with pytest.raises(Conflict, match="kvmesh_frontend_cached_tokens"):
+        state.register(registry)
+    assert len(list(registry.collect())) == 1
+
+
+@pytest.mark.row("S3-40")
+def test_first_token_gaps_and_token_counts_are_observed(
+    state: DeploymentState, registry: CollectorRegistry, clock: FakeClock
+) -> None:
+    state.register(registry)
+    with state.begin("m", CHAT, True) as meter:
+        meter.prompt(100)
+        meter.cached(64)
+        meter.tokens(1, clock.now + 0.5)
+        meter.tokens(4, clock.now + 0.7)
+        meter.mark_ok()
+    name = "kvmesh_frontend_"
+    for metric, expected_sum, expected_count in (
+        ("time_to_first_token_seconds", 0.5, 1),
+        ("inter_token_latency_seconds", 0.2, 4),
+        ("input_sequence_tokens", 100, 1),
+        ("output_sequence_tokens", 5, 1),
+        ("cached_tokens", 64, 1),
+    ):
+        assert sample(registry, f"{name}{metric}_sum", model="m") == pytest.approx(expected_sum)
+        assert sample(registry, f"{name}{metric}_count", model="m") == expected_count
+    assert sample(registry, f"{name}output_tokens_total", model="m") == 5
+    # The four tokens share 0.2 s.
+    gaps = f"{name}inter_token_latency_seconds_bucket"
+    assert sample(registry, gaps, model="m", le="0.035") == 0
+    assert sample(registry, gaps, model="m", le="0.064") == 4
+
+
+@pytest.mark.row("S3-41")
+def test_queued_ends_with_the_first_token_and_inflight_with_the_request(
+    state: DeploymentState, registry: CollectorRegistry, clock: FakeClock
+) -> None:
+    state.register(registry)
+
+    def gauges() -> tuple[float | None, float | None]:
+        return (
+            sample(registry, "kvmesh_frontend_queued_requests", model="m"),
+            sample(registry, "kvmesh_frontend_inflight_requests", model="m"),
+        )
+
+    first, second = state.begin("m", CHAT, True), state.begin("m", CHAT, True)
+    assert gauges() == (2, 2)
+    first.tokens(1, clock.now)
+    first.tokens(1, clock.now)
+    assert gauges() == (1, 2)
+    first.close()
+    assert gauges() == (1, 1)
+    second.close()
+    second.close()
+    assert gauges() == (0, 0)
+
+
+@pytest.mark.row("S3-42", "S3-44")
+def test_disconnects_and_failures_are_counted_by_type(
+    state: DeploymentState, registry: CollectorRegistry
+) -> None:
+    state.register(registry)
+    with state.begin("m", CHAT, True) as meter:
+        meter.mark_disconnected()
+    with state.begin("m", CHAT, True) as meter:
+        meter.mark_failed(ErrorType.OVERLOAD)
+    with contextlib.suppress(RuntimeError), state.begin("m", CHAT, True):
+        raise RuntimeError("a bug")
+    with state.begin("m", CHAT, True) as meter:
+        meter.mark_ok()
+
+    assert sample(registry, "kvmesh_frontend_disconnected_clients_total", model="m") == 1
+
+    def failures(error_type: str) -> float | None:
+        labels = {"model": "m", "endpoint": "chat_completions", "error_type": error_type}
+        return sample(registry, "kvmesh_frontend_failures_total", **labels)
+
+    assert [failures(kind) for kind in ("cancelled", "overload", "internal")] == [1, 1, 1]
+    assert failures("") is None
+    labels = {"endpoint": "chat_completions", "request_type": "stream", "model": "m"}
+    ok = {**labels, "status": "success", "error_type": ""}
+    assert sample(registry, "kvmesh_frontend_requests_total", **ok) == 1
+    assert sample(registry, "kvmesh_frontend_requests_started_total", **labels) == 4
+
+
+@pytest.mark.row("S3-45")
+def test_ten_thousand_junk_models_make_one_label(
+    state: DeploymentState, registry: CollectorRegistry
+) -> None:
+    state.register(registry)
+
+    def series() -> int:
+        return sum(len(family.samples) for family in registry.collect())
+
+    state.begin("m", CHAT, True).close()
+    state.begin("junk", CHAT, True).close()
+    before = series()
+    for junk in range(10_000):
+        state.begin(f"junk-{junk}", CHAT, True).close()
+    assert series() == before
+    count = state.metrics.get_request_counter("other", CHAT, RequestType.STREAM, Status.ERROR)
+    assert count == 10_001
+
+
+def test_a_request_keeps_its_label_when_its_model_goes(clock: FakeClock) -> None:
+    served = {"m"}
+    state = DeploymentState(lambda: served, clock=clock)
+    guard = state.create_inflight_guard("m", CHAT, False)
+    served.clear()
+    guard.close()
+    assert state.metrics.get_inflight_count("m") == 0
+    assert state.metrics.get_inflight_count("other") == 0
+
+
+def test_log_buckets_start_at_zero_and_keep_two_digits() -> None:
+    assert log_buckets(1, 512, 10) == (0, 1, 2, 4, 8, 16, 32, 64, 130, 260, 510)
+    assert log_buckets(0.001, 10, 5) == (0, 0.001, 0.01, 0.1, 1, 10)
+
+
+def test_a_loop_histogram_reads_as_prometheus_own(registry: CollectorRegistry) -> None:
+    from prometheus_client import Histogram
+
+    bounds = (0.0, 0.5, 1.0, 10.0)
+    ours, theirs = (
+        LoopHistogram("h", "same", bounds),
+        Histogram("h", "same", ("model",), registry=None, buckets=bounds),
+    )
+    for value in (0.0, 0.2, 0.5, 0.500001, 1.0, 9.0, 11.0):
+        ours.labels("m").observe(value)
+        theirs.labels("m").observe(value)
+    registry.register(ours)
+    reference = CollectorRegistry()
+    reference.register(theirs)
+
+    def lines(registry: CollectorRegistry) -> list[str]:
+        text = generate_latest(registry).decode()
+        return sorted(line for line in text.splitlines() if "_created" not in line)
+
+    assert lines(registry) == lines(reference)
+
+
+def test_the_current_prefix_is_an_argument(registry: CollectorRegistry) -> None:
+    for collector in FrontendMetrics("mine").collectors:
+        registry.register(collector)
+    assert {family.name.split("_")[0] for family in registry.collect()} == {"mine"}

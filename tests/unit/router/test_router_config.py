@@ -1,0 +1,66 @@
+"""The router's own knobs: which selector, and how a wrong one is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+
+from common.config import ConfigError, read_config
+from router_svc.config import RouterConfig, load_selector
+from router_svc.core.select import SELECTORS, LeastLoaded
+
+
+@pytest.fixture
+def plugin() -> Iterator[ModuleType]:
+    module = ModuleType("test_router_plugin")
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def read(*flags: str) -> RouterConfig:
+    return read_config(RouterConfig, "ROUTER", {}, flags)[0]
+
+
+def test_the_default_selector_is_built_in() -> None:
+    assert read().selector in SELECTORS
+
+
+@pytest.mark.parametrize("name", sorted(SELECTORS))
+def test_every_built_in_selector_can_be_configured(name: str) -> None:
+    assert load_selector(read("--selector", name).selector).name == name
+
+
+@pytest.mark.row("S1-40")
+def test_a_selector_of_ones_own_is_named_by_import_path(plugin: ModuleType) -> None:
+    class Mine(LeastLoaded):
+        name = "mine"
+
+    plugin.make = Mine  # type: ignore[attr-defined]  # The module is made up here.
+    config = read("--selector", "test_router_plugin:make")
+    assert isinstance(load_selector(config.selector), Mine)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("fastest", "none of"),
+        ("fastest:", "none of"),
+        ("no_such_module_here:make", "ModuleNotFoundError"),
+        ("test_router_plugin:absent", "AttributeError"),
+        ("test_router_plugin:broken", "ZeroDivisionError"),
+        ("test_router_plugin:nothing", "no WorkerSelector"),
+    ],
+)
+def test_a_selector_that_cannot_be_had_refuses_to_start(
+    plugin: ModuleType, name: str, complaint: str
+) -> None:
+    plugin.__dict__.update(broken=lambda: 1 // 0, nothing=lambda: None)
+    with pytest.raises(ConfigError) as refused:
+        read("--selector", name)
+    assert len(refused.value.problems) == 1
+    assert complaint in refused.value.problems[0]
+    assert "--selector" in refused.value.problems[0]

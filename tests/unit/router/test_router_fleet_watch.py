@@ -1,0 +1,108 @@
+"""The watch task: every snapshot reaches the router, and no registry error ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, cast
+
+import pytest
+
+from common.errors import Unavailable
+from common.instances import Instance, Snapshot
+from common.registry import Registry
+from router_svc import fleet_watch
+from router_svc.core.route import Router
+from router_svc.core.select import RoundRobin
+from router_svc.fleet_watch import FleetWatch
+
+
+def seen(revision: int, *worker_ids: int) -> Snapshot:
+    workers = [Instance(n, "mesh", "worker", "", "127.0.0.1:1", model="m") for n in worker_ids]
+    return Snapshot(revision, {w.id: w for w in workers})
+
+
+class FlakyRegistry:
+    """Each watch replays one script of snapshots; then it fails, or (the last one) waits."""
+
+    def __init__(self, *scripts: list[Snapshot | Exception]) -> None:
+        self.scripts = list(scripts)
+        self.opened = 0
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Any, None]:
+        assert namespace == "mesh"
+        self.opened += 1
+        steps = self.scripts.pop(0)
+        first = steps.pop(0)
+        if isinstance(first, Exception):
+            raise first
+        yield _Script(first, steps)
+
+
+class _Script:
+    def __init__(self, current: Snapshot, steps: list[Snapshot | Exception]) -> None:
+        self.current = current
+        self._steps = steps
+
+    async def next(self) -> Snapshot:
+        if not self._steps:
+            await asyncio.Event().wait()
+        step = self._steps.pop(0)
+        if isinstance(step, Exception):
+            raise step
+        return step
+
+
+async def workers_after(registry: FlakyRegistry, until: Callable[[Router], bool]) -> Router:
+    router = Router(RoundRobin())
+    watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
+    task = asyncio.create_task(watch.run())
+    try:
+        async with asyncio.timeout(5):
+            while not (watch.first_seen.is_set() and until(router)):
+                assert not task.done()
+                await asyncio.sleep(0)
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    return router
+
+
+def ids(router: Router) -> list[int]:
+    return [c.placement.worker_id for c in router.fleet.all_candidates()]
+
+
+async def test_every_snapshot_reaches_the_router() -> None:
+    registry = FlakyRegistry([seen(1, 1), seen(2, 1, 2), seen(3, 2)])
+    router = await workers_after(registry, lambda r: ids(r) == [2])
+    assert router.fleet.was_seen
+
+
+async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet_watch, "PAUSE_FIRST_S", 0.001)
+    registry = FlakyRegistry(
+        [Unavailable("lost")],
+        [seen(1, 1), OSError("lost as well")],
+        [Snapshot(), RuntimeError("a bug of an adapter")],
+        [seen(1, 1, 2)],
+    )
+    fleets = []
+
+    def both_are_there(router: Router) -> bool:
+        fleets.append(ids(router))
+        return fleets[-1] == [1, 2]
+
+    await workers_after(registry, both_are_there)
+    assert registry.opened == 4
+    assert [] not in fleets, "a watch that has seen nothing yet takes nobody away"
+
+
+async def test_an_empty_namespace_is_a_fleet_that_was_seen() -> None:
+    router = await workers_after(FlakyRegistry([Snapshot()]), lambda r: True)
+    assert router.fleet.was_seen
+    assert ids(router) == []

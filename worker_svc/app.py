@@ -1,0 +1,165 @@
+"""The worker's composition root: knows all the parts and wires them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from random import SystemRandom
+
+import structlog
+
+from common import rpc
+from common.card import ModelCard
+from common.discovery import open_registry
+from common.instances import Instance, new_instance_id
+from common.interceptors import Calls
+from common.lifecycle import Life, Ready
+from common.registry import Lease, Registry
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from worker_svc.attach_server import AttachServer
+from worker_svc.card import card_of
+from worker_svc.config import WorkerConfig
+from worker_svc.core.timing import Timing
+from worker_svc.echo_engine import EchoConfig, EchoEngine
+from worker_svc.engine import EngineConfig, LLMEngine
+from worker_svc.runner import Runner
+from worker_svc.service import EngineServicer
+from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
+
+SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+
+log = structlog.get_logger()
+
+
+class WorkerApp:
+    """One worker process. registry, engine: by default as configured."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        instance_id: int | None = None,
+        registry: Registry | None = None,
+        engine: LLMEngine | None = None,
+    ) -> None:
+        self._config = config
+        self._security = rpc.security_of(config)
+        self._registry = open_registry(config) if registry is None else registry
+        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        self.engine = build_engine(config) if engine is None else engine
+        self.runner = Runner(self.engine, max_requests=config.requests_max)
+        self._calls = Calls()
+        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._engine_started = False
+        self._card: ModelCard | None = None
+        self._instance: Instance | None = None
+        self._lease: Lease | None = None
+        self.address = ""
+
+    async def start(self, life: Life) -> Ready:
+        """Start the engine, make its card, bind, serve."""
+        config = self._config
+        self._engine_started = True
+        started_at = time.monotonic()
+        engine_config = await self.engine.start(self.instance_id)
+        log.info("engine_started", engine=config.engine, s=round(time.monotonic() - started_at, 2))
+        folder = config.model_path or SIM_MODEL_DIR
+        self._card = await asyncio.to_thread(card_of, folder, engine_config)
+        self.runner.card_checksum = self._card.checksum
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        self.address = f"{config.advertise_host or config.host}:{port}"
+        self._instance = self._instance_of(engine_config, self._card)
+        servicer = EngineServicer(
+            self.runner,
+            AttachServer(self.instance_id, self.runner),
+            self._current_instance,
+            engine_config,
+            config.engine,
+            self._card,
+        )
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
+        rpc.add_health(self._server, life.health.servicer)
+        rpc.enable_reflection(self._server, [SERVICE_NAME])
+        await self._server.start()
+        await life.health.set(SERVICE_NAME, True)
+        return Ready(str(self.instance_id), {"grpc": self.address})
+
+    def _current_instance(self) -> Instance:
+        assert self._instance is not None, "the server starts after it is known"
+        return self._instance
+
+    def _instance_of(self, engine: EngineConfig, card: ModelCard) -> Instance:
+        endpoint = engine.disaggregated_endpoint or (None, None)
+        return Instance(
+            id=self.instance_id,
+            namespace=self._config.namespace,
+            service="worker",
+            stable_name=self._config.stable_name,
+            address=self.address,
+            model=card.name,
+            card_checksum=card.checksum,
+            block_size=engine.kv_cache_block_size,
+            transfer_group=engine.transfer_group,
+            bootstrap_host=endpoint[0],
+            bootstrap_port=endpoint[1],
+            local_prefill=engine.local_prefill,
+            dp_size=engine.dp_size,
+            total_kv_blocks=engine.total_kv_blocks,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            context_length=engine.context_length,
+            taints=frozenset(self._config.taints),
+        )
+
+    async def register(self) -> None:
+        """Become known, the card first."""
+        assert self._card is not None
+        await self._registry.put_card(self._card)
+        self._lease = await self._registry.register(self._current_instance())
+
+    async def deregister(self) -> None:
+        """Become unknown."""
+        if self._lease is not None:
+            await self._lease.close()
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Refuse new requests, let the running ones end, then let transfers end."""
+        self.runner.is_draining = True
+        cut = []
+        try:
+            await asyncio.wait_for(self.runner.idle(), grace_s)
+        except TimeoutError:
+            cut = [f"{self.runner.open_requests} requests"]
+        try:
+            await self.engine.drain()
+        except Exception:  # S4-41: shutdown goes on
+            log.exception("engine_drain_failed")
+        return [*cut, *await rpc.stop(self._server, 0.0, self._calls)]
+
+    async def close(self) -> None:
+        """End the engine, close the server and the registry."""
+        await self._server.stop(None)
+        if self._engine_started:
+            await self.engine.cleanup()
+        await self._registry.close()
+
+
+def build_engine(config: WorkerConfig) -> LLMEngine:
+    """The engine a configuration names."""
+    if config.engine == "echo":
+        return EchoEngine(EchoConfig(model=config.model_name))
+    return SimEngine(
+        SimConfig(
+            model=config.model_name,
+            model_dir=config.model_path or SIM_MODEL_DIR,
+            context_length=config.context_length,
+            block_size=config.block_size,
+            total_kv_blocks=config.total_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            timing=Timing(speedup=config.speedup),
+            mesh_key=config.mesh_key.encode(),
+        ),
+        clock=time.monotonic,
+    )

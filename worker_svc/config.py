@@ -1,0 +1,62 @@
+"""The worker's configuration: flags `--...` and variables `KVMESH_WORKER_...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from common.config import ServiceConfig, at_least, knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(ServiceConfig):
+    """What a worker can be told."""
+
+    stable_name: str = field(
+        default="", metadata=knob("Name that survives restarts; one per replica; empty: none.")
+    )
+    engine: Literal["sim", "echo"] = field(
+        default="sim", metadata=knob("sim needs no GPU; echo repeats the prompt (smoke tests).")
+    )
+    model_name: str = field(
+        default="kvmesh-sim", metadata=knob("What clients put in `model`; the same on replicas.")
+    )
+    model_path: Path | None = field(
+        default=None,
+        metadata=knob("Folder with tokenizer.json and its config; unset: the sim model's."),
+    )
+    context_length: int | None = field(
+        default=None,
+        metadata=knob("Tokens of prompt and answer; below the model's own.", check=at_least(2)),
+    )
+    block_size: int = field(
+        default=16, metadata=knob("Tokens a KV block; the engine's page size.", check=at_least(1))
+    )
+    total_kv_blocks: int = field(
+        default=16384,
+        metadata=knob("KV blocks of the sim; less to see evictions.", check=at_least(1)),
+    )
+    max_num_seqs: int = field(
+        default=256, metadata=knob("Requests the sim computes at once.", check=at_least(1))
+    )
+    max_num_batched_tokens: int = field(
+        default=8192, metadata=knob("Tokens the sim computes in a step.", check=at_least(1))
+    )
+    speedup: float = field(
+        default=1.0,
+        metadata=knob("How much faster than real time the sim runs; 0: infinitely.",
+                      check=at_least(0)),
+    )  # fmt: skip
+    requests_max: int = field(
+        default=4096,
+        metadata=knob("Requests inside at once, queued ones included.", check=at_least(1)),
+    )
+    taints: tuple[str, ...] = field(
+        default=(), metadata=knob("Marks that routing constraints match, e.g. zone=a.")
+    )
+    mesh_key: str = field(
+        default="",
+        repr=False,
+        metadata=knob("Secret behind block identities, the same in the whole mesh."),
+    )

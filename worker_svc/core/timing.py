@@ -1,0 +1,54 @@
+"""How long a step of the simulated accelerator takes. Pure.
+
+    step_s = (base_s + prefill_token_s * prefill_tokens
+                     + decode_seq_s * decode_seqs
+                     + kv_token_s * kv_tokens) / speedup
+
+prefill_tokens: prompt tokens computed in the step. decode_seqs: sequences that get one token.
+kv_tokens: tokens in the KV cache that the step's attention reads. A speedup of 0 makes every step
+take no time at all.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds a step, and seconds for each thing in it, before the speedup.
+
+    The defaults are round numbers in the range of an 8B model on one mid-range accelerator: 12k
+    prompt tokens/s, 6 ms for a step with one sequence, 11 ms with 256.
+    Raises ValueError for values that are negative or not finite.
+    """
+
+    base_s: float = 6e-3
+    prefill_token_s: float = 1 / 12_000
+    decode_seq_s: float = 20e-6
+    kv_token_s: float = 2e-9
+    speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{one.name}: {value} is negative or not finite")
+
+    def step_s(self, prefill_tokens: int, decode_seqs: int, kv_tokens: int) -> float:
+        """Seconds of one step; the formula of this module."""
+        if self.speedup == 0:
+            return 0.0
+        return (
+            self.base_s
+            + self.prefill_token_s * prefill_tokens
+            + self.decode_seq_s * decode_seqs
+            + self.kv_token_s * kv_tokens
+        ) / self.speedup
+
+    def prefill_s(self, prefill_tokens: int) -> float:
+        """Seconds that computing a prompt takes on top of the steps it shares with others."""
+        if self.speedup == 0:
+            return 0.0
+        return self.prefill_token_s * prefill_tokens / self.speedup

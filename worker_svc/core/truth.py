@@ -1,0 +1,111 @@
+"""What the simulated model answers: each token follows from all tokens before it. Pure.
+
+Whoever has the prompt can compute the answer, so a client, a checker or a test can tell whether a
+stream lost, repeated or reordered a token, also when another worker continued it.
+
+The formula. All arithmetic is modulo 2^64; t[0..n-1] are the ids of prompt and answer so far.
+
+    state = SEED * B^n + sum over i of (t[i] + 1) * B^(n-1-i)     B = 0x9E6C63D0876A9A63
+    x     = mix(state)                 the 64-bit finaliser of SplitMix64 (Stafford's variant 13)
+    next  = eos_id                     if (x >> 32) mod eos_one_in == 0 and an end is allowed
+            words[((x mod 2^32) * len(words)) >> 32]                            otherwise
+
+SEED is 0x243F6A8885A308D3. An end is not allowed while EOS is ignored or fewer than `min_tokens`
+tokens were generated; the word of that place then stands where EOS would have stood. The state
+advances by one token as state * B + token + 1. `eos_one_in` is about the mean length of an answer;
+0 means that no answer ends by itself.
+
+Sampling options do not appear: the model's distribution is a point mass on `next`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEFAULT_EOS_ONE_IN: Final = 96
+"""An answer ends by itself at each place with a chance of one in this many."""
+
+_U64: Final = 0xFFFFFFFFFFFFFFFF
+_U32: Final = 0xFFFFFFFF
+_SEED: Final = 0x243F6A8885A308D3
+_BASE: Final = 0x9E6C63D0876A9A63
+# Ids hashed in one vectorised pass; bounds the powers kept (32 KiB).
+_PASS: Final = 4096
+
+
+class Truth:
+    """The answers of one model.
+
+    word_ids: token ids an answer is made of, in the order of `sim.json`. eos_id: ends an answer.
+    Raises ValueError for an empty list, ids outside 0..2^32-1, EOS among the words, or a negative
+    eos_one_in.
+    """
+
+    __slots__ = ("_count", "_eos_one_in", "_powers", "_words", "eos_id")
+
+    def __init__(
+        self, word_ids: Sequence[int], eos_id: int, *, eos_one_in: int = DEFAULT_EOS_ONE_IN
+    ) -> None:
+        if not word_ids:
+            raise ValueError("word_ids: at least one word is needed")
+        if not all(0 <= word <= _U32 for word in (*word_ids, eos_id)):
+            raise ValueError("word_ids, eos_id: token ids are integers from 0 to 2^32-1")
+        if eos_id in word_ids:
+            raise ValueError(f"eos_id: {eos_id} is one of the words")
+        if eos_one_in < 0:
+            raise ValueError(f"eos_one_in: {eos_one_in} is below 0")
+        self.eos_id = eos_id
+        self._words = tuple(word_ids)
+        self._count = len(self._words)
+        self._eos_one_in = eos_one_in
+        powers = np.full(_PASS + 1, _BASE, dtype=np.uint64)
+        powers[0] = 1
+        # powers[i] is the weight of a pass's token i; powers[0] carries the state over the pass.
+        self._powers = np.multiply.accumulate(powers)[::-1].copy()
+
+    def state_of(self, token_ids: Sequence[int] | NDArray[Any]) -> int:
+        """The state after these ids, in a few vectorised passes. Ids are in 0..2^32-1."""
+        ids = np.asarray(token_ids, dtype=np.uint64)
+        state = _SEED
+        for start in range(0, len(ids), _PASS):
+            part = ids[start : start + _PASS]
+            weights = self._powers[_PASS - len(part) :]
+            terms = (part + np.uint64(1)) * weights[1:]
+            state = (state * int(weights[0]) + int(terms.sum(dtype=np.uint64))) & _U64
+        return state
+
+    def advance(self, state: int, token: int) -> int:
+        """The state after one more token."""
+        return (state * _BASE + token + 1) & _U64
+
+    def next_token(self, state: int, *, may_end: bool = True) -> int:
+        """The token that follows `state`; never EOS unless `may_end`."""
+        x = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
+        x ^= x >> 31
+        if may_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
+            return self.eos_id
+        return self._words[((x & _U32) * self._count) >> 32]
+
+    def continue_tokens(
+        self,
+        prompt: Sequence[int] | NDArray[Any],
+        n: int,
+        *,
+        ignore_eos: bool = False,
+        min_tokens: int = 0,
+    ) -> list[int]:
+        """The answer to `prompt`: at most `n` tokens; shorter, and without EOS, where it ends."""
+        state = self.state_of(prompt)
+        tokens: list[int] = []
+        while len(tokens) < n:
+            token = self.next_token(state, may_end=not ignore_eos and len(tokens) >= min_tokens)
+            if token == self.eos_id:
+                break
+            tokens.append(token)
+            state = self.advance(state, token)
+        return tokens

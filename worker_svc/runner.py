@@ -1,0 +1,204 @@
+"""Runs requests on the engine: admission, the engine contract, stops, deadlines and counting.
+
+Every way in (Attach, Generate) goes through `admit` and `run`; every way out is exactly one of a
+terminal chunk, a typed error, or the cancellation of the calling task, which closes the engine's
+generator. The counters prove it: at rest accepted == finished + stopped + failed + closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import structlog
+
+from common.attach import Order
+from common.errors import (
+    Bug,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    Unavailable,
+    Unsupported,
+)
+from worker_svc.engine import (
+    EngineContext,
+    FinishReason,
+    GenerateContext,
+    LLMEngine,
+    LLMEngineOutput,
+    chunk,
+    validated,
+)
+
+# How long an engine may take to end a stopped request before its generator is closed on it.
+STOP_GRACE_S = 0.15
+
+Emit = Callable[[LLMEngineOutput], None]
+
+log = structlog.get_logger()
+
+
+@runtime_checkable
+class PassThroughEngine(Protocol):
+    """An engine that takes OpenAI bodies as they are (S0's Chat and Completion workers)."""
+
+    def generate_pass_through(
+        self, kind: str, body: bytes, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """As `generate`; chunks carry `chunk_json`. kind: "chat" or "completion"."""
+
+
+@dataclass(slots=True)
+class _Running:
+    order: Order
+    ctx: GenerateContext
+    limit: asyncio.Timeout | None = None
+
+
+class Runner:
+    """The engine's door. max_requests: how many may be inside; the rest is refused."""
+
+    def __init__(
+        self, engine: LLMEngine, *, card_checksum: str = "", max_requests: int = 4096
+    ) -> None:
+        self.engine = engine
+        self.card_checksum = card_checksum
+        self.counters: Counter[str] = Counter()
+        self.is_draining = False
+        self._max_requests = max_requests
+        self._running: dict[int, _Running] = {}
+        self._last_key = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def open_requests(self) -> int:
+        """Requests inside."""
+        return len(self._running)
+
+    def admit(self, order: Order) -> int:
+        """Takes an order in and returns its key for `run`. Raises what it is refused with."""
+        try:
+            self._check(order)
+        except MeshError:
+            self.counters["rejected"] += 1
+            raise
+        self._last_key += 1
+        ctx = GenerateContext(
+            EngineContext(order.request_id),
+            asyncio.Event() if order.phase == "decode" else None,
+            traceparent=order.traceparent,
+            priority=order.priority,
+            tenant=order.tenant,
+        )
+        self._running[self._last_key] = _Running(order, ctx)
+        self.counters["accepted"] += 1
+        self._idle.clear()
+        return self._last_key
+
+    def _check(self, order: Order) -> None:
+        if self.is_draining:
+            raise Unavailable("this worker is draining", reason="DRAINING")
+        if len(self._running) >= self._max_requests:
+            raise Unavailable("this worker has all the requests it can hold", 1.0, reason="FULL")
+        if order.request is None:
+            if not isinstance(self.engine, PassThroughEngine):
+                raise Unsupported("payload", "this engine takes no OpenAI bodies, only token ids")
+            return
+        checksum = order.request.mdc_sum
+        if checksum and checksum != self.card_checksum:
+            raise InvalidRequest(
+                f"the prompt was made with card {checksum}, this worker serves "
+                f"{self.card_checksum or 'none'}",
+                "mdc_sum",
+                reason="CARD_MISMATCH",
+            )
+
+    async def run(self, key: int, emit: Emit) -> LLMEngineOutput:
+        """Runs an admitted order; chunks go to `emit`, the terminal one is returned.
+
+        Raises MeshError. Cancelling the task closes the engine's generator and frees all at once.
+        """
+        running = self._running[key]
+        how = "closed"
+        try:
+            async with asyncio.timeout(None) as running.limit:
+                terminal = await self._consume(running, emit)
+            how = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
+        except TimeoutError:  # a stop that the engine did not follow in time
+            self.counters["stops_forced"] += 1
+            how, terminal = "stopped", chunk.cancelled()
+        except MeshError:
+            how = "failed"
+            raise
+        except Exception as error:
+            how = "failed"
+            log.exception("engine_failed", request_id=running.order.request_id)
+            raise Bug("the engine failed; the worker's log says how") from error
+        finally:
+            del self._running[key]
+            self.counters[how] += 1
+            if not self._running:
+                self._idle.set()
+        if how == "stopped" and running.ctx.stop_reason == "deadline":
+            raise DeadlineExceeded("the request's deadline passed at the worker")
+        return terminal
+
+    async def _consume(self, running: _Running, emit: Emit) -> LLMEngineOutput:
+        request_id = running.order.request_id
+        terminal: LLMEngineOutput | None = None
+        async with aclosing(validated(self._stream(running), request_id=request_id)) as outputs:
+            async for output in outputs:
+                if output.token_ids:
+                    running.ctx.notify_first_token()
+                if output.finish_reason is None:
+                    emit(output)
+                else:
+                    terminal = output  # read on: `validated` objects to whatever follows
+        assert terminal is not None, "validated() raises where there is none"
+        if terminal.finish_reason is FinishReason.ERROR:
+            raise Bug(f"the engine failed: {terminal.error or 'it does not say how'}")
+        return terminal
+
+    def _stream(self, running: _Running) -> AsyncGenerator[LLMEngineOutput, None]:
+        order = running.order
+        if order.request is not None:
+            return self.engine.generate(order.request, running.ctx)
+        assert isinstance(self.engine, PassThroughEngine), "checked when it was admitted"
+        if order.chat_json is not None:
+            return self.engine.generate_pass_through("chat", order.chat_json, running.ctx)
+        return self.engine.generate_pass_through(
+            "completion", order.completion_json or b"", running.ctx
+        )
+
+    async def stop(self, key: int, reason: str) -> None:
+        """Asks for the end of a request: gracefully, and STOP_GRACE_S later without mercy.
+
+        `run` returns a cancelled chunk then. A key that has ended is a no-op.
+        """
+        running = self._running.get(key)
+        if running is None or running.ctx.is_stopped:
+            return
+        running.ctx.inner_arc().stop_generating(reason)
+        if running.limit is not None:
+            running.limit.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
+        try:
+            await self.engine.abort(running.ctx)
+        except Exception:
+            log.exception("engine_abort_failed", request_id=running.order.request_id)
+
+    async def stop_request(self, request_id: str, reason: str) -> int:
+        """Stops all that runs under a request id; how many that were."""
+        keys = [k for k, r in self._running.items() if r.order.request_id == request_id]
+        for key in keys:
+            await self.stop(key, reason)
+        return len(keys)
+
+    async def idle(self) -> None:
+        """Returns once nothing is inside."""
+        await self._idle.wait()

@@ -1,0 +1,186 @@
+"""EngineService over gRPC: translation between messages and the runner."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from common.attach import Order, ToFrontend, ToWorker
+from common.attach_proto import load_to_proto, to_frontend_to_proto, to_worker_from_proto
+from common.card import ModelCard
+from common.errors import InvalidRequest, NotFound, Unimplemented
+from common.instances import Instance
+from common.interceptors import request_id, time_left_s
+from common.preprocessed import PrefillResult, TokenLogprob
+from common.preprocessed_proto import finish_reason_to_proto, from_proto, part_to_proto
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.types.v1 import request_pb2
+from worker_svc.attach_server import AttachServer
+from worker_svc.engine import EngineConfig, LLMEngineOutput
+from worker_svc.runner import Runner
+
+# Longest a Generate call may run that names no deadline.
+GENERATE_CAP_S = 600.0
+_ARTIFACT_CHUNK = 1 << 20
+
+# A servicer's context is generic over messages; nothing here depends on which.
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """What peers can ask of a worker."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        attach: AttachServer,
+        instance: Callable[[], Instance],
+        config: EngineConfig,
+        engine_name: str,
+        card: ModelCard | None,
+    ) -> None:
+        self._runner = runner
+        self._attach = attach
+        self._instance = instance
+        self._config = config
+        self._engine_name = engine_name
+        self._card = card
+
+    # grpc.aio takes coroutines that write to the context; the generated types know generators only.
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
+    ) -> None:
+        """The token plane; see the proto."""
+
+        async def read() -> ToWorker | None:
+            message = await context.read()
+            return None if message is grpc.aio.EOF else to_worker_from_proto(message)
+
+        async def write(frame: ToFrontend) -> None:
+            await context.write(to_frontend_to_proto(frame))
+
+        await self._attach.serve(read, write)
+
+    async def Generate(  # type: ignore[override]
+        self, request: engine_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """One request; cancelling the call closes the engine's generator."""
+        order = Order(
+            request_id=request.request_id or request_id() or "",
+            timeout_s=time_left_s(GENERATE_CAP_S),
+            request=from_proto(request.request),
+        )
+        key = self._runner.admit(order)
+        outputs: list[LLMEngineOutput] = []
+        wake = asyncio.Event()
+
+        def emit(output: LLMEngineOutput) -> None:
+            outputs.append(output)
+            wake.set()
+
+        async with asyncio.TaskGroup() as tasks:
+            run = tasks.create_task(self._runner.run(key, emit))
+            run.add_done_callback(lambda _: wake.set())
+            while not run.done() or outputs:
+                await wake.wait()
+                wake.clear()
+                if outputs:
+                    message = _generated(outputs)
+                    outputs.clear()
+                    await context.write(message)
+        terminal = run.result()
+        message = _generated([terminal])
+        assert terminal.finish_reason is not None
+        message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
+        if terminal.completion_usage is not None:
+            part_to_proto(terminal.completion_usage, message.usage)
+        if terminal.disaggregated_params is not None:
+            part_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
+        await context.write(message)
+
+    async def Abort(
+        self, request: engine_pb2.AbortRequest, context: Context
+    ) -> engine_pb2.AbortResponse:
+        """Ends a request by its id."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is needed to know what to abort", "request_id")
+        reason = request.reason or "abort_rpc"
+        aborted = await self._runner.stop_request(request.request_id, reason)
+        return engine_pb2.AbortResponse(aborted=aborted)
+
+    async def Embed(
+        self, request: engine_pb2.EmbedRequest, context: Context
+    ) -> engine_pb2.EmbedResponse:
+        """No engine here makes embeddings."""
+        raise Unimplemented(f"the {self._engine_name} engine makes no embeddings")
+
+    async def ListKvBlocks(
+        self, request: engine_pb2.ListKvBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.ListKvBlocksResponse]:
+        """The published set; there is none while no events are published."""
+        raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
+        yield engine_pb2.ListKvBlocksResponse()  # makes this a stream
+
+    async def GetInfo(
+        self, request: engine_pb2.GetInfoRequest, context: Context
+    ) -> engine_pb2.GetInfoResponse:
+        """Who this worker is."""
+        instance, config = self._instance(), self._config
+        return engine_pb2.GetInfoResponse(
+            worker_id=instance.id,
+            stable_name=instance.stable_name,
+            model=instance.model,
+            card_checksum=instance.card_checksum,
+            role=instance.role,
+            engine=self._engine_name,
+            context_length=config.context_length,
+            kv_block_size=config.kv_cache_block_size,
+            total_kv_blocks=config.total_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            bootstrap_host=instance.bootstrap_host,
+            bootstrap_port=instance.bootstrap_port,
+            transfer_group=instance.transfer_group,
+            local_prefill=instance.local_prefill,
+            kv_index=instance.kv_index,
+            kv_index_reason=config.kv_index_reason,
+            draining=self._runner.is_draining,
+            counters=dict(self._runner.counters),
+        )
+
+    async def GetLoad(
+        self, request: engine_pb2.GetLoadRequest, context: Context
+    ) -> engine_pb2.GetLoadResponse:
+        """What the engine does now."""
+        return engine_pb2.GetLoadResponse(
+            loads=[load_to_proto(load) for load in self._runner.engine.loads()],
+            open_slots=self._runner.open_requests,
+        )
+
+    async def GetArtifact(
+        self, request: engine_pb2.GetArtifactRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
+        """One artifact of the model card, in chunks."""
+        artifact = self._card.artifacts.get(request.name) if self._card is not None else None
+        if artifact is None or artifact.inline is None:
+            raise NotFound(f"the card has no artifact {request.name!r}", field="name")
+        data = artifact.inline
+        for at in range(0, max(1, len(data)), _ARTIFACT_CHUNK):
+            chunk = engine_pb2.GetArtifactResponse(data=data[at : at + _ARTIFACT_CHUNK])
+            if at == 0:
+                chunk.sha256, chunk.size = hashlib.sha256(data).hexdigest(), len(data)
+            yield chunk
+
+
+def _generated(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
+    token_ids = [token for output in outputs for token in output.token_ids]
+    logprobs = [_logprob(one) for output in outputs for one in output.logprobs]
+    return engine_pb2.GenerateResponse(token_ids=token_ids, logprobs=logprobs)
+
+
+def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
+    return part_to_proto(logprob, request_pb2.TokenLogprob())
