@@ -466,7 +466,10 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Command to the worker: end this slot; a Terminal is still due."""
+    """Command to the worker: end this slot; a Terminal is still due.
+
+    A slot that was refused on the Start right before it needs nothing more.
+    """
 
     slot: int
     reason: str

@@ -10,24 +10,32 @@ from kvmesh.types.v1 import error_pb2
 
 _CLASSES = {error.kind: error for error in MESH_ERRORS}
 _RETRY_AFTER_MS_MAX = 2**32 - 1
+# A stream carries more than a status does, but what a client sent may be in here.
+_TEXT_CHARS = 4096
 
 
 def error_to_proto(error: MeshError) -> error_pb2.Error:
     """The message; `error_from_proto` restores an equal error, but that long texts are cut."""
-    status = status_of(error)[1]
     message = error_pb2.Error(
-        code=status.code,
+        code=status_of(error)[1].code,
         kind=error.kind,
         reason=error.reason,
-        message=status.message,
-        field=error.field or "",
+        message=_text(error.message),
+        field=_text(error.field or ""),
         retryable=error.retryable,
-        metadata=dict(error.metadata),
+        metadata={_text(key): _text(value) for key, value in error.metadata.items()},
     )
     if error.retry_after_s is not None and math.isfinite(error.retry_after_s):
         retry_after_ms = round(max(0.0, error.retry_after_s) * 1000)
         message.retry_after_ms = min(retry_after_ms, _RETRY_AFTER_MS_MAX)
     return message
+
+
+def _text(text: str) -> str:
+    """The text as protobuf takes it: not endless, no half surrogate pairs."""
+    if len(text) > _TEXT_CHARS:
+        text = text[: _TEXT_CHARS - 1] + "…"
+    return text.encode(errors="replace").decode()
 
 
 def error_from_proto(message: error_pb2.Error) -> MeshError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -183,8 +183,13 @@ class GenerationEndpoint:
         assert call.answer is not None
         outcome = call.answer.outcome
         assert outcome is not None, "both ways of answering wait for it"
+        details = outcome.usage.prompt_tokens_details
+        if details is not None and details.cached_tokens is not None:
+            meter.cached(details.cached_tokens)
         if outcome.error is None:
             meter.mark_ok()
+        else:
+            meter.mark_failed(error_type(outcome.error))
 
     async def _prepare(
         self, body: ChatRequest | CompletionRequest, model: ServedModel
@@ -222,9 +227,9 @@ class GenerationEndpoint:
         return await model.encode(text, special_tokens=False)
 
     @asynccontextmanager
-    async def _opened(  # type: ignore[no-untyped-def]
+    async def _opened(
         self, call: Call, model: ServedModel, meter: RequestMeter, receive: Receive
-    ):
+    ) -> AsyncIterator[Ticket]:
         """Runs the request while its client is there; leaving ends what still runs."""
         request = call.request
         assert request is not None

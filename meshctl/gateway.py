@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import httpx
 
@@ -51,7 +51,9 @@ async def why_not_serving(http: httpx.AsyncClient, url: str, model: str) -> str:
     return "" if model in listed else f"GET {url}/v1/models lists {listed}, not {model!r}"
 
 
-async def chat(http: httpx.AsyncClient, url: str, body: dict[str, object]) -> AsyncIterator[str]:
+async def chat(
+    http: httpx.AsyncClient, url: str, body: dict[str, object]
+) -> AsyncGenerator[str, None]:
     """The pieces of the answer's text as they arrive.
 
     Raises GatewayError for a refusal, an error within the stream, a stream that is cut short or

@@ -50,6 +50,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpOptions:
         up.error(f"--registry: {given.registry!r} is not one of file, consul")
     if given.http_port and given.http_port + given.frontends - 1 > 65535:
         up.error("--http-port: the ports of all --frontends must be below 65536")
+    if given.then == []:
+        up.error("--then: needs a command")
     try:
         check_namespace(given.namespace)
     except InvalidRequest as error:
@@ -155,7 +157,12 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
         metavar="DIR",
         help="folder of the file registry (default .run/registry)",
     )
-    mesh.add_argument("--consul-url", metavar="URL", help="the Consul agent")
+    mesh.add_argument(
+        "--consul-url",
+        default=environ.get(f"{PREFIX}CONSUL_URL", _DEFAULT.consul_url),
+        metavar="URL",
+        help=f"the Consul agent (default {_DEFAULT.consul_url})",
+    )
     mesh.add_argument(
         "--namespace",
         default=environ.get(f"{PREFIX}NAMESPACE", _DEFAULT.namespace),

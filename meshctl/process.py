@@ -18,7 +18,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from common.errors import InvalidRequest
 from common.instances import parse_json
 from meshctl import leash
 from meshctl.services import ServiceSpec

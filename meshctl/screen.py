@@ -63,10 +63,9 @@ class Screen:
 
     def step(self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN) -> None:
         """A line of progress."""
+        shown = f"{state:<8}"
         if colour and self._colour:
-            shown = f"\x1b[{colour}m{state:<8}\x1b[0m"
-        else:
-            shown = f"{state:<8}"
+            shown = f"\x1b[{colour}m{shown}\x1b[0m"
         elapsed_s = self._clock() - self._began
         self.say(f"{elapsed_s:7.1f} s  {name:<12}  {shown}  {detail}".rstrip())
 
@@ -110,7 +109,8 @@ class Screen:
             stream.flush()
         except BrokenPipeError:
             # The reader went away (`meshctl up | head`): the mesh goes on, with nobody to tell.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            with open(os.devnull, "wb") as nobody:
+                os.dup2(nobody.fileno(), stream.fileno())
 
 
 def status_text(status: int | None) -> str:

@@ -49,7 +49,7 @@ class MeshOptions:
     namespace: str = "default"
     registry: Literal["file", "consul"] = "file"
     registry_path: Path = Path(".run/registry")
-    consul_url: str | None = None
+    consul_url: str = "http://127.0.0.1:8500"
     speedup: float | None = None
     drain_s: float = 10.0
     name_prefix: str = ""
@@ -92,7 +92,7 @@ def _common_flags(options: MeshOptions) -> list[str]:
     flags = ["--namespace", options.namespace, "--registry", options.registry]
     if options.registry == "file":
         flags += ["--registry-path", str(options.registry_path)]
-    elif options.consul_url is not None:
+    else:
         flags += ["--consul-url", options.consul_url]
     return [*flags, "--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
@@ -59,8 +59,7 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
         log=launcher.log_path,
     )
     try:
-        with ExitStack() as stack:
-            stack.enter_context(_only_one(options.log_dir))
+        with _only_one(options.log_dir):
             check_ports(options.http_host, http_ports(options.mesh))
             return asyncio.run(_Up(options, environ, launcher, screen).run())
     except CannotStart as error:
@@ -113,11 +112,15 @@ def _only_one(log_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open_registry(mesh: MeshOptions, environ: Mapping[str, str]) -> Registry:
-    fields = {} if mesh.consul_url is None else {"consul_url": mesh.consul_url}
-    config = ServiceConfig(registry=mesh.registry, registry_path=mesh.registry_path, **fields)
+def _open_registry(mesh: MeshOptions) -> Registry:
     try:
-        return open_registry(config)
+        return open_registry(
+            ServiceConfig(
+                registry=mesh.registry,
+                registry_path=mesh.registry_path,
+                consul_url=mesh.consul_url,
+            )
+        )
     except MeshError as error:
         raise CannotStart(f"--registry {mesh.registry}: {error.message}") from error
 
@@ -145,7 +148,7 @@ class _Up:
         self._outcome = _Outcome()
 
     async def run(self) -> int:
-        registry = _open_registry(self._options.mesh, self._environ)
+        registry = _open_registry(self._options.mesh)
         supervisor = Supervisor(
             mesh_services(self._options.mesh),
             self._launcher,
@@ -191,6 +194,9 @@ class _Up:
             supervisor.kill()
 
         for number in _SIGNALS:
+            # `nohup meshctl up` is to outlive its terminal.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
     async def _session(self, supervisor: Supervisor) -> None:

@@ -11,12 +11,11 @@ import structlog
 from prometheus_client import start_http_server
 
 from common import rpc
-from common.errors import InvalidRequest
-from common.file_registry import FileRegistry
+from common.discovery import open_registry
 from common.instances import Instance, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
-from common.registry import Lease, MemoryRegistry, Registry
+from common.registry import Lease, Registry
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.route import Router
@@ -47,7 +46,7 @@ class RouterApp:
         self._config = config
         self._clock = clock
         self._security = rpc.security_of(config)
-        self._registry = registry_of(config) if registry is None else registry
+        self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self.router = Router(load_selector(config.selector))
         self.metrics = Metrics(self.router)
@@ -129,14 +128,3 @@ class RouterApp:
         while True:
             await asyncio.sleep(TICK_S)
             self.router.book.expire(self._clock())
-
-
-def registry_of(config: RouterConfig) -> Registry:
-    """The registry a configuration names."""
-    match config.registry:
-        case "file":
-            return FileRegistry(config.registry_path)
-        case "memory":
-            return MemoryRegistry()
-        case other:
-            raise InvalidRequest(f"the registry {other!r} is not available", "registry")

@@ -45,9 +45,16 @@ class WorkerConfig(ServiceConfig):
     )
     speedup: float = field(
         default=1.0,
-        metadata=knob("How much faster than real time the sim runs; 0: infinitely.",
-                      check=at_least(0)),
-    )  # fmt: skip
+        metadata=knob("How often the sim outruns real time; 0: infinitely.", check=at_least(0)),
+    )
+    prefill_tokens_per_s: float = field(
+        default=12_000.0,
+        metadata=knob("Prompt tokens the sim computes a second; your GPU's.", check=at_least(1)),
+    )
+    step_ms: float = field(
+        default=6.0,
+        metadata=knob("Milliseconds of a sim step with one sequence.", check=at_least(0)),
+    )
     requests_max: int = field(
         default=4096,
         metadata=knob("Requests inside at once, queued ones included.", check=at_least(1)),

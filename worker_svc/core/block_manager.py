@@ -58,7 +58,8 @@ class Block:
 
     holders: int = 1
     name: int | None = None
-    parent: Block | None = None
+    # Not shown: it would show the whole prefix.
+    parent: Block | None = field(default=None, repr=False)
     children: int = 0
 
 
@@ -136,7 +137,7 @@ class BlockManager:
         reused. Nothing changes where None is returned.
         """
         assert tokens >= 1, "nobody needs blocks for nothing"
-        shared = self._matched(names, min(len(names), tokens // self.block_size))
+        shared = self._matched(names, min(len(names), (tokens - 1) // self.block_size))
         idle = sum(not block.holders for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
         if missing > self._free + len(self._idle) - idle:

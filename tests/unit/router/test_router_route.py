@@ -314,6 +314,17 @@ def test_orphans_weigh_for_three_seconds_and_then_no_more() -> None:
     assert total(router, 1.0 + ORPHAN_S) == Totals()
 
 
+def test_a_decision_no_longer_sees_orphans_whose_time_is_over() -> None:
+    router = router_of(worker(1), worker(2))
+    session = router.book.open_session(FRONTEND)
+    busy = router.decide(QUERY, key(), 0.0, Random(0), session).worker
+    router.book.end_session(session, 1.0)
+    chosen = {router.decide(QUERY, None, 3.9, Random(seed)).worker for seed in range(20)}
+    assert busy not in chosen
+    chosen = {router.decide(QUERY, None, 4.0, Random(seed)).worker for seed in range(20)}
+    assert busy in chosen
+
+
 def test_a_frontend_gone_from_discovery_frees_its_orphans() -> None:
     frontend = Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:1")
     router = router_of(worker(1), frontend)

@@ -10,7 +10,7 @@ from worker_svc.core.truth import Truth
 
 WORDS = range(100, 900)
 EOS = 2
-U64 = 2**64 - 1
+U64 = 0xFFFFFFFFFFFFFFFF
 
 token_ids = st.integers(0, 2**32 - 1)
 

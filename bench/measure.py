@@ -1,0 +1,123 @@
+"""What the benchmarks share: the load generator, process CPU, the machine's own state."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TICK = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def machine_lock() -> Iterator[None]:
+    """One benchmark at a time on a machine."""
+    path = os.environ.get("BENCH_LOCK") or os.path.join(tempfile.gettempdir(), "bench.lock")
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_loadgen() -> Path:
+    """Compiles bench/loadgen.c when it is newer than its binary; the binary's path."""
+    source, binary = ROOT / "bench/loadgen.c", ROOT / "bench/bin/loadgen"
+    if not binary.exists() or binary.stat().st_mtime < source.stat().st_mtime:
+        binary.parent.mkdir(exist_ok=True)
+        subprocess.run(["cc", "-O2", "-o", binary, source, "-lm"], check=True)
+    return binary
+
+
+def cpu_s(pid: int) -> float:
+    """User and system CPU seconds a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
+def rss_mb(pid: int) -> float:
+    """Resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE / 1e6
+
+
+def core_sha256_mb_s() -> int:
+    """SHA-256 on one core, best of five: shows a machine that changes its speed between runs."""
+    data, best = b"x" * (1 << 22), 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        hashlib.sha256(data).digest()
+        best = max(best, len(data) / 1e6 / (time.perf_counter() - began))
+    return round(best)
+
+
+def machine_busy() -> tuple[int, int]:
+    """(busy, all) jiffies of all cores since boot."""
+    values = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(values) - values[3] - values[4], sum(values)
+
+
+def commit() -> str:
+    """The checked out commit, with -dirty when files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> dict[str, object]:
+    """What the figures were taken on."""
+    return {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "arch": platform.machine(),
+        "core_sha256_mb_s": core_sha256_mb_s(),
+    }
+
+
+# Any: the load generator's JSON.
+def run_load(
+    loadgen: Path,
+    port: int,
+    bodies: Path,
+    concurrency: int,
+    seconds: float,
+    pids: Mapping[str, int],
+    *,
+    path: str = "/v1/chat/completions",
+    quickack: bool = False,
+    offset: int = 0,
+    tokens_a_request: int,
+) -> dict[str, Any]:
+    """One closed-loop run; client figures, CPU by process, what others used of the machine."""
+    command = [str(loadgen), "127.0.0.1", str(port), str(bodies), str(concurrency), str(seconds)]
+    env = {**os.environ, "QUICKACK": "1" if quickack else "0", "BODY_OFFSET": str(offset)}
+    load1 = os.getloadavg()[0]
+    before, busy0 = {name: cpu_s(pid) for name, pid in pids.items()}, machine_busy()
+    done = subprocess.run([*command, path], check=True, capture_output=True, env=env)
+    result: dict[str, Any] = json.loads(done.stdout)
+    busy1 = machine_busy()
+    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+    tokens = result["ok"] * tokens_a_request
+    busy_pct = 100 * (busy1[0] - busy0[0]) / max(1, busy1[1] - busy0[1]) * (os.cpu_count() or 1)
+    mine_pct = 100 * (sum(used.values()) + result["client_cpu_s"]) / result["wall"]
+    result["load1_before"] = round(load1, 2)
+    result["tokens_per_s"] = round(result["window_rps"] * tokens_a_request)
+    result["other_cpu_pct"] = round(busy_pct - mine_pct, 1)
+    result["cpu"] = {
+        name: {
+            "pct": round(100 * seconds_used / result["wall"], 1),
+            "s_per_mtok": round(seconds_used / tokens * 1e6, 2) if tokens else None,
+            "ms_per_request": round(seconds_used / result["ok"] * 1e3, 3) if result["ok"] else None,
+            "rss_mb": round(rss_mb(pids[name]), 1),
+        }
+        for name, seconds_used in used.items()
+    }
+    return result

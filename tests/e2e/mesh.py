@@ -1,0 +1,252 @@
+"""A mesh of real service processes for tests: started, watched, signalled and ended by pid.
+
+    with Mesh(tmp_path, workers=2, worker_flags=["--speedup", "20"]) as mesh:
+        httpx.get(f"{mesh.url}/v1/models")
+
+Every process binds free ports and finds the others through a file registry in the given folder.
+All of them are ended when the block is left, however it is left, and by the kernel should the
+process of the tests itself be killed (which is why a mesh is started from its main thread).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LEASH = ROOT / "meshctl" / "leash.py"
+START_S = 30.0
+WAIT_S = 15.0
+POLL_S = 0.01
+LOG_LINES_SHOWN = 40
+
+T = TypeVar("T")
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = WAIT_S) -> T:
+    """The first true value of `condition`, polled. AssertionError saying `what` when it is late."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        time.sleep(POLL_S)
+    return value
+
+
+class Service:
+    """One process, from its start to its end. room: frontend, router or worker."""
+
+    def __init__(self, room: str, flags: Sequence[str], folder: Path, name: str) -> None:
+        self.room = room
+        self.name = name
+        self.log_path = folder / f"{name}.log"
+        self.instance_id = 0
+        self.addresses: Mapping[str, str] = {}
+        self._log: IO[bytes] = self.log_path.open("wb")
+        self._ready_fd, write_fd = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-I", "-S", str(LEASH), str(os.getpid())),
+                    *(sys.executable, "-m", f"{room}_svc", f"--ready-fd={write_fd}", *flags),
+                ],
+                cwd=ROOT,
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=[write_fd],
+            )
+        finally:
+            os.close(write_fd)
+
+    @property
+    def pid(self) -> int:
+        """The process, which keeps its id when the leash becomes it."""
+        return self.process.pid
+
+    @property
+    def address(self) -> str:
+        """Where it serves gRPC."""
+        return self.addresses["grpc"]
+
+    def wait_ready(self, timeout_s: float = START_S) -> Service:
+        """Returns once it has said that it is ready. AssertionError with its log otherwise."""
+        deadline = time.monotonic() + timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not select.select([self._ready_fd], [], [], left_s)[0]:
+                raise AssertionError(f"{self.name} is not ready in {timeout_s:g} s\n{self.tail()}")
+            part = os.read(self._ready_fd, 4096)
+            if not part:
+                raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
+            line += part
+        said = json.loads(line)
+        self.instance_id, self.addresses = int(said["instance_id"]), said["addresses"]
+        return self
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until the process is gone."""
+        self.process.kill()
+        self.process.wait(WAIT_S)
+
+    def wait(self, timeout_s: float = WAIT_S) -> int:
+        """Its exit status, once it has ended. AssertionError with its log otherwise."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            message = f"{self.name} still runs after {timeout_s:g} s\n{self.tail()}"
+            raise AssertionError(message) from None
+
+    def close(self) -> None:
+        """Ends the process if it runs, and lets go of its log and pipe. Idempotent."""
+        if self.process.poll() is None:
+            self.kill()
+        if not self._log.closed:
+            self._log.close()
+            os.close(self._ready_fd)
+
+    # Any: what a log line says of itself.
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log's lines of that event, oldest first; a line being written is left out."""
+        found = []
+        for line in self.log_path.read_text().splitlines(keepends=True):
+            if line.startswith("{") and line.endswith("\n"):
+                event = json.loads(line)
+                if event.get("event") == name:
+                    found.append(event)
+        return found
+
+    def tail(self, lines: int = LOG_LINES_SHOWN) -> str:
+        """The end of its log, for people."""
+        shown = self.log_path.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"--- {self.name} (pid {self.pid}, {self.log_path})", *shown])
+
+
+class Mesh:
+    """A frontend, a router and workers. Use as a context manager.
+
+    folder: an empty one, for registry and logs. Flags are those of each room's command line.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        workers: int = 2,
+        worker_flags: Sequence[str] = (),
+        frontend_flags: Sequence[str] = (),
+        router_flags: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._workers_wanted = workers
+        self._flags = {
+            "frontend": ["--http-port=0", *frontend_flags],
+            "router": list(router_flags),
+            "worker": ["--notice-s=0.3", *worker_flags],
+        }
+        self._started: dict[str, int] = {}
+        self.services: list[Service] = []
+        self.http = httpx.Client(timeout=WAIT_S, trust_env=False)
+
+    def __enter__(self) -> Mesh:
+        try:
+            for room, count in (("worker", self._workers_wanted), ("router", 1), ("frontend", 1)):
+                for _ in range(count):
+                    self.spawn(room)
+            for service in self.services:
+                service.wait_ready()
+            wait_for(self.is_complete, "the frontend knows router and workers")
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process: politely none of them, but all of them."""
+        self.http.close()
+        for service in self.services:
+            service.close()
+
+    def spawn(self, room: str, *flags: str) -> Service:
+        """Starts one more process; call its `wait_ready`. flags: beside those of the mesh."""
+        number = self._started[room] = self._started.get(room, 0) + 1
+        registry = f"--registry-path={self._folder / 'registry'}"
+        service = Service(
+            room, [registry, *self._flags[room], *flags], self._folder, f"{room}-{number}"
+        )
+        self.services.append(service)
+        return service
+
+    def running(self, room: str) -> list[Service]:
+        """The processes of a room that have not ended, oldest first."""
+        return [s for s in self.services if s.room == room and s.process.poll() is None]
+
+    @property
+    def frontend(self) -> Service:
+        """The oldest frontend."""
+        return self.running("frontend")[0]
+
+    @property
+    def router(self) -> Service:
+        """The oldest router."""
+        return self.running("router")[0]
+
+    @property
+    def workers(self) -> list[Service]:
+        """The workers that run."""
+        return self.running("worker")
+
+    @property
+    def url(self) -> str:
+        """Where the OpenAI API is, without /v1."""
+        return self.frontend.addresses["http"]
+
+    def known(self, room: str) -> set[int]:
+        """Instance ids of a room that the frontend knows of now."""
+        instances = self.http.get(f"{self.url}/health").json()["instances"]
+        return {i["id"] for i in instances if i["service"] == room}
+
+    def is_complete(self) -> bool:
+        """Whether the frontend serves, by a router, all workers that run and no others."""
+        ready = self.http.get(f"{self.url}/ready").json()
+        workers = {worker.instance_id for worker in self.workers}
+        return ready["ready"] and not ready["reasons"] and self.known("worker") == workers
+
+    def logs(self) -> str:
+        """The ends of all logs, for people."""
+        return "\n".join(service.tail() for service in self.services)
+
+
+@contextmanager
+def logs_on_failure(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    """For a fixture around each test: prints the logs when the test has failed."""
+    before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > before:
+        print(mesh.logs())
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without settings for a mesh of its user, and able to import ours."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    return {**kept, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}

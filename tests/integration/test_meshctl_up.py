@@ -1,0 +1,333 @@
+"""`meshctl up` as a process, over fake services that speak the ready line and obey SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 20.0
+
+# Lies in the working directory, so that `python -m worker_svc` finds it before the real room.
+FAKE = """
+import json, os, random, signal, subprocess, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+def note(file, text):
+    with open(file, "a") as out:
+        out.write(text + "\\n")
+
+class Api(BaseHTTPRequestHandler):
+    def do_GET(self):
+        model = Path("model").read_text()
+        self.answer(json.dumps({"data": [{"id": model}]}))
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        chunk = {"choices": [{"delta": {"content": "hello from the mesh"}}]}
+        self.answer("data: " + json.dumps(chunk) + "\\n\\ndata: [DONE]\\n\\n")
+
+    def answer(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_):
+        pass
+
+def main(kind):
+    flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    name = flags.get("--stable-name", kind)
+    mode = Path(name + ".mode").read_text() if Path(name + ".mode").exists() else ""
+    note("pids", f"{name} {os.getpid()}")
+    if mode == "crash":
+        print("boom: no such model", flush=True)
+        sys.exit(3)
+    ended = threading.Event()
+    def on_term(*_):
+        note("ended", name)
+        if mode != "stubborn":
+            ended.set()
+    signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGINT, lambda *_: note("interrupted", name))
+    if mode == "forks":
+        child = subprocess.Popen(["sleep", "60"])
+        note("pids", f"grandchild {child.pid}")
+    addresses = {"grpc": "127.0.0.1:1"}
+    if kind == "frontend":
+        server = ThreadingHTTPServer(("127.0.0.1", int(flags["--http-port"])), Api)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        addresses["http"] = "http://127.0.0.1:%d" % server.server_address[1]
+    instance = random.SystemRandom().randrange(1, 2**63)
+    folder = Path(flags["--registry-path"], flags["--namespace"], "instances")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{instance:016x}.json").write_text(name)
+    line = {"name": name, "pid": os.getpid(), "instance_id": str(instance), "addresses": addresses}
+    os.write(int(flags["--ready-fd"]), json.dumps(line).encode() + b"\\n")
+    while not ended.wait(0.02):
+        pass
+"""
+
+
+class Mesh:
+    """A running `meshctl up` in a folder of its own."""
+
+    def __init__(self, folder: Path, process: asyncio.subprocess.Process) -> None:
+        self.folder = folder
+        self.process = process
+        self.shown: list[str] = []
+
+    async def line(self, *parts: str) -> str:
+        """The next line on stdout that has all of `parts`."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(WAIT_S):
+            while raw := await self.process.stdout.readline():
+                self.shown.append(raw.decode())
+                if all(part in self.shown[-1] for part in parts):
+                    return self.shown[-1]
+        raise AssertionError(f"no line with {parts} in {''.join(self.shown)}{await self.errors()}")
+
+    async def end(self) -> int:
+        """The exit status."""
+        async with asyncio.timeout(WAIT_S):
+            assert self.process.stdout is not None
+            self.shown.append((await self.process.stdout.read()).decode())
+            return await self.process.wait()
+
+    async def errors(self) -> str:
+        assert self.process.stderr is not None
+        return (await self.process.stderr.read()).decode()
+
+    def pids(self, name: str = "") -> list[int]:
+        """Of all processes that were started under a name so far, or under any."""
+        rows = [row.split() for row in self.notes("pids")]
+        return [int(pid) for who, pid in rows if not name or who == name]
+
+    def notes(self, file: str) -> list[str]:
+        path = self.folder / file
+        return path.read_text().splitlines() if path.exists() else []
+
+    def entries(self) -> list[Path]:
+        return list(self.folder.glob(".run/registry/default/instances/*.json"))
+
+    def registered(self) -> list[str]:
+        return sorted(path.read_text() for path in self.entries())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "fake.py").write_text(FAKE)
+    (tmp_path / "model").write_text("sim")
+    for kind in ("frontend", "router", "worker"):
+        (tmp_path / f"{kind}_svc.py").write_text(f"import fake\nfake.main({kind!r})\n")
+    return tmp_path
+
+
+@asynccontextmanager
+async def meshctl(folder: Path, *flags: str, port: int = 0) -> AsyncIterator[Mesh]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "meshctl", "up", "--http-port", str(port), *flags),
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield Mesh(folder, process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+@contextmanager
+def watched(pids: list[int]) -> Iterator[list[int]]:
+    """Descriptors of processes: they stay these processes', whatever becomes of the numbers."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(pidfd(pid)) for pid in pids]
+
+
+@contextmanager
+def pidfd(pid: int) -> Iterator[int]:
+    fd = os.pidfd_open(pid)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def all_gone(fds: list[int], within_s: float) -> bool:
+    """Whether every process ended."""
+    deadline = time.monotonic() + within_s
+    return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in fds)
+
+
+async def test_a_mesh_comes_up_answers_a_sample_and_goes_down(folder: Path) -> None:
+    async with meshctl(folder, "--once") as mesh:
+        assert await mesh.end() == 0, await mesh.errors()
+        shown = "".join(mesh.shown)
+    for name in ("frontend-0", "router-0", "worker-0", "worker-1"):
+        assert f"{name} " in shown
+    assert "hello from the mesh\n" in shown
+    assert "/v1/chat/completions -H" in shown
+    assert "\x1b" not in shown
+    assert mesh.notes("ended")[:2] == ["frontend-0", "router"]
+    assert sorted(mesh.notes("ended")[2:]) == ["worker-0", "worker-1"]
+    assert mesh.registered() == []
+
+
+async def test_a_dead_worker_is_deregistered_and_replaced(folder: Path) -> None:
+    async with meshctl(folder) as mesh:
+        await mesh.line("mesh", "ready")
+        assert mesh.registered() == ["frontend-0", "router", "worker-0", "worker-1"]
+        (entry,) = (path for path in mesh.entries() if path.read_text() == "worker-1")
+        os.kill(mesh.pids("worker-1")[0], signal.SIGKILL)
+        died = await mesh.line("worker-1", "died")
+        assert not entry.exists()
+        assert "killed by SIGKILL" in died
+        assert ".run/logs/worker-1.log" in died
+        assert "again in 0.2 s" in died
+        await mesh.line("worker-1", "ready")
+        assert mesh.registered() == ["frontend-0", "router", "worker-0", "worker-1"]
+        assert len(mesh.pids("worker-1")) == 2
+        mesh.process.send_signal(signal.SIGTERM)
+        assert await mesh.end() == 0
+
+
+async def test_each_death_in_a_row_is_followed_by_a_longer_pause(folder: Path) -> None:
+    async with meshctl(folder, "--workers", "1") as mesh:
+        pauses = []
+        for nth in range(3):
+            await mesh.line("worker-0", "ready")
+            os.kill(mesh.pids("worker-0")[nth], signal.SIGKILL)
+            died = await mesh.line("worker-0", "died")
+            pauses.append(float(died.rsplit("again in ", 1)[1].removesuffix(" s\n")))
+    assert pauses[0] == 0.2
+    assert pauses == sorted(set(pauses))
+    assert 0.6 <= pauses[2] <= 0.8
+
+
+async def test_what_a_dead_service_had_started_dies_with_it(folder: Path) -> None:
+    (folder / "worker-0.mode").write_text("forks")
+    async with meshctl(folder) as mesh:
+        await mesh.line("mesh", "ready")
+        with watched(mesh.pids("grandchild")) as fds:
+            assert fds
+            os.kill(mesh.pids("worker-0")[0], signal.SIGKILL)
+            await mesh.line("worker-0", "died")
+            assert all_gone(fds, 1.0)
+
+
+async def test_a_crash_loop_at_the_start_is_given_up_with_the_end_of_the_log(folder: Path) -> None:
+    (folder / "worker-1.mode").write_text("crash")
+    async with meshctl(folder) as mesh:
+        assert await mesh.end() == 1
+        errors = await mesh.errors()
+    assert "worker-1 was started 5 times and was never ready" in errors
+    assert errors.count("boom: no such model") == 1
+    assert len(mesh.pids("worker-1")) == 5
+    assert "worker-0" in mesh.notes("ended")
+    assert mesh.registered() == []
+
+
+async def test_ctrl_c_reaches_the_services_in_order_and_through_the_supervisor_only(
+    folder: Path,
+) -> None:
+    async with meshctl(folder, "--frontends", "2", "--routers", "2") as mesh:
+        await mesh.line("stop ")
+        # What a terminal does: the signal goes to the whole foreground group.
+        os.killpg(mesh.process.pid, signal.SIGINT)
+        await mesh.line("mesh", "draining", "SIGINT")
+        assert await mesh.end() == 0
+    order = [name.partition("-")[0] for name in mesh.notes("ended")]
+    assert order == ["frontend"] * 2 + ["router"] * 2 + ["worker"] * 2
+    assert mesh.notes("interrupted") == []
+
+
+async def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
+    (folder / "frontend-0.mode").write_text("stubborn")
+    async with meshctl(folder) as mesh:
+        await mesh.line("stop ")
+        with watched(mesh.pids()) as fds:
+            mesh.process.send_signal(signal.SIGINT)
+            await mesh.line("draining")
+            mesh.process.send_signal(signal.SIGINT)
+            assert await mesh.end() == 128 + signal.SIGINT
+            assert all_gone(fds, 1.0)
+    assert set(mesh.notes("ended")) <= {"frontend-0"}
+
+
+async def test_a_supervisor_that_is_killed_leaves_no_child_behind(folder: Path) -> None:
+    async with meshctl(folder) as mesh:
+        await mesh.line("stop ")
+        with watched(mesh.pids()) as fds:
+            assert len(fds) == 4
+            mesh.process.kill()
+            assert all_gone(fds, 2.0)
+    # They were told, and could drain.
+    assert sorted(mesh.notes("ended")) == ["frontend-0", "router", "worker-0", "worker-1"]
+
+
+async def test_a_port_in_use_is_said_before_anything_is_started(folder: Path) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        async with meshctl(folder, port=port) as mesh:
+            assert await mesh.end() == 2
+            errors = await mesh.errors()
+    assert f"port {port} of 127.0.0.1 is in use" in errors
+    assert "--http-port" in errors
+    assert mesh.pids() == []
+
+
+async def test_a_second_mesh_in_the_same_folder_is_refused(folder: Path) -> None:
+    async with meshctl(folder) as first:
+        await first.line("stop ")
+        async with meshctl(folder) as second:
+            assert await second.end() == 2
+            assert f"meshctl (pid {first.process.pid})" in await second.errors()
+        assert len(first.pids()) == 4
+
+
+async def test_a_mesh_that_does_not_list_its_model_in_time_is_given_up(folder: Path) -> None:
+    (folder / "model").write_text("other")
+    async with meshctl(folder, "--ready-s", "3") as mesh:
+        assert await mesh.end() == 1
+        errors = await mesh.errors()
+    assert "not ready within 3 s" in errors
+    assert "lists ['other'], not 'sim'" in errors
+    assert mesh.registered() == []
+
+
+async def test_a_command_runs_against_the_mesh_and_its_status_is_ours(folder: Path) -> None:
+    script = "import os, sys; print('asked', os.environ['OPENAI_BASE_URL']); sys.exit(7)"
+    async with meshctl(folder, "--once", "--then", sys.executable, "-c", script) as mesh:
+        line = await mesh.line("asked http://127.0.0.1:")
+        assert line.endswith("/v1\n")
+        assert await mesh.end() == 7
+
+
+async def test_a_command_under_way_is_ended_with_the_mesh(folder: Path) -> None:
+    script = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
+    async with meshctl(folder, "--then", sys.executable, "-c", script) as mesh:
+        line = await mesh.line("pid ")
+        while not line.startswith("pid "):
+            line = await mesh.line("pid ")
+        with watched([int(line.split()[1])]) as fds:
+            mesh.process.send_signal(signal.SIGTERM)
+            assert await mesh.end() == 0
+            assert all_gone(fds, 0.0)

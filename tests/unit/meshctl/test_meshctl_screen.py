@@ -1,0 +1,103 @@
+"""What meshctl prints."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import signal
+from random import Random
+
+import pytest
+
+from meshctl.backoff import Backoff, Policy
+from meshctl.process import ReadyLine
+from meshctl.screen import Screen, hints, http_url, status_text, table, wants_colour
+from meshctl.services import ServiceSpec
+from meshctl.supervise import BecameReady, Child, Died, Ended, Event, GivenUp
+
+LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
+
+
+class Shown:
+    def __init__(self, *, colour: bool = False) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.screen = Screen(
+            self.out,
+            self.err,
+            colour=colour,
+            clock=iter([10.0, 11.26, 12.0]).__next__,
+            tail=lambda name: ["boom"],
+            log=lambda name: f"logs/{name}.log",
+        )
+
+    def line(self, event: Event) -> str:
+        self.screen.event(event)
+        return self.out.getvalue()
+
+
+def test_a_ready_service_is_one_plain_line_with_the_time_since_the_start() -> None:
+    line = Shown().line(BecameReady("worker-0", LINE, 1.2))
+    assert line.startswith("    1.3 s  worker-0      ready ")
+    assert "pid 7" in line
+    assert "\x1b" not in line
+
+
+def test_a_terminal_sees_colours() -> None:
+    assert "\x1b[32mready" in Shown(colour=True).line(BecameReady("worker-0", LINE, 1.2))
+
+
+def test_a_death_names_who_with_which_status_where_the_log_is_and_what_comes_next() -> None:
+    line = Shown().line(Died("worker-1", -9, "", 3.0, 0.2))
+    assert "worker-1" in line
+    assert "killed by SIGKILL after 3.0 s, see logs/worker-1.log; again in 0.2 s" in line
+
+
+def test_giving_up_shows_the_end_of_the_log_as_an_error() -> None:
+    shown = Shown()
+    shown.line(GivenUp("worker-1", 5))
+    assert "started 5 times" in shown.err.getvalue()
+    assert "  | boom" in shown.err.getvalue()
+
+
+def test_a_service_that_had_to_be_killed_is_said_to_be() -> None:
+    assert "killed    20.3 s after SIGTERM" in Shown().line(Ended("router-0", -9, 20.3, True))
+
+
+def test_exit_statuses_are_words() -> None:
+    assert status_text(3) == "exit status 3"
+    assert status_text(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert status_text(-63) == "killed by signal 63"
+    assert status_text(None) == "could not be started"
+
+
+def test_the_table_has_a_row_for_each_service() -> None:
+    child = Child(
+        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Backoff(Policy(), Random())
+    )
+    header, row = table([child])
+    assert header.split() == ["SERVICE", "STATE", "PID", "ADDRESS", "URL"]
+    assert row.split() == ["frontend-0", "starting", "-", "-", "-"]
+    child.line = ReadyLine("frontend", 1, "1", {"grpc": "h:1", "http": "h:2"})
+    assert table([child])[1].split()[-2:] == ["h:1", "http://h:2"]
+
+
+def test_an_address_that_is_a_url_stays_one() -> None:
+    assert http_url(ReadyLine("f", 1, "1", {"http": "https://h"})) == "https://h"
+    assert http_url(None) == ""
+
+
+def test_the_hint_is_a_command_line_even_for_a_model_with_quotes_in_its_name() -> None:
+    words = shlex.split(hints("http://h:1", "it's")[1])
+    assert words[:2] == ["chat", "curl"]
+    assert '"model": "it\'s"' in words[-1]
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_refused(environ: dict[str, str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert wants_colour(Terminal(), {})
+    assert not wants_colour(Terminal(), environ)
+    assert not wants_colour(io.StringIO(), {})

@@ -1,0 +1,83 @@
+"""The services of a mesh as data."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from common.config import ServiceConfig, read_config
+from frontend_svc.config import FrontendConfig
+from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services
+from router_svc.config import RouterConfig
+from worker_svc.config import WorkerConfig
+
+OPTIONS = MeshOptions(frontends=2, routers=2, workers=3, speedup=0.0, http_port=8100)
+
+
+def flag(spec: ServiceSpec, name: str) -> str:
+    return dict(pairwise(spec.args))[name]
+
+
+def test_the_default_mesh_is_one_frontend_one_router_and_two_workers() -> None:
+    names = [spec.name for spec in mesh_services(MeshOptions())]
+    assert names == ["frontend-0", "router-0", "worker-0", "worker-1"]
+
+
+def test_services_take_exactly_the_flags_they_are_given() -> None:
+    rooms: dict[str, tuple[type[ServiceConfig], str]] = {
+        "frontend_svc": (FrontendConfig, "FRONTEND"),
+        "router_svc": (RouterConfig, "ROUTER"),
+        "worker_svc": (WorkerConfig, "WORKER"),
+    }
+    for spec in mesh_services(OPTIONS):
+        room, name = rooms[spec.module]
+        config, warnings = read_config(room, name, {}, spec.args)
+        assert config.notice_s == NOTICE_S
+        assert warnings == []
+
+
+def test_frontends_take_consecutive_ports_and_any_port_each_if_none_is_given() -> None:
+    specs = mesh_services(OPTIONS)
+    assert [flag(spec, "--http-port") for spec in specs[:2]] == ["8100", "8101"]
+    specs = mesh_services(replace(OPTIONS, http_port=0))
+    assert [flag(spec, "--http-port") for spec in specs[:2]] == ["0", "0"]
+
+
+def test_no_two_services_share_a_name_or_a_stable_name() -> None:
+    specs = mesh_services(OPTIONS)
+    stable = []
+    for spec in specs:
+        with contextlib.suppress(KeyError):
+            stable.append(flag(spec, "--stable-name"))
+    assert len({spec.name for spec in specs}) == len(specs) == 7
+    assert len(set(stable)) == len(stable) == 5
+
+
+def test_a_name_prefix_tells_the_workers_of_two_hosts_apart() -> None:
+    worker = mesh_services(replace(OPTIONS, name_prefix="host-"))[-1]
+    assert flag(worker, "--stable-name") == "host-worker-2"
+
+
+def test_who_takes_work_ends_before_who_does_it() -> None:
+    ranks = {spec.module: spec.drain_rank for spec in mesh_services(OPTIONS)}
+    assert ranks["frontend_svc"] < ranks["router_svc"] < ranks["worker_svc"]
+
+
+def test_a_service_may_take_its_notice_its_drain_and_a_margin_to_end() -> None:
+    spec = mesh_services(replace(OPTIONS, drain_s=7.0))[0]
+    assert flag(spec, "--drain-s") == "7"
+    assert spec.drain_s == pytest.approx(float(flag(spec, "--notice-s")) + 7.0 + MARGIN_S)
+    assert float(flag(spec, "--notice-s")) == NOTICE_S
+
+
+def test_each_registry_gets_its_own_flags_only() -> None:
+    file = mesh_services(replace(OPTIONS, registry_path=Path("/r")))[0]
+    assert flag(file, "--registry-path") == "/r"
+    assert "--consul-url" not in file.args
+    consul = mesh_services(replace(OPTIONS, registry="consul", consul_url="http://c:1"))[0]
+    assert flag(consul, "--consul-url") == "http://c:1"
+    assert "--registry-path" not in consul.args
