@@ -27,7 +27,7 @@ from frontend_svc.gateway import Gateway, place_alone
 from frontend_svc.http import Readiness, build_api
 from frontend_svc.metrics import DeploymentState, FrontendMetrics
 from frontend_svc.models import Models
-from frontend_svc.router_client import Query, RouterClient
+from frontend_svc.router_client import Query, RouterClient, grpc_sessions
 
 # How often a model that could not be loaded is tried again.
 RETRY_S = 1.0
@@ -62,7 +62,7 @@ class FrontendApp:
             self.instance_id,
             lambda: self._snapshot.of("router"),
             self._place_alone,
-            security=self._security,
+            open_session=grpc_sessions(self._security),
             rng=self._rng,
         )
         self.gateway = Gateway(self._router, self._engines, lambda: self._snapshot)

@@ -15,6 +15,7 @@ from common.errors import MeshError, Unavailable, UnknownModel, WorkerLost
 from common.instances import Instance, Snapshot
 from common.preprocessed import TokenLogprob
 from frontend_svc.core.request import Leg, Outcome, Placed, Plan, RequestMachine
+from frontend_svc.models import no_worker
 from frontend_svc.router_client import Key, Query
 
 # A slow client may leave this many tokens unread before its request is ended.
@@ -95,6 +96,8 @@ class Ticket:
             query = query.without(excluded)
 
         def answered(answer: Placed | MeshError) -> None:
+            if isinstance(answer, UnknownModel):  # we knew it: its last worker has just left
+                answer = no_worker(query.model)
             if isinstance(answer, MeshError):
                 self.machine.place_failed(attempt, answer)
             else:
@@ -199,7 +202,7 @@ def place_alone(
     """A placement without a router: power of two on our own requests in flight (DESIGN §5)."""
     workers = snapshot.serving(query.model)
     if not workers:
-        return UnknownModel(query.model)
+        return no_worker(query.model)
     fit = [w for w in workers if w.role == "aggregated" and w.id not in query.excluded]
     if not fit:
         return Unavailable(

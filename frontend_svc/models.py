@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 
 from common.blocks import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.card import ModelCard
-from common.errors import InvalidRequest, MeshError, UnknownModel
+from common.errors import InvalidRequest, MeshError, Unavailable, UnknownModel
 from common.instances import Snapshot
 from frontend_svc.core.detokenize import (
     Detokenizer,
@@ -22,6 +23,9 @@ from frontend_svc.core.detokenize import (
     Vocabulary,
 )
 from frontend_svc.core.prompt import ChatTemplate, TemplateError
+
+# So long after its last worker left, a model's clients are told to come again (503, not 404).
+GONE_S = 600.0
 
 # Above this many characters, encoding leaves the event loop: it would hold it for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -135,6 +139,11 @@ def _text(config: Mapping[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, dict) else value
 
 
+def no_worker(model: str) -> Unavailable:
+    """The error of a request for a model that is known and has no worker now."""
+    return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
+
+
 class Models:
     """The serving table, kept by snapshots of the mesh.
 
@@ -152,14 +161,17 @@ class Models:
         self._now_s = now_s
         self._mesh_key = mesh_key
         self._served: dict[str, ServedModel] = {}
+        self._gone_at: dict[str, float] = {}
         self.not_ready: dict[str, str] = {}
 
     def get(self, name: str) -> ServedModel:
-        """The model of that name. Raises UnknownModel."""
+        """The model of that name. Raises UnknownModel, or Unavailable if it was here just now."""
         model = self._served.get(name)
-        if model is None:
-            raise UnknownModel(name)
-        return model
+        if model is not None:
+            return model
+        if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
+            raise no_worker(name)
+        raise UnknownModel(name)
 
     def all(self) -> list[ServedModel]:
         """What is served, in the order it came."""
@@ -175,12 +187,18 @@ class Models:
         for name in list(self._served):
             if wanted.get(name) != self._served[name].checksum:
                 del self._served[name]
+                self._gone(name)
                 log.info("model_removed", model=name)
         self.not_ready = {}
         for name, checksum in wanted.items():
             if name and checksum and name not in self._served:
                 await self._add(name, checksum)
         return not self.not_ready
+
+    def _gone(self, name: str) -> None:
+        now = self._now_s()
+        self._gone_at = {n: at for n, at in self._gone_at.items() if now - at < GONE_S}
+        self._gone_at[name] = now
 
     async def _add(self, name: str, checksum: str) -> None:
         try:

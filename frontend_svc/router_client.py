@@ -8,9 +8,11 @@ that live are announced to whatever router comes next, so that its books are rig
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Protocol
 
 import grpc.aio
 import structlog
@@ -34,8 +36,66 @@ REDIAL_S = 0.2
 log = structlog.get_logger()
 
 Key = tuple[str, int]
-SessionCall = grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse]
 Answer = Callable[[Placed | MeshError], None]
+
+
+class Session(Protocol):
+    """One open Session, as messages."""
+
+    async def read(self) -> router_pb2.SessionResponse | None:
+        """The next frame; None at the end of the stream. Raises MeshError when it failed."""
+
+    async def write(self, frame: router_pb2.SessionRequest) -> None:
+        """Sends a frame; returns when the next one can be taken. Raises MeshError."""
+
+
+# Opens a Session with a router; leaving the context ends it.
+OpenSession = Callable[[Instance], AbstractAsyncContextManager[Session]]
+
+
+class _GrpcSession:
+    """A Session over gRPC."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[router_pb2.SessionRequest, router_pb2.SessionResponse],
+    ) -> None:
+        self._call = call
+
+    async def read(self) -> router_pb2.SessionResponse | None:
+        """See Session."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if message is grpc.aio.EOF:
+            return None
+        assert isinstance(message, router_pb2.SessionResponse), "the stub deserialises"
+        return message
+
+    async def write(self, frame: router_pb2.SessionRequest) -> None:
+        """See Session."""
+        try:
+            await self._call.write(frame)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            raise WorkerLost("the session has ended", retryable=True) from error
+
+
+def grpc_sessions(security: rpc.Security = rpc.PLAINTEXT) -> OpenSession:
+    """Sessions over gRPC. The channel belongs to the session and dies with it."""
+
+    @asynccontextmanager
+    async def open_session(router: Instance) -> AsyncIterator[Session]:
+        channel = rpc.channel(router.address, security=security)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        try:
+            call = stub.Session(metadata=rpc.call_metadata(security))
+            async with rpc.cancelling(call):
+                yield _GrpcSession(call)
+        finally:
+            await channel.close()
+
+    return open_session
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +129,8 @@ class _Waiting:
 class RouterClient:
     """One Session at a time with one of the routers in discovery.
 
-    routers: who is there now. place_alone: chooses without a router; None when it cannot.
+    routers: who is there now. place_alone: chooses without a router. open_session: how to reach
+    one; by default over gRPC.
     """
 
     def __init__(
@@ -78,13 +139,13 @@ class RouterClient:
         routers: Callable[[], Sequence[Instance]],
         place_alone: Callable[[Query], Placed | MeshError],
         *,
-        security: rpc.Security = rpc.PLAINTEXT,
+        open_session: OpenSession | None = None,
         rng: Random | None = None,
     ) -> None:
         self._frontend_id = frontend_id
         self._routers = routers
         self._place_alone = place_alone
-        self._security = security
+        self._open_session = open_session or grpc_sessions()
         self._rng = rng or Random()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
@@ -143,31 +204,21 @@ class RouterClient:
         return self._rng.choice(routers) if routers else None
 
     async def _serve(self, router: Instance) -> None:
-        channel = rpc.channel(router.address, security=self._security)
-        stub = router_pb2_grpc.RouterServiceStub(channel)
         try:
-            call = stub.Session(metadata=rpc.call_metadata(self._security))
-            async with rpc.cancelling(call), asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._write(call))
-                await self._read(call)
+            async with self._open_session(router) as session, asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._write(session))
+                await self._read(session)
         except* MeshError as group:
             log.warning("router_lost", router_id=router.id, why=str(group.exceptions[0]))
         finally:
             self.is_connected = False
-            await channel.close()
 
-    async def _read(self, call: SessionCall) -> None:
-        while True:
-            try:
-                message = await call.read()
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
-            if message is grpc.aio.EOF:
-                raise WorkerLost("the router closed the session", retryable=True)
-            assert isinstance(message, router_pb2.SessionResponse), "the stub deserialises"
+    async def _read(self, session: Session) -> None:
+        while (frame := await session.read()) is not None:
             self.is_connected = True
-            for result in message.results:
+            for result in frame.results:
                 self._answered(result)
+        raise WorkerLost("the router closed the session", retryable=True)
 
     def _answered(self, result: router_pb2.NewResult) -> None:
         waiting = self._waiting.pop(result.id, None)
@@ -196,7 +247,7 @@ class RouterClient:
             revision=1,
         )
 
-    async def _write(self, call: SessionCall) -> None:
+    async def _write(self, session: Session) -> None:
         """The one writer: what gathered since the last write goes out as one frame."""
         self._news = list(self._waiting)
         self._prefills_done.clear()
@@ -213,10 +264,7 @@ class RouterClient:
             frame.prefills_done.extend(map(_key, self._prefills_done))
             frame.frees.extend(map(_key, self._frees))
             self._news, self._prefills_done, self._frees = [], [], []
-            try:
-                await call.write(frame)
-            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-                raise WorkerLost("the session has ended", retryable=True) from error
+            await session.write(frame)
             await self._wake.wait()
             self._wake.clear()
             frame = router_pb2.SessionRequest()

@@ -28,6 +28,8 @@ from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
+# How long the last frames of ended requests may take to reach their frontends.
+LAST_FRAMES_S = 1.0
 
 log = structlog.get_logger()
 
@@ -49,6 +51,7 @@ class WorkerApp:
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self.engine = build_engine(config) if engine is None else engine
         self.runner = Runner(self.engine, max_requests=config.requests_max)
+        self._attach = AttachServer(self.instance_id, self.runner)
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
         self._engine_started = False
@@ -72,7 +75,7 @@ class WorkerApp:
         self._instance = self._instance_of(engine_config, self._card)
         servicer = EngineServicer(
             self.runner,
-            AttachServer(self.instance_id, self.runner),
+            self._attach,
             self._current_instance,
             engine_config,
             config.engine,
@@ -135,14 +138,17 @@ class WorkerApp:
             await self.engine.drain()
         except Exception:  # S4-41: shutdown goes on
             log.exception("engine_drain_failed")
-        return [*cut, *await rpc.stop(self._server, 0.0, self._calls)]
+        self._attach.end()
+        return [*cut, *await rpc.stop(self._server, LAST_FRAMES_S, self._calls)]
 
     async def close(self) -> None:
         """End the engine, close the server and the registry."""
-        await self._server.stop(None)
-        if self._engine_started:
-            await self.engine.cleanup()
-        await self._registry.close()
+        try:
+            await self._server.stop(None)
+            if self._engine_started:
+                await self.engine.cleanup()
+        finally:
+            await self._registry.close()
 
 
 def build_engine(config: WorkerConfig) -> LLMEngine:

@@ -23,7 +23,7 @@ Write = Callable[[ToFrontend], Awaitable[None]]
 
 
 class _Ended(Exception):
-    """The frontend closed its side."""
+    """The frontend closed its side, or all is said and we close ours."""
 
 
 class AttachStream:
@@ -40,6 +40,7 @@ class AttachStream:
         self._slots: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._replaced = False
+        self._is_ending = False
 
     async def serve(self, opened: Callable[[AttachStream], None]) -> None:
         """Reads, writes and runs slots. Raises MeshError when the frontend broke a rule.
@@ -62,6 +63,11 @@ class AttachStream:
     def replace(self) -> None:
         """A newer stream of the same frontend is there: end this one."""
         self._replaced = True
+        self._wake.set()
+
+    def end(self) -> None:
+        """Ends the stream well, once its slots have ended and all of it is written."""
+        self._is_ending = True
         self._wake.set()
 
     async def _read_frames(self, opened: Callable[[AttachStream], None]) -> None:
@@ -96,7 +102,9 @@ class AttachStream:
             return
         self.link.accept(start.slot)
         self._keys[start.slot] = key
-        self._slots[start.slot] = self._tasks.create_task(self._run(start.slot, key))
+        task = self._tasks.create_task(self._run(start.slot, key))
+        task.add_done_callback(lambda _: self._runner.forget(key))
+        self._slots[start.slot] = task
 
     async def _run(self, slot: int, key: int) -> None:
         link, wake = self.link, self._wake
@@ -136,6 +144,8 @@ class AttachStream:
                 raise Conflict("a newer stream of this frontend took over", reason="REPLACED")
             while (frame := link.next_frame(self._loop.time(), engine.loads)) is not None:
                 await self._write(frame)
+            if self._is_ending and not self.link.open_slots:
+                raise _Ended
 
     async def _tick(self) -> None:
         while True:
@@ -177,6 +187,11 @@ class AttachServer:
     def open_slots(self) -> int:
         """Slots open over all streams."""
         return sum(stream.link.open_slots for stream in self._streams.values())
+
+    def end(self) -> None:
+        """Ends all streams, each when its slots have ended and its last frame is written."""
+        for stream in self._streams.values():
+            stream.end()
 
     async def serve(self, read: Read, write: Write) -> None:
         """Serves one stream to its end. Raises MeshError when the frontend broke a rule."""

@@ -125,26 +125,30 @@ class Runner:
         Raises MeshError. Cancelling the task closes the engine's generator and frees all at once.
         """
         running = self._running[key]
+        limit = running.limit = asyncio.timeout(None)
         how = "closed"
         try:
-            async with asyncio.timeout(None) as running.limit:
+            async with limit:
+                if running.ctx.is_stopped:  # before it began
+                    self._limit_stop(limit)
                 terminal = await self._consume(running, emit)
             how = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
-        except TimeoutError:  # a stop that the engine did not follow in time
-            self.counters["stops_forced"] += 1
-            how, terminal = "stopped", chunk.cancelled()
         except MeshError:
             how = "failed"
             raise
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            how = "failed"  # the engine's own business, which nobody here was cancelled for
+            raise _engine_failed(running) from error
         except Exception as error:
-            how = "failed"
-            log.exception("engine_failed", request_id=running.order.request_id)
-            raise Bug("the engine failed; the worker's log says how") from error
+            if not (isinstance(error, TimeoutError) and limit.expired()):
+                how = "failed"
+                raise _engine_failed(running) from error
+            self.counters["stops_forced"] += 1
+            how, terminal = "stopped", chunk.cancelled()
         finally:
-            del self._running[key]
-            self.counters[how] += 1
-            if not self._running:
-                self._idle.set()
+            self._left(key, how)
         if how == "stopped" and running.ctx.stop_reason == "deadline":
             raise DeadlineExceeded("the request's deadline passed at the worker")
         return terminal
@@ -186,7 +190,7 @@ class Runner:
             return
         running.ctx.inner_arc().stop_generating(reason)
         if running.limit is not None:
-            running.limit.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
+            self._limit_stop(running.limit)
         try:
             await self.engine.abort(running.ctx)
         except Exception:
@@ -202,3 +206,30 @@ class Runner:
     async def idle(self) -> None:
         """Returns once nothing is inside."""
         await self._idle.wait()
+
+    def forget(self, key: int) -> None:
+        """Lets go of an order whose `run` never began; a no-op for any other.
+
+        For done callbacks: a task that is cancelled before its first step runs no `finally`.
+        """
+        if key in self._running:
+            self._left(key, "closed")
+
+    def _left(self, key: int, how: str) -> None:
+        del self._running[key]
+        self.counters[how] += 1
+        if not self._running:
+            self._idle.set()
+
+    def _limit_stop(self, limit: asyncio.Timeout) -> None:
+        limit.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _engine_failed(running: _Running) -> Bug:
+    log.exception("engine_failed", request_id=running.order.request_id)
+    return Bug("the engine failed; the worker's log says how")

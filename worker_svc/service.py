@@ -42,6 +42,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         config: EngineConfig,
         engine_name: str,
         card: ModelCard | None,
+        *,
+        generate_cap_s: float = GENERATE_CAP_S,
     ) -> None:
         self._runner = runner
         self._attach = attach
@@ -49,6 +51,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._config = config
         self._engine_name = engine_name
         self._card = card
+        self._generate_cap_s = generate_cap_s
 
     # grpc.aio takes coroutines that write to the context; the generated types know generators only.
     async def Attach(  # type: ignore[override]
@@ -69,9 +72,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> None:
         """One request; cancelling the call closes the engine's generator."""
+        timeout_s = time_left_s(self._generate_cap_s)
         order = Order(
             request_id=request.request_id or request_id() or "",
-            timeout_s=time_left_s(GENERATE_CAP_S),
+            timeout_s=timeout_s,
             request=from_proto(request.request),
         )
         key = self._runner.admit(order)
@@ -84,14 +88,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
         async with asyncio.TaskGroup() as tasks:
             run = tasks.create_task(self._runner.run(key, emit))
+            run.add_done_callback(lambda _: self._runner.forget(key))
             run.add_done_callback(lambda _: wake.set())
-            while not run.done() or outputs:
-                await wake.wait()
-                wake.clear()
-                if outputs:
-                    message = _generated(outputs)
-                    outputs.clear()
-                    await context.write(message)
+            late = asyncio.get_running_loop().call_later(
+                timeout_s, lambda: tasks.create_task(self._runner.stop(key, "deadline"))
+            )
+            try:
+                while not run.done() or outputs:
+                    await wake.wait()
+                    wake.clear()
+                    if outputs:
+                        message = _generated(outputs)
+                        outputs.clear()
+                        await context.write(message)
+            finally:
+                late.cancel()
         terminal = run.result()
         message = _generated([terminal])
         assert terminal.finish_reason is not None
@@ -118,12 +129,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         """No engine here makes embeddings."""
         raise Unimplemented(f"the {self._engine_name} engine makes no embeddings")
 
-    async def ListKvBlocks(
+    async def ListKvBlocks(  # type: ignore[override]
         self, request: engine_pb2.ListKvBlocksRequest, context: Context
-    ) -> AsyncIterator[engine_pb2.ListKvBlocksResponse]:
+    ) -> None:
         """The published set; there is none while no events are published."""
         raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
-        yield engine_pb2.ListKvBlocksResponse()  # makes this a stream
 
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context

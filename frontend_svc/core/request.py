@@ -176,10 +176,8 @@ class RequestMachine:
 
     def start(self) -> None:
         """The request is ready to be placed."""
-        if self.is_finished:
-            return
-        self._ports.wake_at(self.plan.deadline)
-        self._place()
+        if not self.is_finished:
+            self._place()
 
     def placed(self, attempt: int, placed: Placed, now: float) -> None:
         """The router chose, and booked it."""
@@ -288,6 +286,7 @@ class RequestMachine:
     def _place(self) -> None:
         self._attempt += 1
         self._booked = True
+        self._ports.wake_at(self.plan.deadline)
         self._ports.place(self._attempt, self._excluded)
 
     def _order(self, now: float) -> Order:

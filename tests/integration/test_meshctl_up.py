@@ -77,8 +77,10 @@ def main(kind):
     (folder / f"{instance:016x}.json").write_text(name)
     line = {"name": name, "pid": os.getpid(), "instance_id": str(instance), "addresses": addresses}
     os.write(int(flags["--ready-fd"]), json.dumps(line).encode() + b"\\n")
-    while not ended.wait(0.02):
-        pass
+    # Bounded, lest a supervisor that fails its test leaves us behind for ever.
+    for _ in range(3000):
+        if ended.wait(0.02):
+            break
 """
 
 

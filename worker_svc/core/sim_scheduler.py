@@ -209,7 +209,6 @@ class SimScheduler:
         entries: list[tuple[SimSequence, int]] = []
         # Each running sequence is sure of one token; prompts share what that leaves.
         spare = self._max_num_batched_tokens - len(self._running)
-        preemptions = self.preemptions
         decodes = 0
         while len(entries) < len(self._running):
             seq = self._running[len(entries)]
@@ -223,9 +222,7 @@ class SimScheduler:
                 decodes -= count == 1
                 break
             entries.append((seq, count))
-        # Whoever just lost its blocks must not take them back from those it lost them to.
-        if self.preemptions == preemptions:
-            self._admit(entries, spare, now)
+        self._admit(entries, spare, now)
         if not entries:
             return None
         prefill = sum(count for _, count in entries) - decodes

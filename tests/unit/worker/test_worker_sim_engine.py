@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from common.errors import (
     Bug,
@@ -162,11 +163,13 @@ async def test_after_start_the_engine_generates_at_once_and_says_what_it_is() ->
 
 
 @pytest.mark.row("S4-26")
-async def test_a_slow_start_takes_the_configured_time() -> None:
+async def test_a_slow_start_takes_the_configured_time_and_says_so() -> None:
     at = ManualTime()
     engine = SimEngine(SimConfig(startup_s=90.0), model=MODEL, clock=at.clock, sleep=at.sleep)
-    starting = asyncio.ensure_future(engine.start(1))
-    await turns()
+    with structlog.testing.capture_logs() as logs:
+        starting = asyncio.ensure_future(engine.start(1))
+        await turns()
+    assert [(one["event"], one["startup_s"]) for one in logs] == [("sim_engine_starting", 90.0)]
 
     await at.advance(89.0)
     assert not starting.done()
@@ -255,7 +258,7 @@ async def test_nothing_is_generated_before_the_start_and_the_start_is_once() -> 
 
 
 async def test_cleanup_tells_open_streams_that_their_worker_is_lost() -> None:
-    async with running(at=ManualTime()) as engine:
+    async with running(SimConfig(), ManualTime()) as engine:
         generator = engine.generate(request(), context())
         waiting = asyncio.ensure_future(anext(generator))
         await turns()
@@ -289,27 +292,20 @@ async def test_many_requests_at_once_each_get_their_truth_and_one_terminal_chunk
 
 
 @pytest.mark.row("S4-36")
-async def test_a_stream_outlives_the_callers_names_for_engine_and_request() -> None:
-    async with running() as engine:
+async def test_a_stream_keeps_going_whatever_its_caller_does_with_the_request() -> None:
+    async with running(SimConfig(), at := ManualTime()) as engine:
         asked = request()
-        generator = engine.generate(asked, context())
+        collecting = asyncio.ensure_future(outputs_of(engine, asked))
         del engine
-        asked.token_ids = TokenIds()
-        asked = request([9])
-
-        with pytest.raises(InvalidRequest):
-            await anext(generator)
-
-    async with running() as engine:
-        asked = request()
-        generator = engine.generate(asked, context())
-        first = asyncio.ensure_future(anext(generator))
-        await asyncio.sleep(0)
+        await turns()
         asked.token_ids = TokenIds.of([9])
-        del engine, asked
-        tokens = list((await first).token_ids)
-        assert tokens == TRUTH.continue_tokens(PROMPT, 8)
-        await generator.aclose()
+        asked.stop_conditions = StopConditions(max_tokens=1)
+        del asked
+        for _ in range(10):
+            await at.advance(0.02)
+
+    tokens = [token for output in collecting.result() for token in output.token_ids]
+    assert tokens == TRUTH.continue_tokens(PROMPT, 8)
 
 
 @pytest.mark.row("S4-34")
@@ -796,9 +792,10 @@ async def test_when_stepping_itself_fails_no_stream_hangs() -> None:
     async with running() as engine:
         engine.kv_event_sink = broken_sink
 
+        asked = request(range(40), stop=StopConditions(ignore_eos=True))
+
         with pytest.raises(Bug, match="engine broke"):
-            stop = StopConditions(ignore_eos=True)
-            await outputs_of(engine, request(range(40), stop=stop))
+            await outputs_of(engine, asked)
 
 
 # Configuration.

@@ -322,6 +322,24 @@ def test_a_step_takes_the_time_of_what_is_in_it() -> None:
     assert durations == pytest.approx([2.0, 1.01 + 0.010, 1.01 + 0.011])
 
 
+def test_the_time_of_a_step_counts_reused_tokens_and_none_of_those_gone() -> None:
+    timing = Timing(base_s=0.0, prefill_token_s=0, decode_seq_s=0, kv_token_s=1.0)
+    scheduler = scheduler_of(timing=timing)
+    scheduler.submit(job([1] * 10, 1), 0.0)
+    run_to_end(scheduler)
+    leaver = scheduler.submit(job([2] * 7, 50), 0.0)
+    scheduler.submit(job([1] * 10, 3), 0.0)
+
+    durations = []
+    for _ in range(3):
+        result = scheduler.step(0.0)
+        assert result is not None
+        durations.append(result.duration_s)
+        scheduler.remove(leaver)
+
+    assert durations == [8.0, 10.0, 11.0]
+
+
 def test_when_pins_hold_all_blocks_the_engine_waits_and_goes_on_afterwards() -> None:
     scheduler = scheduler_of(blocks=4)
     holding = scheduler.blocks.admit([], 4 * SIZE)

@@ -30,7 +30,8 @@ def state_by_the_docstring(tokens: list[int]) -> int:
     """The sum of the formula, term by term."""
     base, n = 0x9E6C63D0876A9A63, len(tokens)
     terms = [(token + 1) * base ** (n - 1 - i) for i, token in enumerate(tokens)]
-    return (0x243F6A8885A308D3 * base**n + sum(terms)) & U64
+    state: int = (0x243F6A8885A308D3 * base**n + sum(terms)) & U64
+    return state
 
 
 def test_the_golden_vector_never_changes(truth: Truth) -> None:
