@@ -452,12 +452,22 @@ async def test_an_engine_reaches_all_of_the_context() -> None:
     assert seen == ["a", True, False, "00-1-2-01", "t", "why"]
 
 
+async def crash(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    raise ValueError("no")
+    yield
+
+
+async def refuse(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    raise InvalidRequest("no")
+    yield
+
+
 FATES: dict[str, tuple[Script, str]] = {
     "good": (good, "finished"),
     "stopped": (until_stopped, "stopped"),
     "dropped": (until_stopped, "closed"),
-    "typed": (raising(InvalidRequest("no")), "failed"),
-    "crash": (raising(ValueError("no")), "failed"),
+    "typed": (refuse, "failed"),
+    "crash": (crash, "failed"),
     "after": (after_terminal, "failed"),
     "without": (without_terminal, "failed"),
 }

@@ -1,0 +1,95 @@
+"""The README's own commands, as a newcomer types them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+READY_S = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_the_readme_names_run_and_test_and_ci_calls_the_latter() -> None:
+    assert SHELL[0].strip() == "make run"
+    assert any(block.strip() == "make test" for block in SHELL)
+    commands = [
+        line
+        for line in (ROOT / ".ci/run").read_text().splitlines()
+        if line and not line.startswith(("#", "set ", "cd "))
+    ]
+    assert commands == ["make test"]
+
+
+@pytest.mark.slow
+def test_make_run_serves_and_the_curl_and_the_sdk_example_stream(tmp_path: Path) -> None:
+    port = free_port()
+    flags = f"--http-port {port} --registry-path {tmp_path}/registry --log-dir {tmp_path}/logs"
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("KVMESH_", "MAKE", "MFLAGS"))}
+    out = tmp_path / "out"
+    with out.open("wb") as file:
+        # The README's command; other ports and folders, so that a mesh in use is left alone.
+        mesh = subprocess.Popen(
+            [*SHELL[0].split(), f"PY={sys.executable}", f"ARGS={flags}"],
+            cwd=ROOT,
+            env=env,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        await_text(out, "> Say hello to the mesh.", mesh)
+        (curl,) = [block for block in SHELL if block.startswith("curl")]
+        answer = subprocess.run(
+            ["bash", "-c", curl.replace(":8000", f":{port}")],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+        assert answer.count("data: ") > 10, answer
+        assert answer.rstrip().endswith("data: [DONE]"), answer
+        example = subprocess.run(
+            [sys.executable, "-c", PYTHON[0].replace(":8000", f":{port}")],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+        assert len(example.split()) >= 8, example
+    finally:
+        os.killpg(mesh.pid, signal.SIGINT)
+        try:
+            status = mesh.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(mesh.pid, signal.SIGKILL)
+            raise
+    assert status in (0, 2, -signal.SIGINT, 130), out.read_text()
+    assert "stopped" in out.read_text()
+
+
+def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + READY_S
+    while time.monotonic() < deadline:
+        if text in path.read_text():
+            return
+        assert process.poll() is None, f"make run ended:\n{path.read_text()}"
+        time.sleep(0.05)
+    raise AssertionError(f"no {text!r} within {READY_S:g} s:\n{path.read_text()}")

@@ -1,0 +1,58 @@
+"""The contracts: generated code is what the .proto files say, and they keep their own rules."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTOS = ROOT / "protos"
+GENERATED = "kvmesh/*/v1/*_pb2*"
+SOURCES = sorted(p.relative_to(PROTOS).as_posix() for p in PROTOS.glob("kvmesh/**/*.proto"))
+
+
+@pytest.mark.slow
+def test_generating_again_gives_no_difference(tmp_path: Path) -> None:
+    binaries = str(Path(sys.executable).parent)
+    copy = tmp_path / "protos"
+    shutil.copytree(PROTOS, copy, ignore=shutil.ignore_patterns("*_pb2*", "__pycache__"))
+    with_services = [s for s in SOURCES if "\nservice " in (PROTOS / s).read_text()]
+    for outputs, sources in (
+        (["--python_out=.", "--mypy_out=."], SOURCES),
+        (["--grpc_python_out=.", "--mypy_grpc_out=."], with_services),
+    ):
+        command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", *outputs, *sources]
+        subprocess.run(
+            command, cwd=copy, check=True, capture_output=True, env={"PATH": f"{binaries}:/usr/bin"}
+        )
+    generated = {p.relative_to(copy): p for p in copy.glob(GENERATED)}
+    checked_in = {p.relative_to(PROTOS): p for p in PROTOS.glob(GENERATED)}
+    assert generated.keys() == checked_in.keys(), "run: make proto"
+    for name, path in generated.items():
+        assert path.read_text() == checked_in[name].read_text(), f"{name}: run: make proto"
+
+
+def test_every_message_field_enum_value_and_rpc_is_documented() -> None:
+    statement = re.compile(
+        r"^\s*((optional|repeated)\s+)?[\w.<>, ]+\s+\w+\s*=\s*\d+;"
+        r"|^\s*rpc\s|^(message|service|enum)\s"
+    )
+    bare = []
+    for source in SOURCES:
+        lines = (PROTOS / source).read_text().splitlines()
+        for number, line in enumerate(lines):
+            if statement.match(line) and not lines[number - 1].strip().startswith("//"):
+                bare.append(f"{source}:{number + 1}: {line.strip()}")
+    assert not bare, "say what these mean:\n" + "\n".join(bare)
+
+
+def test_folder_package_and_python_package_agree() -> None:
+    for source in SOURCES:
+        package = re.search(r"^package ([\w.]+);", (PROTOS / source).read_text(), re.MULTILINE)
+        assert package is not None, source
+        assert package.group(1) == Path(source).parent.as_posix().replace("/", ".")

@@ -1,0 +1,280 @@
+"""Processes and the streams between them, in virtual time.
+
+A stream carries messages as bytes, in order, each with a seeded delay, under a window of bytes. It
+ends as gRPC's do: the client sees the server's end or error behind the last message, the server's
+handler is cancelled when the client leaves, and each side notices a broken link in its own time,
+or never.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from common.errors import MeshError, Unavailable, WorkerLost
+
+# What the two halves of a stream may have under way each, in bytes (an HTTP/2 window).
+WINDOW_BYTES = 64 << 10
+
+
+class Process:
+    """What lives and dies together. A stopped process neither sends nor hears, but forgets nothing.
+
+    Its tasks go on in a stop, since one loop runs them all; nothing of that gets out.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_alive = True
+        self._is_stopped = False
+        self._held: deque[Callable[[], object]] = deque()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.ends: dict[End, None] = {}
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is between `stop` and `go_on`."""
+        return self._is_stopped
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """A task of this process."""
+        task = asyncio.get_running_loop().create_task(work, name=self.name)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    def do(self, action: Callable[[], object]) -> None:
+        """Does it now, after the stop, or never when the process is dead by then."""
+        if not self.is_alive:
+            return
+        if self._is_stopped:
+            self._held.append(action)
+        else:
+            action()
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        """SIGCONT."""
+        self._is_stopped = False
+        while self._held and not self._is_stopped:
+            self._held.popleft()()
+
+    def kill(self) -> None:
+        """SIGKILL: from now on nothing it does has an effect. Its links are the network's affair."""
+        self.is_alive = False
+        self._held.clear()
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    async def gone(self) -> None:
+        """Returns once no task of it is left."""
+        while self._tasks:
+            await asyncio.wait(tuple(self._tasks))
+
+
+@dataclass(slots=True)
+class Path:
+    """How long messages of one stream travel: base_s + an exponential of mean jitter_s.
+
+    Arrivals are rounded up to a grid of quantum_s, so that things happen at the same time.
+    """
+
+    rng: Random
+    base_s: float
+    jitter_s: float
+    quantum_s: float
+
+    def arrival(self, now: float) -> float:
+        at = now + self.base_s
+        if self.jitter_s:
+            at += self.rng.expovariate(1 / self.jitter_s)
+        if self.quantum_s:
+            at = -(-at // self.quantum_s) * self.quantum_s
+        return max(at, now)
+
+
+class End:
+    """One side of a stream. Exactly one task reads it and one writes to it."""
+
+    def __init__(self, owner: Process, path: Path) -> None:
+        self.owner = owner
+        self.peer: End | None = None
+        self.is_over = False
+        self.bytes_read = 0
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[bytes] = deque()
+        self._end: MeshError | None = None  # behind the inbox, once `_has_ended`
+        self._has_ended = False
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._under_way = 0
+        self._last_arrival = 0.0
+        self._travelling: deque[Callable[[End], None]] = deque()
+        self._is_held = False
+        self._held: deque[Callable[[], None]] = deque()
+        # Called when the other side, or the link, ended the stream.
+        self.on_cut: Callable[[], object] = lambda: None
+        owner.ends[self] = None
+
+    async def read(self) -> bytes | None:
+        """The next message, None at the end. Raises the error it ended with."""
+        while not self._inbox:
+            if self._has_ended:
+                if self._end is not None:
+                    raise self._end
+                return None
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._inbox.popleft()
+        self.bytes_read += len(message)
+        if self.peer is not None:
+            # Window updates take a trip too, but an instant one changes little and costs nothing.
+            self.peer._freed(len(message))
+        return message
+
+    async def write(self, message: bytes) -> None:
+        """Sends a message once there is room in the window. Raises WorkerLost on an ended stream."""
+        while self._under_way >= WINDOW_BYTES and not self._has_ended and not self.is_over:
+            self._room.clear()
+            await self._room.wait()
+        if self._has_ended or self.is_over:
+            raise WorkerLost("the stream has ended", retryable=True)
+        self._under_way += len(message)
+        self._send(lambda peer: peer._take(message))
+
+    def finish(self, error: MeshError | None) -> None:
+        """Ends the stream from this side: the other one reads what is left, then this."""
+        if self.is_over:
+            return
+        self._leave()
+        self._send(lambda peer: peer.cut(error))
+
+    def cut(self, error: MeshError | None) -> None:
+        """This side learns that the stream is over."""
+        if self._has_ended:
+            return
+        self._has_ended, self._end = True, error
+        self._arrived.set()
+        self._room.set()
+        self.on_cut()
+
+    def hold(self) -> None:
+        """What is sent to this side waits in the network."""
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """What waited arrives."""
+        self._is_held = False
+        while self._held:
+            self._held.popleft()()
+
+    def sever(self) -> None:
+        """From now on nothing arrives at this side, and nobody is told."""
+        peer = self.peer
+        self.peer = None
+        self._held.clear()
+        if peer is not None and peer.peer is self:
+            peer.sever()
+
+    def _leave(self) -> None:
+        self.is_over = True
+        self._room.set()
+        self.owner.ends.pop(self, None)
+
+    def _send(self, arrive: Callable[[End], None]) -> None:
+        """Hands something to the network; it arrives after all that was handed to it before."""
+        self.owner.do(lambda: self._depart(arrive))
+
+    def _depart(self, arrive: Callable[[End], None]) -> None:
+        self._travelling.append(arrive)
+        at = max(self._path.arrival(self._loop.time()), self._last_arrival)
+        self._last_arrival = at
+        self._loop.call_at(at, self._land)
+
+    def _land(self) -> None:
+        arrive = self._travelling.popleft()
+        peer = self.peer
+        if peer is None:
+            return
+        if peer._is_held:
+            peer._held.append(lambda: peer.owner.do(lambda: arrive(peer)))
+        else:
+            peer.owner.do(lambda: arrive(peer))
+
+    def _take(self, message: bytes) -> None:
+        self._inbox.append(message)
+        self._arrived.set()
+
+    def _freed(self, count: int) -> None:
+        self._under_way -= count
+        if self._under_way < WINDOW_BYTES:
+            self._room.set()
+
+
+Handler = Callable[[End], Awaitable[None]]
+
+
+class Net:
+    """Who listens where, and the open streams. paths: how a stream from a to b behaves."""
+
+    def __init__(self, path: Callable[[str, str], Path]) -> None:
+        self._path = path
+        self._listeners: dict[str, tuple[Process, Handler]] = {}
+        self.refused_after_s = 0.05
+
+    def listen(self, address: str, process: Process, handler: Handler) -> None:
+        """Streams to `address` are given to `handler`; it ends the stream by returning or raising.
+
+        A successor on the same address replaces its predecessor.
+        """
+        self._listeners[address] = process, handler
+
+    def close(self, address: str, process: Process) -> None:
+        """Nobody listens there any more, unless it is somebody else by now."""
+        if self._listeners.get(address, (None,))[0] is process:
+            del self._listeners[address]
+
+    def dial(self, caller: Process, address: str) -> End:
+        """The client's end of a new stream; whether anybody is there shows when it is read."""
+        process, handler = self._listeners.get(address, (None, None))
+        path = self._path(caller.name, address)
+        client = End(caller, path)
+        if process is None or handler is None or not process.is_alive:
+            error = Unavailable(f"connection to {address} refused")
+            at = path.arrival(asyncio.get_running_loop().time() + self.refused_after_s)
+            asyncio.get_running_loop().call_at(at, client.cut, error)
+            return client
+        server = End(process, path)
+        client.peer, server.peer = server, client
+        process.do(lambda: self._serve(process, handler, server))
+        return client
+
+    def _serve(self, process: Process, handler: Handler, end: End) -> None:
+        task = process.spawn(_handle(handler, end))
+        # As grpc.aio does with a handler whose client has left.
+        end.on_cut = task.cancel
+        if end._has_ended:
+            task.cancel()
+
+
+async def _handle(handler: Handler, end: End) -> None:
+    error: MeshError | None = None
+    try:
+        await handler(end)
+    except MeshError as raised:
+        error = raised
+    finally:
+        end.finish(error)
+
+
+def streams_between(a: Process, b: Process) -> list[End]:
+    """The ends at `a` of the open streams between the two."""
+    return [end for end in a.ends if end.peer is not None and end.peer.owner is b]
