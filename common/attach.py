@@ -351,8 +351,9 @@ class FrontendLink:
         return leg
 
     def _accepted_leg(self, slot: int, did: str) -> _Leg:
-        leg = self._leg(slot, did)
-        if leg.state != "accepted":
+        leg = self._legs.get(slot)
+        if leg is None or leg.state != "accepted":
+            self._leg(slot, did)
             raise breach("c", f"slot {slot} {did} before it was accepted")
         return leg
 
@@ -638,12 +639,9 @@ class WorkerLink:
         assert state.state == "accepted", state.state
         before = len(state.pending)
         state.pending.extend(token_ids)
-        new = len(state.pending) - before
-        assert len(logprobs) in (0, new), f"{len(logprobs)} logprobs for {new} tokens"
         if logprobs or state.logprobs:
-            state.logprobs.extend([None] * (before - len(state.logprobs)))
-            state.logprobs.extend(logprobs or [None] * new)
-        if new:
+            _put_beside(state, before, logprobs)
+        if state.pending and not state.queued:
             self._queue(slot, state)
 
     def chunk(self, slot: int, json: bytes) -> None:
@@ -760,7 +758,11 @@ class WorkerLink:
         return used
 
     def _take_tokens(self, frame: ToFrontend, slot: int, state: _Slot, room: int) -> int:
-        count, used = _batch(state, min(room, _TURN_BYTES))
+        if state.logprobs:
+            count, used = _batch(state, min(room, _TURN_BYTES))
+        else:
+            count = min(len(state.pending), max(1, min(room, _TURN_BYTES) // _TOKEN_BYTES))
+            used = _BATCH_BYTES + _TOKEN_BYTES * count
         frame.slot.append(slot)
         frame.start.append(state.sent)
         frame.count.append(count)
@@ -813,14 +815,19 @@ def _has_more(submit: Submit) -> bool:
     return submit.prompt_bytes > len(submit.prompt) and submit.prompt_bytes % 4 == 0
 
 
-def _batch(state: _Slot, room: int) -> tuple[int, int]:
-    """How many pending tokens the next batch has, at least one, and its bytes.
+def _put_beside(state: _Slot, before: int, logprobs: Sequence[TokenLogprob]) -> None:
+    """Keeps the logprobs in step with the pending tokens, of which `before` are older."""
+    new = len(state.pending) - before
+    assert len(logprobs) in (0, new), f"{len(logprobs)} logprobs for {new} tokens"
+    state.logprobs.extend([None] * (before - len(state.logprobs)))
+    state.logprobs.extend(logprobs or [None] * new)
 
-    With logprobs it ends where tokens that have them meet tokens that have none.
+
+def _batch(state: _Slot, room: int) -> tuple[int, int]:
+    """How many pending tokens with logprobs the next batch has, at least one, and its bytes.
+
+    It ends where tokens that have them meet tokens that have none.
     """
-    if not state.logprobs:
-        count = min(len(state.pending), max(1, room // _TOKEN_BYTES))
-        return count, _BATCH_BYTES + _TOKEN_BYTES * count
     first, used = state.logprobs[0], _BATCH_BYTES
     for count, logprob in enumerate(state.logprobs):
         size = _TOKEN_BYTES

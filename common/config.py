@@ -74,13 +74,14 @@ class CrossChecked(Protocol):
         ...
 
 
-def knob(help: str, *, check: Check | None = None) -> dict[str, object]:
+def knob(help: str, *, check: Check | None = None, alias: str | None = None) -> dict[str, object]:
     """Metadata of a config field: `field(default=0, metadata=knob("..."))`.
 
     `help` says when to turn it. `check` takes the value (never None) and returns what is wrong with
     it, or None. A field with `repr=False` is a secret: error messages do not show its value.
+    `alias` is a variable that others established for the same thing; our own names win over it.
     """
-    return {"help": help, "check": check}
+    return {"help": help, "check": check, "alias": alias}
 
 
 def at_least(low: float) -> Check:
@@ -148,6 +149,11 @@ class ServiceConfig:
     consul_url: str = field(
         default="http://127.0.0.1:8500",
         metadata=knob("The Consul agent, when it does not run on this host."),
+    )
+    consul_token: str | None = field(
+        default=None,
+        repr=False,
+        metadata=knob("ACL token for Consul, once it asks for one.", alias="CONSUL_HTTP_TOKEN"),
     )
     mesh_token: str | None = field(
         default=None,
@@ -289,7 +295,7 @@ class _Knob:
     kind: Any  # A typing form: int, Literal[...], str | None, ...
     spec: Field[Any]
     flag: str
-    variables: tuple[str, ...]  # The room's own name first, then the mesh-wide one if it has one.
+    variables: tuple[str, ...]  # The room's own, then the mesh-wide one and the alias, if any.
 
     @property
     def required(self) -> bool:
@@ -317,6 +323,8 @@ def _knobs(cls: type[Any], room: str) -> list[_Knob]:
         variables = [f"{PREFIX}{room}_{upper}"]
         if spec.name in common:
             variables.append(f"{PREFIX}{upper}")
+        if alias := spec.metadata.get("alias"):
+            variables.append(alias)
         flag = "--" + spec.name.replace("_", "-")
         knobs.append(_Knob(spec.name, hints[spec.name], spec, flag, tuple(variables)))
     return knobs
@@ -366,9 +374,10 @@ def _from_environ(
     by_variable = {name: knob for knob in knobs for name in knob.variables}
     mesh_wide = {PREFIX + name.upper() for name in _common_names()}
     others = tuple(f"{PREFIX}{other}_" for other in ROOMS if other != room)
-    # The room's own names go first, so that they win over the mesh-wide ones.
-    for name in sorted(environ, key=lambda name: (not name.startswith(f"{PREFIX}{room}_"), name)):
-        if not name.startswith(PREFIX):
+    # The room's own names win over the mesh-wide ones, and these over others' names.
+    rank = (f"{PREFIX}{room}_", PREFIX, "")
+    for name in sorted(environ, key=lambda n: ([n.startswith(p) for p in rank].index(True), n)):
+        if not name.startswith(PREFIX) and name not in by_variable:
             continue
         if _KUBERNETES_URL.match(environ[name]) and name.endswith("_PORT"):
             warnings.append(f"{name} ignored: Kubernetes injects it for a service")

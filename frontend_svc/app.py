@@ -65,7 +65,7 @@ class FrontendApp:
             open_session=grpc_sessions(self._security),
             rng=self._rng,
         )
-        self.gateway = Gateway(self._router, self._engines, lambda: self._snapshot)
+        self.gateway = Gateway(self._router, self._engines, lambda: self._snapshot, self._rng)
         self._state = DeploymentState(
             self._models.names, frontend=FrontendMetrics(config.metrics_prefix)
         )

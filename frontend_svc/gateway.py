@@ -72,8 +72,8 @@ class Ticket:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._submitted: Aborts | None = None
-        self.machine = RequestMachine(plan, self)
+        self._submitted: dict[Leg, Aborts] = {}
+        self.machine = RequestMachine(plan, self, gateway.rng)
 
     def stop(self) -> None:
         """The answer is complete by a stop string."""
@@ -112,12 +112,14 @@ class Ticket:
             error = WorkerLost(f"worker {worker_id} has left the mesh", retryable=True)
             self._loop.call_soon(leg.lost, error)
             return
-        self._submitted = self._gateway.workers.submit(worker_id, instance.address, order, leg)
+        address = instance.address
+        self._submitted[leg] = self._gateway.workers.submit(worker_id, address, order, leg)
 
     def abort(self, leg: Leg, reason: str) -> None:
         """See RequestPorts."""
-        if self._submitted is not None:
-            self._submitted.abort(reason)
+        submitted = self._submitted.pop(leg, None)
+        if submitted is not None:
+            submitted.abort(reason)
 
     def prefill_done(self, attempt: int) -> None:
         """See RequestPorts."""
@@ -144,6 +146,10 @@ class Ticket:
             self._timer.cancel()
         self._timer = self._loop.call_at(at, self._on_time)
 
+    def now(self) -> float:
+        """See RequestPorts."""
+        return self._loop.time()
+
     def _on_time(self) -> None:
         self.machine.on_time(self._loop.time())
 
@@ -154,13 +160,20 @@ class Ticket:
 class Gateway:
     """The requests of a frontend process.
 
-    snapshot: the mesh's members as discovery knows them now.
+    snapshot: the mesh's members as discovery knows them now. rng: makes span ids.
     """
 
-    def __init__(self, placer: Placer, workers: Workers, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(
+        self,
+        placer: Placer,
+        workers: Workers,
+        snapshot: Callable[[], Snapshot],
+        rng: Random | None = None,
+    ) -> None:
         self.placer = placer
         self.workers = workers
         self.snapshot = snapshot
+        self.rng = Random() if rng is None else rng
         self._open: set[Ticket] = set()
         self._idle = asyncio.Event()
         self._idle.set()

@@ -45,6 +45,7 @@ from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.metrics_http import metrics_router
 from frontend_svc.models import Models, ServedModel
 from frontend_svc.router_client import Query
+from frontend_svc.tracing import RequestSpan, request_spans
 
 # ASGI's own types: the protocol leaves values open.
 Scope = MutableMapping[str, Any]
@@ -76,13 +77,13 @@ class Call:
     endpoint: Endpoint
     request_id: str
     client_id: bytes
-    traceparent: str
+    span: RequestSpan
     began_s: float
     body: ChatRequest | CompletionRequest | None = None
     request: PreprocessedRequest | None = None
     answer: Answer | None = None
     status: int = 0
-    failure: str = ""
+    error: MeshError | None = None
 
     @property
     def answer_id(self) -> str:
@@ -113,6 +114,7 @@ class GenerationEndpoint:
         self._models = models
         self._state = state
         self._config = config
+        self._start_span = request_spans()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; it counts in the metrics, and gets a log line, however it ends."""
@@ -123,7 +125,9 @@ class GenerationEndpoint:
             endpoint=self._endpoint,
             request_id=request_id,
             client_id=given if _REQUEST_ID.fullmatch(given) else request_id.encode(),
-            traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
+            span=self._start_span(
+                scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
+            ),
             began_s=self._state.clock(),
         )
         meter: RequestMeter | None = None
@@ -143,6 +147,7 @@ class GenerationEndpoint:
         finally:
             if meter is not None:
                 meter.close()
+            self._tell_span(call)
             self._log(call)
 
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
@@ -242,7 +247,8 @@ class GenerationEndpoint:
             migratable=is_migratable(request),
             attempts_max=self._config.attempts_max,
             accept_s=self._config.accept_s,
-            traceparent=call.traceparent,
+            traceparent=call.span.traceparent,
+            trace_id=call.span.trace_id,
             priority=request.routing.priority if request.routing is not None else None,
         )
         ticket = self._gateway.open(plan, self._query(model, request, loop.time()), answer)
@@ -339,7 +345,7 @@ class GenerationEndpoint:
     async def _refuse(
         self, call: Call, meter: RequestMeter | None, error: MeshError, send: Send
     ) -> None:
-        call.failure = error.reason
+        call.error = error
         if meter is not None:
             meter.mark_failed(error_type(error))
         if call.status:
@@ -348,6 +354,28 @@ class GenerationEndpoint:
         call.status = answer.status
         headers = tuple((k.encode(), v.encode()) for k, v in answer.headers)
         await _send_whole(send, answer.status, (*headers, call.id_header), answer.body)
+
+    def _tell_span(self, call: Call) -> None:
+        span, answer, error = call.span, call.answer, call.error
+        facts: dict[str, str | int | bool] = {
+            "request_id": call.request_id,
+            "x_request_id": call.client_id.decode("latin-1"),
+        }
+        if call.body is not None:
+            facts |= {
+                "model": call.body.model,
+                "gen_ai.operation.name": "chat",
+                "gen_ai.provider.name": OWNER,
+                "gen_ai.request.model": call.body.model,
+                "gen_ai.request.stream": call.body.is_stream,
+            }
+        span.is_about(facts)
+        if answer is not None and answer.first_at is not None:
+            span.first_token(answer.first_at - call.began_s)
+        if answer is not None and answer.outcome is not None:
+            span.placed(answer.outcome)
+            error = error or answer.outcome.error
+        span.end(call.status, error)
 
     def _log(self, call: Call) -> None:
         """The one line of a request."""
@@ -360,6 +388,8 @@ class GenerationEndpoint:
         }
         if call.client_id != call.request_id.encode():
             facts["client_request_id"] = call.client_id.decode("latin-1")
+        if call.span.trace_id:
+            facts["trace_id"] = call.span.trace_id
         if call.body is not None:
             facts |= {"model": call.body.model, "stream": call.body.is_stream}
         answer = call.answer
@@ -367,8 +397,8 @@ class GenerationEndpoint:
             facts["ttft_ms"] = round((answer.first_at - call.began_s) * 1000, 1)
         if answer is not None and answer.outcome is not None:
             facts |= _outcome_facts(answer.outcome)
-        if call.failure:
-            facts["failure"] = call.failure
+        if call.error is not None:
+            facts["failure"] = call.error.reason
         log.info("request", **facts)
 
 

@@ -22,9 +22,9 @@ from common.error_proto import error_from_proto
 from common.errors import MeshError, Overloaded, WorkerLost
 from common.instances import Instance
 from common.interceptors import from_rpc_error
-from common.preprocessed import RouterConfigOverride, RoutingHints
-from common.preprocessed_proto import part_to_proto
-from frontend_svc.core.request import Placed
+from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
+from common.preprocessed_proto import part_from_proto, part_to_proto
+from frontend_svc.core.request import Place, Placed
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 UNROUTED_AFTER_S = 3.0
@@ -306,10 +306,16 @@ def _key(key: Key) -> router_pb2.BookingKey:
 
 
 def _placed(decision: router_pb2.Decision) -> Placed:
+    has = decision.HasField
+    prefill = decision.prefill
     return Placed(
         worker_id=decision.worker.worker_id,
         dp_rank=decision.worker.dp_rank,
         overlap_blocks=decision.overlap_blocks,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         reasons=tuple(decision.reasons),
+        prefill=Place(prefill.worker_id, prefill.dp_rank) if has("prefill") else None,
+        bootstrap=(
+            part_from_proto(BootstrapInfo, decision.bootstrap) if has("bootstrap") else None
+        ),
     )

@@ -26,6 +26,7 @@ from worker_svc.engine import EngineConfig, LLMEngine
 from worker_svc.runner import Runner
 from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 # How long the last frames of ended requests may take to reach their frontends.
@@ -73,6 +74,9 @@ class WorkerApp:
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = f"{config.advertise_host or config.host}:{port}"
         self._instance = self._instance_of(engine_config, self._card)
+        self.runner.spans = GenerateSpans(
+            self._card.name, self._instance.role, clock=time.monotonic
+        )
         servicer = EngineServicer(
             self.runner,
             self._attach,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import structlog
 
@@ -15,6 +16,8 @@ from worker_svc.runner import Runner
 
 # How often deadlines and heartbeats are looked at.
 TICK_S = 0.1
+# How long a stream that ends waits for the write under way.
+LAST_WRITE_S = 0.1
 
 log = structlog.get_logger()
 
@@ -39,7 +42,7 @@ class AttachStream:
         self._keys: dict[int, int] = {}
         self._slots: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
-        self._replaced = False
+        self._why: Exception | None = None
         self._is_ending = False
 
     async def serve(self, opened: Callable[[AttachStream], None]) -> None:
@@ -51,8 +54,11 @@ class AttachStream:
             async with asyncio.TaskGroup() as self._tasks:
                 self._tasks.create_task(self._write_frames())
                 self._tasks.create_task(self._tick())
-                await self._read_frames(opened)
-                raise _Ended
+                try:
+                    await self._read_frames(opened)
+                except MeshError as error:
+                    await self._end_with(error)
+                await self._end_with(_Ended())
         except* _Ended:
             pass
         except* MeshError as group:
@@ -62,13 +68,20 @@ class AttachStream:
 
     def replace(self) -> None:
         """A newer stream of the same frontend is there: end this one."""
-        self._replaced = True
+        self._why = Conflict("a newer stream of this frontend took over", reason="REPLACED")
         self._wake.set()
 
     def end(self) -> None:
         """Ends the stream well, once its slots have ended and all of it is written."""
         self._is_ending = True
         self._wake.set()
+
+    async def _end_with(self, why: Exception) -> NoReturn:
+        """Has the writer raise it between two writes: beside one, grpc cannot send a status."""
+        self._why = self._why or why
+        self._wake.set()
+        await asyncio.sleep(LAST_WRITE_S)  # who takes nothing will not hear of this either
+        raise why
 
     async def _read_frames(self, opened: Callable[[AttachStream], None]) -> None:
         while (frame := await self._read()) is not None:
@@ -140,8 +153,8 @@ class AttachStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._replaced:
-                raise Conflict("a newer stream of this frontend took over", reason="REPLACED")
+            if self._why is not None:
+                raise self._why
             while (frame := link.next_frame(self._loop.time(), engine.loads)) is not None:
                 await self._write(frame)
             if self._is_ending and not self.link.open_slots:
@@ -152,7 +165,7 @@ class AttachStream:
             await asyncio.sleep(TICK_S)
             lost, late = self.link.tick(self._loop.time())
             if lost is not None:
-                raise lost
+                await self._end_with(lost)
             for stop in late:
                 self._obey(stop)
             self._wake.set()

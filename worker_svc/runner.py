@@ -34,6 +34,7 @@ from worker_svc.engine import (
     chunk,
     validated,
 )
+from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # How long an engine may take to end a stopped request before its generator is closed on it.
 STOP_GRACE_S = 0.15
@@ -70,6 +71,7 @@ class Runner:
         self.card_checksum = card_checksum
         self.counters: Counter[str] = Counter()
         self.is_draining = False
+        self.spans: GenerateSpans | None = None
         self._max_requests = max_requests
         self._running: dict[int, _Running] = {}
         self._last_key = 0
@@ -127,28 +129,37 @@ class Runner:
         running = self._running[key]
         limit = running.limit = asyncio.timeout(None)
         how = "closed"
+        span = self.spans.start(running.order) if self.spans is not None else None
+        if span is not None:
+            emit = _observed(emit, span)
         try:
             async with limit:
                 if running.ctx.is_stopped:  # before it began
                     self._limit_stop(limit)
                 terminal = await self._consume(running, emit)
             how = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
-        except MeshError:
+        except MeshError as error:
             how = "failed"
+            if span is not None:
+                span.fail(error)
             raise
         except asyncio.CancelledError as error:
             if _is_cancelled():
+                if span is not None:
+                    span.drop()
                 raise
             how = "failed"  # the engine's own business, which nobody here was cancelled for
-            raise _engine_failed(running) from error
+            raise _engine_failed(running, span) from error
         except Exception as error:
             if not (isinstance(error, TimeoutError) and limit.expired()):
                 how = "failed"
-                raise _engine_failed(running) from error
+                raise _engine_failed(running, span) from error
             self.counters["stops_forced"] += 1
             how, terminal = "stopped", chunk.cancelled()
         finally:
             self._left(key, how)
+        if span is not None:
+            span.end(terminal)
         if how == "stopped" and running.ctx.stop_reason == "deadline":
             raise DeadlineExceeded("the request's deadline passed at the worker")
         return terminal
@@ -230,6 +241,17 @@ def _is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _engine_failed(running: _Running) -> Bug:
+def _engine_failed(running: _Running, span: GenerateSpan | None) -> Bug:
     log.exception("engine_failed", request_id=running.order.request_id)
-    return Bug("the engine failed; the worker's log says how")
+    error = Bug("the engine failed; the worker's log says how")
+    if span is not None:
+        span.fail(error)
+    return error
+
+
+def _observed(emit: Emit, span: GenerateSpan) -> Emit:
+    def both(output: LLMEngineOutput) -> None:
+        span.output(output)
+        emit(output)
+
+    return both

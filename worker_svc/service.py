@@ -12,7 +12,7 @@ import grpc.aio
 from common.attach import Order, ToFrontend, ToWorker
 from common.attach_proto import load_to_proto, to_frontend_to_proto, to_worker_from_proto
 from common.card import ModelCard
-from common.errors import InvalidRequest, NotFound, Unimplemented
+from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
 from common.instances import Instance
 from common.interceptors import request_id, time_left_s
 from common.preprocessed import PrefillResult, TokenLogprob
@@ -86,8 +86,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             outputs.append(output)
             wake.set()
 
+        async def outcome() -> LLMEngineOutput | MeshError:
+            # Not raised in the group, where it would cancel a write that is under way; grpc cannot
+            # send a status beside one, and the caller would hear nothing.
+            try:
+                return await self._runner.run(key, emit)
+            except MeshError as error:
+                return error
+
         async with asyncio.TaskGroup() as tasks:
-            run = tasks.create_task(self._runner.run(key, emit))
+            run = tasks.create_task(outcome())
             run.add_done_callback(lambda _: self._runner.forget(key))
             run.add_done_callback(lambda _: wake.set())
             late = asyncio.get_running_loop().call_later(
@@ -104,6 +112,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             finally:
                 late.cancel()
         terminal = run.result()
+        if isinstance(terminal, MeshError):
+            raise terminal
         message = _generated([terminal])
         assert terminal.finish_reason is not None
         message.finish_reason = finish_reason_to_proto(terminal.finish_reason)

@@ -3,28 +3,42 @@
 The machine hears of placements, of its legs (it gives `Leg` objects out as slot sinks) and of time,
 and says what to do through `RequestPorts`. It holds no socket, task or clock.
 
+An attempt has one leg, or two when prefill and decode are apart: a prefill leg, whose token only
+proves that the prompt is computed, and a decode leg, whose tokens are the answer. With a bootstrap
+rendezvous both start at once; without, decode starts with what prefill's end hands over. They are
+one transaction: the failure of either ends both and the whole is tried again, until decode has
+delivered, for then the prompt's KV has arrived and prefill's fate is its own.
+
 Invariants: `finish` is called exactly once and nothing is emitted after it; the tokens emitted are
-the concatenation of what legs delivered, nothing lost, repeated or reordered; at most one attempt
-is live; every attempt that was placed is freed exactly once; a worker that failed the request is
-not asked again.
+the concatenation of what main legs delivered, nothing lost, repeated or reordered; at most one
+attempt is live; every attempt that was placed is freed exactly once; a worker that failed the
+request is not asked again; prefill is told of an abort before decode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Protocol
 
 from common.attach import Order, Terminal
 from common.errors import DeadlineExceeded, MeshError, RequestCancelled, WorkerLost
 from common.preprocessed import (
+    BootstrapInfo,
     CompletionUsage,
     FinishReason,
+    PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
+    RoutingHints,
     TokenLogprob,
+    TraceLink,
     usage,
 )
+
+# A decode leg that fails so blames its prefill worker, and the other way round.
+PEER_LOST = "PEER_LOST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +47,8 @@ class Plan:
 
     deadline: on the clock that `now` arguments use, seconds. migratable: a started answer may go on
     elsewhere (prompt + generated tokens say all there is to know). attempts_max: tries, the first
-    included. accept_s: how long a worker may take to accept before another one is asked.
+    included. accept_s: how long a worker may take to accept before another one is asked;
+    pair_accept_s: the same where two have to. trace_id: 32 hex digits, "" when not sampled.
     """
 
     request_id: str
@@ -42,25 +57,44 @@ class Plan:
     migratable: bool = True
     attempts_max: int = 4
     accept_s: float = 3.0
+    pair_accept_s: float = 1.0
     traceparent: str = ""
+    trace_id: str = ""
     tenant: str = ""
     priority: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A worker and one of its ranks."""
+
+    worker_id: int
+    dp_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placed:
-    """The router's answer, as far as the machine needs it."""
+    """The router's answer, as far as the machine needs it.
+
+    worker_id: where the whole request, or its decode, runs. prefill: where its prefill runs, None
+    when it is not split. bootstrap: how the two meet; None: prefill completes first.
+    """
 
     worker_id: int
     dp_rank: int = 0
     overlap_blocks: int = 0
     predicted_cached_tokens: int = 0
     reasons: tuple[str, ...] = ()
+    prefill: Place | None = None
+    bootstrap: BootstrapInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a request ended. error: why it failed, else None. usage: as the client is to see it."""
+    """How a request ended. error: why it failed, else None. usage: as the client is to see it.
+
+    worker_ids: who was asked, in order.
+    """
 
     finish_reason: FinishReason | None
     error: MeshError | None
@@ -73,13 +107,15 @@ class Outcome:
 def is_migratable(request: PreprocessedRequest) -> bool:
     """Whether prompt + generated tokens say all that an engine needs to go on (DESIGN §6).
 
-    Not so with guided decoding (the grammar's state), several choices, penalties (they count the
-    output apart from the prompt) and prompt_embeds.
+    Not so with guided decoding (the grammar's state), several choices or beams, penalties (they
+    count the output apart from the prompt) and prompt_embeds.
     """
     sampling = request.sampling_options
     return (
         sampling.guided_decoding is None
         and sampling.n in (None, 1)
+        and sampling.best_of in (None, 1)
+        and not sampling.use_beam_search
         and not sampling.presence_penalty
         and not sampling.frequency_penalty
         and sampling.repetition_penalty in (None, 1.0)
@@ -94,7 +130,7 @@ class RequestPorts(Protocol):
         """Ask the router; answer with `placed` or `place_failed` of the same attempt."""
 
     def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
-        """Submit an order; `leg` is its sink."""
+        """Submit an order; `leg` is its sink, told of what comes of it later, never from here."""
 
     def abort(self, leg: Leg, reason: str) -> None:
         """End a leg that was submitted."""
@@ -114,14 +150,24 @@ class RequestPorts(Protocol):
     def wake_at(self, at: float) -> None:
         """Call `on_time` at that time; an earlier wish is replaced."""
 
+    def now(self) -> float:
+        """The time, on the deadline's clock."""
+
 
 class Leg:
-    """One submission of one attempt: the sink of its slot."""
+    """One submission of one attempt: the sink of its slot. phase: "", "prefill" or "decode"."""
 
-    def __init__(self, machine: RequestMachine, attempt: int, worker_id: int) -> None:
+    __slots__ = ("_machine", "attempt", "delivered", "is_accepted", "is_live", "phase", "span_id",
+                 "worker_id")  # fmt: skip
+
+    def __init__(
+        self, machine: RequestMachine, attempt: int, worker_id: int, phase: str, span_id: str
+    ) -> None:
         self._machine = machine
         self.attempt = attempt
         self.worker_id = worker_id
+        self.phase = phase
+        self.span_id = span_id
         self.is_live = True
         self.is_accepted = False
         self.delivered = 0
@@ -156,21 +202,32 @@ class Leg:
 
 
 class RequestMachine:
-    """See the module. Events: start, placed, place_failed, client_gone, stop, on_time, and legs."""
+    """See the module. Events: start, placed, place_failed, client_gone, stop, on_time, and legs.
 
-    def __init__(self, plan: Plan, ports: RequestPorts) -> None:
+    rng: makes span ids; needed only when the plan is traced.
+    """
+
+    def __init__(self, plan: Plan, ports: RequestPorts, rng: Random | None = None) -> None:
         self.plan = plan
         self.generated: list[int] = []
         self.is_finished = False
         self._ports = ports
+        self._rng = rng
         self._attempt = -1
-        self._leg: Leg | None = None
+        self._main: Leg | None = None
+        self._prefill: Leg | None = None
+        self._prefill_tokens: list[int] = []
+        self._prefill_logprobs: list[TokenLogprob] = []
+        self._prefill_result: PrefillResult | None = None
+        self._prefill_told = False
         self._placed: Placed | None = None
         self._booked = False
         self._accept_by: float | None = None
         self._excluded: frozenset[int] = frozenset()
         self._worker_ids: list[int] = []
         self._cached_tokens: int | None = None
+        # The span that the next leg continues: prefill's, or that of a leg which failed.
+        self._origin_span = ""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -184,11 +241,14 @@ class RequestMachine:
         if not self._awaits(attempt):
             return  # freed when it was given up
         self._placed = placed
-        self._worker_ids.append(placed.worker_id)
-        leg = self._leg = Leg(self, attempt, placed.worker_id)
-        self._accept_by = now + self.plan.accept_s
-        self._ports.wake_at(min(self._accept_by, self.plan.deadline))
-        self._ports.submit(placed.worker_id, self._order(now), leg)
+        if placed.prefill is None:
+            self._await_acceptance(now, self.plan.accept_s)
+            self._submit_main("", now)
+            return
+        self._await_acceptance(now, self.plan.pair_accept_s)
+        self._submit_prefill(placed.prefill, now)
+        if placed.bootstrap is not None:
+            self._submit_main("decode", now)
 
     def place_failed(self, attempt: int, error: MeshError) -> None:
         """The router found no place. Nothing is booked."""
@@ -226,23 +286,28 @@ class RequestMachine:
             self._give_up("deadline")
             self._finish(FinishReason.ERROR, DeadlineExceeded("the request took too long"))
             return
-        leg, accept_by = self._leg, self._accept_by
-        if leg is None or leg.is_accepted or accept_by is None:
+        late = [leg for leg in self._live() if not leg.is_accepted]
+        accept_by = self._accept_by
+        if not late or accept_by is None:
             self._ports.wake_at(self.plan.deadline)
         elif now < accept_by:  # a timer may be early by a tick of its clock
             self._ports.wake_at(min(accept_by, self.plan.deadline))
         else:
-            self._ports.abort(leg, "not_accepted")
-            why = f"worker {leg.worker_id} did not accept within {self.plan.accept_s:g} s"
-            self.leg_failed(leg, WorkerLost(why, retryable=True))
+            self._excluded |= {leg.worker_id for leg in late}
+            names = " and ".join(str(leg.worker_id) for leg in late)
+            error = WorkerLost(f"worker {names} did not accept in time", retryable=True)
+            self._retry(error, "not_accepted")
 
     # -- legs -----------------------------------------------------------------------------------
 
     def leg_tokens(self, leg: Leg, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """A live leg delivered tokens."""
-        if not leg.delivered:
-            self._ports.prefill_done(leg.attempt)
         leg.delivered += len(token_ids)
+        self._tell_prefill_done(leg.attempt)
+        if leg is self._prefill:
+            self._prefill_tokens += token_ids
+            self._prefill_logprobs += logprobs
+            return
         self.generated += token_ids
         self._ports.emit(token_ids, logprobs)
 
@@ -254,18 +319,66 @@ class RequestMachine:
         if error is not None:
             self.leg_failed(leg, error)
             return
-        self._close_leg(leg)
         details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
-        if details is not None and self._cached_tokens is None:
+        # The leg that computed the prompt knows; of several attempts, the first.
+        if details is not None and self._cached_tokens is None and leg.phase != "decode":
             self._cached_tokens = details.cached_tokens
+        leg.is_live = False
         if terminal.finish_reason is FinishReason.CANCELLED:
-            error = RequestCancelled("the worker was told to end the request")
-        self._finish(terminal.finish_reason, error)
+            self._give_up("peer_cancelled")
+            cancelled = RequestCancelled("the worker was told to end the request")
+            self._finish(FinishReason.CANCELLED, cancelled)
+        elif leg is self._prefill:
+            self._prefill_ended(leg, terminal)
+        else:
+            self._finish(terminal.finish_reason, None)
+
+    def _prefill_ended(self, leg: Leg, terminal: Terminal) -> None:
+        self._prefill = None
+        self._tell_prefill_done(leg.attempt)
+        if self._main is not None:
+            return  # with a bootstrap: decode is under way and has it all
+        reason = terminal.finish_reason
+        if reason is not FinishReason.LENGTH or self._remaining() == 1:
+            # It was the whole answer: nothing is left for decode.
+            if self._prefill_tokens:
+                self.generated += self._prefill_tokens
+                self._ports.emit(self._prefill_tokens, self._prefill_logprobs)
+            if not self.is_finished:  # who hears of tokens may end the request
+                self._finish(reason, None)
+        elif terminal.prefill_result is None:
+            missing = WorkerLost("prefill ended and handed nothing over", retryable=True)
+            self._excluded |= {leg.worker_id}
+            self._retry(missing, "no_handoff")
+        else:
+            self._prefill_result = terminal.prefill_result
+            now = self._ports.now()
+            self._await_acceptance(now, self.plan.accept_s)
+            self._submit_main("decode", now)
 
     def leg_failed(self, leg: Leg, error: MeshError) -> None:
         """A live leg failed: try elsewhere where that is right, else end."""
-        self._close_leg(leg)
-        self._excluded |= {leg.worker_id}
+        leg.is_live = False
+        main = self._main
+        if leg is self._prefill and main is not None and main.delivered:
+            self._prefill = None  # decode has the prompt's KV: what it sends is whole
+            return
+        self._excluded |= {self._blamed(leg, error)}
+        self._retry(error, "peer_failed")
+
+    def _blamed(self, leg: Leg, error: MeshError) -> int:
+        """The worker not to be asked again."""
+        placed = self._placed
+        if error.reason != PEER_LOST or placed is None or placed.prefill is None:
+            return leg.worker_id
+        return placed.worker_id if leg.phase == "prefill" else placed.prefill.worker_id
+
+    def _retry(self, error: MeshError, reason: str) -> None:
+        """The attempt is over; another one, linked to this one's answer, or the end."""
+        last = self._main or self._prefill
+        if last is not None:
+            self._origin_span = last.span_id
+        self._give_up(reason)
         if error.retryable and self.generated and self._remaining() == 0:
             self._finish(FinishReason.LENGTH, None)  # all was delivered, only the end got lost
         elif self._may_retry(error):
@@ -281,25 +394,78 @@ class RequestMachine:
     # -- doing ----------------------------------------------------------------------------------
 
     def _awaits(self, attempt: int) -> bool:
-        return not self.is_finished and attempt == self._attempt and self._leg is None
+        is_placed = self._main is not None or self._prefill is not None
+        return not self.is_finished and attempt == self._attempt and not is_placed
+
+    def _live(self) -> list[Leg]:
+        """Live legs, prefill first: the order in which they are told of an abort."""
+        return [leg for leg in (self._prefill, self._main) if leg is not None and leg.is_live]
 
     def _place(self) -> None:
         self._attempt += 1
         self._booked = True
+        self._prefill_tokens, self._prefill_logprobs = [], []
+        self._prefill_result, self._prefill_told = None, False
         self._ports.wake_at(self.plan.deadline)
         self._ports.place(self._attempt, self._excluded)
 
-    def _order(self, now: float) -> Order:
+    def _await_acceptance(self, now: float, accept_s: float) -> None:
+        self._accept_by = now + accept_s
+        self._ports.wake_at(min(self._accept_by, self.plan.deadline))
+
+    def _submit_prefill(self, place: Place, now: float) -> None:
+        request = self._continued_request()
+        stop = replace(request.stop_conditions, max_tokens=1, min_tokens=None)
+        request = self._bound_for(replace(request, stop_conditions=stop), place.dp_rank)
+        leg = self._prefill = self._new_leg(place.worker_id, "prefill")
+        self._origin_span = leg.span_id  # decode begins with a link to it
+        self._submit(leg, request, now)
+
+    def _submit_main(self, phase: str, now: float) -> None:
+        placed = self._placed
+        assert placed is not None, "a leg follows a placement"
+        request = self._bound_for(self._continued_request(), placed.dp_rank)
+        if self._prefill_result is not None:
+            request = replace(request, prefill_result=self._prefill_result)
+        leg = self._main = self._new_leg(placed.worker_id, phase)
+        self._submit(leg, request, now)
+
+    def _bound_for(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+        """The request with what the placement decided."""
+        placed = self._placed
+        assert placed is not None, "a leg follows a placement"
+        if dp_rank:
+            hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
+            request = replace(request, routing=hints)
+        if placed.bootstrap is not None:
+            request = replace(request, bootstrap_info=placed.bootstrap)
+        if self._origin_span:
+            link = TraceLink(trace_id=self.plan.trace_id, span_id=self._origin_span)
+            request = replace(request, migration_link=link)
+        return request
+
+    def _new_leg(self, worker_id: int, phase: str) -> Leg:
+        span_id = ""
+        if self.plan.trace_id:
+            assert self._rng is not None, "a traced request needs chance for its span ids"
+            span_id = f"{self._rng.getrandbits(64) or 1:016x}"
+        self._worker_ids.append(worker_id)
+        return Leg(self, self._attempt, worker_id, phase, span_id)
+
+    def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
         plan = self.plan
-        return Order(
+        order = Order(
             request_id=plan.request_id,
-            attempt=self._attempt,
+            attempt=leg.attempt,
             timeout_s=max(0.001, plan.deadline - now),
             traceparent=plan.traceparent,
+            span_id=leg.span_id,
             tenant=plan.tenant,
             priority=plan.priority,
-            request=self._continued_request(),
+            request=request,
+            phase=leg.phase,
         )
+        self._ports.submit(leg.worker_id, order, leg)
 
     def _continued_request(self) -> PreprocessedRequest:
         """The request, going on after what was generated: longer prompt, smaller limits."""
@@ -325,16 +491,18 @@ class RequestMachine:
         limit = self.plan.request.stop_conditions.max_tokens
         return None if limit is None else max(0, limit - len(self.generated))
 
-    def _give_up(self, reason: str) -> None:
-        leg = self._leg
-        if leg is not None and leg.is_live:
-            self._ports.abort(leg, reason)
-            self._close_leg(leg)
+    def _tell_prefill_done(self, attempt: int) -> None:
+        if not self._prefill_told:
+            self._prefill_told = True
+            self._ports.prefill_done(attempt)
 
-    def _close_leg(self, leg: Leg) -> None:
-        assert leg is self._leg, "only the current leg is live"
-        leg.is_live = False
-        self._leg, self._accept_by = None, None
+    def _give_up(self, reason: str) -> None:
+        """Ends the attempt: live legs are aborted, its booking is freed."""
+        for leg in self._live():
+            leg.is_live = False
+            self._ports.abort(leg, reason)
+        self._main = self._prefill = None
+        self._accept_by = None
         self._free()
 
     def _free(self) -> None:
@@ -344,6 +512,9 @@ class RequestMachine:
 
     def _finish(self, finish_reason: FinishReason | None, error: MeshError | None) -> None:
         assert not self.is_finished, "a request ends once"
+        # A prefill leg that outlives its decode has nothing left to do: it ends by itself.
+        for leg in self._live():
+            leg.is_live = False
         self._free()
         self.is_finished = True
         self._ports.finish(

@@ -19,11 +19,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+import grpc
 import httpx
 import pytest
+from tokenizers import Tokenizer
+
+from frontend_svc.core.prompt import ChatTemplate
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from worker_svc.core.truth import Truth
+from worker_svc.sim_engine import SIM_MODEL_DIR, load_sim_model
 
 ROOT = Path(__file__).parents[2]
 LEASH = ROOT / "meshctl" / "leash.py"
@@ -31,6 +41,7 @@ START_S = 30.0
 WAIT_S = 15.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
+MODEL = "kvmesh-sim"
 
 T = TypeVar("T")
 
@@ -53,6 +64,7 @@ class Service:
         self.log_path = folder / f"{name}.log"
         self.instance_id = 0
         self.addresses: Mapping[str, str] = {}
+        self._channel: grpc.Channel | None = None
         self._log: IO[bytes] = self.log_path.open("wb")
         self._ready_fd, write_fd = os.pipe()
         try:
@@ -80,6 +92,32 @@ class Service:
     def address(self) -> str:
         """Where it serves gRPC."""
         return self.addresses["grpc"]
+
+    @property
+    def channel(self) -> grpc.Channel:
+        """A blocking channel to it."""
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self.address)
+        return self._channel
+
+    def open_slots(self) -> int:
+        """Slots open at this worker."""
+        return self.load().open_slots
+
+    def load(self) -> engine_pb2.GetLoadResponse:
+        """What this worker does now."""
+        stub = engine_pb2_grpc.EngineServiceStub(self.channel)
+        return stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=WAIT_S)
+
+    def counters(self) -> dict[str, int]:
+        """This worker's counters."""
+        stub = engine_pb2_grpc.EngineServiceStub(self.channel)
+        return dict(stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=WAIT_S).counters)
+
+    def bookings(self) -> int:
+        """Bookings that this router holds."""
+        stub = router_pb2_grpc.RouterServiceStub(self.channel)
+        return len(stub.Dump(router_pb2.DumpRequest(), timeout=WAIT_S).bookings)
 
     def wait_ready(self, timeout_s: float = START_S) -> Service:
         """Returns once it has said that it is ready. AssertionError with its log otherwise."""
@@ -116,6 +154,8 @@ class Service:
 
     def close(self) -> None:
         """Ends the process if it runs, and lets go of its log and pipe. Idempotent."""
+        if self._channel is not None:
+            self._channel.close()
         if self.process.poll() is None:
             self.kill()
         if not self._log.closed:
@@ -235,6 +275,68 @@ class Mesh:
     def logs(self) -> str:
         """The ends of all logs, for people."""
         return "\n".join(service.tail() for service in self.services)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the sim model answers. prompt_tokens, completion_tokens: as usage must say."""
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class Oracle:
+    """Says what a mesh of sim workers must answer, from the model's files alone."""
+
+    def __init__(self) -> None:
+        self._tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
+        config = json.loads((SIM_MODEL_DIR / "tokenizer_config.json").read_text())
+        self._template = ChatTemplate(
+            config["chat_template"], bos_token=None, eos_token=config["eos_token"]
+        )
+        model = load_sim_model(SIM_MODEL_DIR)
+        self._truth = Truth(model.word_ids, model.eos_ids[0])
+
+    def chat(self, content: str, max_tokens: int, *, stop: str = "") -> Answer:
+        """The answer to one user message."""
+        messages = [{"role": "user", "content": content}]
+        return self.chats(messages, max_tokens, stop=stop)
+
+    def chats(
+        self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, stop: str = ""
+    ) -> Answer:
+        """The answer to a conversation."""
+        text = self._template.render(list(messages), now=datetime.now(UTC))
+        return self._answer(self.encode(text, special_tokens=False), max_tokens, stop)
+
+    def completion(
+        self, prompt: str | Sequence[int], max_tokens: int, *, ignore_eos: bool = False
+    ) -> Answer:
+        """The continuation of a text, or of token ids."""
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, special_tokens=True)
+        return self._answer(prompt, max_tokens, ignore_eos=ignore_eos)
+
+    def encode(self, text: str, *, special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def _answer(
+        self, prompt: Sequence[int], max_tokens: int, stop: str = "", *, ignore_eos: bool = False
+    ) -> Answer:
+        tokens = self._truth.continue_tokens(prompt, max_tokens, ignore_eos=ignore_eos)
+        finish = "length" if len(tokens) == max_tokens else "stop"
+        text = self._tokenizer.decode(tokens)
+        if stop and stop in text:
+            # The token that completes the stop string is the last one that counts.
+            count = next(
+                n for n in range(1, len(tokens) + 1) if stop in self._tokenizer.decode(tokens[:n])
+            )
+            return Answer(text[: text.index(stop)], "stop", len(prompt), count)
+        return Answer(text, finish, len(prompt), len(tokens))
 
 
 @contextmanager

@@ -126,7 +126,9 @@ def run_virtually(main: Coroutine[Any, Any, T], *, until: float = float("inf")) 
     try:
         result = loop.run_until_complete(main)
         if loop.failures:
-            raise RuntimeError("; ".join(loop.failures))
+            raise RuntimeError(
+                f"{len(loop.failures)} failures nobody saw; {'; '.join(loop.failures[:3])}"
+            )
         return result
     finally:
         _cancel_rest(loop)

@@ -67,7 +67,7 @@ class Process:
             self._held.popleft()()
 
     def kill(self) -> None:
-        """SIGKILL: from now on nothing it does has an effect. Its links are the network's affair."""
+        """SIGKILL: nothing it does from now on has an effect. Its links are the net's affair."""
         self.is_alive = False
         self._held.clear()
         for task in tuple(self._tasks):
@@ -141,7 +141,7 @@ class End:
         return message
 
     async def write(self, message: bytes) -> None:
-        """Sends a message once there is room in the window. Raises WorkerLost on an ended stream."""
+        """Sends a message once the window has room. Raises WorkerLost on an ended stream."""
         while self._under_way >= WINDOW_BYTES and not self._has_ended and not self.is_over:
             self._room.clear()
             await self._room.wait()
@@ -273,8 +273,3 @@ async def _handle(handler: Handler, end: End) -> None:
         error = raised
     finally:
         end.finish(error)
-
-
-def streams_between(a: Process, b: Process) -> list[End]:
-    """The ends at `a` of the open streams between the two."""
-    return [end for end in a.ends if end.peer is not None and end.peer.owner is b]

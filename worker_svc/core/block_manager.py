@@ -15,9 +15,16 @@ Why eviction needs no tree walk: a holder of a block holds its parent too, and h
 blocks back deepest first. So in the order in which blocks became idle a child always stands before
 its parent, and the oldest idle block is a leaf.
 
-Names are 64-bit hashes and are not verified against the tokens: nothing but counts is stored
-here, so a collision costs a wrong count. A name that is taken under another parent, which only a
-collision can bring about, leaves the block and those after it private.
+Names are 64-bit hashes and are not verified against the tokens: no tokens are stored here, so a
+collision costs a wrong count. A name that is taken under another parent, which only a collision
+can bring about, leaves the block and those after it private.
+
+Pages. Every block lies on a page of memory, which remembers what was last written to it. Whoever
+computes a block writes its stamp there (`fill`); a transfer from another worker writes what it
+pleases, wherever it was once told to (`write`), as RDMA does: nobody asks whether the page still
+belongs to the block it was meant for. So a page that was given back while somebody still writes to
+it spoils the block that lies there next. `is_intact`, `settle` and `take_damaged` compare what a
+page holds with what its block expects; `corrupt_pages` counts the blocks they found spoilt.
 """
 
 from __future__ import annotations
@@ -54,9 +61,18 @@ KvEvent: TypeAlias = BlocksStored | BlocksRemoved
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block. holders: holdings that contain it; children: named blocks that follow it."""
+    """One block. holders: holdings that contain it; children: named blocks that follow it.
 
+    page: where it lies. stamp: what is on the page when it is right. is_filled: whether anything
+    was written for it; before that, it does not matter what the page holds. is_damaged: whether the
+    page was found to hold something else.
+    """
+
+    page: int
+    stamp: int
     holders: int = 1
+    is_filled: bool = False
+    is_damaged: bool = False
     name: int | None = None
     # Not shown: it would show the whole prefix.
     parent: Block | None = field(default=None, repr=False)
@@ -80,10 +96,14 @@ class BlockManager:
     """`total_blocks` blocks of `block_size` tokens each.
 
     `events` is for the owner to drain (`take_events`); it grows until then.
+    corrupt_pages: blocks that were found spoilt, each counted once.
     Raises ValueError when a size is below 1.
     """
 
-    __slots__ = ("_by_name", "_free", "_idle", "_transfers", "block_size", "events", "total_blocks")
+    __slots__ = (
+        *("_by_name", "_contents", "_free", "_idle", "_last_stamp", "_owners", "_touched"),
+        *("_transfers", "block_size", "corrupt_pages", "events", "total_blocks"),
+    )
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
         if total_blocks < 1 or block_size < 1:
@@ -91,7 +111,16 @@ class BlockManager:
         self.total_blocks = total_blocks
         self.block_size = block_size
         self.events: list[KvEvent] = []
-        self._free = total_blocks
+        self.corrupt_pages = 0
+        # Free pages; the last is taken first, so that what writes too late is found out.
+        self._free = list(range(total_blocks))
+        # What each page holds, and which block lies there.
+        self._contents = [0] * total_blocks
+        self._owners: list[Block | None] = [None] * total_blocks
+        # Stamps of blocks that are computed here: -1, -2, ...; those of transfers are not negative.
+        self._last_stamp = 0
+        # Pages that transfers wrote to since the last `take_damaged`.
+        self._touched: set[int] = set()
         self._by_name: dict[int, Block] = {}
         # Idle blocks in the order in which they became idle; a dict, for its order.
         self._idle: dict[Block, None] = {}
@@ -105,7 +134,7 @@ class BlockManager:
     @property
     def available_blocks(self) -> int:
         """Blocks that can be had, free or by eviction."""
-        return self._free + len(self._idle)
+        return len(self._free) + len(self._idle)
 
     @property
     def cached_blocks(self) -> int:
@@ -140,7 +169,7 @@ class BlockManager:
         shared = self._matched(names, min(len(names), (tokens - 1) // self.block_size))
         idle = sum(not block.holders for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
-        if missing > self._free + len(self._idle) - idle:
+        if missing > len(self._free) + len(self._idle) - idle:
             return None
         for block in shared:
             self._hold(block)
@@ -151,7 +180,7 @@ class BlockManager:
     def grow(self, holding: Holding, tokens: int) -> bool:
         """Makes the holding large enough for `tokens` tokens; False, unchanged, without room."""
         missing = self._blocks_for(tokens) - len(holding.blocks)
-        if missing > self._free + len(self._idle):
+        if missing > len(self._free) + len(self._idle):
             return False
         self._add_blocks(holding, missing)
         return True
@@ -201,6 +230,51 @@ class BlockManager:
         self._transfers.remove(transfer)
         self._give_back(transfer)
 
+    def fill(self, holding: Holding, first: int, stop: int) -> None:
+        """Blocks first..stop-1 of the holding are written, from their beginnings, by their owner.
+
+        What is appended to a block later changes nothing: it neither spoils nor repairs the rest.
+        """
+        for block in holding.blocks[first:stop]:
+            block.is_filled = True
+            self._contents[block.page] = block.stamp
+
+    def expect(self, holding: Holding, stamps: Sequence[int]) -> None:
+        """A transfer is going to write the first len(stamps) blocks, which are private."""
+        for block, stamp in zip(holding.blocks, stamps, strict=False):
+            assert block.name is None, "cached blocks are never written again"
+            assert stamp >= 0, "negative stamps are those of blocks computed here"
+            block.stamp = stamp
+
+    def write(self, page: int, stamp: int) -> None:
+        """Another worker writes to a page, whoever has it now. Raises IndexError for no page."""
+        if page < 0:
+            raise IndexError(f"there is no page {page}")
+        self._contents[page] = stamp
+        self._touched.add(page)
+
+    def read(self, block: Block) -> int:
+        """What is on the block's page."""
+        return self._contents[block.page]
+
+    def is_intact(self, holding: Holding, count: int) -> bool:
+        """Whether the pages of the first `count` blocks hold what they should; counts the rest."""
+        return not any([self._is_spoilt(block) for block in holding.blocks[:count]])
+
+    def settle(self, holding: Holding, count: int) -> bool:
+        """A transfer has filled the first `count` blocks; whether with what was expected."""
+        for block in holding.blocks[:count]:
+            block.is_filled = True
+        return self.is_intact(holding, count)
+
+    def take_damaged(self) -> set[Block]:
+        """The blocks that transfers have spoilt since the last call; counts them."""
+        if not self._touched:
+            return set()
+        touched, self._touched = self._touched, set()
+        owners = (self._owners[page] for page in touched)
+        return {block for block in owners if block is not None and self._is_spoilt(block)}
+
     def flush(self) -> int:
         """Evicts all idle blocks; how many. Held ones keep their names."""
         evicted = len(self._idle)
@@ -209,7 +283,11 @@ class BlockManager:
 
     def check(self) -> None:
         """Asserts the invariants; takes time in proportion to the cache, so meant for tests."""
-        assert 0 <= self._free <= self.total_blocks
+        assert len(self._free) == len(set(self._free)), "a page is free once"
+        assert all(self._owners[page] is None for page in self._free), "free pages have no owner"
+        for page, owner in enumerate(self._owners):
+            assert owner is None or owner.page == page, "a block lies on the page it owns"
+        assert self._owners.count(None) == len(self._free), "a page is free or has an owner"
         children: dict[Block, int] = {}
         for name, block in self._by_name.items():
             assert block.name == name, "the index and the block agree"
@@ -246,11 +324,25 @@ class BlockManager:
         block.holders += 1
 
     def _add_blocks(self, holding: Holding, count: int) -> None:
-        if count > self._free:
-            self._evict(count - self._free)
-        if count > 0:
-            self._free -= count
-            holding.blocks.extend([Block() for _ in range(count)])
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        for _ in range(count):
+            page = self._free.pop()
+            self._last_stamp -= 1
+            block = self._owners[page] = Block(page, self._last_stamp)
+            holding.blocks.append(block)
+
+    def _free_page(self, block: Block) -> None:
+        self._owners[block.page] = None
+        self._free.append(block.page)
+
+    def _is_spoilt(self, block: Block) -> bool:
+        if not block.is_filled or self._contents[block.page] == block.stamp:
+            return False
+        if not block.is_damaged:
+            block.is_damaged = True
+            self.corrupt_pages += 1
+        return True
 
     def _evict(self, count: int) -> None:
         removed: list[int] = []
@@ -264,7 +356,7 @@ class BlockManager:
             if block.parent is not None:
                 block.parent.children -= 1
             removed.append(block.name)
-        self._free += count
+            self._free_page(block)
         if removed:
             self.events.append(BlocksRemoved(tuple(removed)))
 
@@ -312,6 +404,6 @@ class BlockManager:
         if block.holders:
             return
         if block.name is None:
-            self._free += 1
+            self._free_page(block)
         else:
             self._idle[block] = None

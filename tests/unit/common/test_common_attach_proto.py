@@ -236,6 +236,7 @@ def test_a_frame_to_the_worker_survives_the_wire(frame: ToWorker) -> None:
     assert plain(to_worker_over_the_wire(frame)) == plain(frame)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(TO_FRONTEND)
 def test_a_frame_to_the_frontend_survives_the_wire(frame: ToFrontend) -> None:

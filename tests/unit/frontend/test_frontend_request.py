@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -31,17 +32,26 @@ from common.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
     FinishReason,
+    GuidedDecoding,
     OutputOptions,
     PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
+    RoutingHints,
     SamplingOptions,
     StopConditions,
     TokenIds,
     TokenLogprob,
     usage,
 )
-from frontend_svc.core.request import Leg, Outcome, Placed, Plan, RequestMachine
+from frontend_svc.core.request import (
+    Leg,
+    Outcome,
+    Placed,
+    Plan,
+    RequestMachine,
+    is_migratable,
+)
 
 PROMPT = [1, 2, 3]
 DEADLINE = 100.0
@@ -89,6 +99,7 @@ class Ports:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
     wake: float | None = None
+    time: float = 0.0
     on_emit: Callable[[], None] | None = None
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
@@ -128,6 +139,9 @@ class Ports:
         self._alive()
         self.wake = at
 
+    def now(self) -> float:
+        return self.time
+
     def _alive(self) -> None:
         assert not self.outcomes, "asked for something after the end"
 
@@ -154,6 +168,7 @@ class Life:
 
     def place(self, worker_id: int, now: float = 0.0) -> Leg:
         """The router answers what was asked last."""
+        self.ports.time = now
         self.machine.placed(self.ports.places[-1][0], Placed(worker_id), now)
         return self.ports.leg
 
@@ -204,7 +219,7 @@ def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
         traceparent="00-trace",
         tenant="t",
         priority=3,
-        request=one.request,
+        request=replace(one.request, routing=RoutingHints(dp_rank=1)),
     )
     ports.leg.accepted()
     beside = [TokenLogprob(5, -0.1)]
@@ -263,6 +278,7 @@ def test_a_leg_cancelled_at_the_worker_cancels_the_request() -> None:
     assert life.ports.outcome.finish_reason is FinishReason.CANCELLED
     assert isinstance(life.ports.outcome.error, RequestCancelled)
     assert life.ports.freed == [0]
+    assert life.ports.aborted == []
 
 
 def test_an_end_in_error_that_says_no_more_is_still_an_error() -> None:
@@ -487,6 +503,41 @@ def test_a_request_for_no_tokens_is_not_complete_before_a_worker_says_so() -> No
     assert not life.ports.outcomes
     life.run(12).terminal(end_of(FinishReason.LENGTH))
     assert life.ports.outcome.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 3, "logit_bias": {5: 1.0}},
+        {"n": 1, "best_of": 1, "use_beam_search": False},
+        {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+    ],
+)
+def test_an_answer_whose_tokens_say_it_all_may_move(sampling: dict[str, Any]) -> None:
+    one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
+    assert is_migratable(one)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"n": 2},
+        {"best_of": 2},
+        {"use_beam_search": True},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+        {"repetition_penalty": 1.1},
+        {"guided_decoding": GuidedDecoding(regex="a+")},
+    ],
+)
+def test_an_answer_with_state_outside_of_its_tokens_may_not_move(sampling: dict[str, Any]) -> None:
+    one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
+    assert not is_migratable(one)
+
+
+def test_a_prompt_that_is_not_tokens_may_not_move() -> None:
+    assert not is_migratable(replace(plan().request, prompt_embeds="AA=="))
 
 
 # Ends from outside

@@ -1,0 +1,276 @@
+"""Measure structures for the KV index; print one JSON line.
+
+    PYTHONPATH=protos:. python bench/bench_index.py [--blocks 1000000] [--sources 8 64 256]
+
+Candidates, each in a process of its own:
+
+- `sets`: a set of hashes for each source; a query bisects in each set.
+- `flat`: one dict from hash to a mask of sources; a query bisects where the mask changes.
+- `sharded`: the same in 256 dicts, with logs to list sources by: `common/prefix_index.py`.
+
+The data: chains of 512 blocks, each behind one of 16 shared beginnings of 32 blocks, held by one
+source whole and by another to a random depth. Queries are such chains with the last 64 blocks
+unknown: `rotating` takes another chain each time, `hot` the same one, `all` a chain every source
+holds. Times are medians, `worst_pause_ms` the longest single batch of the ingest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from bench.measure import commit, machine, rss_mb
+from common.kv import Hashes, Source
+from common.prefix_index import Claims, PrefixIndex
+
+CHAIN = 512
+SHARED = 32
+UNKNOWN = 64
+BATCH = 64
+QUERIES = 2000
+STRUCTURES = ("sets", "flat", "sharded")
+
+
+class Index(Protocol):
+    """A candidate; sources are numbers."""
+
+    def store(self, source: int, hashes: Hashes) -> None: ...
+
+    def remove(self, source: int, hashes: Hashes) -> None: ...
+
+    def match(self, hashes: Hashes) -> Sequence[object]: ...
+
+
+class Sets:
+    """A set for each source."""
+
+    def __init__(self, sources: int) -> None:
+        self._sets: list[set[int]] = [set() for _ in range(sources)]
+
+    def store(self, source: int, hashes: Hashes) -> None:
+        self._sets[source].update(hashes.tolist())
+
+    def remove(self, source: int, hashes: Hashes) -> None:
+        self._sets[source].difference_update(hashes.tolist())
+
+    def match(self, hashes: Hashes) -> list[tuple[int, int]]:
+        keys = hashes.tolist()
+        first, last, count = keys[0], keys[-1], len(keys)
+        rows = []
+        for source, held in enumerate(self._sets):
+            if first not in held:
+                continue
+            low, high = 1, count
+            if last in held:
+                low = count
+            while low < high:
+                middle = (low + high) // 2
+                if keys[middle] in held:
+                    low = middle + 1
+                else:
+                    high = middle
+            rows.append((source, low))
+        return rows
+
+
+class Flat:
+    """One dict from hash to mask."""
+
+    def __init__(self, sources: int) -> None:
+        self._masks: dict[int, int] = {}
+        self._bits = [1 << number for number in range(sources)]
+
+    def store(self, source: int, hashes: Hashes) -> None:
+        bit, masks = self._bits[source], self._masks
+        for key in hashes.tolist():
+            mask = masks.get(key)
+            masks[key] = bit if mask is None else mask | bit
+
+    def remove(self, source: int, hashes: Hashes) -> None:
+        bit, masks = self._bits[source], self._masks
+        for key in hashes.tolist():
+            mask = masks.get(key, 0)
+            if mask == bit:
+                del masks[key]
+            elif mask & bit:
+                masks[key] = mask ^ bit
+
+    def match(self, hashes: Hashes) -> list[tuple[int, int]]:
+        keys, masks = memoryview(hashes), self._masks
+        count, left, held = len(keys), 0, masks.get(keys[0], 0)
+        rights = [(count, 0), (count - 1, masks.get(keys[count - 1], 0))]
+        rows: list[tuple[int, int]] = []
+        while held:
+            right, mask = rights[-1]
+            mask &= held
+            if mask != held and right - left > 1:
+                middle = (left + right) // 2
+                rights.append((middle, masks.get(keys[middle], 0)))
+                continue
+            lost = held ^ mask
+            while lost:
+                bit = lost & -lost
+                lost ^= bit
+                rows.append((bit.bit_length() - 1, right))
+            left, held = right, mask
+            rights.pop()
+        return rows
+
+
+class Sharded:
+    """The index in use."""
+
+    def __init__(self, sources: int) -> None:
+        self._index = PrefixIndex()
+        self._claims: list[Claims] = [self._index.open(Source(n)) for n in range(sources)]
+        for claims in self._claims:
+            self._index.show(claims, True)
+
+    def store(self, source: int, hashes: Hashes) -> None:
+        self._index.store(self._claims[source], hashes)
+
+    def remove(self, source: int, hashes: Hashes) -> None:
+        self._index.remove(self._claims[source], hashes)
+
+    def match(self, hashes: Hashes) -> Sequence[object]:
+        return self._index.match(hashes)
+
+
+MAKERS: dict[str, Callable[[int], Index]] = {"sets": Sets, "flat": Flat, "sharded": Sharded}
+
+
+class Data:
+    """What is stored: (source, chain, depth), until `blocks` claims are reached."""
+
+    def __init__(self, sources: int, blocks: int) -> None:
+        rng = np.random.default_rng(7)
+        shared = rng.integers(1, 2**64, (16, SHARED), dtype=np.uint64)
+        count = blocks * 2 // (3 * CHAIN)
+        self.chains = rng.integers(1, 2**64, (count, CHAIN), dtype=np.uint64)
+        self.chains[:, :SHARED] = shared[rng.integers(0, 16, count)]
+        self.everywhere = rng.integers(1, 2**64, CHAIN, dtype=np.uint64)
+        self.plan: list[tuple[int, Hashes]] = []
+        for chain in self.chains:
+            whole, part = rng.choice(sources, 2, replace=False).tolist()
+            self.plan.append((whole, chain))
+            self.plan.append((part, chain[: int(rng.integers(SHARED, CHAIN))]))
+        self.queries = self.chains[rng.permutation(count)[:QUERIES]].copy()
+        self.queries[:, -UNKNOWN:] = rng.integers(1, 2**64, UNKNOWN, dtype=np.uint64)
+
+
+def main() -> None:
+    """Run one candidate, or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--sources", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--only", choices=STRUCTURES)
+    settings = parser.parse_args()
+    if settings.only:
+        result = measure(settings.only, settings.sources[0], settings.blocks)
+        sys.stdout.write(json.dumps(result) + "\n")
+        return
+    load_before = os.getloadavg()[0]
+    rows = [
+        run_alone(name, sources, settings.blocks)
+        for sources in settings.sources
+        for name in STRUCTURES
+    ]
+    report = {
+        "bench": "index",
+        "commit": commit(),
+        "machine": machine() | {"load_1m_before": load_before},
+        "settings": {"blocks": settings.blocks, "chain": CHAIN, "batch": BATCH},
+        "rows": rows,
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
+def run_alone(name: str, sources: int, blocks: int) -> dict[str, object]:
+    """One candidate's row, from a fresh process: memory is told apart that way."""
+    command = [sys.executable, __file__, "--only", name, "--sources", str(sources)]
+    done = subprocess.run(
+        [*command, "--blocks", str(blocks)], check=True, capture_output=True, text=True
+    )
+    row: dict[str, object] = json.loads(done.stdout)
+    return row
+
+
+def measure(name: str, sources: int, blocks: int) -> dict[str, object]:
+    """One candidate: filled, partly emptied and filled again, asked."""
+    data = Data(sources, blocks)
+    gc.collect()
+    before_mb = rss_mb(os.getpid())
+    index = MAKERS[name](sources)
+    stored, ingest_s, pause_s = fill(index, data)
+    used_mb = rss_mb(os.getpid()) - before_mb
+    for source in range(sources):
+        index.store(source, data.everywhere)
+    queries = list(data.queries)
+    matched = [len(index.match(query)) for query in queries]
+    removed, remove_s = empty(index, data)
+    return {
+        "structure": name,
+        "sources": sources,
+        "claims": stored,
+        "rows_a_query": round(statistics.mean(matched), 1),
+        "rotating_us": timed_us(index, queries),
+        "hot_us": timed_us(index, queries[:1] * len(queries)),
+        "all_us": timed_us(index, [data.everywhere] * len(queries)),
+        "miss_us": timed_us(index, [query[-UNKNOWN:] for query in queries]),
+        "store_mblocks_s": round(stored / ingest_s / 1e6, 2),
+        "remove_mblocks_s": round(removed / remove_s / 1e6, 2),
+        "bytes_a_claim": round(used_mb * 1e6 / stored),
+        "worst_pause_ms": round(pause_s * 1e3, 2),
+    }
+
+
+def fill(index: Index, data: Data) -> tuple[int, float, float]:
+    """Blocks stored in batches, the time that took, and the slowest batch."""
+    stored, worst = 0, 0.0
+    began = time.perf_counter()
+    for source, chain in data.plan:
+        for start in range(0, len(chain), BATCH):
+            part = chain[start : start + BATCH]
+            at = time.perf_counter()
+            index.store(source, part)
+            worst = max(worst, time.perf_counter() - at)
+            stored += len(part)
+    return stored, time.perf_counter() - began, worst
+
+
+def empty(index: Index, data: Data) -> tuple[int, float]:
+    """Withdraws the tails of an eighth of the chains and stores them again; blocks and time."""
+    part = data.plan[: len(data.plan) // 8]
+    removed, spent_s = 0, 0.0
+    for source, chain in part:
+        tail = chain[SHARED:][::-1].copy()
+        at = time.perf_counter()
+        index.remove(source, tail)
+        spent_s += time.perf_counter() - at
+        removed += len(tail)
+        index.store(source, chain)
+    return removed, spent_s
+
+
+def timed_us(index: Index, queries: Sequence[Hashes]) -> float:
+    """Median microseconds of one query."""
+    times = []
+    for query in queries:
+        at = time.perf_counter()
+        index.match(query)
+        times.append(time.perf_counter() - at)
+    return round(statistics.median(times) * 1e6, 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The frontend's span of a request: the root of its trace here, or the child of the client's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from opentelemetry import trace
+
+from common import telemetry
+from common.errors import MeshError
+from frontend_svc.core.request import Outcome
+
+SPAN_NAME = "http-request"
+
+
+class RequestSpan:
+    """One request. Costs next to nothing when it is not sampled.
+
+    traceparent: for the services behind, "" outside any trace. trace_id: 32 hex digits when the
+    request is sampled, else "".
+    """
+
+    __slots__ = ("_span", "trace_id", "traceparent")
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+        context = span.get_span_context()
+        self.traceparent = ""
+        if context.is_valid:
+            flags = int(context.trace_flags)
+            self.traceparent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{flags:02x}"
+        sampled = context.is_valid and context.trace_flags.sampled
+        self.trace_id = f"{context.trace_id:032x}" if sampled else ""
+
+    def is_about(self, facts: Mapping[str, str | int | bool]) -> None:
+        """Adds attributes."""
+        if self._span.is_recording():
+            self._span.set_attributes(facts)
+
+    def first_token(self, ttft_s: float) -> None:
+        """The first token is there."""
+        if self._span.is_recording():
+            self._span.set_attribute("ttft_ms", round(ttft_s * 1000, 3))
+            self._span.set_attribute("gen_ai.response.time_to_first_chunk", round(ttft_s, 6))
+
+    def placed(self, outcome: Outcome) -> None:
+        """What the request came to."""
+        if not self._span.is_recording():
+            return
+        self._span.set_attribute("attempts", outcome.attempts)
+        self._span.set_attribute("gen_ai.usage.input_tokens", outcome.usage.prompt_tokens)
+        self._span.set_attribute("gen_ai.usage.output_tokens", outcome.usage.completion_tokens)
+        self._span.set_attribute("worker_ids", [f"{w:x}" for w in outcome.worker_ids])
+        if outcome.placed is not None:
+            self._span.set_attribute("routing.reasons", list(outcome.placed.reasons))
+            self._span.set_attribute("routing.overlap_blocks", outcome.placed.overlap_blocks)
+
+    def end(self, status: int, error: MeshError | None) -> None:
+        """The answer is out, or failed with `error`."""
+        if self._span.is_recording():
+            self._span.set_attribute("http.response.status_code", status)
+            if error is not None:
+                self._span.set_attribute("error.type", type(error).__name__)
+                self._span.set_status(trace.StatusCode.ERROR, error.message)
+        self._span.end()
+
+
+def request_spans(tracer: trace.Tracer | None = None) -> Callable[[str, str], RequestSpan]:
+    """A function (path, client's traceparent or "") → RequestSpan."""
+    made_by = trace.get_tracer("kvmesh.frontend") if tracer is None else tracer
+
+    def start(path: str, traceparent: str) -> RequestSpan:
+        parent = telemetry.context_from_traceparent(traceparent)
+        attributes = {"http.request.method": "POST", "url.path": path}
+        return RequestSpan(made_by.start_span(SPAN_NAME, parent, trace.SpanKind.SERVER, attributes))
+
+    return start

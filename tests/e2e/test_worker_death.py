@@ -1,0 +1,340 @@
+"""Workers and routers that die, hang or leave, under load: what clients see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
+
+pytestmark = pytest.mark.slow
+
+STREAMS = 16
+# About 7 ms a token: a stream lasts long enough to lose its worker in the middle.
+TOKENS = 150
+PROBE_S = 0.02
+# Discovery says within 50 ms that a process is gone; the rest is for a busy machine.
+OUTAGE_MAX_S = 1.0
+UNROUTED_MAX_S = 3.5
+# Three heartbeats of a second each, and what migration takes.
+HANG_MAX_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle()
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., contextmanager[Mesh]]]:  # type: ignore[type-arg]
+    """Starts a mesh whose logs are shown when the test fails."""
+
+    @contextmanager
+    def started(**knobs: Any) -> Iterator[Mesh]:
+        with Mesh(tmp_path, **knobs) as mesh:
+            stack.append(mesh)
+            yield mesh
+
+    stack: list[Mesh] = []
+    yield started
+    for mesh in stack:
+        with logs_on_failure(mesh, request):
+            pass
+
+
+@dataclass(slots=True)
+class Stream:
+    """What a client has of a streamed answer."""
+
+    prompt: str
+    text: str = ""
+    events: int = 0
+    finish_reason: str | None = None
+    error: dict[str, Any] | None = None
+    status: int = 0
+
+
+@dataclass(slots=True)
+class Probe:
+    """Short requests one after the other: when they failed, and how."""
+
+    answers: list[tuple[float, int, str]] = field(default_factory=list)
+
+    @property
+    def failures(self) -> list[tuple[float, int, str]]:
+        return [answer for answer in self.answers if answer[1] != 200]
+
+    def outage_s(self) -> float:
+        """The longest time in which no request was answered well, where one failed."""
+        longest, good_at, is_bad = 0.0, None, False
+        for at, status, _ in self.answers:
+            if status != 200:
+                is_bad = True
+                continue
+            if is_bad and good_at is not None:
+                longest = max(longest, at - good_at)
+            good_at, is_bad = at, False
+        return longest
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+    deadline = now() + timeout_s
+    while not condition():
+        assert now() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+async def follow(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
+    """Streams one completion into `stream`."""
+    body = body_of(stream.prompt, tokens, stream=True)
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        stream.status = answer.status_code
+        if answer.status_code != 200:
+            stream.error = json.loads(await answer.aread())["error"]
+            return
+        async for line in answer.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                stream.error = event["error"]
+                return
+            choice = event["choices"][0]
+            stream.text += choice["text"]
+            stream.events += 1
+            stream.finish_reason = choice["finish_reason"] or stream.finish_reason
+
+
+@asynccontextmanager
+async def connected(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(
+        base_url=mesh.url, timeout=WAIT_S, trust_env=False, limits=limits
+    ) as client:
+        yield client
+
+
+@asynccontextmanager
+async def streaming(
+    client: httpx.AsyncClient, count: int = STREAMS, tokens: int = TOKENS
+) -> AsyncIterator[tuple[list[Stream], asyncio.Future[Any]]]:
+    """Streams that have all begun, and their common end."""
+    streams = [Stream(f"Stream number {number}") for number in range(count)]
+    end = asyncio.gather(*(follow(client, stream, tokens) for stream in streams))
+    try:
+        await until(lambda: all(s.events >= 5 for s in streams), "all streams have begun")
+        yield streams, end
+    finally:
+        end.cancel()
+        await asyncio.wait([end])
+
+
+@asynccontextmanager
+async def probing(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
+    """Sends short requests all the while."""
+    probe = Probe()
+
+    async def run() -> None:
+        while True:
+            body = body_of(f"Probe {len(probe.answers)}", 2, stream=False)
+            answer = await client.post("/v1/completions", json=body)
+            code = "" if answer.status_code == 200 else answer.json()["error"]["code"]
+            probe.answers.append((now(), answer.status_code, code))
+            await asyncio.sleep(PROBE_S)
+
+    task = asyncio.create_task(run())
+    try:
+        await until(lambda: len(probe.answers) >= 3, "the probe is answered")
+        yield probe
+        assert not task.done(), f"the probe broke: {task}"
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def assert_exact(streams: list[Stream], oracle: Oracle, tokens: int = TOKENS) -> None:
+    for stream in streams:
+        assert stream.error is None, stream
+        expected = oracle.completion(stream.prompt, tokens, ignore_eos=True)
+        assert (stream.text, stream.finish_reason) == (expected.text, "length")
+
+
+def busiest(mesh: Mesh) -> Service:
+    return max(mesh.workers, key=Service.open_slots)
+
+
+def logged_requests(mesh: Mesh) -> list[dict[str, Any]]:
+    return mesh.frontend.events("request")
+
+
+async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
+    start: Any, oracle: Oracle
+) -> None:
+    with start() as mesh:
+        async with (
+            connected(mesh) as client,
+            probing(client) as probe,
+            streaming(client) as (streams, end),
+        ):
+            victim = busiest(mesh)
+            held = victim.open_slots()
+            victim.kill()
+            await asyncio.wait_for(end, WAIT_S)
+            assert held > 0
+            assert_exact(streams, oracle)
+            assert probe.outage_s() < OUTAGE_MAX_S
+            print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
+                  f"{probe.outage_s():.3f} s")  # fmt: skip
+        moved = [r for r in logged_requests(mesh) if r["attempts"] > 1 and r["status"] == 200]
+        assert len(moved) >= held - 1, "what was not moved must have ended by itself"
+        assert all(len(r["workers"]) == r["attempts"] for r in moved)
+
+
+async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_is_back(
+    start: Any, oracle: Oracle
+) -> None:
+    with start(workers=1) as mesh:
+        async with connected(mesh) as client, probing(client) as probe:
+            async with streaming(client, 4) as (streams, end):
+                mesh.workers[0].kill()
+                killed_at = now()
+                await asyncio.wait_for(end, WAIT_S)
+                for stream in streams:
+                    assert stream.error is not None
+                    assert stream.error["type"] == "server_error"
+                    assert stream.finish_reason is None
+            await until(lambda: probe.failures, "a request fails")
+            await until(lambda: len(probe.failures) >= 20, "requests go on failing")
+            print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
+                  " s to the first refusal")  # fmt: skip
+            assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S
+            assert {(status, code) for _, status, code in probe.failures} == {(503, "unavailable")}
+            refused = await client.post("/v1/completions", json=body_of("x", 1, stream=False))
+            assert refused.headers["retry-after-ms"]
+            assert "no worker serves" in refused.json()["error"]["message"]
+            assert (await client.get("/v1/models")).json()["data"] == []
+            assert (await client.get("/ready")).status_code == 503
+
+            spawned_at = now()
+            worker = mesh.spawn("worker")
+            await asyncio.to_thread(worker.wait_ready)
+            ready_at = now()
+            await until(lambda: probe.answers[-1][1] == 200, "requests are answered again")
+            print(f"served {now() - ready_at:.3f} s after the worker was ready, "
+                  f"{now() - spawned_at:.3f} s after its start")  # fmt: skip
+            assert now() - ready_at < OUTAGE_MAX_S
+        assert {r["failure"] for r in logged_requests(mesh) if r["status"] == 503} <= {
+            *("NO_WORKER", "UNAVAILABLE", "WORKER_LOST"),
+        }
+
+
+@pytest.mark.parametrize("drain_s", [30, 0.2], ids=["streams end", "streams are cut"])
+async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
+    start: Any, oracle: Oracle, drain_s: float
+) -> None:
+    with start(worker_flags=[f"--drain-s={drain_s}"]) as mesh:
+        async with (
+            connected(mesh) as client,
+            probing(client) as probe,
+            streaming(client, STREAMS, 2 * TOKENS) as (streams, end),
+        ):
+            leaving = busiest(mesh)
+            assert leaving.open_slots() > 0
+            leaving.send(signal.SIGTERM)
+            status = await asyncio.to_thread(leaving.wait)
+            await asyncio.wait_for(end, WAIT_S)
+            assert_exact(streams, oracle, 2 * TOKENS)
+            answered = len(probe.answers)
+            await until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
+            assert probe.failures == []
+        assert status == 0, leaving.tail()
+        was_cut = leaving.events("cut at the end of the drain")
+        assert bool(was_cut) == (drain_s < 1)
+
+
+async def test_the_last_worker_finishes_what_it_has_when_told_to_leave(
+    start: Any, oracle: Oracle
+) -> None:
+    with start(workers=1) as mesh:
+        async with connected(mesh) as client, streaming(client) as (streams, end):
+            worker = mesh.workers[0]
+            worker.send(signal.SIGTERM)
+            # Nobody could take a stream over whose last frame got lost on the way.
+            await asyncio.wait_for(end, WAIT_S)
+            assert_exact(streams, oracle)
+            assert await asyncio.to_thread(worker.wait) == 0
+
+
+async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Oracle) -> None:
+    with start() as mesh:
+        async with connected(mesh) as client, streaming(client) as (streams, end):
+            hung = busiest(mesh)
+            assert hung.open_slots() > 0
+            hung.send(signal.SIGSTOP)
+            began = now()
+            try:
+                await asyncio.wait_for(end, WAIT_S)
+            finally:
+                hung.send(signal.SIGCONT)
+            print(f"all ended {now() - began:.1f} s after the hang began")
+            assert now() - began < HANG_MAX_S
+            assert_exact(streams, oracle)
+            await until(lambda: hung.open_slots() == 0, "the worker lets go of what it lost")
+
+
+async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
+    start: Any, oracle: Oracle
+) -> None:
+    with start() as mesh:
+        async with connected(mesh) as client, streaming(client, STREAMS, 600) as (streams, end):
+            mesh.router.kill()
+            began = now()
+            late = Stream("Late")
+            await asyncio.wait_for(follow(client, late, 10), WAIT_S)
+            took_s = now() - began
+            assert_exact([late], oracle, 10)
+            print(f"served unrouted after {took_s:.2f} s")
+            assert took_s < UNROUTED_MAX_S
+            await asyncio.wait_for(end, WAIT_S)
+            assert_exact(streams, oracle, 600)
+
+            router = mesh.spawn("router")
+            await asyncio.to_thread(router.wait_ready)
+            ready_at = now()
+            await until(mesh.is_complete, "the frontend has found the new router")
+            print(f"routed again {now() - ready_at:.2f} s after the router was ready")
+            again = Stream("Again")
+            began = now()
+            await asyncio.wait_for(follow(client, again, 10), WAIT_S)
+            assert now() - began < OUTAGE_MAX_S
+        requests = [r for r in logged_requests(mesh) if r["completion_tokens"] == 10]
+        unrouted, routed = (" ".join(r["routing"]) for r in requests)
+        assert "unrouted" in unrouted
+        assert "unrouted" not in routed
+        assert all(r["attempts"] == 1 for r in logged_requests(mesh))
+        assert mesh.frontend.events("router_lost")

@@ -1,0 +1,303 @@
+"""What must hold in every simulated run. A breach is noted, so that one run can show several.
+
+Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as the model says);
+`errors`, `retries` (each has a fault that explains it); `submit`, `admit` (no work for who left);
+`bounded` (all end soon after the last fault); `rest` (nothing is left open anywhere); `log` (nobody
+logged a mistake of ours); `abort` (what a client gave up stops at the worker).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.attach import Order
+from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
+from common.preprocessed import FinishReason
+from frontend_svc.core.request import Outcome
+from tests.sim.clients import DEADLINE_S, Client
+from tests.sim.fleet import Peer, SimFrontend, SimRouter, SimWorker
+
+ATTEMPTS_MAX = 4
+# Discovery shows news within this time, while it is in reach.
+LAG_MAX_S = 0.5
+# A fault's consequences (heartbeats missed, accept_s over) may come this much after its end.
+AFTERMATH_S = 5.0
+# How long a worker must have been well and known to all to count as one that would have served.
+SETTLED_S = 5.0
+# A client's end reaches the worker and takes effect within this, without faults: 250 ms and trips.
+ABORT_S = 0.7
+
+# Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
+SERVICES = frozenset(
+    {
+        "World.run",
+        "_run",
+        "RouterClient.run",
+        "RouterClient._place_unrouted",
+        "RouterClient._write",
+        "FleetWatch.run",
+        "SimRouter._tick",
+        "RouterService._serve",
+        "SimFrontend._follow",
+        "SimFrontend._keep_engines",
+        "EngineClient._live",
+        "WorkerConnection._write",
+        "WorkerConnection._tick",
+        "SimEngine._run",
+        "AttachStream._write_frames",
+        "AttachStream._tick",
+        "_handle",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """One thing that must not happen and did."""
+
+    at: float
+    rule: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at:9.4f} s  {self.rule}: {self.what}"
+
+
+class Checks:
+    """Watches one run. attempts_explained: off where workers refuse because they are full."""
+
+    def __init__(self, *, attempts_explained: bool = True) -> None:
+        self.breaches: list[Breach] = []
+        self._loop = asyncio.get_running_loop()
+        self._attempts_explained = attempts_explained
+        # Who was touched by a fault, and when; ids of workers and frontends.
+        self._troubles: dict[int, list[tuple[float, float]]] = {}
+
+    def breach(self, rule: str, what: str) -> None:
+        """Notes one."""
+        self.breaches.append(Breach(self._loop.time(), rule, what))
+
+    def trouble(self, peer: Peer, lasts_s: float) -> None:
+        """A fault strikes a process, or a link to it, for that long."""
+        now = self._loop.time()
+        self._troubles.setdefault(peer.id, []).append((now, now + lasts_s + AFTERMATH_S))
+
+    def _had_trouble(self, id: int, since: float) -> bool:
+        now = self._loop.time()
+        return any(begin <= now and end >= since for begin, end in self._troubles.get(id, ()))
+
+    # -- while it runs --------------------------------------------------------------------------
+
+    def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
+        """A frontend gave a worker an order."""
+        now = self._loop.time()
+        if worker is None or worker.id not in frontend.snapshot.instances:
+            self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
+            return
+        if worker.left_at is None or not frontend.discovery.is_in_reach:
+            return
+        known_from = max(worker.left_at, frontend.discovery.found_at) + LAG_MAX_S
+        if now > known_from + 0.01 and not self._had_trouble(frontend.id, worker.left_at):
+            self.breach("submit", f"{order.request_id} went to {worker.stable_name}, which left")
+
+    def admitted(self, worker: SimWorker) -> None:
+        """A worker took an order in."""
+        if worker.runner.is_draining:
+            self.breach("admit", f"{worker.stable_name} took an order in while it drained")
+
+    def tokens(self, client: Client, token_ids: Sequence[int]) -> None:
+        """A client was given tokens."""
+        name = client.wish.request_id
+        if client.outcomes:
+            self.breach("once", f"{name} got tokens after its end")
+        start = len(client.delivered)
+        client.delivered += token_ids
+        if client.expected[start : start + len(token_ids)] != list(token_ids):
+            self.breach("truth", f"{name}: tokens from {start} on are not the model's")
+
+    def finished(self, client: Client, outcome: Outcome, serving: Sequence[SimWorker]) -> None:
+        """A client was told the end. serving: workers that all processes knew well by then."""
+        name = client.wish.request_id
+        client.outcomes.append(outcome)
+        client.ended_at = self._loop.time()
+        if len(client.outcomes) > 1:
+            self.breach("once", f"{name} ended {len(client.outcomes)} times")
+        counted = outcome.usage.prompt_tokens, outcome.usage.completion_tokens
+        if counted != (len(client.wish.prompt), len(client.delivered)):
+            self.breach("usage", f"{name}: usage says {counted}")
+        if client.has_left:
+            if not isinstance(outcome.error, RequestCancelled):
+                self.breach("finish", f"{name}: its client left, but it ended with {outcome.error}")
+        elif outcome.error is not None:
+            self._check_error(client, outcome, outcome.error, serving)
+        elif client.has_stopped:
+            if outcome.finish_reason is not FinishReason.STOP:
+                self.breach("finish", f"{name} was stopped and ended {outcome.finish_reason}")
+        else:
+            self._check_whole(client, outcome)
+        if self._attempts_explained:
+            self._check_retries(client, outcome)
+
+    def _check_whole(self, client: Client, outcome: Outcome) -> None:
+        name = client.wish.request_id
+        if client.delivered != client.expected:
+            self.breach(
+                "truth", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
+            )
+        elif outcome.finish_reason is not client.expected_finish:
+            # Where all was delivered and only the end got lost, the frontend knows the limit only.
+            is_full = len(client.delivered) == client.wish.stop.max_tokens
+            if not (is_full and outcome.finish_reason is FinishReason.LENGTH):
+                self.breach(
+                    "finish",
+                    f"{name} ended {outcome.finish_reason}, not {client.expected_finish}",
+                )
+
+    def _check_error(
+        self, client: Client, outcome: Outcome, error: Exception, serving: Sequence[SimWorker]
+    ) -> None:
+        wish, now = client.wish, self._loop.time()
+        name = f"{wish.request_id} (tried {outcome.attempts} times)"
+        if isinstance(error, DeadlineExceeded):
+            if now < client.began_at + wish.deadline_s - 0.002:
+                self.breach("errors", f"{name}: {error} before its deadline")
+            if wish.deadline_s == DEADLINE_S:
+                self.breach("errors", f"{name}: hung until its deadline")
+            return
+        if not isinstance(error, WorkerLost | Unavailable):
+            self.breach("errors", f"{name}: {error!r} has no place here")
+            return
+        if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:
+            return
+        if not wish.migratable and client.delivered:
+            return  # `_check_retries` asks for the fault
+        untried = [w.stable_name for w in serving if w.id not in outcome.worker_ids]
+        if untried:
+            self.breach("errors", f"{name}: {error} although {untried} would have served")
+
+    def _check_retries(self, client: Client, outcome: Outcome) -> None:
+        assert client.frontend is not None
+        is_cut = outcome.error is not None and not isinstance(
+            outcome.error, RequestCancelled | DeadlineExceeded
+        )
+        failed = outcome.worker_ids if is_cut else outcome.worker_ids[:-1]
+        if self._had_trouble(client.frontend.id, client.began_at):
+            return
+        known = client.frontend.discovery.seen
+        for worker_id in failed:
+            if known.get(worker_id, client.began_at + 1) > client.began_at:
+                continue  # the router had heard of it before the frontend did
+            if not self._had_trouble(worker_id, client.began_at):
+                self.breach(
+                    "retries", f"{client.wish.request_id} left worker {worker_id:x} without a fault"
+                )
+
+    def serving(self, workers: Sequence[SimWorker], observers: Sequence[Peer]) -> list[SimWorker]:
+        """Workers that are well, and that every process has known for a while."""
+        since = self._loop.time() - SETTLED_S
+        return [
+            worker
+            for worker in workers
+            if worker.is_serving
+            and not self._had_trouble(worker.id, since)
+            and all(one.discovery.seen.get(worker.id, since + 1) <= since for one in observers)
+        ]
+
+    def aborted(self, client: Client, workers: Sequence[SimWorker]) -> None:
+        """ABORT_S after a client gave up, in a mesh without faults."""
+        for worker in workers:
+            held = worker.runner._running.values()
+            if any(one.order.request_id == client.wish.request_id for one in held):
+                self.breach("abort", f"{client.wish.request_id} runs on after its client left")
+
+    # -- after it -------------------------------------------------------------------------------
+
+    def unfinished(self, clients: Sequence[Client]) -> None:
+        """These have not ended, long after the last fault."""
+        for client in clients:
+            self.breach(
+                "bounded",
+                f"{client.wish.request_id} has not ended; "
+                f"{len(client.delivered)} of {len(client.expected)} tokens",
+            )
+
+    def at_rest(self, peers: Sequence[Peer]) -> None:
+        """Nothing runs any more, and everything that was held was given back."""
+        for peer in peers:
+            for what, is_well in _REST[type(peer)](peer).items():
+                if not is_well:
+                    self.breach("rest", f"{peer.process.name}: {what}")
+        running = Counter(coroutine_of(task) for task in asyncio.all_tasks())
+        for name in sorted(running.keys() - SERVICES):
+            self.breach("rest", f"{running[name]} tasks of {name} still run")
+
+    def over(self) -> None:
+        """Every process has ended: no task but the caller's is left."""
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            self.breach("rest", f"a task of {coroutine_of(task)} outlived its process")
+
+    def logged(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """What the services logged."""
+        for event in events:
+            if event.get("log_level") in ("error", "critical") or event.get("reason") in (
+                "BUG",
+                "ATTACH_BREACH",
+            ):
+                self.breach("log", str(dict(event)))
+
+
+def coroutine_of(task: asyncio.Task[Any]) -> str:
+    """The qualified name of what a task runs."""
+    return str(getattr(task.get_coro(), "__qualname__", "?"))
+
+
+def _frontend_rest(frontend: SimFrontend) -> dict[str, bool]:
+    router = frontend.router
+    return {
+        "requests are open": frontend.gateway.open_requests == 0,
+        "slots are open": not any(frontend.engines.open_slots.values()),
+        "placements are waited for": not router._waiting and not router._numbers,
+        "bookings are held": not router._bookings,
+    }
+
+
+def _worker_rest(worker: SimWorker) -> dict[str, bool]:
+    runner, engine = worker.runner.counters, worker.engine.counters
+    load = worker.engine.loads()[0]
+    worker.engine.blocks.check()
+    ended = sum(runner[how] for how in ("finished", "stopped", "failed", "closed"))
+    engine_ended = sum(engine[how] for how in ("finished", "cancelled", "closed", "failed"))
+    streams = worker.attach._streams.values()
+    return {
+        "requests are inside": worker.runner.open_requests == 0,
+        "slots are open": worker.attach.open_slots == 0,
+        "slots are kept": not any(stream._keys or stream._slots for stream in streams),
+        f"the runner lost count: {dict(runner)}": runner["accepted"] == ended,
+        f"the engine lost count: {dict(engine)}": engine["accepted"] == engine_ended,
+        "sequences are scheduled": load.running == load.waiting == load.waiting_tokens == 0,
+        f"{load.kv_used_blocks} KV blocks are held": load.kv_used_blocks == 0,
+    }
+
+
+def _router_rest(router: SimRouter) -> dict[str, bool]:
+    book = router.router.book
+    return {
+        f"{len(book)} bookings are left": len(book) == 0,
+        f"{book.orphan_count} orphans are left": book.orphan_count == 0,
+        "a rank still carries load": all(
+            rank.booked.requests == rank.booked.prefill_tokens == rank.booked.decode_blocks == 0
+            for rank in book._ranks.values()
+        ),
+    }
+
+
+# Any: each takes its own kind of process.
+_REST: Mapping[type[Any], Any] = {
+    SimFrontend: _frontend_rest,
+    SimWorker: _worker_rest,
+    SimRouter: _router_rest,
+}

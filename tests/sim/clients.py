@@ -1,0 +1,219 @@
+"""The clients of a simulated mesh: what each asks, what it must get, and how it behaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, cast
+
+from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.preprocessed import (
+    FinishReason,
+    PreprocessedRequest,
+    StopConditions,
+    TokenIds,
+    TokenLogprob,
+)
+from frontend_svc.answer import Answer
+from frontend_svc.core.request import Outcome, Plan
+from frontend_svc.gateway import Ticket
+from frontend_svc.router_client import Query
+from tests.sim.fleet import MODEL, SimFrontend
+from worker_svc.core.truth import Truth
+
+DEADLINE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One client: its request and its manners. Times are virtual seconds, from `at` on.
+
+    leaves_s: when it disconnects. stops_after: tokens after which its stop string is complete.
+    pause_s: how long it takes to read what came. pick: 0..1, chooses its frontend.
+    """
+
+    number: int
+    at: float
+    prompt: tuple[int, ...]
+    stop: StopConditions
+    deadline_s: float = DEADLINE_S
+    leaves_s: float | None = None
+    stops_after: int | None = None
+    pause_s: float = 0.0
+    migratable: bool = True
+    pick: float = 0.0
+
+    @property
+    def request_id(self) -> str:
+        """Unique in the mesh."""
+        return f"r{self.number}"
+
+
+def expected_answer(wish: Wish, truth: Truth) -> tuple[list[int], FinishReason]:
+    """The whole answer that the model gives, and how it ends."""
+    stop = wish.stop
+    limit = stop.max_tokens or 0
+    minimum = stop.min_tokens or 0
+    tokens = truth.continue_tokens(
+        wish.prompt, limit, ignore_eos=bool(stop.ignore_eos), min_tokens=minimum
+    )
+    if not stop.ignore_eos:
+        for place in range(minimum, len(tokens)):
+            if tokens[place] in stop.stop_token_ids_visible:
+                return tokens[: place + 1], FinishReason.STOP
+            if tokens[place] in stop.stop_token_ids_hidden:
+                return tokens[:place], FinishReason.STOP
+    return tokens, FinishReason.LENGTH if len(tokens) == limit else FinishReason.EOS
+
+
+class _NoMeter:
+    """Stands where a frontend counts."""
+
+    def tokens(self, count: int, now: float) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Client:
+    """A client under way. It is the request's Listener, and hands on to a real `Answer`."""
+
+    wish: Wish
+    expected: list[int]
+    expected_finish: FinishReason
+    on_tokens: Callable[[Client, list[int]], None]
+    on_finish: Callable[[Client, Outcome], None]
+    began_at: float = 0.0
+    frontend: SimFrontend | None = None
+    ticket: Ticket | None = None
+    delivered: list[int] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    ended_at: float | None = None
+    # Whether it left, or said stop, before the end came.
+    has_left: bool = False
+    has_stopped: bool = False
+    _answer: Answer | None = None
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """See Listener."""
+        self.on_tokens(self, token_ids)
+        assert self._answer is not None
+        self._answer.tokens(token_ids, logprobs)
+
+    def finished(self, outcome: Outcome) -> None:
+        """See Listener."""
+        self.on_finish(self, outcome)
+        assert self._answer is not None
+        self._answer.finished(outcome)
+
+    async def run(self, frontend: SimFrontend, hasher: PrefixHasher) -> None:
+        """Asks, and reads to the end, as the HTTP endpoint does on its behalf."""
+        loop = asyncio.get_running_loop()
+        wish = self.wish
+        self.frontend, self.began_at = frontend, loop.time()
+        # Any: a meter has many methods, an Answer uses one.
+        answer = self._answer = Answer(cast(Any, _NoMeter()), loop.time)
+        request = PreprocessedRequest(
+            model=MODEL, token_ids=TokenIds.of(wish.prompt), stop_conditions=wish.stop
+        )
+        plan = Plan(wish.request_id, request, loop.time() + wish.deadline_s, wish.migratable)
+        query = Query(
+            MODEL,
+            len(wish.prompt),
+            loop.time(),
+            hashes_to_bytes(hasher.prefix_hashes(request.token_ids.array)),
+            SCHEME_ID,
+            hasher.block_size,
+        )
+        self.ticket = answer.ticket = frontend.gateway.open(plan, query, self)
+        leaving = None
+        if wish.leaves_s is not None:
+            leaving = loop.call_later(wish.leaves_s, self._leave)
+        try:
+            await self._read(answer)
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+
+    async def _read(self, answer: Answer) -> None:
+        wish, read = self.wish, 0
+        while True:
+            tokens = await answer.next()
+            read += len(tokens)
+            if wish.stops_after is not None and read >= wish.stops_after and not self.outcomes:
+                self.has_stopped = True
+                assert self.ticket is not None
+                self.ticket.stop()
+                return
+            if not tokens:
+                return
+            if wish.pause_s:
+                await asyncio.sleep(wish.pause_s)
+
+    def _leave(self) -> None:
+        if not self.outcomes and self.ticket is not None:
+            self.has_left = True
+            self.ticket.client_gone()
+
+
+def draw_wishes(
+    rng: Random, count: int, until: float, truth: Truth, *, long_prompts: bool
+) -> tuple[Wish, ...]:
+    """`count` clients that come before `until`; many prompts begin alike."""
+    openings = [_ids(rng, rng.randrange(1, 120)) for _ in range(6)]
+    wishes = [
+        _draw(rng, number, until, openings, truth, long_prompts=long_prompts)
+        for number in range(count)
+    ]
+    return tuple(sorted(wishes, key=lambda wish: wish.at))
+
+
+def _draw(
+    rng: Random,
+    number: int,
+    until: float,
+    openings: Sequence[tuple[int, ...]],
+    truth: Truth,
+    *,
+    long_prompts: bool,
+) -> Wish:
+    prompt = openings[rng.randrange(len(openings))] + _ids(rng, rng.randrange(1, 40))
+    if long_prompts and rng.random() < 0.03:  # travels in parts
+        prompt += _ids(rng, rng.randrange(16_000, 20_000))
+    limit = rng.choice((1, 2, 8, 24, 24, 60, 150))
+    return Wish(
+        number=number,
+        at=rng.uniform(0.0, until),
+        prompt=prompt,
+        stop=_draw_stop(rng, prompt, limit, truth),
+        deadline_s=rng.uniform(0.05, 3.0) if rng.random() < 0.08 else DEADLINE_S,
+        leaves_s=rng.uniform(0.0, 2.5) if rng.random() < 0.12 else None,
+        stops_after=rng.randrange(1, 40) if rng.random() < 0.12 else None,
+        pause_s=rng.uniform(0.1, 1.5) if rng.random() < 0.1 else 0.0,
+        migratable=rng.random() >= 0.05,
+        pick=rng.random(),
+    )
+
+
+def _draw_stop(rng: Random, prompt: tuple[int, ...], limit: int, truth: Truth) -> StopConditions:
+    ignore_eos = rng.random() < 0.4
+    minimum = rng.randrange(0, limit + 1) if rng.random() < 0.2 else None
+    visible: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
+    if rng.random() < 0.2:
+        answer = truth.continue_tokens(prompt, limit)
+        if answer:
+            stop = (answer[rng.randrange(len(answer))],)
+            visible, hidden = (stop, ()) if rng.random() < 0.5 else ((), stop)
+    return StopConditions(
+        max_tokens=limit,
+        min_tokens=minimum,
+        ignore_eos=ignore_eos,
+        stop_token_ids_visible=visible,
+        stop_token_ids_hidden=hidden,
+    )
+
+
+def _ids(rng: Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.choices(range(10, 500), k=count))

@@ -1,0 +1,114 @@
+"""What can go wrong, drawn from a seed (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from random import Random
+
+
+class FaultKind(StrEnum):
+    """What happens. Attach is the token plane, session the link to a router."""
+
+    ATTACH_CUT = auto()
+    ATTACH_HOLD = auto()
+    SESSION_CUT = auto()
+    SESSION_HOLD = auto()
+    WORKER_KILL = auto()
+    WORKER_STOP = auto()
+    WORKER_FREEZE = auto()
+    WORKER_BREAK = auto()
+    WORKER_DRAIN = auto()
+    ROUTER_KILL = auto()
+    ROUTER_STOP = auto()
+    FRONTEND_STALL = auto()
+    FRONTEND_KILL = auto()
+    REGISTRY_LOST = auto()
+    REGISTRY_STALE = auto()
+
+
+LINK_FAULTS = (
+    FaultKind.ATTACH_CUT,
+    FaultKind.ATTACH_HOLD,
+    FaultKind.SESSION_CUT,
+    FaultKind.SESSION_HOLD,
+    FaultKind.FRONTEND_STALL,
+)
+WORKER_FAULTS = (
+    FaultKind.WORKER_KILL,
+    FaultKind.WORKER_STOP,
+    FaultKind.WORKER_FREEZE,
+    FaultKind.WORKER_BREAK,
+    FaultKind.WORKER_DRAIN,
+)
+CONTROL_FAULTS = (
+    FaultKind.ROUTER_KILL,
+    FaultKind.ROUTER_STOP,
+    FaultKind.REGISTRY_LOST,
+    FaultKind.REGISTRY_STALE,
+    FaultKind.SESSION_CUT,
+    FaultKind.FRONTEND_KILL,
+)
+PROFILES: tuple[tuple[FaultKind, ...], ...] = (
+    (),
+    LINK_FAULTS,
+    WORKER_FAULTS,
+    CONTROL_FAULTS,
+    tuple(FaultKind),
+    tuple(FaultKind),
+)
+
+# A side of a broken link that is told nothing learns of it by the transport's own pings.
+KEEPALIVE_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault. Times are virtual seconds.
+
+    pick, pick_too: 0..1, choose among what there is to strike when it strikes. lasts_s: how long,
+    or until the restart. near_s, far_s: when the two sides of a broken link notice. notice_s: when
+    the registry does.
+    """
+
+    at: float
+    kind: FaultKind
+    pick: float
+    pick_too: float
+    lasts_s: float
+    near_s: float
+    far_s: float
+    notice_s: float
+
+
+def draw_faults(
+    rng: Random, kinds: Sequence[FaultKind], count: int, until: float
+) -> tuple[Fault, ...]:
+    """`count` faults of these kinds before `until`, in order of time."""
+    if not kinds:
+        return ()
+    faults = [_draw(rng, kinds, until) for _ in range(count)]
+    return tuple(sorted(faults, key=lambda one: one.at))
+
+
+def _draw(rng: Random, kinds: Sequence[FaultKind], until: float) -> Fault:
+    return Fault(
+        at=rng.uniform(0.2, until),
+        kind=kinds[rng.randrange(len(kinds))],
+        pick=rng.random(),
+        pick_too=rng.random(),
+        lasts_s=_duration(rng),
+        near_s=_notice(rng),
+        far_s=_notice(rng),
+        notice_s=rng.uniform(0.05, 4.0),
+    )
+
+
+def _duration(rng: Random) -> float:
+    """A blink, most of the time below what a heartbeat tolerates, sometimes well above."""
+    return rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.2, 2.5), rng.uniform(2.5, 8.0)))
+
+
+def _notice(rng: Random) -> float:
+    return rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.3, 3.5), KEEPALIVE_S))

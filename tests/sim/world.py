@@ -1,0 +1,590 @@
+"""A simulated mesh: built from a scenario, struck by its faults, watched by the checkers.
+
+`run_seed(seed)` is the whole thing. The same seed gives the same run, event for event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any, TypeVar
+
+from structlog.testing import capture_logs
+
+from common.attach import Order
+from common.blocks import PrefixHasher
+from common.errors import Unavailable, WorkerLost
+from common.registry import MemoryStore
+from frontend_svc.core.request import Outcome
+from tests.sim.checks import ABORT_S, LAG_MAX_S, Breach, Checks
+from tests.sim.clients import Client, Wish, draw_wishes, expected_answer
+from tests.sim.faults import KEEPALIVE_S, PROFILES, Fault, draw_faults
+from tests.sim.fleet import (
+    MODEL,
+    NAMESPACE,
+    Discovery,
+    Parts,
+    Peer,
+    SimFrontend,
+    SimRouter,
+    SimWorker,
+)
+from tests.sim.loop import run_virtually
+from tests.sim.net import End, Net, Path, Process
+from worker_svc.core.timing import Timing
+from worker_svc.core.truth import Truth
+from worker_svc.sim_engine import SimConfig, SimModel
+
+T = TypeVar("T")
+
+WORDS = tuple(range(10, 500))
+EOS = 2
+EOS_ONE_IN = 60
+# All requests have ended this long after the last fault was over and the last client had come.
+BOUND_S = 45.0
+# By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
+REST_S = KEEPALIVE_S + 6.0
+_UNTIL_S = 1_000.0
+SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
+
+    delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
+    strikes the first worker. requests_max: at each worker.
+    """
+
+    seed: int
+    workers: int = 3
+    routers: int = 1
+    frontends: int = 1
+    selector: str = "least_loaded"
+    step_s: float = 0.04
+    blocks: int = 4096
+    seqs: int = 64
+    delay_s: float = 0.02
+    jitter_s: float = 0.005
+    quantum_s: float = 0.0
+    spares_first: bool = True
+    requests_max: int = 4096
+    wishes: tuple[Wish, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    @property
+    def command(self) -> str:
+        """How to run it again."""
+        return f"python -m tests.sim 1 --first {self.seed} --trace"
+
+
+def draw_scenario(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = Random(f"scenario {seed}")
+    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    blocks = rng.choice((160, 4096, 4096))
+    until = rng.uniform(6.0, 14.0)
+    kinds = PROFILES[rng.randrange(len(PROFILES))]
+    return Scenario(
+        seed=seed,
+        workers=rng.randrange(2, 6),
+        routers=rng.randrange(1, 3),
+        frontends=rng.randrange(1, 3),
+        selector=SELECTOR_NAMES[rng.randrange(len(SELECTOR_NAMES))],
+        step_s=rng.uniform(0.02, 0.08),
+        blocks=blocks,
+        seqs=rng.choice((4, 64)),
+        delay_s=rng.choice((0.0, 0.002, 0.05)),
+        jitter_s=rng.choice((0.0, 0.002, 0.02)),
+        quantum_s=rng.choice((0.0, 0.01, 0.05)),
+        spares_first=rng.random() < 0.7,
+        requests_max=rng.choice((4096, 4096, 4096, 6)),
+        wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
+        faults=draw_faults(rng, kinds, rng.randrange(2, 10), until),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run went. digest: of all its events, in order."""
+
+    scenario: Scenario
+    breaches: tuple[Breach, ...]
+    digest: str
+    trace: tuple[str, ...]
+    virtual_s: float
+    migrated: int
+    failed: int
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.scenario.seed}: {len(self.breaches)} breaches"]
+        lines += [f"  {breach}" for breach in self.breaches[:10]]
+        return "\n".join([*lines, f"  replay: {self.scenario.command}"])
+
+
+def run_seed(seed: int) -> Report:
+    """Runs the scenario of a seed."""
+    return run_scenario(draw_scenario(seed))
+
+
+def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:
+    """Runs a scenario, with other parts in place of the real ones where given.
+
+    Raises Deadlock, Overrun, and what a callback of the mesh raised.
+    """
+    with capture_logs() as logs:
+        return run_virtually(_run(scenario, parts or Parts(), logs), until=_UNTIL_S)
+
+
+async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any]]) -> Report:
+    world = World(scenario, parts)
+    await world.run()
+    world.checks.logged(logs)
+    outcomes = [outcome for client in world.clients for outcome in client.outcomes]
+    return Report(
+        scenario=scenario,
+        breaches=tuple(world.checks.breaches),
+        digest=world.trace.digest,
+        trace=tuple(world.trace.lines),
+        virtual_s=asyncio.get_running_loop().time(),
+        migrated=sum(outcome.attempts > 1 for outcome in outcomes),
+        failed=sum(outcome.error is not None for outcome in outcomes),
+    )
+
+
+class Trace:
+    """What happened, in order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._loop = asyncio.get_running_loop()
+
+    def note(self, *facts: object) -> None:
+        """Something happened now."""
+        self.lines.append(f"{self._loop.time():.6f} {' '.join(map(str, facts))}")
+
+    @property
+    def digest(self) -> str:
+        """Of all of it."""
+        return hashlib.blake2b("\n".join(self.lines).encode(), digest_size=8).hexdigest()
+
+
+class World:
+    """One mesh in one run."""
+
+    def __init__(self, scenario: Scenario, parts: Parts) -> None:
+        self.scenario = scenario
+        self.checks = Checks(attempts_explained=scenario.requests_max > 100)
+        self.trace = Trace()
+        self.clients: list[Client] = []
+        self.workers: list[SimWorker] = []
+        self.routers: list[SimRouter] = []
+        self.frontends: list[SimFrontend] = []
+        self._parts = parts
+        self._loop = asyncio.get_running_loop()
+        self._rng = Random(f"world {scenario.seed}")
+        self._store = MemoryStore()
+        self._net = Net(self._path)
+        self._by_id: dict[int, SimWorker] = {}
+        self._outages = 0
+        self._paths = 0
+        self._last_port = 1000
+        self._tasks: asyncio.TaskGroup | None = None
+        self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+        self._hasher = PrefixHasher(mesh_key=b"", model=MODEL, block_size=16)
+
+    async def run(self) -> None:
+        """From the start of the first process to the end of the last."""
+        await self._start()
+        async with asyncio.TaskGroup() as self._tasks:
+            for fault in self.scenario.faults:
+                self._tasks.create_task(self._strike(fault))
+            await self._let_clients_come()
+        self.trace.note("healed")
+        await self._until_ended()
+        await asyncio.sleep(REST_S)
+        self.checks.at_rest(self._alive())
+        await self._end()
+        self.checks.over()
+
+    async def _start(self) -> None:
+        scenario = self.scenario
+        for _ in range(scenario.routers):
+            await self._start_router(self._address())
+        for number in range(scenario.frontends):
+            await self._start_frontend(f"f{number}", self._address())
+        for number in range(scenario.workers):
+            await self._start_worker(f"w{number}", self._address())
+        await asyncio.sleep(2 * LAG_MAX_S)
+
+    async def _let_clients_come(self) -> None:
+        began = self._loop.time()
+        for wish in self.scenario.wishes:
+            await asyncio.sleep(max(0.0, began + wish.at - self._loop.time()))
+            serving = [f for f in self.frontends if f.is_serving]
+            if not serving:
+                continue
+            frontend = _picked(serving, wish.pick)
+            expected, finish = expected_answer(wish, self._truth)
+            client = Client(wish, expected, finish, self._tokens, self._finished)
+            self.clients.append(client)
+            self.trace.note("asks", wish.request_id, frontend.stable_name)
+            frontend.process.spawn(client.run(frontend, self._hasher))
+            if wish.leaves_s is not None and not self.scenario.faults:
+                at = self._loop.time() + wish.leaves_s + ABORT_S
+                self._loop.call_at(at, self.checks.aborted, client, self.workers)
+
+    async def _until_ended(self) -> None:
+        for _ in range(round(BOUND_S / 0.5)):
+            if not self._open_clients():
+                return
+            await asyncio.sleep(0.5)
+        self.checks.unfinished(self._open_clients())
+
+    def _open_clients(self) -> list[Client]:
+        """Those who were not told the end, and whose frontend lives to tell it."""
+        return [
+            client
+            for client in self.clients
+            if not client.outcomes
+            and client.frontend is not None
+            and client.frontend.process.is_alive
+        ]
+
+    async def _end(self) -> None:
+        for frontend in self.frontends:
+            frontend.end()
+        for peer in self._alive():
+            if isinstance(peer, SimWorker):
+                await peer.engine.cleanup()
+            peer.process.kill()
+        for process in [peer.process for peer in self._everybody()]:
+            await process.gone()
+
+    # -- processes ------------------------------------------------------------------------------
+
+    async def _start_worker(self, stable_name: str, address: str) -> None:
+        scenario = self.scenario
+        config = SimConfig(
+            total_kv_blocks=scenario.blocks,
+            max_num_seqs=scenario.seqs,
+            eos_one_in=EOS_ONE_IN,
+            timing=Timing(base_s=scenario.step_s, prefill_token_s=2e-5),
+        )
+        worker = SimWorker(
+            self._net,
+            self._discovery(),
+            stable_name,
+            address,
+            config,
+            SimModel(WORDS, (EOS,), 32768),
+            self._rng,
+            self.checks.admitted,
+            self._parts,
+            scenario.requests_max,
+        )
+        self.workers.append(worker)
+        self._by_id[worker.id] = worker
+        self.trace.note("starts", stable_name, worker.id)
+        await worker.start()
+
+    async def _start_router(self, address: str) -> None:
+        selector = self.scenario.selector
+        router = SimRouter(self._net, self._discovery(), address, selector, self._rng, self._parts)
+        self.routers.append(router)
+        self.trace.note("starts", router.process.name, router.id)
+        await router.start()
+
+    async def _start_frontend(self, stable_name: str, address: str) -> None:
+        frontend = SimFrontend(
+            self._net,
+            self._discovery(),
+            stable_name,
+            address,
+            Random(self._rng.random()),
+            self._submitted,
+            self._parts,
+        )
+        self.frontends.append(frontend)
+        self.trace.note("starts", stable_name, frontend.id)
+        await frontend.start()
+
+    def _everybody(self) -> list[Peer]:
+        return [*self.frontends, *self.routers, *self.workers]
+
+    def _alive(self) -> list[Peer]:
+        return [peer for peer in self._everybody() if peer.process.is_alive]
+
+    def _address(self) -> str:
+        self._last_port += 1
+        return f"sim:{self._last_port}"
+
+    def _path(self, caller: str, address: str) -> Path:
+        self._paths += 1
+        rng = Random(f"path {self.scenario.seed} {self._paths}")
+        base_s = rng.uniform(0.0001, max(0.0001, self.scenario.delay_s))
+        return Path(rng, base_s, self.scenario.jitter_s, self.scenario.quantum_s)
+
+    def _discovery(self) -> Discovery:
+        rng = Random(self._rng.random())
+        discovery = Discovery(self._store, lambda: rng.uniform(0.0, LAG_MAX_S))
+        for _ in range(self._outages):
+            discovery.lose()
+        return discovery
+
+    # -- what the checkers hear -----------------------------------------------------------------
+
+    def _submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+        worker = self._by_id.get(worker_id)
+        name = worker.stable_name if worker is not None else "?"
+        self.trace.note("submits", order.request_id, order.attempt, name)
+        self.checks.submitted(frontend, worker, order)
+
+    def _tokens(self, client: Client, token_ids: list[int]) -> None:
+        self.trace.note("tokens", client.wish.request_id, len(token_ids))
+        self.checks.tokens(client, token_ids)
+
+    def _finished(self, client: Client, outcome: Outcome) -> None:
+        error = "" if outcome.error is None else outcome.error.reason
+        self.trace.note("ends", client.wish.request_id, outcome.finish_reason, error)
+        observers = [peer for peer in self._alive() if not isinstance(peer, SimWorker)]
+        serving = self.checks.serving(self.workers, observers)
+        self.checks.finished(client, outcome, serving)
+
+    # -- faults ---------------------------------------------------------------------------------
+
+    async def _strike(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        strike: Callable[[Fault], Coroutine[None, None, None]] = getattr(self, fault.kind.value)
+        await strike(fault)
+
+    def _some_worker(self, fault: Fault) -> SimWorker | None:
+        spared = "w0" if self.scenario.spares_first else ""
+        there = [w for w in self.workers if w.is_serving and w.stable_name != spared]
+        return _picked(there, fault.pick) if there else None
+
+    def _some_frontend(self, fault: Fault) -> SimFrontend | None:
+        there = [f for f in self.frontends if f.is_serving]
+        return _picked(there, fault.pick_too) if there else None
+
+    def _some_router(self, fault: Fault) -> SimRouter | None:
+        there = [r for r in self.routers if r.process.is_alive and r.lease is not None]
+        return _picked(there, fault.pick) if there else None
+
+    def _note(self, fault: Fault, *facts: object) -> None:
+        self.trace.note("fault", fault.kind.value, *facts)
+
+    def _cut(self, near: End, fault: Fault) -> None:
+        """Breaks a stream; each side learns of it in its own time."""
+        far = near.peer
+        assert far is not None, "a stream has two ends"
+        near.sever()
+        error = Unavailable("the connection broke")
+        self._loop.call_later(fault.near_s, near.cut, error)
+        self._loop.call_later(fault.far_s, far.cut, error)
+
+    async def _hold(self, ends: Sequence[End], fault: Fault) -> None:
+        held = [end for end in ends if end.peer is not None]
+        for end in held:
+            end.hold()
+        await asyncio.sleep(fault.lasts_s)
+        for end in held:
+            end.let_go()
+
+    async def _crash(self, peer: Peer, fault: Fault) -> None:
+        """Ends a process without a word."""
+        for end in tuple(peer.process.ends):
+            other = end.peer
+            end.sever()
+            if other is not None:
+                self._loop.call_later(fault.near_s, other.cut, Unavailable("connection reset"))
+        if isinstance(peer, SimFrontend):
+            peer.die()
+        else:
+            peer.process.kill()
+        members = self._store.members(NAMESPACE)
+        self._loop.call_later(fault.notice_s, members.remove, peer.id)
+        if isinstance(peer, SimWorker):
+            self._net.close(peer.address, peer.process)
+            peer.left_at = peer.left_at or self._loop.time() + fault.notice_s
+            await peer.engine.cleanup()
+
+    async def attach_cut(self, fault: Fault) -> None:
+        """A token stream breaks."""
+        ends = self._attach_ends(fault)
+        if ends:
+            self._cut(ends[0], fault)
+
+    async def attach_hold(self, fault: Fault) -> None:
+        """A token stream stands still, one way or both ways, then goes on."""
+        ends = self._attach_ends(fault)
+        far = [end.peer for end in ends if end.peer is not None]
+        await self._hold([*ends, *far] if fault.near_s < 1 else ends or far, fault)
+
+    def _attach_ends(self, fault: Fault) -> list[End]:
+        """The frontend's end of one stream, if there is one between these two."""
+        worker, frontend = self._some_worker(fault), self._some_frontend(fault)
+        if worker is None or frontend is None:
+            return []
+        self._note(fault, frontend.stable_name, worker.stable_name)
+        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
+        return _ends_between(frontend.process, worker.process)[:1]
+
+    async def session_cut(self, fault: Fault) -> None:
+        """The link between a frontend and its router breaks."""
+        for end in self._session_ends(fault):
+            self._cut(end, fault)
+
+    async def session_hold(self, fault: Fault) -> None:
+        """The link between a frontend and its router stands still."""
+        await self._hold(self._session_ends(fault), fault)
+
+    def _session_ends(self, fault: Fault) -> list[End]:
+        frontend = self._some_frontend(fault)
+        if frontend is None:
+            return []
+        self._note(fault, frontend.stable_name)
+        routers = [router.process for router in self.routers]
+        return [end for router in routers for end in _ends_between(frontend.process, router)]
+
+    async def worker_kill(self, fault: Fault) -> None:
+        """A worker dies, and another takes its place."""
+        worker = self._some_worker(fault)
+        if worker is None:
+            return
+        self._note(fault, worker.stable_name)
+        self.checks.trouble(worker, KEEPALIVE_S + fault.notice_s)
+        await self._crash(worker, fault)
+        await asyncio.sleep(fault.lasts_s)
+        await self._start_worker(worker.stable_name, self._next_address(worker, fault))
+
+    def _next_address(self, worker: SimWorker, fault: Fault) -> str:
+        return worker.address if fault.pick_too < 0.5 else self._address()
+
+    async def worker_stop(self, fault: Fault) -> None:
+        """A worker's whole process stands still. Its health check sees that after two seconds."""
+        worker = self._some_worker(fault)
+        if worker is None:
+            return
+        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
+        worker.process.stop()
+        worker.engine.freeze()
+        await asyncio.sleep(min(2.0, fault.lasts_s))
+        members = self._store.members(NAMESPACE)
+        if fault.lasts_s > 2.0 and worker.is_serving:
+            members.remove(worker.id)
+            await asyncio.sleep(fault.lasts_s - 2.0)
+            if worker.is_serving and worker.lease is not None:
+                members.put(worker.lease.instance)
+        worker.process.go_on()
+        worker.engine.thaw()
+
+    async def worker_freeze(self, fault: Fault) -> None:
+        """A worker's accelerator hangs; its process is well."""
+        worker = self._some_worker(fault)
+        if worker is None:
+            return
+        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(worker, fault.lasts_s)
+        worker.engine.freeze()
+        await asyncio.sleep(fault.lasts_s)
+        worker.engine.thaw()
+
+    async def worker_break(self, fault: Fault) -> None:
+        """A worker's engine fails all it has and is given, until it is replaced."""
+        worker = self._some_worker(fault)
+        if worker is None:
+            return
+        self._note(fault, worker.stable_name)
+        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S + fault.notice_s)
+        worker.engine.break_down(WorkerLost("the accelerator is gone", retryable=True))
+        await asyncio.sleep(fault.lasts_s)
+        if worker.is_serving:
+            await self._crash(worker, fault)
+            await self._start_worker(worker.stable_name, self._next_address(worker, fault))
+
+    async def worker_drain(self, fault: Fault) -> None:
+        """A worker is replaced as in a rollout, its successor before or after it."""
+        worker = self._some_worker(fault)
+        if worker is None:
+            return
+        self._note(fault, worker.stable_name)
+        self.checks.trouble(worker, 30.0)
+        if fault.pick_too < 0.5:
+            await self._start_worker(worker.stable_name, self._address())
+        if worker.is_serving:  # still, after the wait
+            await worker.drain()
+            await self._crash(worker, replace(fault, near_s=0.0, notice_s=0.0))
+        if fault.pick_too >= 0.5:
+            await self._start_worker(worker.stable_name, worker.address)
+
+    async def router_kill(self, fault: Fault) -> None:
+        """A router dies, and another takes its place."""
+        router = self._some_router(fault)
+        if router is None:
+            return
+        self._note(fault, router.process.name)
+        await self._crash(router, fault)
+        await asyncio.sleep(fault.lasts_s)
+        await self._start_router(router.address)
+
+    async def router_stop(self, fault: Fault) -> None:
+        """A router stands still."""
+        router = self._some_router(fault)
+        if router is None:
+            return
+        self._note(fault, router.process.name, f"{fault.lasts_s:.3f}")
+        router.process.stop()
+        await asyncio.sleep(fault.lasts_s)
+        router.process.go_on()
+
+    async def frontend_stall(self, fault: Fault) -> None:
+        """A frontend does not get round to reading."""
+        frontend = self._some_frontend(fault)
+        if frontend is None:
+            return
+        self._note(fault, frontend.stable_name, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(frontend, fault.lasts_s)
+        await self._hold(tuple(frontend.process.ends), fault)
+
+    async def frontend_kill(self, fault: Fault) -> None:
+        """A frontend dies with all its requests, and another takes its place."""
+        frontend = self._some_frontend(fault)
+        if frontend is None:
+            return
+        self._note(fault, frontend.stable_name)
+        await self._crash(frontend, fault)
+        await asyncio.sleep(fault.lasts_s)
+        await self._start_frontend(frontend.stable_name, self._address())
+
+    async def registry_lost(self, fault: Fault) -> None:
+        """Nobody can reach the registry."""
+        self._note(fault, f"{fault.lasts_s:.3f}")
+        self._outages += 1
+        for peer in self._everybody():
+            peer.discovery.lose()
+        await asyncio.sleep(fault.lasts_s)
+        self._outages -= 1
+        for peer in self._everybody():
+            peer.discovery.find()
+
+    async def registry_stale(self, fault: Fault) -> None:
+        """One frontend or router hears nothing from the registry."""
+        there: list[Peer] = [*self.frontends, *self.routers]
+        peer = _picked(there, fault.pick)
+        self._note(fault, peer.process.name, f"{fault.lasts_s:.3f}")
+        peer.discovery.lose()
+        await asyncio.sleep(fault.lasts_s)
+        peer.discovery.find()
+
+
+def _picked(there: Sequence[T], pick: float) -> T:
+    return there[int(pick * len(there))]
+
+
+def _ends_between(near: Process, far: Process) -> list[End]:
+    return [end for end in near.ends if end.peer is not None and end.peer.owner is far]

@@ -1,0 +1,337 @@
+"""Prefill and decode as one transaction of the request machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.attach import Order, Terminal
+from common.errors import MeshError, Unavailable, WorkerLost
+from common.preprocessed import (
+    BootstrapInfo,
+    FinishReason,
+    PrefillResult,
+    PreprocessedRequest,
+    PromptTokensDetails,
+    StopConditions,
+    TokenIds,
+    TokenLogprob,
+    usage,
+)
+from frontend_svc.core.request import (
+    PEER_LOST,
+    Leg,
+    Outcome,
+    Place,
+    Placed,
+    Plan,
+    RequestMachine,
+)
+
+PREFILL, DECODE = 21, 22
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+ROOM = BootstrapInfo(bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=77)
+PAIR = Placed(DECODE, prefill=Place(PREFILL), bootstrap=ROOM)
+IN_TURN = Placed(DECODE, prefill=Place(PREFILL))
+HANDLE = PrefillResult(disaggregated_params={"handle": 1})
+
+
+@dataclass
+class Ports:
+    """Writes down what it is asked for; nothing may be asked for after the end."""
+
+    places: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    legs: list[tuple[Leg, Order]] = field(default_factory=list)
+    aborted: list[tuple[str, str]] = field(default_factory=list)
+    prefills: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    outcomes: list[Outcome] = field(default_factory=list)
+    wake: float = 0.0
+    time: float = 0.0
+
+    def place(self, attempt: int, excluded: frozenset[int]) -> None:
+        assert not self.outcomes
+        self.places.append((attempt, excluded))
+
+    def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
+        assert not self.outcomes
+        assert worker_id == leg.worker_id
+        self.legs.append((leg, order))
+
+    def abort(self, leg: Leg, reason: str) -> None:
+        assert not self.outcomes
+        self.aborted.append((leg.phase, reason))
+
+    def prefill_done(self, attempt: int) -> None:
+        self.prefills.append(attempt)
+
+    def free(self, attempt: int) -> None:
+        assert attempt not in self.freed
+        self.freed.append(attempt)
+
+    def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        assert not self.outcomes
+        self.emitted += token_ids
+
+    def finish(self, outcome: Outcome) -> None:
+        assert not self.outcomes
+        self.outcomes.append(outcome)
+
+    def wake_at(self, at: float) -> None:
+        self.wake = at
+
+    def now(self) -> float:
+        return self.time
+
+    def last(self, phase: str) -> tuple[Leg, Order]:
+        return next(pair for pair in reversed(self.legs) if pair[0].phase == phase)
+
+
+def begin(
+    placed: Placed, *, max_tokens: int | None = 8, trace_id: str = ""
+) -> tuple[RequestMachine, Ports]:
+    request = PreprocessedRequest(
+        token_ids=TokenIds.of([1, 2, 3]),
+        stop_conditions=StopConditions(max_tokens=max_tokens, min_tokens=2),
+    )
+    plan = Plan("r", request, deadline=100.0, trace_id=trace_id)
+    ports = Ports()
+    machine = RequestMachine(plan, ports, Random(1))
+    machine.start()
+    machine.placed(0, placed, 0.0)
+    return machine, ports
+
+
+def end(reason: FinishReason = FinishReason.LENGTH, cached: int | None = None) -> Terminal:
+    counts = None
+    if cached is not None:
+        details = PromptTokensDetails(cached_tokens=cached)
+        counts = replace(usage(3, 1), prompt_tokens_details=details)
+    return Terminal(1, reason, usage=counts)
+
+
+def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() -> None:
+    _, ports = begin(PAIR)
+    assert [leg.phase for leg, _ in ports.legs] == ["prefill", "decode"]
+    prefill, decode = (order.request for _, order in ports.legs)
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.bootstrap_info == decode.bootstrap_info == ROOM
+    assert prefill.stop_conditions == StopConditions(max_tokens=1)
+    assert decode.stop_conditions == StopConditions(max_tokens=8, min_tokens=2)
+    assert ports.wake == 1.0, "a pair has a second to accept"
+
+
+def test_the_answer_is_decodes_and_the_cache_hit_is_prefills() -> None:
+    _, ports = begin(PAIR)
+    (prefill, _), (decode, _) = ports.legs
+    prefill.accepted()
+    decode.accepted()
+    prefill.tokens([5], ())
+    prefill.terminal(end(cached=2))
+    assert ports.emitted == []
+    assert ports.prefills == [0]
+    decode.tokens([5, 6], ())
+    decode.terminal(end(FinishReason.EOS, cached=0))
+    assert ports.emitted == [5, 6]
+    assert ports.prefills == [0], "told once"
+    assert ports.freed == [0]
+    details = ports.outcomes[0].usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == 2
+    assert ports.outcomes[0].worker_ids == (PREFILL, DECODE)
+
+
+def test_without_a_bootstrap_decode_starts_with_what_prefill_handed_over() -> None:
+    _, ports = begin(IN_TURN)
+    assert [leg.phase for leg, _ in ports.legs] == ["prefill"]
+    prefill = ports.legs[0][0]
+    prefill.accepted()
+    prefill.tokens([5], ())
+    ports.time = 7.0
+    prefill.terminal(replace(end(), prefill_result=HANDLE))
+    decode, order = ports.legs[1]
+    assert decode.phase == "decode"
+    assert order.request is not None
+    assert order.request.prefill_result == HANDLE
+    assert order.timeout_s == 93.0
+    assert ports.wake == 10.0, "and it has its time to accept"
+    decode.tokens([5, 6], ())
+    decode.terminal(end())
+    assert ports.emitted == [5, 6]
+
+
+@pytest.mark.parametrize("reason", [FinishReason.EOS, FinishReason.STOP])
+def test_a_prefill_that_finished_at_token_one_is_the_whole_answer(reason: FinishReason) -> None:
+    _, ports = begin(IN_TURN)
+    prefill = ports.legs[0][0]
+    prefill.tokens([5], ())
+    prefill.terminal(replace(end(reason), prefill_result=HANDLE))
+    assert ports.emitted == [5]
+    assert ports.outcomes[0].finish_reason is reason
+    assert len(ports.legs) == 1
+
+
+def test_an_answer_of_one_token_needs_no_decode() -> None:
+    _, ports = begin(IN_TURN, max_tokens=1)
+    prefill = ports.legs[0][0]
+    prefill.tokens([5], ())
+    prefill.terminal(replace(end(), prefill_result=HANDLE))
+    assert ports.emitted == [5]
+    assert ports.outcomes[0].finish_reason is FinishReason.LENGTH
+
+
+def test_a_prefill_that_hands_nothing_over_is_tried_elsewhere() -> None:
+    _, ports = begin(IN_TURN)
+    ports.legs[0][0].terminal(end())
+    assert ports.places[-1] == (1, frozenset({PREFILL}))
+    assert ports.freed == [0]
+
+
+def test_the_failure_of_prefill_ends_decode_and_both_are_tried_again() -> None:
+    machine, ports = begin(PAIR)
+    (prefill, _), (decode, _) = ports.legs
+    prefill.lost(WorkerLost("gone", retryable=True))
+    assert ports.aborted == [("decode", "peer_failed")]
+    assert ports.freed == [0]
+    assert ports.places[-1] == (1, frozenset({PREFILL}))
+    decode.tokens([9], ())
+    assert ports.emitted == [], "dead legs are not heard"
+    machine.placed(1, PAIR, 3.0)
+    assert len(ports.legs) == 4
+
+
+def test_the_failure_of_decode_tells_prefill() -> None:
+    _, ports = begin(PAIR)
+    ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
+    assert ports.aborted == [("prefill", "peer_failed")]
+    assert ports.places[-1] == (1, frozenset({DECODE}))
+
+
+@pytest.mark.parametrize(("failing", "blamed"), [(0, DECODE), (1, PREFILL)])
+def test_a_leg_that_lost_its_peer_blames_the_peer(failing: int, blamed: int) -> None:
+    _, ports = begin(PAIR)
+    ports.legs[failing][0].terminal(
+        Terminal(1, None, error=Unavailable("no peer", reason=PEER_LOST))
+    )
+    assert ports.places[-1] == (1, frozenset({blamed}))
+
+
+def test_a_decode_that_finds_no_handoff_blames_the_prefill_that_has_ended() -> None:
+    _, ports = begin(IN_TURN)
+    ports.legs[0][0].terminal(replace(end(), prefill_result=HANDLE))
+    ports.legs[1][0].terminal(Terminal(1, None, error=Unavailable("gone", reason=PEER_LOST)))
+    assert ports.places[-1] == (1, frozenset({PREFILL}))
+
+
+def test_once_decode_has_delivered_prefills_fate_is_its_own() -> None:
+    _, ports = begin(PAIR)
+    (prefill, _), (decode, _) = ports.legs
+    decode.tokens([5], ())
+    prefill.lost(WorkerLost("gone", retryable=True))
+    decode.tokens([6], ())
+    decode.terminal(end())
+    assert ports.emitted == [5, 6]
+    assert ports.outcomes[0].error is None
+    assert ports.aborted == []
+
+
+def test_a_pair_that_is_not_accepted_in_time_is_aborted_prefill_first() -> None:
+    machine, ports = begin(PAIR)
+    ports.legs[0][0].accepted()
+    machine.on_time(1.0)
+    assert ports.aborted == [("prefill", "not_accepted"), ("decode", "not_accepted")]
+    assert ports.places[-1] == (1, frozenset({DECODE})), "only who did not accept is left out"
+
+
+def test_a_client_that_goes_away_ends_both_prefill_first() -> None:
+    machine, ports = begin(PAIR)
+    machine.client_gone()
+    assert ports.aborted == [("prefill", "client_gone"), ("decode", "client_gone")]
+    assert ports.freed == [0]
+
+
+def test_decode_is_linked_to_prefill_and_a_retry_to_the_decode_that_failed() -> None:
+    machine, ports = begin(PAIR, trace_id=TRACE)
+    (prefill, first), (decode, second) = ports.legs
+    assert first.span_id == prefill.span_id
+    assert len(prefill.span_id) == 16
+    assert first.request is not None
+    assert second.request is not None
+    assert first.request.migration_link is None
+    link = second.request.migration_link
+    assert link is not None
+    assert (link.trace_id, link.span_id) == (TRACE, prefill.span_id)
+    decode.tokens([5], ())
+    decode.lost(WorkerLost("gone", retryable=True))
+    machine.placed(1, PAIR, 3.0)
+    retried, order = ports.last("prefill")
+    assert order.request is not None
+    assert order.request.migration_link is not None
+    assert order.request.migration_link.span_id == decode.span_id
+    again = ports.last("decode")[1].request
+    assert again is not None
+    assert again.migration_link is not None
+    assert again.migration_link.span_id == retried.span_id
+
+
+def test_a_decode_that_dies_goes_on_with_prompt_and_answer() -> None:
+    machine, ports = begin(PAIR)
+    ports.legs[1][0].tokens([5, 6], ())
+    ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
+    machine.placed(1, Placed(30), 3.0)
+    request = ports.last("")[1].request
+    assert request is not None
+    assert list(request.token_ids) == [1, 2, 3, 5, 6]
+    assert request.stop_conditions.max_tokens == 6
+    assert request.bootstrap_info is None
+
+
+EVENTS = st.lists(
+    st.tuples(st.integers(0, 7), st.sampled_from(["prefill", "decode"]), st.integers(1, 3)),
+    max_size=40,
+)
+
+
+@settings(max_examples=300)
+@given(events=EVENTS, bootstrap=st.booleans())
+def test_no_order_of_events_breaks_the_transaction(
+    events: list[tuple[int, str, int]], bootstrap: bool
+) -> None:
+    placed = PAIR if bootstrap else IN_TURN
+    machine, ports = begin(placed, trace_id=TRACE)
+    error: MeshError = WorkerLost("gone", retryable=True)
+    for kind, phase, count in events:
+        legs = [leg for leg, _ in ports.legs if leg.phase == phase]
+        leg = legs[-count] if len(legs) >= count else None
+        match kind:
+            case 0 if leg is not None:
+                leg.accepted()
+            case 1 if leg is not None:
+                leg.tokens(list(range(count)), ())
+            case 2 if leg is not None:
+                leg.terminal(replace(end(), prefill_result=HANDLE))
+            case 3 if leg is not None:
+                leg.lost(error)
+            case 4:
+                machine.placed(ports.places[-1][0], placed, 0.0)
+            case 5:
+                machine.on_time(1.0 * count)
+            case 6 if count == 3:
+                machine.client_gone()
+            case 7 if leg is not None:
+                leg.terminal(Terminal(1, None, error=Unavailable("x", reason=PEER_LOST)))
+        live = [one for one, _ in ports.legs if one.is_live]
+        assert len(live) <= 2
+        assert {one.attempt for one in live} <= {ports.places[-1][0]}
+        assert machine.generated == ports.emitted
+    machine.client_gone()
+    assert len(ports.outcomes) == 1
+    assert not [one for one, _ in ports.legs if one.is_live]
+    assert sorted(ports.freed) == [attempt for attempt, _ in ports.places]

@@ -1,0 +1,136 @@
+"""The `engine.generate` span of a leg, observed from outside the engine (reference §6.3).
+
+A leg whose caller is not sampled makes no span at all. Prefill's span has the id that the frontend
+assigned at routing, so decode's can begin with a link to it although both run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from opentelemetry import trace
+
+from common import telemetry
+from common.attach import Order
+from common.errors import MeshError
+from common.preprocessed import FinishReason
+from worker_svc.engine import LLMEngineOutput
+
+SPAN_NAME = "engine.generate"
+
+
+class GenerateSpans:
+    """Starts the spans of one worker. clock: monotonic seconds."""
+
+    def __init__(
+        self,
+        model: str,
+        role: str,
+        *,
+        clock: Callable[[], float],
+        tracer: trace.Tracer | None = None,
+    ) -> None:
+        self._model = model
+        self._role = role
+        self._clock = clock
+        self._tracer = trace.get_tracer("kvmesh.worker") if tracer is None else tracer
+
+    def start(self, order: Order) -> GenerateSpan | None:
+        """The span of an order; None where its caller is not sampled."""
+        parent = telemetry.context_from_traceparent(order.traceparent)
+        if parent is None or not telemetry.is_sampled(parent):
+            return None
+        request = order.request
+        attributes: dict[str, str | int] = {
+            "model": self._model,
+            "disagg_role": order.phase or self._role,
+            "request_id": order.request_id,
+            "attempt": order.attempt,
+            "gen_ai.operation.name": "text_completion",
+            "gen_ai.provider.name": "kvmesh",
+            "gen_ai.request.model": self._model,
+        }
+        if request is not None:
+            attributes["input_tokens"] = len(request.token_ids)
+            attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
+        links = []
+        origin = request.migration_link if request is not None else None
+        if origin is not None:
+            found = telemetry.link(origin.trace_id, origin.span_id)
+            if found is not None:
+                links.append(found)
+                attributes["migration_trace_id"] = origin.trace_id
+                attributes["migration_span_id"] = origin.span_id
+        with telemetry.use_span_id(order.span_id or telemetry.new_span_id()):
+            span = self._tracer.start_span(
+                SPAN_NAME, parent, trace.SpanKind.SERVER, attributes, links
+            )
+        return GenerateSpan(span, self._clock)
+
+
+class GenerateSpan:
+    """One running span; ends exactly once."""
+
+    def __init__(self, span: trace.Span, clock: Callable[[], float]) -> None:
+        self._span = span
+        self._clock = clock
+        self._began_s = clock()
+        self._last_s: float | None = None
+        self._tokens = 0
+        self._gaps_ms: list[float] = []
+
+    def output(self, output: LLMEngineOutput) -> None:
+        """The engine said something."""
+        count = len(output.token_ids)
+        if not count:
+            return
+        now = self._clock()
+        if self._last_s is None:
+            self._span.set_attribute("ttft_ms", round((now - self._began_s) * 1000, 3))
+        else:
+            self._gaps_ms += [(now - self._last_s) * 1000 / count] * count
+        self._last_s = now
+        self._tokens += count
+
+    def end(self, terminal: LLMEngineOutput) -> None:
+        """The engine ended the request."""
+        is_cancelled = terminal.finish_reason is FinishReason.CANCELLED
+        reason = terminal.finish_reason.value if terminal.finish_reason is not None else ""
+        usage = terminal.completion_usage
+        if usage is not None and usage.prompt_tokens_details is not None:
+            cached = usage.prompt_tokens_details.cached_tokens
+            if cached is not None:
+                self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+        self._close(reason, is_cancelled)
+
+    def fail(self, error: MeshError) -> None:
+        """The request failed."""
+        self._span.set_attribute("error_kind", error.kind)
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(trace.StatusCode.ERROR, error.message)
+        self._close("error", False)
+
+    def drop(self) -> None:
+        """Nobody listens any more: the stream was closed."""
+        self._span.set_status(trace.StatusCode.ERROR, "dropped")
+        self._close("dropped", True)
+
+    def _close(self, finish_reason: str, is_cancelled: bool) -> None:
+        gaps = sorted(self._gaps_ms)
+        self._span.set_attribute("output_tokens", self._tokens)
+        self._span.set_attribute("gen_ai.usage.output_tokens", self._tokens)
+        self._span.set_attribute("finish_reason", finish_reason)
+        self._span.set_attribute("gen_ai.response.finish_reasons", [finish_reason])
+        self._span.set_attribute("cancelled", is_cancelled)
+        if gaps:
+            self._span.set_attribute("avg_itl_ms", round(sum(gaps) / len(gaps), 3))
+            self._span.set_attribute("itl_p50_ms", round(_nearest_rank(gaps, 0.50), 3))
+            self._span.set_attribute("itl_p99_ms", round(_nearest_rank(gaps, 0.99), 3))
+            self._span.set_attribute("itl_max_ms", round(gaps[-1], 3))
+        self._span.end()
+
+
+def _nearest_rank(ascending: list[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed."""
+    rank = -int(-share * len(ascending) // 1)
+    return ascending[max(0, rank - 1)]
