@@ -106,7 +106,7 @@ class Flat:
                 masks[key] = mask ^ bit
 
     def match(self, hashes: Hashes) -> list[tuple[int, int]]:
-        keys, masks = memoryview(hashes), self._masks
+        keys, masks = hashes.data, self._masks
         count, left, held = len(keys), 0, masks.get(keys[0], 0)
         rights = [(count, 0), (count - 1, masks.get(keys[count - 1], 0))]
         rows: list[tuple[int, int]] = []

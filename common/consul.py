@@ -46,7 +46,7 @@ from urllib.parse import quote
 import grpc
 import httpx
 import structlog
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.card import ModelCard, decode_card, encode_card, model_slug
 from common.errors import InvalidRequest, MeshError, NotFound, PermissionDenied, Unavailable
@@ -263,7 +263,7 @@ class ConsulRegistry:
             index = listing.index if listing.index >= index else 0
 
     async def _point(self, instance: Instance) -> None:
-        """Let `models/<slug>` name the card, by compare-and-set: who comes too late changes nothing."""
+        """Let `models/<slug>` name the card, by compare-and-set; who is late changes nothing."""
         if not instance.card_checksum:
             return
         key = f"kvmesh/{instance.namespace}/models/{model_slug(instance.model)}"
@@ -694,13 +694,9 @@ async def _is_serving(target: str) -> bool:
     # Of its own: a shared subchannel would answer from the back-off of an earlier failure.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
     async with grpc.aio.insecure_channel(target, options=options) as channel:
-        check = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
         try:
-            answer = await check(health_pb2.HealthCheckRequest(), timeout=PROBE_S)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_S)
         except grpc.aio.AioRpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

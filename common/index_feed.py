@@ -143,6 +143,7 @@ class _Track:
     buffered_blocks: int = 0
     demanded_at: float | None = None
     heard_at: float = 0.0
+    progressed_at: float = 0.0
 
     @property
     def is_gapped(self) -> bool:
@@ -220,6 +221,14 @@ class IndexFeed:
         """How far a known source can be trusted."""
         return self._tracks[source].state()
 
+    def is_load_only(self, source: Source) -> bool:
+        """Whether `make_load_only` is in force for a known source."""
+        return self._tracks[source].load_only
+
+    def heard_at(self, source: Source) -> float:
+        """When a known source's publisher said something last."""
+        return self._tracks[source].heard_at
+
     def counts(self, source: Source) -> bool:
         """Whether a known source matches."""
         return self._tracks[source].claims.shown
@@ -251,13 +260,11 @@ class IndexFeed:
         self._drop_pending(track)
         known = state.epoch == track.epoch and state.sequence >= track.sequence
         if not known or track.load_only:
-            self._empty(track)
-            track.epoch, track.sequence = state.epoch, 0
-            track.load_only = False
-            self._news.append(Replaced(track.source))
+            self._start_over(track, state.epoch)
         track.head = state.sequence
         track.degraded = state.degraded
         track.stale_since = None
+        track.heard_at = now
         self._settle(track, now)
 
     def follow(
@@ -304,6 +311,14 @@ class IndexFeed:
         self._news.append(Replaced(source))
         self._settle(track, now)
 
+    def admit(self, source: Source, now: float) -> None:
+        """Ends `make_load_only`: what the source holds is demanded."""
+        track = self._known(source)
+        head = track.sequence
+        self._start_over(track, track.epoch)
+        track.head = head
+        self._settle(track, now)
+
     def forget(self, source: Source, reason: str) -> None:
         """The source is gone; O(1), what it held is swept later."""
         track = self._tracks.pop(source, None)
@@ -315,7 +330,7 @@ class IndexFeed:
     def tick(self, now: float) -> None:
         """Ends the grace of stale sources and repeats demands that brought nothing."""
         for track in self._tracks.values():
-            quiet_since = max(track.heard_at, track.demanded_at or 0.0)
+            quiet_since = max(track.progressed_at, track.demanded_at or 0.0)
             if track.demanded_at is not None and now - quiet_since >= self._retry_s:
                 self._drop_pending(track)
             self._settle(track, now)
@@ -346,6 +361,7 @@ class IndexFeed:
         if track.incoming is not None or batch.sequence > track.sequence + 1:
             self._put_off(track, batch)
         else:
+            track.progressed_at = now
             yield from self._apply_now(track, batch)
             yield from self._apply_put_off(track)
         self._settle(track, now)
@@ -362,6 +378,7 @@ class IndexFeed:
             # Of a snapshot that was given up, or that is older than what is here.
             self.counters.chunks_ignored += 1
             return
+        track.progressed_at = now
         for start in range(0, len(chunk.hashes), STEP_BLOCKS):
             part = chunk.hashes[start : start + STEP_BLOCKS]
             track.index.store(incoming.claims, part, chunk.tier)
@@ -397,6 +414,11 @@ class IndexFeed:
         self._drop_pending(track)
         self._empty(track)
         track.epoch, track.sequence, track.head = epoch, 0, 0
+
+    def _start_over(self, track: _Track, epoch: int) -> None:
+        self._begin_epoch(track, epoch)
+        track.load_only = False
+        self._news.append(Replaced(track.source))
 
     def _empty(self, track: _Track) -> None:
         """A new empty set, shown as the old one was."""
@@ -453,7 +475,7 @@ class IndexFeed:
 
     def _begin_snapshot(self, track: _Track, chunk: SnapshotChunk) -> None:
         here = (track.epoch, track.sequence)
-        if (chunk.epoch, chunk.sequence) < here:
+        if (chunk.epoch, chunk.sequence) < here or track.load_only:
             return
         if chunk.epoch > track.epoch:
             self._begin_epoch(track, chunk.epoch)
@@ -468,7 +490,6 @@ class IndexFeed:
         track.index.retire(track.claims)
         track.claims, track.incoming = incoming.claims, None
         track.sequence = incoming.sequence
-        track.load_only = False
         self.counters.snapshots += 1
         self._news.append(Replaced(track.source))
 
@@ -491,7 +512,7 @@ class IndexFeed:
         if not track.is_gapped:
             track.demanded_at = None
         elif track.stale_since is None and track.incoming is None and track.demanded_at is None:
-            track.demanded_at = track.heard_at = now
+            track.demanded_at = now
             self._news.append(Demand(track.source, track.epoch, track.sequence + 1))
 
 

@@ -123,7 +123,7 @@ class PrefixIndex:
         if not len(hashes):
             return []
         # Few elements are looked at, and a memoryview makes a Python int of those only.
-        keys = memoryview(hashes)
+        keys = hashes.data
         key = keys[0]
         held = self._shards[key & _SHARD_MASK].get(key, 0) & self._shown
         if not held:

@@ -16,7 +16,7 @@ import structlog
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
 from common.blocks import SCHEME_ID, hashes_to_bytes
 from common.errors import Bug, InvalidRequest, MeshError, Overloaded
@@ -544,7 +544,8 @@ def build_api(
             Route("/health", health),
             Route("/ready", ready),
             Route("/live", live),
-            Mount("", metrics),
+            # Not mounted: a mount at "" would take in what other routes refuse by method.
+            *metrics.routes,
         ],
         exception_handlers={404: _not_found, 405: _not_found},
     )
@@ -563,4 +564,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
         "param": None,
         "code": "not_found" if status == 404 else "method_not_allowed",
     }
-    return _json_response({"error": details}, status)
+    answer = _json_response({"error": details}, status)
+    answer.headers.update(getattr(error, "headers", None) or {})  # Allow, with 405
+    return answer

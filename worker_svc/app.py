@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import SystemRandom
 
 import structlog
@@ -16,6 +16,7 @@ from common.instances import Instance, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry
+from common.scrape import serve_metrics
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.attach_server import AttachServer
 from worker_svc.card import card_of
@@ -23,6 +24,7 @@ from worker_svc.config import WorkerConfig
 from worker_svc.core.timing import Timing
 from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.engine import EngineConfig, LLMEngine
+from worker_svc.metrics import worker_registry
 from worker_svc.runner import Runner
 from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
@@ -59,6 +61,7 @@ class WorkerApp:
         self._card: ModelCard | None = None
         self._instance: Instance | None = None
         self._lease: Lease | None = None
+        self._close_metrics: Callable[[], Awaitable[None]] | None = None
         self.address = ""
 
     async def start(self, life: Life) -> Ready:
@@ -90,7 +93,15 @@ class WorkerApp:
         rpc.enable_reflection(self._server, [SERVICE_NAME])
         await self._server.start()
         await life.health.set(SERVICE_NAME, True)
-        return Ready(str(self.instance_id), {"grpc": self.address})
+        return Ready(str(self.instance_id), {"grpc": self.address, **self._serve_metrics()})
+
+    def _serve_metrics(self) -> dict[str, str]:
+        if self._config.metrics_port is None:
+            return {}
+        address, self._close_metrics = serve_metrics(
+            worker_registry(self.runner), self._config.host, self._config.metrics_port
+        )
+        return {"metrics": address}
 
     def _current_instance(self) -> Instance:
         assert self._instance is not None, "the server starts after it is known"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from common.config import ServiceConfig, at_least, knob
+from common.config import ServiceConfig, at_least, between, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,13 @@ class WorkerConfig(ServiceConfig):
     requests_max: int = field(
         default=4096,
         metadata=knob("Requests inside at once, queued ones included.", check=at_least(1)),
+    )
+    metrics_port: int | None = field(
+        default=None,
+        metadata=knob(
+            "Serve Prometheus metrics over HTTP on this port (0: any); set it to be scraped.",
+            check=between(0, 65535),
+        ),
     )
     taints: tuple[str, ...] = field(
         default=(), metadata=knob("Marks that routing constraints match, e.g. zone=a.")

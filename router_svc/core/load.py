@@ -16,6 +16,7 @@ the fleet are ever asked for; but should discovery merely have blinked, the load
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -64,9 +65,11 @@ class Booking:
             raise InvalidRequest("revision counts from 1", "revision")
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Prompt tokens to compute, KV blocks held, requests running or waiting."""
+class Totals(NamedTuple):
+    """Prompt tokens to compute, KV blocks held, requests running or waiting.
+
+    A tuple, because every decision reads one of each rank.
+    """
 
     prefill_tokens: int = 0
     decode_blocks: int = 0
@@ -93,6 +96,9 @@ class _Rank:
     """`newer` sums the bookings made since the last report: `report_count` tells which those are.
 
     A counter, because two things may happen at the same `now`.
+
+    estimate: what `LoadBook.load` answers until `estimated_until`, or until one of the others
+    changes; None: to be computed.
     """
 
     booked: _Sums = field(default_factory=_Sums)
@@ -100,6 +106,8 @@ class _Rank:
     report: Load | None = None
     reported_at: float = 0.0
     report_count: int = 0
+    estimate: Totals | None = None
+    estimated_until: float = math.inf
 
     @property
     def is_blank(self) -> bool:
@@ -312,11 +320,13 @@ class LoadBook:
         rank.reported_at = now
         rank.report_count += 1
         rank.newer = _Sums()
+        rank.estimate = None
 
     def worker_left(self, worker_id: int) -> None:
         """Discovery lost a worker: what it reported is void."""
         for placement in [p for p in self._ranks if p.worker_id == worker_id]:
             self._ranks[placement].report = None
+            self._ranks[placement].estimate = None
             self._discard_blank(placement)
 
     def load(self, placement: Placement, now: float) -> Totals:
@@ -327,17 +337,11 @@ class LoadBook:
         """
         rank = self._ranks.get(placement)
         if rank is None:
-            return Totals()
-        booked = rank.booked
-        report = rank.report
-        if report is None or now - rank.reported_at > REPORT_MAX_AGE_S:
-            return Totals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
-        newer = rank.newer
-        return Totals(
-            max(report.waiting_tokens + newer.prefill_tokens, booked.prefill_tokens),
-            max(report.kv_used_blocks + newer.decode_blocks, booked.decode_blocks),
-            max(report.running + report.waiting + newer.requests, booked.requests),
-        )
+            return _NO_LOAD
+        estimate = rank.estimate
+        if estimate is None or now > rank.estimated_until:
+            estimate = rank.estimate = _estimate(rank, now)
+        return estimate
 
     def report_age_s(self, placement: Placement, now: float) -> float | None:
         """Seconds since the rank's last report; None if there is none."""
@@ -398,6 +402,7 @@ class LoadBook:
         self, placement: Placement, mark: int, tokens: int, blocks: int, requests: int
     ) -> None:
         rank = self._ranks[placement]
+        rank.estimate = None
         rank.booked.add(tokens, blocks, requests)
         if mark == rank.report_count:
             rank.newer.add(tokens, blocks, requests)
@@ -412,6 +417,24 @@ class LoadBook:
         """Forget a rank that carries nothing, so that the book does not grow with churn."""
         if placement is not None and (rank := self._ranks.get(placement)) and rank.is_blank:
             del self._ranks[placement]
+
+
+_NO_LOAD = Totals()
+
+
+def _estimate(rank: _Rank, now: float) -> Totals:
+    """The load of a rank, and until when it holds if nothing happens."""
+    booked, newer, report = rank.booked, rank.newer, rank.report
+    expires_at = rank.reported_at + REPORT_MAX_AGE_S
+    if report is None or now > expires_at:
+        rank.estimated_until = math.inf
+        return Totals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
+    rank.estimated_until = expires_at
+    return Totals(
+        max(report.waiting_tokens + newer.prefill_tokens, booked.prefill_tokens),
+        max(report.kv_used_blocks + newer.decode_blocks, booked.decode_blocks),
+        max(report.running + report.waiting + newer.requests, booked.requests),
+    )
 
 
 def _changed(

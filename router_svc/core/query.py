@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidRequest
 from common.preprocessed import RouterConfigOverride, RoutingHints
+from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
 
 # Tokens a block where neither the query nor the worker says.
 DEFAULT_BLOCK_SIZE = 16
@@ -68,18 +69,23 @@ def block_size_of(query: Query, advertised: int | None) -> int:
 
 
 def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) -> int:
-    """Prompt tokens served from cache as engines count: the last one is always computed."""
-    return min(overlap_blocks * block_size, max(0, query.total_tokens - 1))
+    """Prompt tokens served from cache as engines count: whole blocks, never the last token.
+
+    min(overlap_blocks * block_size, floor((total_tokens - 1) / block_size) * block_size)
+    """
+    reusable = max(0, query.total_tokens - 1) // block_size
+    return min(overlap_blocks, reusable) * block_size
 
 
-def prefill_charge(query: Query, cached_tokens: int) -> int:
+def prefill_charge(query: Query, cached_tokens: int, knobs: CostKnobs = DEFAULT_KNOBS) -> int:
     """Prompt tokens still to be computed: total - cached, or 0 where prefill is not tracked."""
-    override = query.override
-    if override is not None and override.track_prefill_tokens is False:
+    if not knobs.track_prefill_tokens:
         return 0
     return max(0, query.total_tokens - cached_tokens)
 
 
-def decode_charge(query: Query, block_size: int) -> int:
-    """KV blocks the prompt holds: ceil(total_tokens / block_size)."""
+def decode_charge(query: Query, block_size: int, knobs: CostKnobs = DEFAULT_KNOBS) -> int:
+    """KV blocks the prompt holds: ceil(total_tokens / block_size), 0 where they are not tracked."""
+    if not knobs.track_active_blocks:
+        return 0
     return -(-query.total_tokens // block_size)

@@ -1,7 +1,7 @@
-"""Choosing one candidate: filters first, then a selector (pure).
+"""Choosing one of the candidates that may be chosen (pure).
 
-A selector sees only candidates that may be chosen. It is stateless: what it needs of the past
-(the last choice, the loads) stands in the View. Ties are broken uniformly at random.
+A selector is stateless: what it needs of the past (the last choice, the loads, recent misses)
+stands in the View. Ties are broken uniformly at random.
 """
 
 from __future__ import annotations
@@ -11,50 +11,60 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from common.errors import InvalidRequest, MeshError, Unavailable
+from common.errors import InvalidRequest
 from common.instances import Instance
-from common.preprocessed import RoutingConstraints, RoutingHints
+from common.preprocessed import RoutingConstraints
+from common.prefix_index import Matched
+from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, Terms, draw
+from router_svc.core.filters import Leg, pinned_worker
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import LoadBook, Totals
-from router_svc.core.query import Query, block_size_of
+from router_svc.core.misses import RecentMisses
+from router_svc.core.query import Query, block_size_of, decode_charge
 
-# Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
-RETRY_AFTER_S = 1.0
-
-_NO_OVERLAPS: Mapping[Placement, int] = MappingProxyType({})
+Matches = Mapping[Placement, Matched]
+NO_MATCHES: Matches = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """What a selector may look at.
 
-    last: the placement chosen before for the same model and role, None at first.
-    overlaps: blocks of the prompt that a placement holds; those absent hold none.
+    last: the placement chosen before for the same model and leg, None at first.
+    matches: what placements hold of the prompt; those absent hold nothing.
+    knobs: those of this request and leg. misses: what ranks had to compute lately.
     """
 
     book: LoadBook
     now: float
     last: Placement | None = None
-    overlaps: Mapping[Placement, int] = field(default_factory=lambda: _NO_OVERLAPS)
+    matches: Matches = field(default_factory=lambda: NO_MATCHES)
+    leg: Leg = "whole"
+    knobs: CostKnobs = DEFAULT_KNOBS
+    misses: RecentMisses | None = None
 
     def load(self, placement: Placement) -> Totals:
         """The estimated load of one rank."""
         return self.book.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
-        """Blocks of the prompt that the rank holds."""
-        return self.overlaps.get(placement, 0)
+        """Leading blocks of the prompt that the rank holds, on whatever tier."""
+        row = self.matches.get(placement)
+        return 0 if row is None else row.disk_blocks
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A candidate with its cost in the selector's unit; lower is better."""
+class Scored(NamedTuple):
+    """A candidate with its cost in the selector's unit; lower is better.
+
+    terms: what the cost is made of, None where the selector does not say.
+    """
 
     candidate: Candidate
     cost: float
     load: Totals
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,29 @@ class WorkerSelector(Protocol):
 
         May raise a MeshError for queries that it cannot serve.
         """
+
+
+class Kv:
+    """The candidate with the least cost, of work that its cache saves among others; see `cost`.
+
+    Where nobody publishes what its cache holds, no overlap counts and load alone decides.
+    """
+
+    name = "kv"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        scored = price(query, candidates, view)
+        blind = not view.matches and not any(c.instance.kv_index == "events" for c in candidates)
+        reason = "least cost by load: no worker publishes KV events" if blind else "least cost"
+        if view.knobs.router_temperature == 0 or len(scored) == 1:
+            return cheapest(scored, rng, reason)
+        temperature = view.knobs.router_temperature
+        at = draw([one.cost for one in scored], temperature, rng.random())
+        return Choice(
+            scored[at].candidate, f"drawn by cost at temperature {temperature:g}", scored
+        )
 
 
 class RoundRobin:
@@ -115,8 +148,7 @@ class LeastLoaded:
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Choice:
-        scored = [_score(query, candidate, view) for candidate in candidates]
-        return cheapest(scored, rng, "least load")
+        return cheapest(_by_load(query, candidates, view), rng, "least load")
 
 
 class PowerOfTwo:
@@ -128,8 +160,7 @@ class PowerOfTwo:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Choice:
         drawn = rng.sample(candidates, 2) if len(candidates) > 2 else candidates
-        scored = [_score(query, candidate, view) for candidate in drawn]
-        return cheapest(scored, rng, "less load of two drawn")
+        return cheapest(_by_load(query, drawn, view), rng, "less load of two drawn")
 
 
 class Direct:
@@ -140,23 +171,81 @@ class Direct:
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Choice:
-        if pinned_worker(query.routing) is None:
+        if pinned_worker(query.routing, view.leg) is None:
+            name = "prefill_worker_id" if view.leg == "prefill" else "backend_instance_id"
+            either = "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
             raise InvalidRequest(
-                "this router places by pins only: name a worker in backend_instance_id or "
-                "decode_worker_id",
-                "query.routing.backend_instance_id",
+                f"this router places by pins only: name a worker in {either}",
+                f"query.routing.{name}",
                 reason="PIN_REQUIRED",
             )
-        scored = [_score(query, candidate, view) for candidate in candidates]
-        return cheapest(scored, rng, "pinned by the request")
+        return cheapest(_by_load(query, candidates, view), rng, "pinned by the request")
 
 
 SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
     {
         selector.name: selector
-        for selector in (RoundRobin, RandomChoice, LeastLoaded, PowerOfTwo, Direct)
+        for selector in (Kv, RoundRobin, RandomChoice, LeastLoaded, PowerOfTwo, Direct)
     }
 )
+
+
+def price(query: Query, candidates: Sequence[Candidate], view: View) -> list[Scored]:
+    """Every candidate with its cost; the formula and its names stand in `cost`."""
+    knobs, book, now, matches = view.knobs, view.book, view.now, view.matches
+    placements = [c.placement for c in candidates]
+    loads = [book.load(placement, now) for placement in placements]
+    factors = _taint_factors(query, candidates)
+    is_decode = view.leg == "decode"
+    penalties = _miss_terms(query, candidates, placements, view)
+    least_queued = min([load.prefill_tokens for load in loads])
+    fades = knobs.track_prefill_tokens and knobs.overlap_score_credit_decay > 0
+    host_weight, disk_weight = knobs.host_cache_hit_weight, knobs.disk_cache_hit_weight
+    scale, request_weight = knobs.prefill_load_scale, knobs.decode_active_request_weight
+    total_tokens = query.total_tokens
+    scored = []
+    for candidate, placement, load, misses, factor in zip(
+        candidates, placements, loads, penalties, factors, strict=True
+    ):
+        queued, held, requests = load
+        block_size = block_size_of(query, candidate.instance.block_size)
+        blocks = -(-total_tokens // block_size)
+        credit = 0.0
+        row = matches.get(placement)
+        if row is not None:
+            _, on_device, to_host, anywhere = row
+            device_credit = knobs.overlap_score_credit
+            if fades and blocks:
+                excess = (queued - least_queued) / block_size / blocks
+                device_credit /= 1.0 + knobs.overlap_score_credit_decay * excess
+            credit = device_credit * on_device
+            if anywhere > on_device and not is_decode:
+                credit += host_weight * (to_host - on_device) + disk_weight * (anywhere - to_host)
+            if knobs.assume_kv_reuse:
+                held -= min(held, anywhere)
+        decode = float(held + blocks)
+        if is_decode:
+            prefill, decode = 0.0, max(0.0, decode - credit)
+        else:
+            prefill = scale * max(0.0, (queued + total_tokens) / block_size - credit)
+        active = request_weight * (requests + 1)
+        cost = (prefill + decode + active + misses) * factor
+        terms = Terms(prefill, decode, active, misses, credit, factor)
+        scored.append(Scored(candidate, cost, load, terms))
+    return scored
+
+
+def _miss_terms(
+    query: Query, candidates: Sequence[Candidate], placements: Sequence[Placement], view: View
+) -> list[float]:
+    """The `misses` term of each candidate."""
+    weight = view.knobs.recent_miss_weight
+    if view.misses is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
+        return [0.0] * len(candidates)
+    missed = view.misses.read(placements, view.now)
+    blocks = decode_charge(query, block_size_of(query, candidates[0].instance.block_size))
+    beside = sum(missed) / len(missed) + blocks
+    return [weight * blocks * m / (m + beside) for m in missed]
 
 
 def load_cost(load: Totals, block_size: int, taint_factor: float) -> float:
@@ -182,7 +271,7 @@ def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | N
 
 def cheapest(scored: Sequence[Scored], rng: Random, reason: str) -> Choice:
     """The lowest cost; one of several at random."""
-    least = min(one.cost for one in scored)
+    least = min([one.cost for one in scored])
     ties = [one for one in scored if one.cost == least]
     chosen = ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
     if len(ties) > 1:
@@ -190,133 +279,18 @@ def cheapest(scored: Sequence[Scored], rng: Random, reason: str) -> Choice:
     return Choice(chosen.candidate, reason, scored)
 
 
-def _score(query: Query, candidate: Candidate, view: View) -> Scored:
-    load = view.load(candidate.placement)
-    block_size = block_size_of(query, candidate.instance.block_size)
+def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> list[Scored]:
+    scored = []
+    factors = _taint_factors(query, candidates)
+    for candidate, factor in zip(candidates, factors, strict=True):
+        load = view.book.load(candidate.placement, view.now)
+        block_size = block_size_of(query, candidate.instance.block_size)
+        scored.append(Scored(candidate, load_cost(load, block_size, factor), load))
+    return scored
+
+
+def _taint_factors(query: Query, candidates: Sequence[Candidate]) -> list[float]:
     constraints = query.routing.routing_constraints if query.routing else None
-    factor = preferred_taint_factor(candidate.instance, constraints)
-    return Scored(candidate, load_cost(load, block_size, factor), load)
-
-
-# Filters.
-
-
-@dataclass(frozen=True, slots=True)
-class Excluded:
-    """A candidate that a filter took out, and why."""
-
-    candidate: Candidate
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Filter:
-    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error."""
-
-    keeps: Callable[[Candidate], bool]
-    why: str
-    nobody: Callable[[], MeshError]
-
-
-def pinned_worker(routing: RoutingHints | None) -> int | None:
-    """The worker that a request for one worker pins, under either name; InvalidRequest for two."""
-    if routing is None:
-        return None
-    backend, decode = routing.backend_instance_id, routing.decode_worker_id
-    if backend is not None and decode is not None and backend != decode:
-        raise InvalidRequest(
-            f"backend_instance_id {backend} and decode_worker_id {decode} pin different workers",
-            "query.routing.decode_worker_id",
-        )
-    return decode if backend is None else backend
-
-
-def eligible(
-    query: Query, candidates: Sequence[Candidate]
-) -> tuple[Sequence[Candidate], list[Excluded]]:
-    """The candidates that may serve the query, and the others with the reason.
-
-    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody.
-    """
-    if query.routing is None and not query.excluded_worker_ids:
-        return candidates, []
-    excluded: list[Excluded] = []
-    for rule in _filters(query):
-        kept = [c for c in candidates if rule.keeps(c)]
-        if len(kept) < len(candidates):
-            excluded += [Excluded(c, rule.why) for c in candidates if not rule.keeps(c)]
-        if not kept:
-            raise rule.nobody()
-        candidates = kept
-    return candidates, excluded
-
-
-def _filters(query: Query) -> list[_Filter]:
-    """In the order in which an empty result is best explained."""
-    rules = []
-    if (routing := query.routing) is not None:
-        rules += _hint_filters(query.model, routing)
-    if left_out := query.excluded_worker_ids:
-        rules.append(
-            _Filter(
-                lambda c: c.placement.worker_id not in left_out,
-                "excluded: it failed this request before",
-                lambda: _nobody(query.model, "ALL_EXCLUDED", "every worker failed it before"),
-            )
-        )
-    return rules
-
-
-def _hint_filters(model: str, routing: RoutingHints) -> list[_Filter]:
-    rules = []
-    if (pin := pinned_worker(routing)) is not None:
-        rules.append(
-            _Filter(
-                lambda c: c.placement.worker_id == pin,
-                "the request pins another worker",
-                lambda: _nobody(model, "PINNED_WORKER_GONE", f"the pinned worker {pin} is not"),
-            )
-        )
-    if (rank := routing.dp_rank) is not None:
-        rules.append(
-            _Filter(
-                lambda c: c.placement.dp_rank == rank,
-                "the request pins another rank",
-                lambda: InvalidRequest(
-                    f"no eligible worker has the data-parallel rank {rank}",
-                    "query.routing.dp_rank",
-                    reason="NO_SUCH_RANK",
-                ),
-            )
-        )
-    if (allowed := routing.allowed_worker_ids) is not None:
-        rules.append(
-            _Filter(
-                lambda c: c.placement.worker_id in allowed,
-                "not in allowed_worker_ids",
-                lambda: _nobody(model, "NO_ALLOWED_WORKER", "no worker of allowed_worker_ids is"),
-            )
-        )
-    constraints = routing.routing_constraints
-    if constraints is not None and constraints.required_taints:
-        taints = frozenset(constraints.required_taints)
-        rules.append(
-            _Filter(
-                lambda c: taints <= c.instance.taints,
-                "lacks a required taint",
-                lambda: _nobody(
-                    model, "NO_TAINTED_WORKER", f"no worker with taints {sorted(taints)} is"
-                ),
-            )
-        )
-    return rules
-
-
-def _nobody(model: str, reason: str, who: str) -> Unavailable:
-    why = who if reason == "ALL_EXCLUDED" else f"{who} there"
-    return Unavailable(
-        f"nobody can serve {model!r}: {why}",
-        RETRY_AFTER_S,
-        reason=reason,
-        metadata={"model": model},
-    )
+    if constraints is None or not constraints.preferred_taints:
+        return [1.0] * len(candidates)
+    return [preferred_taint_factor(c.instance, constraints) for c in candidates]

@@ -1,6 +1,6 @@
 """One suite for every Registry.
 
-An adapter joins by a class with the shape of `Mesh` and a line in `MESHES`.
+An adapter joins by a class with the shape of `Mesh`, a name in `MESHES` and a case in `mesh`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ import struct
 import sys
 import threading
 import time
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
 from typing import Any, Protocol
 
+import httpx
 import pytest
 from structlog.testing import capture_logs
 
 from common.card import Artifact, ModelCard
+from common.consul import ConsulRegistry
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.file_registry import FileRegistry
 from common.instances import Instance, Snapshot, diff, new_instance_id
 from common.registry import MemoryRegistry, MemoryStore, Registry, Watch
+from tests.contract.consul_agent import ConsulAgent, running_agent
 
 WAIT_S = 5.0
 NS = "mesh-1"
@@ -67,7 +71,7 @@ class MemoryMesh:
     closed_within_s = 0.2
     killed_within_s = 0.3
 
-    def __init__(self, _: Path) -> None:
+    def __init__(self) -> None:
         self.store = MemoryStore()
         self.clients: list[MemoryRegistry] = []
 
@@ -125,27 +129,16 @@ class FileMesh:
     def __init__(self, path: Path) -> None:
         self.path = path / "registry"
         self.clients: list[FileRegistry] = []
-        self.owners: list[FileOwner] = []
+        self.owners: list[ChildOwner] = []
 
     def connect(self) -> Registry:
         self.clients.append(FileRegistry(self.path))
         return self.clients[-1]
 
     async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            OWNER_PROGRAM,
-            str(self.path),
-            instance.to_json(),
-            "forks" if forks else "alone",
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert process.stdout is not None
-        line = await asyncio.wait_for(process.stdout.readline(), 30)
-        self.owners.append(FileOwner(process, int(line)))
-        return self.owners[-1]
+        owner = await ChildOwner.spawn(OWNER_PROGRAM, str(self.path), instance, forks)
+        self.owners.append(owner)
+        return owner
 
     def entry(self, instance: Instance) -> Path:
         return self.path / instance.namespace / "instances" / f"{instance.id:016x}.json"
@@ -164,10 +157,28 @@ class FileMesh:
             await client.close()
 
 
-class FileOwner:
+class ChildOwner:
+    """A process that registered; child: what it forked, or 0."""
+
     def __init__(self, process: asyncio.subprocess.Process, child: int) -> None:
         self.process = process
         self.child = child
+
+    @classmethod
+    async def spawn(cls, program: str, store: str, instance: Instance, forks: bool) -> ChildOwner:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            program,
+            store,
+            instance.to_json(),
+            "forks" if forks else "alone",
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        return cls(process, int(line))
 
     async def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -180,12 +191,86 @@ class FileOwner:
         await self.process.communicate()
 
 
-MESHES: dict[str, Callable[[Path], Mesh]] = {"memory": MemoryMesh, "file": FileMesh}
+CONSUL_OWNER_PROGRAM = """
+import asyncio, os, sys, time
+from common.consul import ConsulRegistry
+from common.instances import Instance
+
+async def main(url, raw, forks):
+    registry = ConsulRegistry(url, ttl_s=2.0, tend_s=0.25)
+    await registry.register(Instance.from_json(raw))
+    child = os.fork() if forks == "forks" else 0
+    if forks == "forks" and child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
 
 
-@pytest.fixture(params=list(MESHES))
+class ConsulMesh:
+    """Instances without a health address: TTL checks, here of 2 s."""
+
+    closed_within_s = 0.3
+    killed_within_s = 3.0
+
+    def __init__(self, agent: ConsulAgent) -> None:
+        self.agent = agent
+        self.clients: list[ConsulRegistry] = []
+        self.owners: list[ChildOwner] = []
+
+    def connect(self) -> Registry:
+        self.clients.append(ConsulRegistry(self.agent.url, ttl_s=2.0, tend_s=0.25))
+        return self.clients[-1]
+
+    async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
+        owner = await ChildOwner.spawn(CONSUL_OWNER_PROGRAM, self.agent.url, instance, forks)
+        self.owners.append(owner)
+        return owner
+
+    def lose_entry(self, instance: Instance) -> None:
+        service_id = f"kvmesh-{instance.namespace}-{instance.id:016x}"
+        self._put(f"/v1/agent/service/deregister/{service_id}")
+
+    def damage_card(self, checksum: str) -> None:
+        key = f"/v1/kv/kvmesh/cards/{checksum}/0"
+        stored = httpx.get(f"{self.agent.url}{key}?raw", trust_env=False).content
+        card = zlib.decompress(stored).replace(b"hermes", b"Hermes")
+        self._put(key, zlib.compress(card))
+
+    def _put(self, path: str, content: bytes = b"") -> None:
+        answer = httpx.put(f"{self.agent.url}{path}", content=content, trust_env=False)
+        answer.raise_for_status()
+
+    async def close(self) -> None:
+        for owner in self.owners:
+            await owner.end()
+        for client in self.clients:
+            await client.close()
+        self.agent.wipe()
+
+
+MESHES = ("memory", "file", "consul")
+
+
+@pytest.fixture(scope="session")
+def consul_agent() -> Iterator[ConsulAgent]:
+    with running_agent() as agent:
+        yield agent
+
+
+@pytest.fixture(params=MESHES)
 async def mesh(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = MESHES[request.param](tmp_path)
+    made: Mesh
+    match request.param:
+        case "memory":
+            made = MemoryMesh()
+        case "file":
+            made = FileMesh(tmp_path)
+        case _:
+            made = ConsulMesh(request.getfixturevalue("consul_agent"))
     yield made
     await made.close()
 
@@ -198,7 +283,8 @@ async def files(tmp_path: Path) -> AsyncIterator[FileMesh]:
 
 
 def worker(stable_name: str = "", **facts: Any) -> Instance:
-    known: dict[str, Any] = {"address": "127.0.0.1:5000"}
+    # Nobody listens there: who asks at the address whether it lives is told no.
+    known: dict[str, Any] = {"address": "127.0.0.1:1"}
     return Instance(new_instance_id(SystemRandom()), NS, "worker", stable_name, **(known | facts))
 
 

@@ -319,6 +319,10 @@ class Oracle:
             prompt = self.encode(prompt, special_tokens=True)
         return self._answer(prompt, max_tokens, ignore_eos=ignore_eos)
 
+    def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The ids that continue token ids where EOS is ignored."""
+        return self._truth.continue_tokens(prompt, max_tokens, ignore_eos=True)
+
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids

@@ -1,9 +1,10 @@
 """What must hold in every simulated run. A breach is noted, so that one run can show several.
 
 Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as the model says);
-`errors`, `retries` (each has a fault that explains it); `submit`, `admit` (no work for who left);
-`bounded` (all end soon after the last fault); `rest` (nothing is left open anywhere); `log` (nobody
-logged a mistake of ours); `abort` (what a client gave up stops at the worker).
+`errors`, `retries` (each has a fault that explains it); `placed` (soon, whatever routers do);
+`submit`, `admit` (no work for who left); `bounded` (all end soon after the last fault); `rest`
+(nothing is left open anywhere); `log` (nobody logged a mistake of ours); `abort` (what a client
+gave up stops at the worker).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from common.attach import Order
 from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
 from common.preprocessed import FinishReason
 from frontend_svc.core.request import Outcome
+from frontend_svc.router_client import UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimRouter, SimWorker
 
@@ -30,6 +32,9 @@ AFTERMATH_S = 5.0
 SETTLED_S = 5.0
 # A client's end reaches the worker and takes effect within this, without faults: 250 ms and trips.
 ABORT_S = 0.7
+
+# Whatever the routers do, a request has a place by then (DESIGN §5).
+PLACED_S = UNROUTED_AFTER_S + 0.2
 
 # Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
 SERVICES = frozenset(
@@ -91,6 +96,11 @@ class Checks:
         return any(begin <= now and end >= since for begin, end in self._troubles.get(id, ()))
 
     # -- while it runs --------------------------------------------------------------------------
+
+    def placed_after(self, key: Key, took_s: float) -> None:
+        """A frontend got a placement."""
+        if took_s > PLACED_S:
+            self.breach("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
 
     def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
         """A frontend gave a worker an order."""

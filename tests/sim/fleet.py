@@ -25,7 +25,7 @@ from common.registry import Lease, MemoryRegistry, MemoryStore, Watch
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, Submission, Transport
 from frontend_svc.gateway import Gateway, place_alone
-from frontend_svc.router_client import Query, RouterClient, Session
+from frontend_svc.router_client import Answer, Key, Query, RouterClient, Session
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.route import Router
@@ -121,6 +121,7 @@ class _LateWatch:
 
 
 Submitted = Callable[["SimFrontend", int, Order], None]
+PlacedAfter = Callable[[Key, float], None]
 
 
 class WatchedEngines(EngineClient):
@@ -133,6 +134,22 @@ class WatchedEngines(EngineClient):
         """See EngineClient."""
         self.submitted(self.frontend, worker_id, order)
         return super().submit(worker_id, address, order, sink)
+
+
+class WatchedRouterClient(RouterClient):
+    """A RouterClient that tells the checkers how long each placement took, in seconds."""
+
+    placed_after: PlacedAfter
+
+    def place(self, key: Key, query: Query, answer: Answer) -> None:
+        """See RouterClient."""
+        asked_at = self._loop.time()
+
+        def answered(placed: Placed | MeshError) -> None:
+            self.placed_after(key, self._loop.time() - asked_at)
+            answer(placed)
+
+        super().place(key, query, answered)
 
 
 class WatchedRunner(Runner):
@@ -152,7 +169,9 @@ class Parts:
     """What a mesh is made of. Tests of the checkers put a faulty one in."""
 
     gateway: type[Gateway] = Gateway
+    placer: type[WatchedRouterClient] = WatchedRouterClient
     engines: type[WatchedEngines] = WatchedEngines
+    runner: type[WatchedRunner] = WatchedRunner
     engine: type[SimEngine] = SimEngine
     router: type[Router] = Router
 
@@ -179,7 +198,7 @@ class SimWorker:
         self.stable_name = stable_name
         self.address = address
         self.engine = parts.engine(config, model=model)
-        self.runner = WatchedRunner(self.engine, max_requests=requests_max)
+        self.runner = parts.runner(self.engine, max_requests=requests_max)
         self.runner.admitted = lambda: admitted(self)
         self.attach = AttachServer(self.id, self.runner)
         self.discovery = discovery
@@ -294,6 +313,7 @@ class SimFrontend:
         address: str,
         rng: Random,
         submitted: Submitted,
+        placed_after: PlacedAfter,
         parts: Parts | None = None,
     ) -> None:
         parts = parts or Parts()
@@ -310,14 +330,15 @@ class SimFrontend:
         self._net = net
         self._address = address
         self._ended = asyncio.Event()
-        self.router = RouterClient(
+        self.router = parts.placer(
             self.id,
             lambda: self.snapshot.of("router"),
             self._place_alone,
             open_session=self._open_session,
             rng=rng,
         )
-        self.gateway = parts.gateway(self.router, self.engines, lambda: self.snapshot)
+        self.router.placed_after = placed_after
+        self.gateway = parts.gateway(self.router, self.engines, lambda: self.snapshot, rng)
 
     @property
     def is_serving(self) -> bool:

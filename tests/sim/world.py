@@ -306,6 +306,7 @@ class World:
             address,
             Random(self._rng.random()),
             self._submitted,
+            self.checks.placed_after,
             self._parts,
         )
         self.frontends.append(frontend)

@@ -47,6 +47,7 @@ from common.preprocessed import (
 from frontend_svc.core.request import (
     Leg,
     Outcome,
+    Place,
     Placed,
     Plan,
     RequestMachine,
@@ -538,6 +539,47 @@ def test_an_answer_with_state_outside_of_its_tokens_may_not_move(sampling: dict[
 
 def test_a_prompt_that_is_not_tokens_may_not_move() -> None:
     assert not is_migratable(replace(plan().request, prompt_embeds="AA=="))
+
+
+# Prefill and decode apart; the rest of it is in test_frontend_request_pair.py
+
+
+def in_turn() -> tuple[Life, Leg]:
+    """A request whose prefill, which completes first, was accepted."""
+    one = plan()
+    bare = replace(one.request, prefill_result=None, bootstrap_info=None)
+    life = begin(replace(one, request=bare))
+    life.machine.placed(0, Placed(20, prefill=Place(10)), 0.0)
+    life.ports.leg.accepted()
+    return life, life.ports.leg
+
+
+def test_an_answer_that_prefill_completes_keeps_its_logprobs() -> None:
+    life, prefill = in_turn()
+    prefill.tokens([5], [TokenLogprob(5, -0.1)])
+    prefill.terminal(end_of(FinishReason.EOS))
+    assert life.ports.emitted == [5]
+    assert life.ports.logprobs == [TokenLogprob(5, -0.1)]
+    assert life.ports.outcome.finish_reason is FinishReason.EOS
+
+
+def test_prefills_answer_may_be_stopped_from_within_emit() -> None:
+    life, prefill = in_turn()
+    life.ports.on_emit = life.machine.stop
+    prefill.tokens([5], ())
+    prefill.terminal(end_of(FinishReason.EOS))
+    assert life.ports.outcome.finish_reason is FinishReason.STOP
+
+
+def test_a_decode_cancelled_at_its_worker_aborts_prefill_and_not_itself() -> None:
+    life = begin()
+    room = BootstrapInfo("h", 1, 2)
+    life.machine.placed(0, Placed(20, prefill=Place(10), bootstrap=room), 0.0)
+    (_, _, prefill), (_, _, decode) = life.ports.submitted
+    decode.accepted()
+    decode.terminal(end_of(FinishReason.CANCELLED))
+    assert life.ports.aborted == [(prefill, "peer_cancelled")]
+    assert life.ports.outcome.finish_reason is FinishReason.CANCELLED
 
 
 # Ends from outside

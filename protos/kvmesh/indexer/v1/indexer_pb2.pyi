@@ -118,6 +118,7 @@ class PublishRequest(_message.Message):
     BATCH_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___PublishHello:
         """Set in the first frame, and only there."""
@@ -134,6 +135,10 @@ class PublishRequest(_message.Message):
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
         """Load, every 100 ms."""
 
+    @_builtins.property
+    def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
+        """Where sources stand now; to be sent when `degraded` of one of them has changed."""
+
     def __init__(
         self,
         *,
@@ -141,10 +146,11 @@ class PublishRequest(_message.Message):
         batch: Global___EventBatch | None = ...,
         snapshot: Global___SnapshotChunk | None = ...,
         loads: _abc.Iterable[_load_pb2.Load] | None = ...,
+        states: _abc.Iterable[Global___SourceState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "hello", b"hello", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "hello", b"hello", "loads", b"loads", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "hello", b"hello", "loads", b"loads", "snapshot", b"snapshot", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -222,7 +228,9 @@ Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
 class EventBatch(_message.Message):
-    """Changes of one source in the order they happened. Sets stay prefix-closed after each event."""
+    """Changes of one source in the order they happened. Sets stay prefix-closed after each event.
+    At most 1,048,576 hashes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -288,7 +296,10 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class SnapshotChunk(_message.Message):
-    """Part of a snapshot; swapped in when the last part is there."""
+    """Part of a snapshot; swapped in when the last part is there. A snapshot may be read while its
+    source goes on, so long as all batches after its sequence go ahead of its last part: whoever
+    takes it buffers them, and applies them before the source counts again.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -441,6 +452,7 @@ class SubscribeResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     caught_up: _builtins.bool
     """All that was there when the call began has been sent."""
     @_builtins.property
@@ -467,6 +479,10 @@ class SubscribeResponse(_message.Message):
     def status(self) -> Global___SourceStatus:
         """How far the source can be trusted. Absent: unchanged."""
 
+    @_builtins.property
+    def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscribeResponse]:
+        """More of the same, in order, after this one: what has gathered while the link was busy."""
+
     def __init__(
         self,
         *,
@@ -477,10 +493,11 @@ class SubscribeResponse(_message.Message):
         load: _load_pb2.Load | None = ...,
         status: Global___SourceStatus | None = ...,
         caught_up: _builtins.bool = ...,
+        more: _abc.Iterable[Global___SubscribeResponse] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "load", b"load", "partition", b"partition", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "caught_up", b"caught_up", "load", b"load", "partition", b"partition", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "caught_up", b"caught_up", "load", b"load", "more", b"more", "partition", b"partition", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,147 @@
+"""Who may be chosen at all: pins, allow-list, taints, workers that failed before (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from common.errors import InvalidRequest, MeshError, Unavailable
+from common.preprocessed import RoutingHints
+from router_svc.core.fleet import Candidate
+from router_svc.core.query import Query
+
+# What a worker is wanted for: the whole request, or one leg of a pair.
+Leg = Literal["whole", "prefill", "decode"]
+
+# Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
+RETRY_AFTER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """A candidate that a filter took out, and why."""
+
+    candidate: Candidate
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error."""
+
+    keeps: Callable[[Candidate], bool]
+    why: str
+    nobody: Callable[[], MeshError]
+
+
+def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
+    """The worker that a request pins for a leg; None if it pins none.
+
+    The whole request and the decode leg go by backend_instance_id or decode_worker_id, which must
+    agree (else InvalidRequest); the prefill leg goes by prefill_worker_id.
+    """
+    if routing is None:
+        return None
+    if leg == "prefill":
+        return routing.prefill_worker_id
+    backend, decode = routing.backend_instance_id, routing.decode_worker_id
+    if backend is not None and decode is not None and backend != decode:
+        raise InvalidRequest(
+            f"backend_instance_id {backend} and decode_worker_id {decode} pin different workers",
+            "query.routing.decode_worker_id",
+        )
+    return decode if backend is None else backend
+
+
+def eligible(
+    query: Query, candidates: Sequence[Candidate], leg: Leg = "whole"
+) -> tuple[Sequence[Candidate], list[Excluded]]:
+    """The candidates that may serve the query's leg, and the others with the reason.
+
+    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody.
+    """
+    if query.routing is None and not query.excluded_worker_ids:
+        return candidates, []
+    excluded: list[Excluded] = []
+    for rule in _filters(query, leg):
+        kept = [c for c in candidates if rule.keeps(c)]
+        if len(kept) < len(candidates):
+            excluded += [Excluded(c, rule.why) for c in candidates if not rule.keeps(c)]
+        if not kept:
+            raise rule.nobody()
+        candidates = kept
+    return candidates, excluded
+
+
+def _filters(query: Query, leg: Leg) -> list[_Filter]:
+    """In the order in which an empty result is best explained."""
+    rules = []
+    if (routing := query.routing) is not None:
+        rules += _hint_filters(query.model, routing, leg)
+    if left_out := query.excluded_worker_ids:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id not in left_out,
+                "excluded: it failed this request before",
+                lambda: _nobody(query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"),
+            )
+        )
+    return rules
+
+
+def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
+    rules = []
+    if (pin := pinned_worker(routing, leg)) is not None:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id == pin,
+                "the request pins another worker",
+                lambda: _nobody(model, leg, "PINNED_WORKER_GONE", f"worker {pin}, as pinned"),
+            )
+        )
+    rank_field = "prefill_dp_rank" if leg == "prefill" else "dp_rank"
+    rank: int | None = getattr(routing, rank_field)
+    if rank is not None:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.dp_rank == rank,
+                "the request pins another rank",
+                lambda: InvalidRequest(
+                    f"no eligible worker has the data-parallel rank {rank}",
+                    f"query.routing.{rank_field}",
+                    reason="NO_SUCH_RANK",
+                ),
+            )
+        )
+    if (allowed := routing.allowed_worker_ids) is not None:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id in allowed,
+                "not in allowed_worker_ids",
+                lambda: _nobody(model, leg, "NO_ALLOWED_WORKER", "worker of allowed_worker_ids"),
+            )
+        )
+    constraints = routing.routing_constraints
+    if constraints is not None and constraints.required_taints:
+        taints = frozenset(constraints.required_taints)
+        rules.append(
+            _Filter(
+                lambda c: taints <= c.instance.taints,
+                "lacks a required taint",
+                lambda: _nobody(
+                    model, leg, "NO_TAINTED_WORKER", f"worker with taints {sorted(taints)}"
+                ),
+            )
+        )
+    return rules
+
+
+def _nobody(model: str, leg: Leg, reason: str, who: str) -> Unavailable:
+    role = "" if leg == "whole" else f"{leg} "
+    return Unavailable(
+        f"nobody can serve {model!r}: there is no {role}{who}",
+        RETRY_AFTER_S,
+        reason=reason,
+        metadata={"model": model, "leg": leg},
+    )

@@ -1,0 +1,137 @@
+"""A real Consul agent for tests: in-memory, on free ports, to be killed, stopped and started again.
+
+The binary: `consul` on the PATH, else what KVMESH_CONSUL names, else `.tools/bin/consul`, which
+deploy/consul_get.sh fetches where it can (root on Debian). Without one, tests that need it skip.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_S = 15.0
+FETCH_S = 60.0
+PORTS = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
+
+
+@functools.cache
+def consul_binary() -> str:
+    """Its path. Skips the test, saying why, where there is none."""
+    for found in (shutil.which("consul"), os.environ.get("KVMESH_CONSUL")):
+        if found:
+            return found
+    try:
+        fetched = subprocess.run(
+            [ROOT / "deploy" / "consul_get.sh", ROOT / ".tools"],
+            capture_output=True,
+            text=True,
+            timeout=FETCH_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", "") or "").strip().splitlines()
+        pytest.skip(
+            "no Consul: not on the PATH, KVMESH_CONSUL is not set, and deploy/consul_get.sh failed"
+            f" ({said[-1] if said else error})"
+        )
+    return fetched.stdout.strip()
+
+
+class ConsulAgent:
+    """`consul agent -dev` with ports of its own, the same after each start; its state is lost."""
+
+    def __init__(self) -> None:
+        self._binary = consul_binary()
+        self._ports = _free_ports(len(PORTS))
+        self.url = f"http://127.0.0.1:{self._ports[0]}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start, and wait until it leads."""
+        flags = [f"-{n}-port={p}" for n, p in zip(PORTS, self._ports, strict=True)]
+        self._process = subprocess.Popen(
+            [self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", *flags],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        deadline = time.monotonic() + START_S
+        while not self._leads():
+            assert self._process.poll() is None, "Consul ended at once"
+            assert time.monotonic() < deadline, "Consul does not lead"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End it with no chance to clean up."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End it in order; the status is 1 then, which is normal."""
+        self._end(signal.SIGINT)
+
+    def pause(self) -> None:
+        """Let it hang."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
+
+    def wipe(self) -> None:
+        """Remove all services and keys."""
+        with httpx.Client(base_url=self.url, trust_env=False) as http:
+            for service_id in http.get("/v1/agent/services").json():
+                http.put(f"/v1/agent/service/deregister/{service_id}")
+            http.delete("/v1/kv/?recurse")
+
+    def _leads(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.url}/v1/status/leader", trust_env=False, timeout=1.0)
+            return bool(answer.text.strip('"\n '))
+        return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _end(self, number: signal.Signals) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.send_signal(signal.SIGCONT)
+        process.send_signal(number)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def running_agent() -> Iterator[ConsulAgent]:
+    """An agent for the time of the block."""
+    agent = ConsulAgent()
+    agent.start()
+    try:
+        yield agent
+    finally:
+        agent.stop()
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in sockets]

@@ -1,0 +1,253 @@
+"""Bad input over HTTP: each row says what comes back; a good request works after each of them.
+
+Run with -s to see the table.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HUGE = 10**400
+TOO_LARGE_BYTES = 50_000_000
+INVALID = "invalid_request_error"
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """One row. body: None sends none. status 0: the connection is closed without an answer.
+
+    param: as in the answer; is_json: whether the answer has OpenAI's shape.
+    """
+
+    name: str
+    status: int
+    param: str | None
+    body: bytes | None
+    code: str | None = None
+    path: str = CHAT
+    method: str = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
+    type: str = INVALID
+    is_json: bool = True
+
+
+def chat(**changes: Any) -> bytes:
+    """A good chat body with these changes; a value of `...` takes the key out."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+    return json.dumps({k: v for k, v in (body | changes).items() if v is not ...}).encode()
+
+
+def text(**changes: Any) -> bytes:
+    """The same for a completion."""
+    body = {"model": MODEL, "prompt": "hi", "max_tokens": 2}
+    return json.dumps({k: v for k, v in (body | changes).items() if v is not ...}).encode()
+
+
+def said(content: Any, role: Any = "user") -> list[Any]:
+    return [{"role": role, "content": content}]
+
+
+MISSING, TYPE, VALUE, JSON = (
+    *("missing_required_parameter", "invalid_type", "invalid_value", "invalid_json"),
+)
+UNSUPPORTED, LONG = "unsupported_parameter", "context_length_exceeded"
+
+ROWS = [
+    Bad("unknown model", 404, "model", chat(model="gpt-9"), "model_not_found"),
+    Bad("unknown model, 100 kB name", 400, "model", chat(model="m" * 100_000), VALUE),
+    Bad("no model", 400, "model", chat(model=...), MISSING),
+    Bad("model is a number", 400, "model", chat(model=5), TYPE),
+    Bad("model with a NUL", 404, "model", chat(model="a\0b"), "model_not_found"),
+    Bad("no messages", 400, "messages", chat(messages=...), MISSING),
+    Bad("empty messages", 400, "messages", chat(messages=[]), VALUE),
+    Bad("messages is a string", 400, "messages", chat(messages="hi"), TYPE),
+    Bad("message is a string", 400, "messages[0]", chat(messages=["hi"]), TYPE),
+    Bad("unknown role", 400, "messages[0].role", chat(messages=said("x", "wizard")), VALUE),
+    Bad("content is a number", 400, "messages[0].content", chat(messages=said(5)), TYPE),
+    Bad(
+        "content is an image",
+        400,
+        "messages[0].content[0].type",
+        chat(messages=said([{"type": "image_url", "image_url": {"url": "http://x"}}])),
+        UNSUPPORTED,
+    ),
+    Bad("negative max_tokens", 400, "max_tokens", chat(max_tokens=-1), VALUE),
+    Bad("max_tokens zero", 400, "max_tokens", chat(max_tokens=0), VALUE),
+    Bad("max_tokens is text", 400, "max_tokens", chat(max_tokens="5"), TYPE),
+    Bad("max_tokens is true", 400, "max_tokens", chat(max_tokens=True), TYPE),
+    Bad("max_tokens is 1.5", 400, "max_tokens", chat(max_tokens=1.5), TYPE),
+    Bad("max_tokens of 400 digits", 400, None, chat(max_tokens=HUGE), JSON),
+    Bad("max_tokens above the context", 400, "max_tokens", chat(max_tokens=40_000), LONG),
+    Bad("temperature too high", 400, "temperature", chat(temperature=2.1), VALUE),
+    Bad("temperature NaN", 400, None, chat(temperature=float("nan")), JSON),
+    Bad("n of 2", 400, "n", chat(n=2), UNSUPPORTED),
+    Bad("stop of 33 texts", 400, "stop", chat(stop=["x"] * 33), VALUE),
+    Bad("stop is empty text", 400, "stop", chat(stop=""), VALUE),
+    Bad("stream is text", 400, "stream", chat(stream="yes"), TYPE),
+    Bad(
+        "stream_options without stream",
+        400,
+        "stream_options",
+        chat(stream_options={"include_usage": True}),
+        VALUE,
+    ),
+    Bad("unknown field", 400, "wibble", chat(wibble=1), "unknown_parameter"),
+    Bad("tools", 400, "tools", chat(tools=[{"type": "function"}]), UNSUPPORTED),
+    Bad("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
+    Bad("no prompt", 400, "prompt", text(prompt=...), MISSING, TEXT),
+    Bad("prompts of two texts", 400, "prompt", text(prompt=["a", "b"]), UNSUPPORTED, TEXT),
+    Bad("token id above the vocabulary", 400, "prompt", text(prompt=[4096]), None, TEXT),
+    Bad("negative token id", 400, "prompt[0]", text(prompt=[-1]), VALUE, TEXT),
+    Bad("prompt too long", 400, "prompt", text(prompt="able about " * 20_000), LONG, TEXT),
+    Bad("prompt of no tokens", 400, "prompt", text(prompt=""), None, TEXT),
+    Bad("malformed JSON", 400, None, b'{"model": ', JSON),
+    Bad("JSON is a list", 400, None, b"[]", TYPE),
+    Bad("JSON is null", 400, None, b"null", TYPE),
+    Bad("two JSON values", 400, None, chat() + b"{}", JSON),
+    Bad("empty body", 400, None, b"", JSON),
+    Bad("no body and no content-length", 400, None, None, JSON),
+    Bad("invalid UTF-8", 400, None, chat().replace(b"hi", b"\xff\xfe"), JSON),
+    Bad("a lone surrogate", 400, None, chat().replace(b'"hi"', b'"\\ud800"'), JSON),
+    Bad("a NUL byte", 400, None, chat() + b"\0", JSON),
+    Bad("100,000 open brackets", 400, None, b"[" * 100_000, JSON),
+    Bad("lists 100,000 deep", 400, None, b"[" * 100_000 + b"]" * 100_000, JSON),
+    Bad(
+        "objects 200 deep in an unknown field",
+        400,
+        "deep",
+        chat(deep=...)[:-1] + b', "deep": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
+        "unknown_parameter",
+    ),
+    Bad("1,000 unknown fields", 400, "body", chat(**{f"f{i}": i for i in range(1000)}), VALUE),
+    Bad("50 MB body", 413, None, b"[" + b" " * (TOO_LARGE_BYTES - 1), "body_too_large"),
+    Bad(
+        "content-length of 50 GB",
+        413,
+        None,
+        b"{",
+        "body_too_large",
+        headers={"content-length": "50000000000"},
+    ),
+    Bad(
+        "content-length is a word",
+        400,
+        None,
+        None,
+        headers={"content-length": "many"},
+        is_json=False,
+    ),
+    Bad(
+        "content-length is negative",
+        400,
+        None,
+        None,
+        headers={"content-length": "-5"},
+        is_json=False,
+    ),
+    Bad("GET on a POST route", 405, None, None, "method_not_allowed", method="GET"),
+    Bad("PUT on a POST route", 405, None, chat(), "method_not_allowed", method="PUT"),
+    Bad("an unknown route", 404, None, chat(), "not_found", path="/v1/chat/nonsense"),
+    Bad("a route with ..", 404, None, chat(), "not_found", path="/v1/../etc/passwd"),
+]
+
+# Unusual, and right: these are answered.
+GOOD = {
+    "a chunked body": (chat(), {"transfer-encoding": "chunked"}),
+    "a content-type that is not JSON": (chat(), {"content-type": "text/plain"}),
+    "a content-type that is nonsense": (chat(), {"content-type": "\xff/;;="}),
+    "an x-request-id with blanks": (chat(), {"x-request-id": "not one word"}),
+    "an x-request-id of 4 kB": (chat(), {"x-request-id": "x" * 4096}),
+    "a traceparent that is none": (chat(), {"traceparent": "00-zz-\xff-01"}),
+    "a NUL in the text": (chat(messages=said("a\0b")), {}),
+    "blanks around the JSON": (b" \n" + chat() + b"\r\n ", {}),
+    "an escaped surrogate pair": (chat(messages=said("\U0001f389")), {}),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("mesh")
+    with Mesh(folder, workers=1, worker_flags=["--speedup=0"]) as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    with logs_on_failure(mesh, request):
+        yield
+
+
+def send(
+    mesh: Mesh, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+) -> tuple[int, dict[str, str], bytes]:
+    """One request on a connection of its own; a header given replaces what is made of the body."""
+    connection = http.client.HTTPConnection(mesh.url.removeprefix("http://"), timeout=WAIT_S)
+    try:
+        connection.putrequest(method, path, skip_accept_encoding=True)
+        is_chunked = headers.get("transfer-encoding") == "chunked"
+        if body is not None and not is_chunked and "content-length" not in headers:
+            connection.putheader("content-length", str(len(body)))
+        for name, value in headers.items():
+            connection.putheader(name, value.encode("latin-1"))
+        connection.endheaders()
+        if body is not None and is_chunked:
+            for part in (body[:10], body[10:]):
+                connection.send(b"%x\r\n%b\r\n" % (len(part), part))
+            connection.send(b"0\r\n\r\n")
+        elif body is not None:
+            connection.send(body)
+        answer = connection.getresponse()
+        return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    finally:
+        connection.close()
+
+
+def assert_serves(mesh: Mesh) -> None:
+    status, _, answer = send(mesh, "POST", CHAT, chat(), {})
+    assert status == 200, answer
+    assert json.loads(answer)["usage"]["completion_tokens"] >= 1
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_bad_input_is_refused_by_name_and_the_next_request_is_served(mesh: Mesh, row: Bad) -> None:
+    status, headers, answer = send(mesh, row.method, row.path, row.body, row.headers)
+    if not row.is_json:  # refused by the HTTP parser, before there is a request
+        print(f"| {row.name} | {status} | - | - | {answer[:60]!r} |")
+        assert status == row.status
+        assert_serves(mesh)
+        return
+    error = json.loads(answer)["error"]
+    print(
+        f"| {row.name} | {status} | {error['code']} | {error['param']} | {error['message'][:90]} |"
+    )
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (status, error["type"], error["param"]) == (row.status, row.type, row.param)
+    assert error["code"] == row.code
+    assert 0 < len(error["message"]) < 1000
+    assert headers["content-type"] == "application/json"
+    assert ("allow" in headers) == (status == 405)
+    assert_serves(mesh)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_unusual_input_is_served(mesh: Mesh, name: str) -> None:
+    body, headers = GOOD[name]
+    status, answer_headers, answer = send(mesh, "POST", CHAT, body, headers)
+    assert status == 200, answer
+    assert json.loads(answer)["choices"][0]["finish_reason"]
+    assert answer_headers["x-request-id"].isprintable()
+    assert len(answer_headers["x-request-id"]) <= 128
+
+
+def test_nothing_of_all_this_was_a_bug_of_the_frontend(mesh: Mesh) -> None:
+    assert mesh.frontend.events("request_failed") == []
+    assert mesh.frontend.process.poll() is None

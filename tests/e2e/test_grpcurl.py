@@ -1,0 +1,151 @@
+"""grpcurl, without any of our descriptors, against every service of a real mesh."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
+
+# The binary itself, beside which its wrapper lies; scripts of an environment lie beside its python.
+GRPCURL = Path(sys.executable).with_name("grpcurl")
+ENGINE, ROUTER = "kvmesh.engine.v1.EngineService", "kvmesh.router.v1.RouterService"
+HEALTH = "grpc.health.v1.Health"
+PROMPT = [5, 6, 7]
+
+pytestmark = pytest.mark.skipif(not GRPCURL.exists(), reason="grpcurl is not installed")
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("mesh")
+    with Mesh(folder, workers=1, worker_flags=["--speedup=0"]) as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    with logs_on_failure(mesh, request):
+        yield
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(GRPCURL), "-plaintext", "-max-time", str(WAIT_S), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=2 * WAIT_S,
+        check=False,
+    )
+
+
+def grpcurl(*arguments: str) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def call(service: Service, method: str, message: Any = None) -> list[dict[str, Any]]:
+    """The messages that a call answers with."""
+    said = grpcurl("-d", json.dumps(message or {}), service.address, method)
+    decoder, found, at = json.JSONDecoder(), [], 0
+    while said[at:].strip():
+        value, end = decoder.raw_decode(said[at:].lstrip())
+        at += len(said[at:]) - len(said[at:].lstrip()) + end
+        found.append(value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("room", "services"),
+    [("worker", {ENGINE, HEALTH}), ("router", {ROUTER, HEALTH}), ("frontend", {HEALTH})],
+)
+def test_every_service_lists_itself_and_is_healthy(
+    mesh: Mesh, room: str, services: set[str]
+) -> None:
+    service = mesh.running(room)[0]
+    listed = set(grpcurl(service.address, "list").split())
+    assert services <= listed
+    assert any(name.startswith("grpc.reflection.") for name in listed)
+    for name in ("", *(services - {HEALTH})):
+        assert call(service, f"{HEALTH}/Check", {"service": name}) == [{"status": "SERVING"}]
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "methods"),
+    [
+        ("worker", ENGINE, ("Attach", "Generate", "Abort", "GetInfo", "GetLoad", "GetArtifact")),
+        ("router", ROUTER, ("Session", "Route", "PotentialLoads", "Explain", "Dump")),
+    ],
+)
+def test_services_and_messages_can_be_described(
+    mesh: Mesh, room: str, name: str, methods: tuple[str, ...]
+) -> None:
+    address = mesh.running(room)[0].address
+    described = grpcurl(address, "describe", name)
+    for method in methods:
+        assert f"rpc {method} (" in described
+    assert (
+        "repeated uint32 token_ids"
+        in grpcurl(address, "describe", "kvmesh.types.v1.PreprocessedRequest")
+        or room == "router"
+    )
+
+
+def test_generate_streams_the_models_truth(mesh: Mesh) -> None:
+    message = {
+        "request": {
+            "token_ids": PROMPT,
+            "stop_conditions": {"max_tokens": 12, "ignore_eos": True},
+        }
+    }
+    answers = call(mesh.workers[0], f"{ENGINE}/Generate", message)
+    tokens = [token for answer in answers for token in answer.get("tokenIds", ())]
+    assert tokens == Oracle().tokens(PROMPT, 12)
+    assert answers[-1]["finishReason"] == "FINISH_REASON_LENGTH"
+    assert answers[-1]["usage"]["completionTokens"] == 12
+    assert not any("finishReason" in answer for answer in answers[:-1])
+
+
+def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
+    done = run("-d", json.dumps({"request": {}}), mesh.workers[0].address, f"{ENGINE}/Generate")
+    assert done.returncode != 0
+    assert "Code: InvalidArgument" in done.stderr
+    for part in ("token_ids", "google.rpc.BadRequest", "INVALID_REQUEST"):
+        assert part in done.stderr
+
+
+def test_a_worker_says_who_it_is_and_what_it_does(mesh: Mesh) -> None:
+    worker = mesh.workers[0]
+    (info,) = call(worker, f"{ENGINE}/GetInfo")
+    assert info["workerId"] == str(worker.instance_id)
+    assert (info["model"], info["engine"], info["role"]) == (MODEL, "sim", "aggregated")
+    (load,) = call(worker, f"{ENGINE}/GetLoad")
+    assert load.get("openSlots", 0) == 0
+    assert len(load["loads"]) == 1
+
+
+def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
+    query = {"model": MODEL, "token_ids": PROMPT}
+    (answer,) = call(mesh.router, f"{ROUTER}/Route", {"query": query})
+    decision = answer["decision"]
+    assert decision["worker"]["workerId"] == str(mesh.workers[0].instance_id)
+    assert decision["reasons"]
+    (explained,) = call(mesh.router, f"{ROUTER}/Explain", {"query": query})
+    assert [c["worker"]["workerId"] for c in explained["candidates"]] == [
+        str(mesh.workers[0].instance_id)
+    ]
+    (dump,) = call(mesh.router, f"{ROUTER}/Dump")
+    assert "bookings" not in dump, "asking books nothing"
+
+
+def test_route_of_an_unknown_model_is_not_found(mesh: Mesh) -> None:
+    query = {"model": "no-such", "token_ids": PROMPT}
+    done = run("-d", json.dumps({"query": query}), mesh.router.address, f"{ROUTER}/Route")
+    assert "Code: NotFound" in done.stderr

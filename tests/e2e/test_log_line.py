@@ -1,0 +1,139 @@
+"""What one request leaves behind: its one line in the log; and probes, which leave nothing."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.types.v1 import request_pb2
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
+from worker_svc.core.timing import Timing
+
+SPEEDUP = 2.0
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("mesh")
+    with Mesh(folder, worker_flags=[f"--speedup={SPEEDUP}"]) as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    with logs_on_failure(mesh, request):
+        yield
+
+
+def lines_of(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
+    """The log's lines of the request that a client gave that id."""
+    return [e for e in mesh.frontend.events("request") if e.get("client_request_id") == client_id]
+
+
+def line_of(mesh: Mesh, client_id: str) -> dict[str, Any]:
+    """The one line of a request, once it is written."""
+    wait_for(lambda: lines_of(mesh, client_id), f"the line of {client_id} is in the log")
+    (line,) = lines_of(mesh, client_id)
+    return line
+
+
+def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
+    return mesh.http.post(
+        f"{mesh.url}/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **body},
+        headers={"x-request-id": client_id},
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> None:
+    answer = post(mesh, f"told-{stream}", max_tokens=20, ignore_eos=True, stream=stream)
+    assert answer.status_code == 200
+    line = line_of(mesh, f"told-{stream}")
+    assert len(line["request_id"]) == 32
+    assert (line["model"], line["endpoint"]) == (MODEL, "chat_completions")
+    assert (line["status"], line["stream"], line["level"]) == (200, stream, "info")
+    assert line["completion_tokens"] == 20
+    assert line["prompt_tokens"] > 0
+    assert line["cached_tokens"] >= 0
+    assert line["finish_reason"] == "length"
+    assert line["attempts"] == 1
+    ids = {f"{worker.instance_id:x}" for worker in mesh.workers}
+    assert len(line["workers"]) == 1
+    assert set(line["workers"]) <= ids
+    assert line["routing"], "the router's reasons"
+    assert "failure" not in line
+    # A token cannot be there before a step has computed it, nor the rest without nineteen more.
+    step_ms = Timing(speedup=SPEEDUP).step_s(0, 1, 0) * 1000
+    assert step_ms <= line["ttft_ms"] <= line["total_ms"] - 15 * step_ms
+
+
+def test_a_refused_request_is_one_line_that_says_why(mesh: Mesh) -> None:
+    assert post(mesh, "refused", max_tokens=-1).status_code == 400
+    line = line_of(mesh, "refused")
+    assert (line["status"], line["failure"]) == (400, "INVALID_VALUE")
+    assert "workers" not in line
+
+
+def test_a_request_whose_client_left_is_one_line_that_says_so(mesh: Mesh) -> None:
+    host, _, port = mesh.url.removeprefix("http://").partition(":")
+    body = b'{"model":"%b","prompt":"hi","max_tokens":2000,"ignore_eos":true}' % MODEL.encode()
+    with socket.create_connection((host, int(port)), WAIT_S) as client:
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: left\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        wait_for(lambda: sum(w.open_slots() for w in mesh.workers), "it is at a worker")
+    line = line_of(mesh, "left")
+    assert line["failure"] == "REQUEST_CANCELLED"
+    assert line["workers"]
+
+
+def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
+    for name in ("_HEALTH_CHECK", "is_probe"):
+        answer = post(mesh, "probe", **{name: True})
+        assert answer.json()["error"]["param"] == name
+
+
+def metrics(mesh: Mesh) -> list[str]:
+    """The frontend's metrics of requests, without those of the process."""
+    text = mesh.http.get(f"{mesh.url}/metrics").text
+    return [line for line in text.splitlines() if line.startswith("kvmesh_frontend_")]
+
+
+@pytest.mark.row("S2-77", "S2-78", "S2-79")
+def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh) -> None:
+    def probe(worker_at: int) -> list[engine_pb2.GenerateResponse]:
+        stub = engine_pb2_grpc.EngineServiceStub(mesh.workers[worker_at].channel)
+        message = engine_pb2.GenerateRequest(
+            request=request_pb2.PreprocessedRequest(
+                token_ids=[1],
+                is_probe=True,
+                stop_conditions=request_pb2.StopConditions(max_tokens=50, ignore_eos=True),
+                # A probe of a decode worker carries no prefill; one of a prefill worker no peer.
+                bootstrap_info=request_pb2.BootstrapInfo(
+                    bootstrap_host="nowhere", bootstrap_port=1, bootstrap_room=1
+                ),
+            )
+        )
+        return list(stub.Generate(message, timeout=WAIT_S))
+
+    def unchanged(look: Callable[[Mesh], Any]) -> Callable[[], bool]:
+        before = look(mesh)
+        return lambda: look(mesh) == before
+
+    wait_for(lambda: mesh.router.bookings() == 0, "the mesh is at rest")
+    same = [
+        unchanged(metrics),
+        unchanged(lambda m: m.frontend.events("request")),
+        unchanged(lambda m: m.router.bookings()),
+    ]
+    for worker_at in range(2):
+        answers = probe(worker_at)
+        assert sum(len(answer.token_ids) for answer in answers) == 1, "one token shows life"
+        assert answers[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
+    assert all(is_same() for is_same in same)

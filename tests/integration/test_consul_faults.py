@@ -1,0 +1,486 @@
+"""What the Consul registry survives, on a real agent: its own death, and the ways workers die.
+
+The contract suite shows what it does in peace, with TTL checks; here Consul asks gRPC health.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field, replace
+from random import SystemRandom
+
+import httpx
+import pytest
+from structlog.testing import capture_logs
+
+from common.card import Artifact, ModelCard
+from common.config import ServiceConfig, read_config
+from common.consul import HEALTH, ConsulRegistry
+from common.discovery import health_meta, open_registry
+from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
+from common.instances import Instance, Snapshot, new_instance_id
+from common.lifecycle import HealthThread
+from common.registry import Watch
+from tests.contract.consul_agent import ConsulAgent, running_agent
+
+pytestmark = pytest.mark.slow
+
+NS = "faults"
+WAIT_S = 12.0
+DEAD_WITHIN_S = 3.0
+
+# A process that answers health from a thread, as services do, and registers nothing itself.
+WORKER = """
+import sys, threading
+from common.lifecycle import HealthThread
+thread = HealthThread("127.0.0.1", 0)
+thread.start()
+thread.set("", True)
+print(thread.address, flush=True)
+threading.Event().wait(120)
+"""
+
+
+@dataclass
+class Mesh:
+    """An agent, and what was made on it."""
+
+    agent: ConsulAgent
+    clients: list[ConsulRegistry] = field(default_factory=list)
+    processes: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+    def connect(self) -> ConsulRegistry:
+        self.clients.append(ConsulRegistry(self.agent.url, tend_s=0.25))
+        return self.clients[-1]
+
+    async def process(self) -> tuple[asyncio.subprocess.Process, str]:
+        """A worker's process and its health address."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            WORKER,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.processes.append(process)
+        assert process.stdout is not None
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        return process, line.decode().strip()
+
+    async def close(self) -> None:
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.communicate()
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[ConsulAgent]:
+    with running_agent() as made:
+        yield made
+
+
+@pytest.fixture
+async def mesh(agent: ConsulAgent) -> AsyncIterator[Mesh]:
+    made = Mesh(agent)
+    yield made
+    await made.close()
+    agent.wipe()
+
+
+@pytest.fixture
+def healthy() -> Iterator[HealthThread]:
+    """Health of this very process, which is well."""
+    thread = HealthThread("127.0.0.1", 0)
+    thread.start()
+    thread.set("", True)
+    yield thread
+    thread.stop(1.0)
+
+
+def worker(health: str | None, stable_name: str = "", **facts: str) -> Instance:
+    meta = {} if health is None else {HEALTH: health}
+    instance_id = new_instance_id(SystemRandom())
+    return Instance(instance_id, NS, "worker", stable_name, "127.0.0.1:1", meta=meta, **facts)  # type: ignore[arg-type]
+
+
+async def seen(watch: Watch, condition: Callable[[Snapshot], bool], within_s: float) -> float:
+    """Seconds until a snapshot fulfils `condition`."""
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(within_s):
+            while not condition(watch.current):
+                await watch.next()
+    except TimeoutError:
+        pytest.fail(f"not within {within_s} s; members: {list(watch.current.instances)}")
+    return time.monotonic() - started
+
+
+async def eventually(condition: Callable[[], bool], what: str, within_s: float = WAIT_S) -> float:
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < within_s, f"never happened: {what}"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - started
+
+
+def passing(agent: ConsulAgent) -> set[str]:
+    """Ids (hex) that Consul itself lists as passing: what a client without memory would see."""
+    with contextlib.suppress(httpx.HTTPError):
+        answer = httpx.get(
+            f"{agent.url}/v1/health/service/kvmesh-{NS}?passing", trust_env=False, timeout=1.0
+        )
+        if answer.is_success:
+            return {entry["Service"]["ID"].rpartition("-")[2] for entry in answer.json()}
+    return set()
+
+
+@contextlib.asynccontextmanager
+async def steps_of(watch: Watch) -> AsyncIterator[list[frozenset[int]]]:
+    """Every set of members the watch shows during the block."""
+    steps: list[frozenset[int]] = []
+
+    async def follow() -> None:
+        while True:
+            steps.append(frozenset((await watch.next()).instances))
+
+    task = asyncio.create_task(follow())
+    try:
+        yield steps
+    finally:
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+async def registered(mesh: Mesh, watch: Watch, *instances: Instance) -> None:
+    owner = mesh.connect()
+    await asyncio.gather(*(owner.register(each) for each in instances))
+    await seen(watch, lambda s: s.instances.keys() >= {i.id for i in instances}, WAIT_S)
+
+
+async def test_a_worker_is_seen_once_consul_has_reached_it(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        one, wrong = worker(healthy.address), worker("127.0.0.1:1")
+        owner = mesh.connect()
+        await owner.register(wrong)
+        await owner.register(one)
+        assert await seen(watch, lambda s: bool(s.instances), WAIT_S) < 2.0
+        assert watch.current.instances == {one.id: one}
+
+
+async def test_a_process_that_dies_without_a_word_leaves_in_time(mesh: Mesh) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        process, address = await mesh.process()
+        dying, other = worker(address), worker((await mesh.process())[1])
+        await registered(mesh, watch, dying, other)
+        process.kill()
+        await seen(watch, lambda s: dying.id not in s.instances, DEAD_WITHIN_S)
+        assert other.id in watch.current.instances
+
+
+async def test_the_last_process_that_dies_leaves_in_time_too(mesh: Mesh) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        process, address = await mesh.process()
+        await registered(mesh, watch, worker(address))
+        process.kill()
+        await seen(watch, lambda s: not s.instances, DEAD_WITHIN_S)
+
+
+async def test_a_hung_process_is_out_in_time_and_back_when_it_moves_again(mesh: Mesh) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        process, address = await mesh.process()
+        one = worker(address)
+        await registered(mesh, watch, one)
+        process.send_signal(signal.SIGSTOP)
+        await seen(watch, lambda s: not s.instances, DEAD_WITHIN_S + 0.5)
+        process.send_signal(signal.SIGCONT)
+        await seen(watch, lambda s: s.instances == {one.id: one}, DEAD_WITHIN_S)
+
+
+async def test_a_drained_worker_leaves_though_it_still_answers(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    """The last one of its service, and SERVING still: it says that it left, and is believed."""
+    async with mesh.connect().watch(NS) as watch:
+        lease = await mesh.connect().register(worker(healthy.address))
+        await seen(watch, lambda s: bool(s.instances), WAIT_S)
+        await lease.close()
+        await seen(watch, lambda s: not s.instances, 0.5)
+
+
+async def test_maintenance_mode_is_believed_though_the_worker_answers(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        one = worker(healthy.address)
+        await registered(mesh, watch, one)
+        url = f"{mesh.agent.url}/v1/agent/service/maintenance/kvmesh-{NS}-{one.id:016x}"
+        httpx.put(f"{url}?enable=true", trust_env=False).raise_for_status()
+        await seen(watch, lambda s: not s.instances, 1.0)
+        httpx.put(f"{url}?enable=false", trust_env=False).raise_for_status()
+        await seen(watch, lambda s: one.id in s.instances, 1.0)
+
+
+async def test_an_agent_that_lost_its_state_is_told_again_and_no_watcher_blinks(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    members = [worker(healthy.address, f"w{n}") for n in range(10)]
+    async with mesh.connect().watch(NS) as watch:
+        await registered(mesh, watch, *members)
+        before = watch.current
+        async with steps_of(watch) as steps:
+            mesh.agent.kill()
+            assert not passing(mesh.agent)
+            mesh.agent.start()
+            everyone = {f"{i.id:016x}" for i in members}
+            await eventually(lambda: passing(mesh.agent) == everyone, "all are back")
+            # And one more, so that the watch has certainly seen what came before.
+            late = worker(healthy.address)
+            await mesh.connect().register(late)
+            await eventually(lambda: bool(steps), "the late one is seen")
+        assert steps == [frozenset({*before.instances, late.id})]
+
+
+async def test_who_died_while_the_agent_was_away_is_gone_when_it_is_back(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    async with mesh.connect().watch(NS) as watch:
+        process, address = await mesh.process()
+        dying, living = worker(address), worker(healthy.address)
+        # Two owners: that of the dying one dies with it.
+        owner = mesh.connect()
+        await owner.register(dying)
+        await registered(mesh, watch, living)
+        await seen(watch, lambda s: len(s.instances) == 2, WAIT_S)
+        mesh.agent.kill()
+        process.kill()
+        await process.wait()
+        await owner.close()
+        assert len(watch.current.instances) == 2, "a lost store is no news"
+        mesh.agent.start()
+        await seen(watch, lambda s: set(s.instances) == {living.id}, WAIT_S)
+
+
+async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: HealthThread) -> None:
+    members = [worker(healthy.address, f"w{n}") for n in range(5)]
+    async with mesh.connect().watch(NS) as watch:
+        await registered(mesh, watch, *members)
+        client = mesh.connect()
+        known = await client.snapshot(NS)
+        async with steps_of(watch) as steps:
+            mesh.agent.pause()
+            stopped_at = time.monotonic()
+            try:
+                assert await client.snapshot(NS) is known
+                with pytest.raises(Unavailable, match="cannot reach Consul"):
+                    await client.register(worker(None))
+                await eventually(lambda: time.monotonic() - stopped_at >= 3.0, "3 s are over")
+            finally:
+                mesh.agent.resume()
+            late = worker(healthy.address)
+            await mesh.connect().register(late)
+            await eventually(lambda: bool(steps), "the late one is seen")
+        everyone = {*(i.id for i in members), late.id}
+        assert steps == [frozenset(everyone)]
+
+
+async def test_a_registration_made_while_there_is_no_agent_is_refused_and_can_be_repeated(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    client, one = mesh.connect(), worker(healthy.address)
+    mesh.agent.kill()
+    try:
+        assert not (await client.snapshot(NS)).instances
+        with pytest.raises(Unavailable) as refused:
+            await client.register(one)
+        assert refused.value.retry_after_s
+    finally:
+        mesh.agent.start()
+    await client.register(one)
+    async with client.watch(NS) as watch:
+        await seen(watch, lambda s: one.id in s.instances, WAIT_S)
+
+
+async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    mesh.agent.kill()
+    try:
+        client = mesh.connect()
+        with capture_logs() as logs:
+            async with client.watch(NS) as watch:
+                assert watch.current == Snapshot()
+                mesh.agent.start()
+                one = worker(healthy.address)
+                await mesh.connect().register(one)
+                await seen(watch, lambda s: one.id in s.instances, WAIT_S)
+    finally:
+        mesh.agent.start()
+    events = [line["event"] for line in logs if line.get("namespace") == NS]
+    assert events == ["registry_lost", "registry_found"]
+
+
+async def test_fifty_instances_come_and_half_of_them_die_at_once(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    process, address = await mesh.process()
+    dying = [worker(address, f"d{n}") for n in range(25)]
+    living = [worker(healthy.address, f"l{n}") for n in range(25)]
+    async with mesh.connect().watch(NS) as watch, mesh.connect().watch(NS) as other:
+        await registered(mesh, watch, *dying, *living)
+        process.kill()
+        survivors = {i.id for i in living}
+        await seen(watch, lambda s: set(s.instances) == survivors, DEAD_WITHIN_S)
+        await seen(other, lambda s: set(s.instances) == survivors, DEAD_WITHIN_S)
+
+
+async def test_a_card_conflict_is_seen_before_consul_has_reached_the_first(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    first = worker(healthy.address, "a", model="m", card_checksum="c1")
+    await mesh.connect().register(first)
+    with pytest.raises(Conflict, match="c1"):
+        await mesh.connect().register(worker(healthy.address, "b", model="m", card_checksum="c2"))
+
+
+async def test_a_card_larger_than_a_consul_value_arrives_whole(mesh: Mesh) -> None:
+    tokenizer = os.urandom(3 << 20)  # does not compress
+    card = ModelCard(name="m", artifacts={"tokenizer.json": Artifact.of(tokenizer)})
+    await mesh.connect().put_card(card)
+    assert await mesh.connect().get_card(card.checksum) == card
+    key = f"kvmesh/cards/{card.checksum}"
+    answer = httpx.get(f"{mesh.agent.url}/v1/kv/{key}/manifest?raw", trust_env=False)
+    assert json.loads(answer.content)["parts"] > 5
+    httpx.delete(f"{mesh.agent.url}/v1/kv/{key}/2", trust_env=False).raise_for_status()
+    with pytest.raises(InvalidRequest) as refused:
+        await mesh.connect().get_card(card.checksum)
+    assert refused.value.field == "checksum"
+
+
+async def test_people_find_the_card_of_a_model_by_its_name(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    one = worker(healthy.address, model="m", card_checksum="c1")
+    lease = await mesh.connect().register(one)
+    url = f"{mesh.agent.url}/v1/kv/kvmesh/{NS}/models/m?raw"
+    assert httpx.get(url, trust_env=False).text == "c1"
+    await lease.update(replace(one, card_checksum="c2"))
+    assert httpx.get(url, trust_env=False).text == "c2"
+
+
+@pytest.mark.parametrize("health", ["nowhere", "127.0.0.1", "http://x:1"])
+async def test_a_health_address_that_is_none_is_refused_by_name(mesh: Mesh, health: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        await mesh.connect().register(worker(health))
+    assert refused.value.field == "meta.health"
+
+
+async def test_an_instance_too_large_for_consul_is_refused(mesh: Mesh) -> None:
+    huge = replace(worker(None), meta={"notes": "x" * 40_000})
+    with pytest.raises(InvalidRequest, match="bytes") as refused:
+        await mesh.connect().register(huge)
+    assert refused.value.field == "meta"
+
+
+async def test_an_instance_over_many_meta_values_arrives_whole(mesh: Mesh) -> None:
+    large = replace(worker(None), meta={"notes": 'ü"\\' * 1_000})
+    async with mesh.connect().watch(NS) as watch:
+        await registered(mesh, watch, large)
+        assert watch.current.instances == {large.id: large}
+
+
+async def test_a_strangers_service_of_the_same_name_hides_nobody_and_is_logged_once(
+    mesh: Mesh,
+) -> None:
+    stranger = {"Name": f"kvmesh-{NS}", "ID": "stranger", "Meta": {"json00": "{"}}
+    httpx.put(
+        f"{mesh.agent.url}/v1/agent/service/register", json=stranger, trust_env=False
+    ).raise_for_status()
+    one = worker(None)
+    with capture_logs() as logs:
+        async with mesh.connect().watch(NS) as watch:
+            await registered(mesh, watch, one)
+            assert watch.current.instances == {one.id: one}
+    unreadable = [line for line in logs if line["event"] == "registry_entry_unreadable"]
+    assert {line["id"] for line in unreadable} == {"stranger"}
+
+
+async def test_a_watch_ends_at_once_though_its_query_blocks(mesh: Mesh) -> None:
+    client = mesh.connect()
+    async with client.watch(NS) as watch:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(watch.next(), 0.2)
+        started = time.monotonic()
+    await client.close()
+    assert time.monotonic() - started < 0.5
+
+
+async def test_blocking_queries_leave_connections_for_others(mesh: Mesh) -> None:
+    client = mesh.connect()
+    async with contextlib.AsyncExitStack() as stack:
+        for n in range(40):
+            await stack.enter_async_context(client.watch(f"{NS}-{n}"))
+        async with asyncio.timeout(2.0):
+            await asyncio.gather(*(client.snapshot(f"{NS}-{n}") for n in range(40)))
+
+
+def read(environ: dict[str, str]) -> ServiceConfig:
+    config, _ = read_config(ServiceConfig, "ROUTER", environ, [])
+    return config
+
+
+def test_the_token_is_read_from_consuls_own_variable_and_ours_wins() -> None:
+    theirs, ours = {"CONSUL_HTTP_TOKEN": "theirs"}, {"KVMESH_CONSUL_TOKEN": "ours"}
+    assert read({}).consul_token is None
+    assert read(theirs).consul_token == "theirs"
+    assert read(theirs | ours).consul_token == "ours"
+    assert read(ours | {"KVMESH_ROUTER_CONSUL_TOKEN": "room"}).consul_token == "room"
+    assert "theirs" not in repr(read(theirs))
+
+
+def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
+    plain = ServiceConfig()
+    assert health_meta(plain, "w1.example:5000", 6000) == {HEALTH: "w1.example:6000"}
+    assert health_meta(plain, "[::1]:5000", 6000) == {HEALTH: "[::1]:6000"}
+    assert health_meta(plain, "w1.example:5000", None) == {HEALTH: "w1.example:5000"}
+
+
+async def test_the_configuration_opens_a_consul_registry_with_its_token(
+    mesh: Mesh,
+) -> None:
+    config = replace(read({}), registry="consul", consul_url=mesh.agent.url, consul_token="t")
+    registry = open_registry(config)
+    try:
+        # An agent without ACLs does not look at tokens it does not know.
+        assert not (await registry.snapshot(NS)).instances
+    finally:
+        await registry.close()
+
+
+async def test_a_bad_token_is_an_error_that_says_so() -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 17\r\n\r\nPermission denied")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    registry = ConsulRegistry(f"http://127.0.0.1:{port}", token="wrong")
+    try:
+        with pytest.raises(MeshError, match="consul_token"):
+            await registry.register(worker(None))
+    finally:
+        await registry.close()
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,579 @@
+"""The handoff of one prompt's KV from a prefill worker to a decode worker, both ends. Pure.
+
+    decode                                        prefill
+      has blocks for the whole prompt
+      Pull{room, incarnation, pages} ───────────▶   (its leg may come before or after)
+                    ◀────────── Joined, Ping*       the leg is there and lives
+                    ◀────────── Write*              the prompt is computed; pages are written
+                    ◀────────── Done{first token}
+      Received ─────────────────────────────────▶   its blocks are free, its leg ends well
+      decodes
+
+Either end may leave at any time: decode says Abort, and prefill answers Aborted behind its last
+Write; prefill says Fail behind its last Write. Drop is said of a room by a decode leg that leaves
+before it ever sent its Pull. One connection a room; losing it ends the room at both ends.
+
+A machine is told what happened and answers with actions, which are carried out in order and at
+once. Invariants, whatever the order of events:
+- `Release` is said once if the room had blocks at all: at decode not before the last write has
+  arrived, or the connection is closed; at prefill not before the last page was read. Until then an
+  aborted room is ABORTING, for at most `abort_s`.
+- The leg is told its end once (`Arrived`, `End`), unless it left by itself (`abort`), and then
+  never. It does not wait for ABORTING.
+- Every room ends: no state lasts longer than its time-out.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Final, TypeAlias
+
+import numpy as np
+
+from common.errors import InvalidRequest, WorkerLost
+
+# Reasons of the WorkerLost with which a leg ends; all are retryable, in another room.
+NO_PARTNER: Final = "HANDOFF_NO_PARTNER"
+PEER_ABORTED: Final = "HANDOFF_PEER_ABORTED"
+PEER_LOST: Final = "HANDOFF_PEER_LOST"
+ROOM_TAKEN: Final = "HANDOFF_ROOM_TAKEN"
+MISMATCH: Final = "HANDOFF_MISMATCH"
+FULL: Final = "HANDOFF_FULL"
+EXPIRED: Final = "TRANSFER_EXPIRED"
+
+_MESSAGES: Final = {
+    NO_PARTNER: "the other leg of the request did not come in time",
+    PEER_ABORTED: "the other leg of the request was given up",
+    PEER_LOST: "the other worker of the request was lost",
+    ROOM_TAKEN: "somebody else is in this room",
+    MISMATCH: "the other worker has another prompt or block size for this room",
+    FULL: "the prefill worker has all the rooms it can hold",
+    EXPIRED: "the prefill worker does not hold this transfer any more",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Times of a room, in seconds; what they bound is said in `SimHandoffConfig`."""
+
+    partner_s: float = 10.0
+    abort_s: float = 2.0
+    lease_s: float = 30.0
+
+    @property
+    def ping_s(self) -> float:
+        """How often prefill shows that it lives."""
+        return self.partner_s / 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Decode's pages for a room, in the order of the prompt. tokens: of the prompt.
+
+    incarnation: the decode worker's id.
+    """
+
+    room: int
+    incarnation: int
+    tokens: int
+    block_size: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody is going to pull this room."""
+
+    room: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The prefill leg is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ping:
+    """The prefill leg is still there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Pages and what is written to them (`page_stamps`)."""
+
+    pages: Sequence[int]
+    stamps: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All is written. token: the first of the answer, be it one that ends it.
+
+    cached_tokens: of the prompt, found in prefill's cache.
+    """
+
+    token: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """Nothing more is written, and nothing will be. reason: as above."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Write no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Nothing more is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """All pages are there."""
+
+
+Message: TypeAlias = Pull | Drop | Joined | Ping | Write | Done | Fail | Abort | Aborted | Received
+
+_PULL: Final = struct.Struct("<QQII")
+_ROOM: Final = struct.Struct("<Q")
+_DONE: Final = struct.Struct("<II")
+_KINDS: Final = (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
+_SIMPLE: Final = (Joined, Ping, Abort, Aborted, Received)
+_WRITE_BYTES: Final = 12
+_PAGE_BYTES: Final = 4
+
+
+def to_bytes(message: Message) -> bytes:
+    """A byte for the kind, then the fields, little endian; arrays last."""
+    kind = bytes([_KINDS.index(type(message))])
+    match message:
+        case Pull():
+            head = _PULL.pack(
+                message.room, message.incarnation, message.tokens, message.block_size
+            )
+            return kind + head + np.asarray(message.pages, dtype="<u4").tobytes()
+        case Drop():
+            return kind + _ROOM.pack(message.room)
+        case Write():
+            pages = np.asarray(message.pages, dtype="<u4").tobytes()
+            return kind + pages + np.asarray(message.stamps, dtype="<i8").tobytes()
+        case Done():
+            return kind + _DONE.pack(message.token, message.cached_tokens)
+        case Fail():
+            return kind + message.reason.encode()
+        case _:
+            return kind
+
+
+def from_bytes(frame: bytes) -> Message:
+    """The message of a frame. Raises InvalidRequest where it is none."""
+    if not frame or frame[0] >= len(_KINDS):
+        raise InvalidRequest("the frame has no known kind", "kind")
+    kind, body = _KINDS[frame[0]], frame[1:]
+    try:
+        return _message(kind, body)
+    except (struct.error, ValueError) as error:
+        raise InvalidRequest(f"{kind.__name__}: {error}", "body") from None
+
+
+def _message(kind: type[Message], body: bytes) -> Message:
+    if kind is Pull:
+        pages = np.frombuffer(body, dtype="<u4", offset=_PULL.size)
+        return Pull(*_PULL.unpack_from(body), pages.tolist())
+    if kind is Drop:
+        return Drop(*_ROOM.unpack(body))
+    if kind is Write:
+        count, rest = divmod(len(body), _WRITE_BYTES)
+        if rest:
+            raise ValueError(f"{len(body)} bytes are not a whole number of pages and stamps")
+        stamps = np.frombuffer(body, dtype="<i8", offset=_PAGE_BYTES * count)
+        return Write(np.frombuffer(body, dtype="<u4", count=count).tolist(), stamps.tolist())
+    if kind is Done:
+        return Done(*_DONE.unpack(body))
+    if kind is Fail:
+        return Fail(body.decode())
+    for simple in _SIMPLE:
+        if kind is simple:
+            if body:
+                raise ValueError(f"{len(body)} bytes too many")
+            return simple()
+    raise AssertionError(f"{kind.__name__} has no reader")
+
+
+def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int]:
+    """What the KV of each page of a prompt is known by: a CRC of all tokens up to its end.
+
+    prompt: token ids, 4 bytes little endian each. Equal on all workers; not negative.
+    """
+    size = 4 * block_size
+    stamp = zlib.crc32(lora_name.encode())
+    stamps = []
+    for start in range(0, len(prompt), size):
+        stamp = zlib.crc32(prompt[start : start + size], stamp)
+        stamps.append(stamp)
+    return stamps
+
+
+def lost(reason: str) -> WorkerLost:
+    """The error with which a leg ends for this reason."""
+    message = _MESSAGES.get(reason, f"the handoff failed: {reason}")
+    return WorkerLost(message, retryable=True, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Say it to the peer."""
+
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Connect to the prefill worker, then call `connected` or `lose`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellDropped:
+    """Say Drop to the prefill worker, over a connection of its own, if that works."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartWriting:
+    """Write the pages, call `wrote` for each part, then say Done and call `sent`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopWriting:
+    """Stop that; call `stopped` when no page is read any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The room needs its blocks no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The KV is there: the decode leg can go on."""
+
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The leg's end: None is the prefill leg's good one."""
+
+    error: WorkerLost | None
+
+
+@dataclass(frozen=True, slots=True)
+class Hangup:
+    """Close the connection, once what was said has left; hear nothing more of it."""
+
+
+Action: TypeAlias = (
+    Send | Dial | TellDropped | StartWriting | StopWriting | Release | Arrived | End | Hangup
+)
+
+
+class Outcome(Enum):
+    """How a room ended. FORCED: aborted, and the peer did not say so in time."""
+
+    HANDED_OVER = auto()
+    ABORTED = auto()
+    FAILED = auto()
+    TIMED_OUT = auto()
+    EXPIRED = auto()
+    FORCED = auto()
+
+
+class _State(Enum):
+    # At prefill: not all of leg, peer and KV are there. At decode: no blocks yet.
+    WAITING = auto()
+    DIALING = auto()
+    PULLING = auto()
+    WRITING = auto()
+    SENT = auto()
+    ABORTING = auto()
+    OVER = auto()
+
+
+class PrefillRoom:
+    """Prefill's end. It begins with the leg (`enter`), a Pull (`join`), or a computed prompt.
+
+    A room without a leg that has its KV is a lease: it waits `lease_s` for its Pull.
+    """
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.outcome: Outcome | None = None
+        self._limits = limits
+        self._state = _State.WAITING
+        self._has_leg = False
+        self._has_kv = False
+        self._pull: Pull | None = None
+        self._has_peer = False
+        self._deadline = now + limits.partner_s
+        self._next_ping = now + limits.ping_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows."""
+        return self._state is _State.OVER
+
+    @property
+    def is_aborting(self) -> bool:
+        """Whether it only waits for the end of a transfer."""
+        return self._state is _State.ABORTING
+
+    @property
+    def has_leg(self) -> bool:
+        """Whether its leg was ever there."""
+        return self._has_leg
+
+    @property
+    def has_peer(self) -> bool:
+        """Whether decode was ever there."""
+        return self._pull is not None
+
+    @property
+    def pull(self) -> Pull:
+        """What decode asked for, once it has."""
+        assert self._pull is not None, "decode has joined"
+        return self._pull
+
+    def enter(self, now: float) -> list[Action]:
+        """The leg is there."""
+        assert not self._has_leg, "one leg a room"
+        assert self._state is _State.WAITING, "nothing happens without the leg"
+        self._has_leg = True
+        self._deadline = now + self._limits.partner_s
+        return self._go_on(now, is_new=True)
+
+    def join(self, now: float, pull: Pull) -> list[Action]:
+        """Decode is there. Whoever calls has seen that `has_peer` is false."""
+        assert self._pull is None, "one decode leg a room"
+        if self._state is not _State.WAITING:
+            return []
+        self._pull, self._has_peer = pull, True
+        return self._go_on(now, is_new=self._has_leg or self._has_kv)
+
+    def compute(self, now: float) -> list[Action]:
+        """The prompt is computed, and its blocks are the room's until `Release`."""
+        assert not self._has_kv, "a prompt is computed once"
+        assert self._state is _State.WAITING, "a prompt is not computed for a room that is over"
+        self._has_kv = True
+        if not self._has_leg:
+            self._deadline = now + self._limits.lease_s
+        return self._go_on(now, is_new=False)
+
+    def wrote(self, now: float, wait_s: float) -> None:
+        """A part is going to be written in `wait_s`, so the transfer goes on."""
+        self._deadline = now + wait_s + self._limits.partner_s
+
+    def sent(self, now: float) -> list[Action]:
+        """Done has been said."""
+        if self._state is _State.WRITING:
+            self._state = _State.SENT
+            self._deadline = now + self._limits.partner_s
+        return []
+
+    def stopped(self, now: float) -> list[Action]:
+        """The writing has ended before its time."""
+        if self._state is not _State.ABORTING:
+            return []
+        self._state = _State.OVER
+        said: list[Action] = [Send(Aborted()), Hangup()] if self._has_peer else []
+        return [Release(), *said]
+
+    def hear(self, now: float, message: Message) -> list[Action]:
+        """What decode says after its Pull; nonsense is as bad as no peer."""
+        match message:
+            case Received() if self._state is _State.SENT:
+                self.outcome, self._state = Outcome.HANDED_OVER, _State.OVER
+                return [Release(), *self._end(None), Hangup()]
+            case Abort():
+                return self._leave(Outcome.FAILED, PEER_ABORTED, Aborted())
+            case _:
+                return self.lose()
+
+    def lose(self) -> list[Action]:
+        """The connection to decode is gone."""
+        self._has_peer = False
+        return [*self._leave(Outcome.FAILED, PEER_LOST, None), Hangup()]
+
+    def drop(self) -> list[Action]:
+        """Decode is never going to come."""
+        return [] if self._pull else self._leave(Outcome.FAILED, PEER_ABORTED, None)
+
+    def abort(self) -> list[Action]:
+        """The leg has left, or the worker ends; nobody is told of an end."""
+        self._has_leg = False
+        return self._leave(Outcome.ABORTED, PEER_ABORTED, Fail(PEER_ABORTED))
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passes: pings, and the ends of what lasted too long."""
+        if self._state in (_State.OVER, _State.ABORTING):
+            return []
+        if self._pull is None:
+            return self._tick_alone(now)
+        if not self._has_leg and not self._has_kv:
+            late = now >= self._deadline
+            return self._leave(Outcome.TIMED_OUT, NO_PARTNER, Fail(NO_PARTNER)) if late else []
+        if self._state is not _State.WAITING and now >= self._deadline:
+            self._has_peer = False
+            return [*self._leave(Outcome.TIMED_OUT, PEER_LOST, None), Hangup()]
+        if now < self._next_ping:
+            return []
+        self._next_ping = now + self._limits.ping_s
+        return [Send(Ping())]
+
+    def _tick_alone(self, now: float) -> list[Action]:
+        if now < self._deadline:
+            return []
+        outcome = Outcome.TIMED_OUT if self._has_leg else Outcome.EXPIRED
+        return self._leave(outcome, NO_PARTNER, None)
+
+    def _go_on(self, now: float, *, is_new: bool) -> list[Action]:
+        if self._pull is None:
+            return []
+        actions: list[Action] = []
+        if is_new:
+            self._next_ping = now + self._limits.ping_s
+            actions.append(Send(Joined()))
+        if self._has_kv:
+            self._state = _State.WRITING
+            self._deadline = now + self._limits.partner_s
+            actions.append(StartWriting())
+        return actions
+
+    def _leave(self, outcome: Outcome, reason: str, word: Message | None) -> list[Action]:
+        """Ends the room, or lets it wait for the end of its writing."""
+        if self._state in (_State.OVER, _State.ABORTING):
+            return []
+        self.outcome = outcome
+        ends = self._end(reason)
+        if self._state is _State.WRITING:
+            self._state = _State.ABORTING
+            return [*ends, StopWriting()]
+        self._state = _State.OVER
+        said: list[Action] = [Send(word), Hangup()] if word and self._has_peer else []
+        return [*([Release()] if self._has_kv else []), *ends, *said]
+
+    def _end(self, reason: str | None) -> list[Action]:
+        if not self._has_leg:
+            return []
+        self._has_leg = False
+        return [End(None if reason is None else lost(reason))]
+
+
+class DecodeRoom:
+    """Decode's end. It begins with the leg, which waits for blocks."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self.outcome: Outcome | None = None
+        self._limits = limits
+        self._state = _State.WAITING
+        self._deadline = now + limits.partner_s
+        self._has_joined = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing follows."""
+        return self._state is _State.OVER
+
+    @property
+    def is_aborting(self) -> bool:
+        """Whether it only waits until nobody writes to its pages."""
+        return self._state is _State.ABORTING
+
+    def place(self) -> list[Action]:
+        """The leg has blocks for the whole prompt; they are the room's until `Release`."""
+        assert self._state is _State.WAITING, "blocks are for legs that wait for them"
+        self._state = _State.DIALING
+        return [Dial()]
+
+    def connected(self, pull: Pull) -> list[Action]:
+        """The prefill worker has picked up."""
+        if self._state is not _State.DIALING:
+            return [Hangup()]
+        self._state = _State.PULLING
+        return [Send(pull)]
+
+    def hear(self, now: float, message: Message) -> list[Action]:
+        """What prefill says. Writes are carried out by whoever calls, before."""
+        if self._state not in (_State.PULLING, _State.ABORTING):
+            return []
+        match message:
+            case Joined() | Ping() | Write():
+                if self._state is _State.PULLING:
+                    self._deadline = now + self._limits.partner_s
+                return []
+            case Done():
+                return self._arrive(message)
+            case Fail():
+                return self._lose(message.reason)
+            case Aborted():
+                return self._lose(PEER_ABORTED)
+            case _:
+                return self._lose(PEER_LOST)
+
+    def lose(self) -> list[Action]:
+        """The connection to prefill is gone, or there never was one."""
+        return self._lose(PEER_LOST)
+
+    def abort(self, now: float) -> list[Action]:
+        """The leg has left, or the worker ends."""
+        return self._leave(now, Outcome.ABORTED)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time passes: the ends of what lasted too long."""
+        if now < self._deadline or self._state is _State.OVER:
+            return []
+        if self._state is _State.ABORTING:
+            self.outcome, self._state = Outcome.FORCED, _State.OVER
+            return [Hangup(), Release()]
+        return [End(lost(NO_PARTNER)), *self._leave(now, Outcome.TIMED_OUT)]
+
+    def _arrive(self, done: Done) -> list[Action]:
+        was, self._state = self._state, _State.OVER
+        if was is _State.ABORTING:
+            return [Release(), Hangup()]
+        self.outcome = Outcome.HANDED_OVER
+        return [Send(Received()), Release(), Arrived(done), Hangup()]
+
+    def _lose(self, reason: str) -> list[Action]:
+        was, self._state = self._state, _State.OVER
+        match was:
+            case _State.OVER:
+                return []
+            case _State.WAITING:
+                raise AssertionError("nobody was dialed yet")
+            case _State.ABORTING:
+                return [Hangup(), Release()]
+        self.outcome = Outcome.FAILED
+        return [Hangup(), Release(), End(lost(reason))]
+
+    def _leave(self, now: float, outcome: Outcome) -> list[Action]:
+        """Before the Pull nobody can write; after it, prefill has to say that nobody does."""
+        if self._state in (_State.OVER, _State.ABORTING):
+            return []
+        self.outcome = outcome
+        was, self._state = self._state, _State.OVER
+        match was:
+            case _State.WAITING:
+                return [TellDropped()]
+            case _State.DIALING:
+                return [Hangup(), Release(), TellDropped()]
+        self._state = _State.ABORTING
+        self._deadline = now + self._limits.abort_s
+        return [Send(Abort())]

@@ -1,0 +1,57 @@
+"""The worker's metrics, read from the runner and the engine when they are scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from common.load import Load
+from worker_svc.runner import Runner
+
+PREFIX = "kvmesh_worker"
+# How requests leave the runner, and what else it counts.
+OUTCOMES = ("accepted", "rejected", "finished", "stopped", "failed", "closed", "stops_forced")
+_GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
+    "running_requests": ("Requests being computed", lambda load: load.running),
+    "waiting_requests": ("Requests accepted and not yet computed", lambda load: load.waiting),
+    "waiting_tokens": ("Prompt tokens that wait for prefill", lambda load: load.waiting_tokens),
+    "kv_used_blocks": ("KV blocks of running requests", lambda load: load.kv_used_blocks),
+    "kv_total_blocks": ("KV blocks there are", lambda load: load.kv_total_blocks or 0),
+    "rooms_open": ("Handoffs under way", lambda load: load.rooms_open),
+    "engine_step": ("Engine steps since start", lambda load: load.engine_step),
+}
+
+
+class RunnerCollector(Collector):
+    """Everything of one worker; `dp_rank` is the only label that is not of a fixed set."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """See prometheus_client."""
+        requests = CounterMetricFamily(
+            f"{PREFIX}_requests", "Requests by what became of them", labels=("outcome",)
+        )
+        for outcome in OUTCOMES:
+            requests.add_metric((outcome,), self._runner.counters[outcome])
+        yield requests
+        yield GaugeMetricFamily(
+            f"{PREFIX}_open_requests", "Requests inside", self._runner.open_requests
+        )
+        loads = self._runner.engine.loads()
+        for name, (text, value) in _GAUGES.items():
+            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("dp_rank",))
+            for load in loads:
+                gauge.add_metric((str(load.dp_rank),), value(load))
+            yield gauge
+
+
+def worker_registry(runner: Runner) -> CollectorRegistry:
+    """A registry of its own with the worker's metrics."""
+    registry = CollectorRegistry()
+    registry.register(RunnerCollector(runner))
+    return registry
