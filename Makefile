@@ -10,7 +10,7 @@ SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.pro
 TEST_JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup lint fmt types proto rows bench-gateway lock clean
+.PHONY: help run test demo setup lint fmt types proto rows bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -20,6 +20,9 @@ run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, 2 sim workers),
 
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
 	$(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+
+demo: $(VENV)/.dev ## Prefill and decode apart, two requests, their trace with the handoff (DISCOVERY=consul)
+	@$(BIN)/python -m meshctl demo --registry $(or $(DISCOVERY),file)
 
 setup: $(VENV)/.dev ## Install everything for development into .venv
 

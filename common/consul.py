@@ -78,7 +78,6 @@ PROBE_S = 0.5
 PROBES_AT_ONCE = 32
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 0.5
-FAILURES_BEFORE_CRITICAL = 2
 REAP_S = 60
 LEFT_KEPT_S = 3600.0
 # Consul allows 512 KiB a value, 512 characters a meta value and 64 of these.
@@ -778,7 +777,6 @@ def _check_json(instance: Instance, ttl_s: float) -> dict[str, object]:
         "GRPC": target,
         "Interval": f"{CHECK_INTERVAL_S}s",
         "Timeout": f"{CHECK_TIMEOUT_S}s",
-        "FailuresBeforeCritical": FAILURES_BEFORE_CRITICAL,
     }
 
 

@@ -32,6 +32,10 @@ WAITING_MAX = 8192
 TICK_S = 0.1
 # Before dialling again; jittered so that a fleet of frontends does not stampede a new router.
 REDIAL_S = 0.2
+# A router is asked for a sign of life this often; one that gave none for SILENT_AFTER_S is lost.
+# Below UNROUTED_AFTER_S, so that a router which hangs is no worse than one that is gone.
+PING_S = 0.5
+SILENT_AFTER_S = 2.0
 
 log = structlog.get_logger()
 
@@ -156,6 +160,8 @@ class RouterClient:
         self._prefills_done: list[Key] = []
         self._frees: list[Key] = []
         self._bookings: dict[Key, router_pb2.Booking] = {}
+        self._heard_at = 0.0
+        self._lost_router = 0
         self.is_connected = False
         self.unrouted = 0
 
@@ -200,15 +206,20 @@ class RouterClient:
                 await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
 
     def _choose(self) -> Instance | None:
+        """Any router, but not the one just lost where there is another."""
         routers = self._routers()
-        return self._rng.choice(routers) if routers else None
+        others = [router for router in routers if router.id != self._lost_router]
+        return self._rng.choice(others or routers) if routers else None
 
     async def _serve(self, router: Instance) -> None:
+        self._heard_at = self._loop.time()
         try:
             async with self._open_session(router) as session, asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._write(session))
+                tasks.create_task(self._ping())
                 await self._read(session)
         except* MeshError as group:
+            self._lost_router = router.id
             log.warning("router_lost", router_id=router.id, why=str(group.exceptions[0]))
         finally:
             self.is_connected = False
@@ -216,9 +227,19 @@ class RouterClient:
     async def _read(self, session: Session) -> None:
         while (frame := await session.read()) is not None:
             self.is_connected = True
+            self._heard_at = self._loop.time()
             for result in frame.results:
                 self._answered(result)
         raise WorkerLost("the router closed the session", retryable=True)
+
+    async def _ping(self) -> None:
+        """An empty frame asks for an empty one. Keepalive is slower, and sees no hung process."""
+        while True:
+            await asyncio.sleep(PING_S)
+            silent_s = self._loop.time() - self._heard_at
+            if silent_s > SILENT_AFTER_S:
+                raise WorkerLost(f"the router said nothing for {silent_s:.1f} s", retryable=True)
+            self._wake.set()
 
     def _answered(self, result: router_pb2.NewResult) -> None:
         waiting = self._waiting.pop(result.id, None)

@@ -5,14 +5,27 @@ from __future__ import annotations
 import sys
 
 from common import env
-from meshctl.options import parse
+from meshctl.health import health
+from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions, parse
+from meshctl.status import status
 from meshctl.up import up
 
 
 def main() -> None:
     """Exits with the command's status."""
     environ = env.environ()
-    sys.exit(up(parse(sys.argv[1:], environ), environ))
+    match parse(sys.argv[1:], environ):
+        case UpOptions() as options:
+            sys.exit(up(options, environ))
+        case StatusOptions(config, as_json):
+            sys.exit(status(config, as_json=as_json))
+        case HealthOptions(address, service):
+            sys.exit(health(address, service))
+        case DemoOptions(registry):
+            # Imported here: it needs the openai package, which only development installs.
+            from meshctl.demo import demo
+
+            sys.exit(demo(registry, environ))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from common.config import PREFIX
+from common.config import PREFIX, ServiceConfig
 from common.errors import InvalidRequest
 from common.instances import check_namespace
 from meshctl.services import MeshOptions
@@ -39,19 +39,78 @@ class UpOptions:
     http_host: str = "127.0.0.1"
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str]) -> UpOptions:
+@dataclass(frozen=True, slots=True)
+class HealthOptions:
+    """What `meshctl health` is asked to do."""
+
+    address: str
+    service: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StatusOptions:
+    """What `meshctl status` is asked to do. config: where and how to ask."""
+
+    config: ServiceConfig
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """What `meshctl demo` is asked to do. registry: file or consul."""
+
+    registry: str
+
+
+Options = UpOptions | HealthOptions | StatusOptions | DemoOptions
+
+
+def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """The options of a command line; exits 0 for --help, 2 with a message for what is wrong."""
     parser, up = _parsers(environ)
     given = parser.parse_args(argv)
+    # Defaults from the environment are not checked against choices.
+    registry = getattr(given, "registry", "file")
+    if registry not in ("file", "consul"):
+        parser.error(f"--registry: {registry!r} is not one of file, consul")
+    match given.command:
+        case "health":
+            return HealthOptions(given.address, given.service)
+        case "status":
+            return _status_options(parser, given, environ)
+        case "demo":
+            return DemoOptions(given.registry)
+        case _:
+            return _up_options(up, given, environ)
+
+
+def _status_options(
+    parser: _Parser, given: argparse.Namespace, environ: Mapping[str, str]
+) -> StatusOptions:
+    """Where to ask: as services are told, `KVMESH_REGISTRY` and the like, or by flags."""
+    try:
+        config = ServiceConfig(
+            namespace=given.namespace,
+            registry=given.registry,
+            registry_path=Path(given.registry_path),
+            consul_url=given.consul_url,
+            mesh_token=environ.get(f"{PREFIX}MESH_TOKEN"),
+        )
+    except InvalidRequest as error:
+        parser.error(error.message)
+    return StatusOptions(config, given.json)
+
+
+def _up_options(up: _Parser, given: argparse.Namespace, environ: Mapping[str, str]) -> UpOptions:
     for name in sorted(environ):
         if name.startswith(f"{PREFIX}MESHCTL_"):
             up.error(f"{name}: meshctl is told by flags only")
-    if given.registry not in ("file", "consul"):
-        up.error(f"--registry: {given.registry!r} is not one of file, consul")
     if given.http_port and given.http_port + given.frontends - 1 > 65535:
         up.error("--http-port: the ports of all --frontends must be below 65536")
     if given.then == []:
         up.error("--then: needs a command")
+    if not (_workers(given) or (given.prefill and given.decode)):
+        up.error("--workers: a mesh needs a worker, or --prefill and --decode")
     try:
         check_namespace(given.namespace)
     except InvalidRequest as error:
@@ -71,7 +130,10 @@ def _mesh(given: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
     return MeshOptions(
         frontends=given.frontends,
         routers=given.routers,
-        workers=given.workers,
+        indexers=given.indexers,
+        workers=_workers(given),
+        prefill=given.prefill,
+        decode=given.decode,
         engine=given.engine,
         model_name=given.model_name,
         http_port=given.http_port,
@@ -106,13 +168,24 @@ def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, _Parser]:
         " environment, so KVMESH_<ROOM>_* configures them; the flags here win over it.",
     )
     _add_mesh_flags(up, environ)
+    _add_registry_flags(up, environ)
     _add_session_flags(up)
+    status = commands.add_parser("status", help="who is in the mesh, health, load and KV use")
+    _add_registry_flags(status, environ)
+    status.add_argument("--json", action="store_true", help="for programs")
+    health = commands.add_parser("health", help="ask a gRPC port whether it serves")
+    health.add_argument("address", metavar="HOST:PORT")
+    health.add_argument("--service", default="", metavar="NAME", help="one service of the port")
+    demo = commands.add_parser(
+        "demo", help="a disaggregated mesh, two requests with a common prefix, their trace"
+    )
+    demo.add_argument("--registry", choices=("file", "consul"), default="file")
     return parser, up
 
 
 def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
     mesh = up.add_argument_group("the mesh")
-    for name in ("workers", "routers", "frontends"):
+    for name in ("routers", "frontends"):
         default = getattr(_DEFAULT, name)
         mesh.add_argument(
             f"--{name}",
@@ -120,6 +193,27 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
             default=default,
             metavar="N",
             help=f"how many {name} (default {default})",
+        )
+    mesh.add_argument(
+        "--indexers",
+        type=_count_or_none,
+        default=_DEFAULT.indexers,
+        metavar="N",
+        help="how many indexers; without one, routers go by load alone (default 0)",
+    )
+    mesh.add_argument(
+        "--workers",
+        type=_count_or_none,
+        metavar="N",
+        help="how many workers that do prefill and decode (default 2; 0 with --prefill, --decode)",
+    )
+    for name in ("prefill", "decode"):
+        mesh.add_argument(
+            f"--{name}",
+            type=_count_or_none,
+            default=0,
+            metavar="N",
+            help=f"how many workers for {name} alone (default 0)",
         )
     mesh.add_argument(
         "--engine", choices=("sim", "echo"), default="sim", help="of the workers (default sim)"
@@ -145,36 +239,40 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
         help="of the first frontend, more of them take the ports after it; 0: any (default 8000)",
     )
     mesh.add_argument(
+        "--drain-s",
+        type=_not_negative,
+        default=_DEFAULT.drain_s,
+        metavar="S",
+        help="seconds that streams may take to end when the mesh is stopped (default 10)",
+    )
+
+
+def _add_registry_flags(command: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+    where = command.add_argument_group("where services find each other")
+    where.add_argument(
         "--registry",
         default=environ.get(f"{PREFIX}REGISTRY", _DEFAULT.registry),
-        metavar="file|consul",
-        help="where services find each other (default file)",
+        choices=("file", "consul"),
+        help="default file",
     )
-    mesh.add_argument(
+    where.add_argument(
         "--registry-path",
         type=Path,
         default=environ.get(f"{PREFIX}REGISTRY_PATH", str(_DEFAULT.registry_path)),
         metavar="DIR",
         help="folder of the file registry (default .run/registry)",
     )
-    mesh.add_argument(
+    where.add_argument(
         "--consul-url",
         default=environ.get(f"{PREFIX}CONSUL_URL", _DEFAULT.consul_url),
         metavar="URL",
         help=f"the Consul agent (default {_DEFAULT.consul_url})",
     )
-    mesh.add_argument(
+    where.add_argument(
         "--namespace",
         default=environ.get(f"{PREFIX}NAMESPACE", _DEFAULT.namespace),
         metavar="NAME",
         help="separates meshes that share a registry (default 'default')",
-    )
-    mesh.add_argument(
-        "--drain-s",
-        type=_not_negative,
-        default=_DEFAULT.drain_s,
-        metavar="S",
-        help="seconds that streams may take to end when the mesh is stopped (default 10)",
     )
 
 
@@ -212,6 +310,19 @@ def _add_session_flags(up: argparse.ArgumentParser) -> None:
         help="once ready, run this command, with OPENAI_BASE_URL naming the mesh; takes the rest"
         " of the line",
     )
+
+
+def _workers(given: argparse.Namespace) -> int:
+    if given.workers is not None:
+        return int(given.workers)
+    return 0 if given.prefill or given.decode else _DEFAULT.workers
+
+
+def _count_or_none(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
+    return number
 
 
 def _count(text: str) -> int:

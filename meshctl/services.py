@@ -13,7 +13,7 @@ NOTICE_S = 0.3
 MARGIN_S = 10.0
 
 # Who takes work ends before who does it. A service of one rank waits for all of lower ones.
-_DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2}
+_DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class ServiceSpec:
 class MeshOptions:
     """What kind of mesh is wanted.
 
+    workers: aggregated ones; prefill, decode: workers of these roles, beside or instead of them.
     http_port: of the first frontend, the others get the ones after it; 0: any.
     speedup: of the sim engine's clock, None = its default. drain_s: seconds streams may take.
     name_prefix: makes stable names unique where several hosts share a registry.
@@ -42,7 +43,10 @@ class MeshOptions:
 
     frontends: int = 1
     routers: int = 1
+    indexers: int = 0
     workers: int = 2
+    prefill: int = 0
+    decode: int = 0
     engine: Literal["sim", "echo"] = "sim"
     model_name: str = "sim"
     http_port: int = 8000
@@ -70,10 +74,22 @@ def mesh_services(options: MeshOptions) -> list[ServiceSpec]:
         for i, port in enumerate(http_ports(options))
     ]
     specs += [_spec("router", i, options, []) for i in range(options.routers)]
-    specs += [
-        _spec("worker", i, options, [*_stable(options, f"worker-{i}"), *engine])
-        for i in range(options.workers)
-    ]
+    specs += [_spec("indexer", i, options, []) for i in range(options.indexers)]
+    for name, role, count in (
+        ("worker", "aggregated", options.workers),
+        ("prefill", "prefill", options.prefill),
+        ("decode", "decode", options.decode),
+    ):
+        specs += [
+            _spec(
+                "worker",
+                i,
+                options,
+                [*_stable(options, f"{name}-{i}"), *_role(role), *engine],
+                name=name,
+            )
+            for i in range(count)
+        ]
     return specs
 
 
@@ -88,6 +104,10 @@ def _stable(options: MeshOptions, name: str) -> list[str]:
     return ["--stable-name", f"{options.name_prefix}{name}"]
 
 
+def _role(role: str) -> list[str]:
+    return [] if role == "aggregated" else ["--role", role]
+
+
 def _common_flags(options: MeshOptions) -> list[str]:
     flags = ["--namespace", options.namespace, "--registry", options.registry]
     if options.registry == "file":
@@ -97,9 +117,11 @@ def _common_flags(options: MeshOptions) -> list[str]:
     return [*flags, "--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
 
 
-def _spec(kind: str, index: int, options: MeshOptions, flags: Sequence[str]) -> ServiceSpec:
+def _spec(
+    kind: str, index: int, options: MeshOptions, flags: Sequence[str], *, name: str = ""
+) -> ServiceSpec:
     return ServiceSpec(
-        name=f"{kind}-{index}",
+        name=f"{name or kind}-{index}",
         module=f"{kind}_svc",
         args=(*_common_flags(options), *flags),
         drain_rank=_DRAIN_RANK[kind],

@@ -161,10 +161,16 @@ class _Up:
         )
         self._own_signals(supervisor)
         mesh = self._options.mesh
-        self._screen.say(
-            f"starting {_many(mesh.frontends, 'frontend')}, {_many(mesh.routers, 'router')}, "
-            f"{_many(mesh.workers, 'worker')} ({mesh.engine}); logs in {self._options.log_dir}"
-        )
+        kinds = {
+            "frontend": mesh.frontends,
+            "router": mesh.routers,
+            "indexer": mesh.indexers,
+            "worker": mesh.workers,
+            "prefill worker": mesh.prefill,
+            "decode worker": mesh.decode,
+        }
+        counted = ", ".join(_many(count, noun) for noun, count in kinds.items() if count)
+        self._screen.say(f"starting {counted} ({mesh.engine}); logs in {self._options.log_dir}")
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(supervisor.run())

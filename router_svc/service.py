@@ -163,6 +163,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     outbox.put_hello_ack()
                 elif frame.HasField("hello"):
                     raise InvalidRequest("hello is for the first frame only", "hello")
+                elif not frame.ListFields():
+                    outbox.put_sign_of_life()
                 await self._apply(frame, frontend_id, session, outbox)
         except MeshError as error:
             outbox.breach = error
@@ -247,6 +249,7 @@ class _Outbox:
         self._router_id = router_id
         self._hello_ack: router_pb2.SessionHelloAck | None = None
         self._results: list[router_pb2.NewResult] = []
+        self._sign_of_life = False
         self._closed = False
         self._filled = asyncio.Event()
         self._taken = asyncio.Event()
@@ -254,6 +257,11 @@ class _Outbox:
 
     def put_hello_ack(self) -> None:
         self._hello_ack = router_pb2.SessionHelloAck(router_id=self._router_id)
+        self._filled.set()
+
+    def put_sign_of_life(self) -> None:
+        """The peer asked for one; any frame is one."""
+        self._sign_of_life = True
         self._filled.set()
 
     async def put(self, results: list[router_pb2.NewResult]) -> None:
@@ -273,11 +281,11 @@ class _Outbox:
     async def next_frame(self) -> router_pb2.SessionResponse | None:
         """All that has gathered, as one frame; None at the end."""
         await self._filled.wait()
-        if not self._results and self._hello_ack is None:
+        if not self._results and self._hello_ack is None and not self._sign_of_life:
             assert self._closed, "woken for nothing"
             return None
         frame = router_pb2.SessionResponse(hello_ack=self._hello_ack, results=self._results)
-        self._hello_ack, self._results = None, []
+        self._hello_ack, self._results, self._sign_of_life = None, [], False
         if not self._closed:
             self._filled.clear()
         self._taken.set()

@@ -28,7 +28,6 @@ from worker_svc.core.handoff import (
     MISMATCH,
     NO_PARTNER,
     PEER_ABORTED,
-    PEER_LOST,
     ROOM_TAKEN,
     Action,
     Arrived,
@@ -68,6 +67,12 @@ _COUNTERS: Final = {
     Outcome.TIMED_OUT: "rooms_timed_out",
     Outcome.EXPIRED: "leases_expired",
     Outcome.FORCED: "aborts_forced",
+}
+# What is said to whoever comes to a room that ended so; to others, that it was given up.
+_REASONS: Final[Mapping[Outcome | None, str]] = {
+    Outcome.HANDED_OVER: ROOM_TAKEN,
+    Outcome.TIMED_OUT: NO_PARTNER,
+    Outcome.EXPIRED: EXPIRED,
 }
 _OWN_COUNTERS: Final = ("rooms_opened", "pages_written", "pages_received", "pulls_refused")
 
@@ -270,7 +275,6 @@ class DecodeSide:
     connection: Connection | None = None
     transfer: Holding | None = None
     pull: Pull | None = None
-    talk: asyncio.Task[None] | None = None
 
 
 Side = PrefillSide | DecodeSide
@@ -370,41 +374,38 @@ class Handoffs:
             self._do(side, side.machine.abort())
         for decode in tuple(self._decodes):
             self.abort(decode)
-        tasks = [task for task in (*self._tasks, self._ticker) if task is not None]
-        # Whoever is told of an end writes it before the connections are closed.
-        await asyncio.sleep(0)
+        tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for left in (*self._prefills.values(), *self._decodes):
-            self._over(left, [Hangup(), Release()])
+        left: list[Side] = [*self._prefills.values(), *self._decodes]
+        for one in left:
+            self._over(one, [Hangup(), Release()])
 
-    def enter(self, room: int, on_end: Callable[[MeshError | None], None]) -> PrefillSide:
-        """The prefill leg of a room is there. Raises WorkerLost, Conflict or Overloaded."""
+    def enter(
+        self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
+    ) -> PrefillSide:
+        """The prefill leg of a room is there; `on_end` is not called before this returns.
+
+        Raises WorkerLost, Conflict or Overloaded.
+        """
         if (reason := self._ended.get(room)) is not None:
-            raise lost(PEER_ABORTED if reason == PEER_ABORTED else PEER_LOST)
+            raise lost(reason)
         side = self._prefills.get(room)
-        if side is not None and side.on_end is not None:
+        if side is not None and side.machine.has_leg:
             raise Conflict(f"room {room} has a prefill leg", reason=ROOM_TAKEN)
         side = side or self._new_prefill(room)
-        side.on_end = on_end
+        if side.machine.has_peer and side.machine.pull.tokens != prompt_tokens:
+            self._do(side, side.machine.refuse(MISMATCH))
+            raise lost(MISMATCH)
+        side.prompt_tokens, side.on_end = prompt_tokens, on_end
         self._do(side, side.machine.enter(self._clock()))
         return side
 
-    def compute(
-        self,
-        side: PrefillSide,
-        transfer: Holding,
-        stamps: list[int],
-        prompt_tokens: int,
-        done: Done,
-    ) -> None:
+    def compute(self, side: PrefillSide, transfer: Holding, stamps: list[int], done: Done) -> None:
         """The prompt of a room is computed. transfer: its pinned blocks, unpinned here."""
         side.transfer, side.stamps, side.done = transfer, stamps, done
-        side.prompt_tokens = prompt_tokens
-        if not self._matches(side):
-            return
         self._do(side, side.machine.compute(self._clock()))
 
     def lease(self, transfer: Holding, stamps: list[int], prompt_tokens: int, done: Done) -> int:
@@ -414,7 +415,9 @@ class Handoffs:
         """
         self._last_transfer += 1
         room = (self._incarnation + self._last_transfer * 0x9E3779B97F4A7C15) % 2**63
-        self.compute(self._new_prefill(room), transfer, stamps, prompt_tokens, done)
+        side = self._new_prefill(room)
+        side.prompt_tokens = prompt_tokens
+        self.compute(side, transfer, stamps, done)
         return room
 
     def open_decode(
@@ -479,6 +482,8 @@ class Handoffs:
         match action:
             case StartWriting():
                 side.writer = self._spawn(self._write_pages(side))
+                # Not in the task itself: one that is cancelled before its first step runs nothing.
+                side.writer.add_done_callback(lambda _: self._do(side, side.machine.stopped()))
             case StopWriting():
                 assert side.writer is not None, "it was started"
                 side.writer.cancel()
@@ -492,7 +497,7 @@ class Handoffs:
     def _act_at_decode(self, side: DecodeSide, action: Action) -> None:
         match action:
             case Dial():
-                side.talk = self._spawn(self._talk(side))
+                self._spawn(self._talk(side))
             case TellDropped():
                 if not self._is_closed:
                     self._spawn(self._tell_dropped(side))
@@ -514,18 +519,16 @@ class Handoffs:
         for action in actions:
             self._act(side, action)
         if isinstance(side, PrefillSide):
-            if self._prefills.pop(side.room, None) is None:
+            if self._prefills.get(side.room) is not side:
                 return
+            del self._prefills[side.room]
             outcome = side.machine.outcome
-            expired = outcome is Outcome.EXPIRED
-            self._remember(side.room, EXPIRED if expired else PEER_ABORTED)
+            self._remember(side.room, _REASONS.get(outcome, PEER_ABORTED))
         else:
             if side not in self._decodes:
                 return
             del self._decodes[side]
             outcome = side.machine.outcome
-            if side.talk is not None and side.connection is None:
-                side.talk.cancel()
         self._counters[_COUNTERS[outcome or Outcome.FORCED]] += 1
         if not self.open_rooms:
             self._idle.set()
@@ -551,7 +554,7 @@ class Handoffs:
         self._counters["rooms_opened"] += 1
         self._idle.clear()
         if self._ticker is None:
-            self._ticker = asyncio.create_task(self._tick(), name="sim-handoff-ticks")
+            self._ticker = self._spawn(self._tick())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="sim-handoff")
@@ -645,30 +648,23 @@ class Handoffs:
         """The room a Pull is for, joined. Raises what it is refused with."""
         if (reason := self._ended.get(pull.room)) is not None:
             raise lost(reason)
-        if pull.block_size != self._blocks.block_size or (
-            len(pull.pages) != -(-pull.tokens // pull.block_size)
-        ):
-            raise lost(MISMATCH)
         side = self._prefills.get(pull.room)
         if side is not None and side.machine.has_peer:
             raise lost(ROOM_TAKEN)
+        if not self._fits(pull, side):
+            if side is not None:
+                self._do(side, side.machine.refuse(MISMATCH))
+            raise lost(MISMATCH)
         side = side or self._new_prefill(pull.room)
         side.connection = connection
-        actions = side.machine.join(self._clock(), pull)
-        if self._matches(side):
-            self._do(side, actions)
+        self._do(side, side.machine.join(self._clock(), pull))
         return side
 
-    def _matches(self, side: PrefillSide) -> bool:
-        """Ends a room whose two legs have prompts of different lengths."""
-        if side.prompt_tokens is None or not side.machine.has_peer:
-            return True
-        if side.machine.pull.tokens == side.prompt_tokens:
-            return True
-        self._act(side, Send(Fail(MISMATCH)))
-        self._release(side)
-        self._do(side, side.machine.lose())
-        return False
+    def _fits(self, pull: Pull, side: PrefillSide | None) -> bool:
+        expected = self._blocks.block_size
+        if pull.block_size != expected or len(pull.pages) != -(-pull.tokens // expected):
+            return False
+        return side is None or pull.tokens == side.prompt_tokens
 
     def _refuse(self, connection: Connection, reason: str) -> None:
         self._counters["pulls_refused"] += 1
@@ -691,20 +687,14 @@ class Handoffs:
                 # What is read is what is there: a block that is not intact arrives as it is.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
-                    for block, stamp in zip(
-                        blocks, side.stamps[start : start + size], strict=True
-                    )
+                    for block, stamp in zip(blocks, side.stamps[start : start + size], strict=True)
                 ]
                 connection.send(to_bytes(Write(part, stamps)))
                 self._counters["pages_written"] += len(part)
                 await connection.flushed()
             connection.send(to_bytes(side.done))
-        except asyncio.CancelledError:
-            self._do(side, machine.stopped(self._clock()))
-            raise
         except OSError:
             self._do(side, machine.lose())
-            self._do(side, machine.stopped(self._clock()))
             return
         self._do(side, machine.sent(self._clock()))
 
@@ -730,7 +720,8 @@ class Handoffs:
         machine = side.machine
         try:
             try:
-                connection = side.connection = await self._network.dial(*side.address)
+                async with asyncio.timeout(self._config.timeout_s):
+                    connection = side.connection = await self._network.dial(*side.address)
             except OSError as error:
                 log.info("handoff_dial_failed", address=side.address, error=str(error))
                 return
@@ -765,8 +756,7 @@ class Handoffs:
         try:
             async with asyncio.timeout(self._config.abort_s):
                 connection = await self._network.dial(*side.address)
-        except (OSError, TimeoutError):
-            # Then prefill finds out by its own time-out.
+        except OSError:  # then prefill finds out by its own time-out
             log.info("handoff_drop_unsaid", room=side.room)
             return
         connection.send(to_bytes(Drop(side.room)))

@@ -91,6 +91,12 @@ class Fleet:
             and worker.service == "worker"
         )
 
+    def candidate(self, placement: Placement) -> Candidate | None:
+        """The worker and rank, if `has` says so."""
+        if not self.has(placement):
+            return None
+        return Candidate(placement, self._snapshot.instances[placement.worker_id])
+
     def is_present(self, instance_id: int) -> bool:
         """Whether discovery shows an instance of that id, of whatever service."""
         return instance_id in self._snapshot.instances

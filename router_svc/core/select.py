@@ -24,7 +24,8 @@ from router_svc.core.load import LoadBook, Totals
 from router_svc.core.misses import RecentMisses
 from router_svc.core.query import Query, block_size_of, decode_charge
 
-Matches = Mapping[Placement, Matched]
+# By worker id and rank: a Placement and a Source are equal tuples.
+Matches = Mapping[tuple[int, int], Matched]
 NO_MATCHES: Matches = MappingProxyType({})
 
 

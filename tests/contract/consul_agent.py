@@ -59,7 +59,9 @@ class ConsulAgent:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start, and wait until it leads."""
+        """Start, and wait until it leads. Nothing happens if it runs."""
+        if self._process is not None:
+            return
         flags = [f"-{n}-port={p}" for n, p in zip(PORTS, self._ports, strict=True)]
         self._process = subprocess.Popen(
             [self._binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=err", *flags],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
 
-# The binary itself, beside which its wrapper lies; scripts of an environment lie beside its python.
+# Scripts of an environment lie beside its python.
 GRPCURL = Path(sys.executable).with_name("grpcurl")
 ENGINE, ROUTER = "kvmesh.engine.v1.EngineService", "kvmesh.router.v1.RouterService"
 HEALTH = "grpc.health.v1.Health"
@@ -54,12 +55,17 @@ def grpcurl(*arguments: str) -> str:
 def call(service: Service, method: str, message: Any = None) -> list[dict[str, Any]]:
     """The messages that a call answers with."""
     said = grpcurl("-d", json.dumps(message or {}), service.address, method)
-    decoder, found, at = json.JSONDecoder(), [], 0
-    while said[at:].strip():
-        value, end = decoder.raw_decode(said[at:].lstrip())
-        at += len(said[at:]) - len(said[at:].lstrip()) + end
+    decoder, found = json.JSONDecoder(object_hook=_snake), []
+    while said := said.lstrip():
+        value, end = decoder.raw_decode(said)
         found.append(value)
+        said = said[end:]
     return found
+
+
+def _snake(value: dict[str, Any]) -> dict[str, Any]:
+    """Names as in the proto; versions of grpcurl differ in how they write them."""
+    return {re.sub("[A-Z]", lambda m: f"_{m[0].lower()}", name): v for name, v in value.items()}
 
 
 @pytest.mark.parametrize(
@@ -91,11 +97,8 @@ def test_services_and_messages_can_be_described(
     described = grpcurl(address, "describe", name)
     for method in methods:
         assert f"rpc {method} (" in described
-    assert (
-        "repeated uint32 token_ids"
-        in grpcurl(address, "describe", "kvmesh.types.v1.PreprocessedRequest")
-        or room == "router"
-    )
+    hints = grpcurl(address, "describe", "kvmesh.types.v1.RoutingHints")
+    assert "priority" in hints, "messages of imported files can be described too"
 
 
 def test_generate_streams_the_models_truth(mesh: Mesh) -> None:
@@ -106,11 +109,11 @@ def test_generate_streams_the_models_truth(mesh: Mesh) -> None:
         }
     }
     answers = call(mesh.workers[0], f"{ENGINE}/Generate", message)
-    tokens = [token for answer in answers for token in answer.get("tokenIds", ())]
+    tokens = [token for answer in answers for token in answer.get("token_ids", ())]
     assert tokens == Oracle().tokens(PROMPT, 12)
-    assert answers[-1]["finishReason"] == "FINISH_REASON_LENGTH"
-    assert answers[-1]["usage"]["completionTokens"] == 12
-    assert not any("finishReason" in answer for answer in answers[:-1])
+    assert answers[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
+    assert answers[-1]["usage"]["completion_tokens"] == 12
+    assert not any("finish_reason" in answer for answer in answers[:-1])
 
 
 def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
@@ -124,10 +127,10 @@ def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
 def test_a_worker_says_who_it_is_and_what_it_does(mesh: Mesh) -> None:
     worker = mesh.workers[0]
     (info,) = call(worker, f"{ENGINE}/GetInfo")
-    assert info["workerId"] == str(worker.instance_id)
+    assert info["worker_id"] == str(worker.instance_id)
     assert (info["model"], info["engine"], info["role"]) == (MODEL, "sim", "aggregated")
     (load,) = call(worker, f"{ENGINE}/GetLoad")
-    assert load.get("openSlots", 0) == 0
+    assert load.get("open_slots", 0) == 0
     assert len(load["loads"]) == 1
 
 
@@ -135,10 +138,10 @@ def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
     query = {"model": MODEL, "token_ids": PROMPT}
     (answer,) = call(mesh.router, f"{ROUTER}/Route", {"query": query})
     decision = answer["decision"]
-    assert decision["worker"]["workerId"] == str(mesh.workers[0].instance_id)
+    assert decision["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert decision["reasons"]
     (explained,) = call(mesh.router, f"{ROUTER}/Explain", {"query": query})
-    assert [c["worker"]["workerId"] for c in explained["candidates"]] == [
+    assert [c["worker"]["worker_id"] for c in explained["candidates"]] == [
         str(mesh.workers[0].instance_id)
     ]
     (dump,) = call(mesh.router, f"{ROUTER}/Dump")

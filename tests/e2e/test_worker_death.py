@@ -254,22 +254,26 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
         }
 
 
-@pytest.mark.parametrize("drain_s", [30, 0.2], ids=["streams end", "streams are cut"])
+@pytest.mark.parametrize(
+    ("drain_s", "tokens"),
+    [(30, TOKENS), (0.2, 2 * TOKENS)],
+    ids=["streams end", "streams are cut"],
+)
 async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
-    start: Any, oracle: Oracle, drain_s: float
+    start: Any, oracle: Oracle, drain_s: float, tokens: int
 ) -> None:
     with start(worker_flags=[f"--drain-s={drain_s}"]) as mesh:
         async with (
             connected(mesh) as client,
             probing(client) as probe,
-            streaming(client, STREAMS, 2 * TOKENS) as (streams, end),
+            streaming(client, STREAMS, tokens) as (streams, end),
         ):
             leaving = busiest(mesh)
             assert leaving.open_slots() > 0
             leaving.send(signal.SIGTERM)
             status = await asyncio.to_thread(leaving.wait)
             await asyncio.wait_for(end, WAIT_S)
-            assert_exact(streams, oracle, 2 * TOKENS)
+            assert_exact(streams, oracle, tokens)
             answered = len(probe.answers)
             await until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
             assert probe.failures == []

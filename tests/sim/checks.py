@@ -19,7 +19,7 @@ from common.attach import Order
 from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
 from common.preprocessed import FinishReason
 from frontend_svc.core.request import Outcome
-from frontend_svc.router_client import UNROUTED_AFTER_S, Key
+from frontend_svc.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimRouter, SimWorker
 
@@ -33,8 +33,9 @@ SETTLED_S = 5.0
 # A client's end reaches the worker and takes effect within this, without faults: 250 ms and trips.
 ABORT_S = 0.7
 
-# Whatever the routers do, a request has a place by then (DESIGN §5).
-PLACED_S = UNROUTED_AFTER_S + 0.2
+# Whatever routers do, a request has a place by then (DESIGN §5): one may have begun to hang
+# just when the silence of another was over.
+PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
 
 # Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
 SERVICES = frozenset(
@@ -44,6 +45,7 @@ SERVICES = frozenset(
         "RouterClient.run",
         "RouterClient._place_unrouted",
         "RouterClient._write",
+        "RouterClient._ping",
         "FleetWatch.run",
         "SimRouter._tick",
         "RouterService._serve",

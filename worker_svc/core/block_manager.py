@@ -259,7 +259,7 @@ class BlockManager:
 
     def is_intact(self, holding: Holding, count: int) -> bool:
         """Whether the pages of the first `count` blocks hold what they should; counts the rest."""
-        return not any([self._is_spoilt(block) for block in holding.blocks[:count]])
+        return sum(map(self._is_spoilt, holding.blocks[:count])) == 0
 
     def settle(self, holding: Holding, count: int) -> bool:
         """A transfer has filled the first `count` blocks; whether with what was expected."""

@@ -158,9 +158,7 @@ def to_bytes(message: Message) -> bytes:
     kind = bytes([_KINDS.index(type(message))])
     match message:
         case Pull():
-            head = _PULL.pack(
-                message.room, message.incarnation, message.tokens, message.block_size
-            )
+            head = _PULL.pack(message.room, message.incarnation, message.tokens, message.block_size)
             return kind + head + np.asarray(message.pages, dtype="<u4").tobytes()
         case Drop():
             return kind + _ROOM.pack(message.room)
@@ -189,7 +187,8 @@ def from_bytes(frame: bytes) -> Message:
 def _message(kind: type[Message], body: bytes) -> Message:
     if kind is Pull:
         pages = np.frombuffer(body, dtype="<u4", offset=_PULL.size)
-        return Pull(*_PULL.unpack_from(body), pages.tolist())
+        room, incarnation, tokens, block_size = _PULL.unpack_from(body)
+        return Pull(room, incarnation, tokens, block_size, pages.tolist())
     if kind is Drop:
         return Drop(*_ROOM.unpack(body))
     if kind is Write:
@@ -387,8 +386,10 @@ class PrefillRoom:
             self._deadline = now + self._limits.partner_s
         return []
 
-    def stopped(self, now: float) -> list[Action]:
-        """The writing has ended before its time."""
+    def stopped(self) -> list[Action]:
+        """The writing has ended; before its time, where that was asked for."""
+        if self._state is _State.WRITING:  # by itself, which only a mistake of ours can bring about
+            return [*self._leave(Outcome.FAILED, PEER_LOST, None), *self.stopped()]
         if self._state is not _State.ABORTING:
             return []
         self._state = _State.OVER
@@ -411,6 +412,10 @@ class PrefillRoom:
         self._has_peer = False
         return [*self._leave(Outcome.FAILED, PEER_LOST, None), Hangup()]
 
+    def refuse(self, reason: str) -> list[Action]:
+        """The two legs do not fit each other."""
+        return self._leave(Outcome.FAILED, reason, Fail(reason))
+
     def drop(self) -> list[Action]:
         """Decode is never going to come."""
         return [] if self._pull else self._leave(Outcome.FAILED, PEER_ABORTED, None)
@@ -432,7 +437,7 @@ class PrefillRoom:
         if self._state is not _State.WAITING and now >= self._deadline:
             self._has_peer = False
             return [*self._leave(Outcome.TIMED_OUT, PEER_LOST, None), Hangup()]
-        if now < self._next_ping:
+        if now < self._next_ping or self._state is _State.SENT:
             return []
         self._next_ping = now + self._limits.ping_s
         return [Send(Ping())]

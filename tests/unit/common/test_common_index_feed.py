@@ -66,8 +66,10 @@ def batch(sequence: int, *events: Event, epoch: int = EPOCH, source: Source = SO
     return EventBatch(source, epoch, sequence, events)
 
 
-def chunk(sequence: int, *keys: int, epoch: int = EPOCH, **marks: bool) -> SnapshotChunk:
-    return SnapshotChunk(SOURCE, epoch, sequence, array(keys), **marks)
+def chunk(
+    sequence: int, *keys: int, epoch: int = EPOCH, first: bool = False, last: bool = False
+) -> SnapshotChunk:
+    return SnapshotChunk(SOURCE, epoch, sequence, array(keys), first=first, last=last)
 
 
 def claimed(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
@@ -501,48 +503,48 @@ class FeedMachine(RuleBasedStateMachine):
         self.feed = IndexFeed(buffer_blocks_max=120)
         self.wire: list[Message] = []
         self.now = 0.0
+        self.stood = (0, 0)
         self.feed.announce(PARTITION, self.publisher.state, self.now)
 
-    @rule(block=blocks, other=blocks)
-    def stores(self, block: int, other: int) -> None:
-        events = [self.publisher.store(block), self.publisher.store(other)]
-        self.wire.append(self.publisher.publish(*events))
-
-    @rule(block=blocks, other=blocks)
-    def removes_and_stores(self, block: int, other: int) -> None:
-        events = [self.publisher.remove(block), self.publisher.store(other)]
-        self.wire.append(self.publisher.publish(*events))
+    @rule(many=st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), blocks, blocks)))
+    def publishes(self, many: list[tuple[str, int, int]]) -> None:
+        publisher = self.publisher
+        for what, block, other in many[:5]:
+            events = [publisher.store(other)]
+            match what:
+                case "store":
+                    events.insert(0, publisher.store(block))
+                case "remove":
+                    events.append(publisher.remove(block))
+                case "clear":
+                    events.insert(0, publisher.clear())
+            self.wire.append(publisher.publish(*events))
 
     @rule(block=blocks)
-    def clears(self, block: int) -> None:
-        events = [self.publisher.clear(), self.publisher.store(block)]
-        self.wire.append(self.publisher.publish(*events))
-
-    @rule()
-    def begins_an_epoch(self) -> None:
+    def begins_an_epoch(self, block: int) -> None:
         self.publisher.reset()
+        self.wire.append(self.publisher.publish(self.publisher.store(block)))
 
     @rule(count=st.integers(1, 6))
     def delivers(self, count: int) -> None:
-        for message in self.wire[:count]:
-            give(self.feed, message, now=self.now)
+        for _ in range(min(count, len(self.wire))):
+            give(self.feed, self.wire.pop(0), now=self.now)
             self.answers()
-        del self.wire[:count]
 
-    @precondition(lambda self: self.wire)
+    @precondition(lambda self: self.batches_on_the_wire())
     @rule(where=st.integers(0, 99))
     def loses(self, where: int) -> None:
-        del self.wire[where % len(self.wire)]
+        del self.wire[self.pick(where)]
 
-    @precondition(lambda self: self.wire)
-    @rule(where=st.integers(0, 99))
-    def repeats(self, where: int) -> None:
-        self.wire.append(self.wire[where % len(self.wire)])
+    @precondition(lambda self: self.batches_on_the_wire())
+    @rule(where=st.integers(0, 99), to=st.integers(0, 99))
+    def repeats(self, where: int, to: int) -> None:
+        self.wire.insert(to % len(self.wire), self.wire[self.pick(where)])
 
-    @precondition(lambda self: self.wire)
-    @rule(where=st.integers(0, 99))
-    def delays(self, where: int) -> None:
-        self.wire.append(self.wire.pop(where % len(self.wire)))
+    @precondition(lambda self: self.batches_on_the_wire())
+    @rule(where=st.integers(0, 99), to=st.integers(0, 99))
+    def moves(self, where: int, to: int) -> None:
+        self.wire.insert(to % len(self.wire), self.wire.pop(self.pick(where)))
 
     @rule()
     def time_passes(self) -> None:
@@ -551,32 +553,47 @@ class FeedMachine(RuleBasedStateMachine):
         self.answers()
         self.feed.sweep(1000)
 
-    @rule()
-    def the_stream_breaks(self) -> None:
+    @rule(missed=st.integers(0, 4), block=blocks)
+    def the_stream_breaks(self, missed: int, block: int) -> None:
         self.wire.clear()
         self.feed.lose(SOURCE, self.now, "stream ended")
-
-    @rule()
-    def the_publisher_comes_back(self) -> None:
-        self.wire.clear()
+        for number in range(missed):
+            self.publisher.publish(self.publisher.store((block + number) % LEAVES or 1))
+        self.what_counts_was_held_by_the_publisher_where_it_stands()
         self.feed.announce(PARTITION, self.publisher.state, self.now)
         self.answers()
+
+    def batches_on_the_wire(self) -> list[int]:
+        """Where they are; parts of a snapshot are never lost alone, a stream breaks as a whole."""
+        return [i for i, message in enumerate(self.wire) if isinstance(message, EventBatch)]
+
+    def pick(self, number: int) -> int:
+        places = self.batches_on_the_wire()
+        return places[number % len(places)]
 
     def answers(self) -> None:
         for news in self.feed.take_news():
             if isinstance(news, Demand):
-                self.wire.extend(self.publisher.answer(news))
+                # Amid what is under way: live batches do not wait for parts of a snapshot.
+                waiting, self.wire = self.wire, []
+                for answer in self.publisher.answer(news):
+                    self.wire += [answer, *waiting[:2]]
+                    del waiting[:2]
+                self.wire += waiting
 
     @invariant()
     def what_counts_was_held_by_the_publisher_where_it_stands(self) -> None:
         at = self.feed.position(SOURCE)
+        assert (at.epoch, at.sequence) >= self.stood, "it never goes backwards"
+        self.stood = (at.epoch, at.sequence)
         if self.feed.counts(SOURCE):
+            assert self.feed.status(SOURCE).state in ("exact", "stale")
             assert claimed(self.feed) == self.publisher.history[at.epoch, at.sequence]
         else:
             assert self.feed.match(PARTITION, array([1])) == []
 
     def teardown(self) -> None:
-        self.the_publisher_comes_back()
+        self.the_stream_breaks(0, 1)
         while self.wire:
             self.delivers(1)
         assert self.feed.status(SOURCE).state == "exact"
@@ -592,6 +609,6 @@ class FeedMachine(RuleBasedStateMachine):
 
 
 FeedMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, database=None
+    max_examples=100, stateful_step_count=40, deadline=None, database=None
 )
 TestFeed = pytest.mark.slow(FeedMachine.TestCase)

@@ -272,6 +272,8 @@ class Cache(RuleBasedStateMachine):
         if not hasattr(self, "model"):
             return
         for tier, published in enumerate(self.listener.sets):
+            if self.can_contradict:
+                break
             expected = self.model.published(tier)
             assert published <= expected if self.bounded else published == expected
         assert self.canonicaliser.published_blocks == len(self.listener.sets[-1])
@@ -306,7 +308,10 @@ class ShrunkCache(Cache):
 
 
 class LyingCache(Cache):
-    """Hashes may come to mean something else without having been removed."""
+    """Hashes may come to mean something else without having been removed.
+
+    What is right is a matter of taste then, but sets are closed, and all is forgotten in the end.
+    """
 
     can_contradict = True
 
@@ -688,12 +693,12 @@ def test_a_snapshot_of_nothing_is_one_empty_chunk() -> None:
     assert (chunk.first, chunk.last, len(chunk.hashes), chunk.sequence) == (True, True, 0, 0)
 
 
-def test_an_epoch_begins_with_a_batch_that_ends_the_claims_of_the_last() -> None:
+def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> None:
     ledger = Ledger(SOURCE)
     ledger.append([stored(1)])
     batch = ledger.begin_epoch(is_degraded=False)
     assert (batch.epoch, batch.sequence) == (2, 1)
-    assert [one.kind for one in batch.events] == [EventKind.CLEARED]
+    assert batch.events == ()
     assert contents(ledger) == []
     assert ledger.batch(1) is batch
     assert ledger.state == SourceState(SOURCE, 2, 1)

@@ -22,7 +22,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class SessionRequest(_message.Message):
-    """Frontend to router. Any mix; order within a frame: hello, announced, news, marks, outputs, frees."""
+    """Frontend to router. Any mix; order within a frame: hello, announced, news, marks, outputs, frees.
+    An empty one asks for a sign of life: the router answers it with a frame, empty or not.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -341,8 +343,13 @@ class New(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Correlates the answer on this stream."""
+    traceparent: _builtins.str
+    """W3C traceparent of the request's span; the decision's spans are its children if it is sampled.
+    Empty: no trace.
+    """
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Key of the booking."""
@@ -357,10 +364,11 @@ class New(_message.Message):
         id: _builtins.int = ...,
         key: Global___BookingKey | None = ...,
         query: Global___Query | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "query", b"query"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "key", b"key", "query", b"query"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "key", b"key", "query", b"query", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,7 +698,7 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """Everyone considered, cheapest first."""
+        """Everyone considered, cheapest first; for a pair all prefill candidates, then all decode ones."""
 
     def __init__(
         self,
@@ -714,12 +722,37 @@ class Candidate(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class TermsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     WORKER_FIELD_NUMBER: _builtins.int
     COST_FIELD_NUMBER: _builtins.int
     OVERLAP_BLOCKS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
     EXCLUDED_REASON_FIELD_NUMBER: _builtins.int
+    LEG_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
+    SOURCE_STATE_FIELD_NUMBER: _builtins.int
+    SOURCE_REASON_FIELD_NUMBER: _builtins.int
+    SOURCE_AGE_MS_FIELD_NUMBER: _builtins.int
     cost: _builtins.float
     """Its cost in the selector's unit; lower is better. Absent: not eligible."""
     overlap_blocks: _builtins.int
@@ -728,6 +761,16 @@ class Candidate(_message.Message):
     """Milliseconds since its last load report. Absent: none yet."""
     excluded_reason: _builtins.str
     """Why it was left out. Empty: it was not."""
+    leg: _builtins.str
+    """What it was considered for: whole, prefill or decode."""
+    source_state: _builtins.str
+    """How far the index can be trusted about it: exact, degraded and stale count, gapped and none do
+    not.
+    """
+    source_reason: _builtins.str
+    """Why it is not exact. Empty: it is, or nobody said."""
+    source_age_ms: _builtins.int
+    """Milliseconds since the index heard of it. Absent: never."""
     @_builtins.property
     def worker(self) -> Global___Placement:
         """The worker and rank."""
@@ -735,6 +778,13 @@ class Candidate(_message.Message):
     @_builtins.property
     def load(self) -> Global___PotentialLoad:
         """Requests, tokens and blocks it has now by the router's estimate."""
+
+    @_builtins.property
+    def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """What the cost is made of, in the cost's unit, by name. cost = (prefill + decode + active +
+        misses) * taint_factor; overlap_credit is part of prefill already. Empty: the selector does not
+        say.
+        """
 
     def __init__(
         self,
@@ -745,19 +795,28 @@ class Candidate(_message.Message):
         load: Global___PotentialLoad | None = ...,
         report_age_ms: _builtins.int | None = ...,
         excluded_reason: _builtins.str = ...,
+        leg: _builtins.str = ...,
+        terms: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        source_state: _builtins.str = ...,
+        source_reason: _builtins.str = ...,
+        source_age_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "cost", b"cost", "load", b"load", "report_age_ms", b"report_age_ms", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "_source_age_ms", b"_source_age_ms", "cost", b"cost", "load", b"load", "report_age_ms", b"report_age_ms", "source_age_ms", b"source_age_ms", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "cost", b"cost", "excluded_reason", b"excluded_reason", "load", b"load", "overlap_blocks", b"overlap_blocks", "report_age_ms", b"report_age_ms", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cost", b"_cost", "_report_age_ms", b"_report_age_ms", "_source_age_ms", b"_source_age_ms", "cost", b"cost", "excluded_reason", b"excluded_reason", "leg", b"leg", "load", b"load", "overlap_blocks", b"overlap_blocks", "report_age_ms", b"report_age_ms", "source_age_ms", b"source_age_ms", "source_reason", b"source_reason", "source_state", b"source_state", "terms", b"terms", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cost: _TypeAlias = _typing.Literal["cost"]  # noqa: Y015
     _WhichOneofArgType__cost: _TypeAlias = _typing.Literal["_cost", b"_cost"]  # noqa: Y015
     _WhichOneofReturnType__report_age_ms: _TypeAlias = _typing.Literal["report_age_ms"]  # noqa: Y015
     _WhichOneofArgType__report_age_ms: _TypeAlias = _typing.Literal["_report_age_ms", b"_report_age_ms"]  # noqa: Y015
+    _WhichOneofReturnType__source_age_ms: _TypeAlias = _typing.Literal["source_age_ms"]  # noqa: Y015
+    _WhichOneofArgType__source_age_ms: _TypeAlias = _typing.Literal["_source_age_ms", b"_source_age_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cost) -> _WhichOneofReturnType__cost | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__report_age_ms) -> _WhichOneofReturnType__report_age_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__source_age_ms) -> _WhichOneofReturnType__source_age_ms | None: ...
 
 Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 

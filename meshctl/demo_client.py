@@ -1,0 +1,112 @@
+"""The demo's client: two turns of a conversation through the OpenAI SDK, and why they went where.
+
+usage: python -m meshctl.demo_client OUT.json   (OPENAI_BASE_URL, REGISTRY flags by environment)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from common import env, rpc
+from common.config import ServiceConfig
+from common.discovery import open_registry
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+
+MODEL = "sim"
+# Long enough for several KV blocks, so that the second turn has something to hit.
+SYSTEM = (
+    "You are the voice of a small mesh of services. You answer with words that follow from the "
+    "words before them, and whoever knows the words before can check every one of yours. Keep "
+    "your answers short, be kind to the people who read them, and do not repeat yourself."
+)
+QUESTIONS = ("What is a prefix cache good for?", "And who else should know about it?")
+# A person reads before answering; meanwhile events have long reached the router.
+READING_S = 0.6
+TIMEOUT_S = 5.0
+
+
+def main() -> None:
+    """Runs the conversation and writes what came of it."""
+    client = OpenAI()
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
+    turns = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        print(f"\nuser       {question}\nassistant ", end="", flush=True)
+        text, usage, request_id = _ask(client, messages)
+        print()
+        messages.append({"role": "assistant", "content": text})
+        explained = asyncio.run(_explain(request_id))
+        for reason in explained["reasons"]:
+            print(f"  routing  {reason}")
+        print(
+            f"  cache    predicted {explained['predicted_cached_tokens']}, actual "
+            f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens"
+        )
+        turns.append({"text": text, "request_id": request_id, **usage, **explained})
+        time.sleep(READING_S)
+    Path(sys.argv[1]).write_text(json.dumps(turns))
+
+
+def _ask(
+    client: OpenAI, messages: list[ChatCompletionMessageParam]
+) -> tuple[str, dict[str, int], str]:
+    """The streamed answer, its token counts, and the id of the request in the mesh."""
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces, usage, answer_id = [], {"prompt_tokens": 0, "cached_tokens": 0}, ""
+    for chunk in stream:
+        answer_id = chunk.id
+        if chunk.choices and chunk.choices[0].delta.content:
+            pieces.append(chunk.choices[0].delta.content)
+            print(pieces[-1], end="", flush=True)
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            usage["prompt_tokens"] = chunk.usage.prompt_tokens
+            usage["cached_tokens"] = (details.cached_tokens or 0) if details is not None else 0
+    return "".join(pieces), usage, answer_id.removeprefix("chatcmpl-")
+
+
+# Any: a JSON tree.
+async def _explain(request_id: str) -> dict[str, Any]:
+    """What the router says about its decision."""
+    environ = env.environ()
+    registry = open_registry(
+        ServiceConfig(
+            registry="consul" if environ.get("KVMESH_REGISTRY") == "consul" else "file",
+            registry_path=Path(environ["KVMESH_REGISTRY_PATH"]),
+            consul_url=environ.get("KVMESH_CONSUL_URL", "http://127.0.0.1:8500"),
+        )
+    )
+    try:
+        snapshot = await registry.snapshot("default")
+    finally:
+        await registry.close()
+    router = snapshot.of("router")[0]
+    async with rpc.channel(router.address) as channel:
+        answer: router_pb2.ExplainResponse = await rpc.unary(
+            router_pb2_grpc.RouterServiceStub(channel).Explain,
+            router_pb2.ExplainRequest(request_id=request_id),
+            timeout_s=TIMEOUT_S,
+        )
+    return {
+        "reasons": list(answer.decision.reasons),
+        "predicted_cached_tokens": answer.decision.predicted_cached_tokens,
+    }
+
+
+if __name__ == "__main__":
+    main()
