@@ -213,6 +213,31 @@ def _wrong_worker(found: int, expected: int) -> Conflict:
     )
 
 
+class _Nobody:
+    """The sink of an abandoned slot."""
+
+    def accepted(self) -> None:
+        """Nobody hears it."""
+
+    def rejected(self, error: MeshError) -> None:
+        """Nobody hears it."""
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Nobody hears it."""
+
+    def chunk(self, json: bytes) -> None:
+        """Nobody hears it."""
+
+    def terminal(self, terminal: Terminal) -> None:
+        """Nobody hears it."""
+
+    def lost(self, error: MeshError) -> None:
+        """Nobody hears it."""
+
+
+_NOBODY = _Nobody()
+
+
 @dataclass(slots=True)
 class _Leg:
     sink: LegSink
@@ -270,6 +295,17 @@ class FrontendLink:
             return
         leg.aborting = True
         self._aborts.append(AbortSlot(slot, reason))
+
+    def abandon(self, error: MeshError) -> None:
+        """Ends all slots for their sinks with `error` and asks the worker to end them too.
+
+        For an engine that hangs while its process lives: the stream goes on, what the worker still
+        says of these slots is taken in and told to nobody.
+        """
+        for slot, leg in list(self._legs.items()):
+            self.abort(slot, "hung")
+            sink, leg.sink = leg.sink, _NOBODY
+            sink.lost(error)
 
     def receive(self, frame: ToFrontend, now: float) -> None:
         """Takes a frame in and tells the sinks. Raises on a breach; then call `lose`."""

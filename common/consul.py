@@ -71,6 +71,7 @@ RECONCILE_S = 30.0
 # How soon those are asked again who answer although they are not listed.
 HELD_AGAIN_S = 1.0
 CALL_TIMEOUT_S = 2.0
+NOTE_S = 0.5
 CONNECT_TIMEOUT_S = 1.0
 # A registration is listed within milliseconds, unless the agent has no servers.
 LISTED_WITHIN_S = 5.0
@@ -209,13 +210,14 @@ class ConsulRegistry:
         """Publish, look again once listed, and withdraw if somebody older has another card."""
         instance = lease.instance
         try:
-            await lease.publish(instance)
-            listing = await self._until_listed(instance, index)
-            mine = next(e.order for e in listing.entries if e.instance.id == instance.id)
-            older = [e for e in listing.entries if e.order < mine]
-            await self._refuse_rival(older, instance)
-            await self._point(instance)
-            self._check_open()
+            async with lease.turn:
+                self._check_open()
+                await lease.publish(instance)
+                listing = await self._until_listed(instance, index)
+                mine = next(e.order for e in listing.entries if e.instance.id == instance.id)
+                older = [e for e in listing.entries if e.order < mine]
+                await self._refuse_rival(older, instance)
+                await self._point(instance)
         except BaseException:
             await lease.close()
             raise
@@ -294,7 +296,7 @@ class ConsulRegistry:
 
 
 class _ConsulLease:
-    """A service of the agent. `_turn` keeps tending, updates and the end from overtaking."""
+    """A service of the agent. `turn` keeps entering, updates, tending and the end in order."""
 
     def __init__(
         self, registry: ConsulRegistry, agent: _Agent, instance: Instance, ttl_s: float
@@ -303,7 +305,7 @@ class _ConsulLease:
         self._agent = agent
         self._instance = instance
         self._ttl_s = ttl_s
-        self._turn = asyncio.Lock()
+        self.turn = asyncio.Lock()
         self._is_open = True
         self._is_published = False
         self._is_troubled = False
@@ -314,7 +316,7 @@ class _ConsulLease:
         return self._instance
 
     async def update(self, instance: Instance) -> None:
-        async with self._turn:
+        async with self.turn:
             if not self._is_open:
                 raise lease_closed(self._instance)
             check_same_incarnation(self._instance, instance)
@@ -328,7 +330,7 @@ class _ConsulLease:
         self._is_published = True
 
     async def close(self) -> None:
-        async with self._turn:
+        async with self.turn:
             if not self._is_open:
                 return
             self._is_open = False
@@ -341,7 +343,7 @@ class _ConsulLease:
 
     async def tend(self) -> None:
         """Register again if the agent forgot us; feed the TTL. Troubles are logged once."""
-        async with self._turn:
+        async with self.turn:
             if not (self._is_open and self._is_published):
                 return
             try:
@@ -629,7 +631,12 @@ class _Agent:
         """Note that the instance left on purpose, and remove it. Idempotent."""
         flags = {"flags": str(int(time.time()))}
         key = _left_key(namespace, instance_id)
-        await self.call("PUT", f"/v1/kv/{quote(key)}", params=flags, content=b"")
+        try:
+            async with asyncio.timeout(NOTE_S):
+                await self.call("PUT", f"/v1/kv/{quote(key)}", params=flags, content=b"")
+        except (MeshError, TimeoutError) as error:
+            # Without it watchers find out by asking: later, and only once it does not answer.
+            LOG.warning("departure_not_noted", id=instance_id, error=str(error) or "timed out")
         service_id = quote(_service_id(namespace, instance_id), safe="")
         # Newer servers answer 404 to an unknown ID, older ones 200.
         await self.call("PUT", f"/v1/agent/service/deregister/{service_id}", absent_ok=True)
@@ -717,6 +724,8 @@ async def _accepts(address: str) -> bool:
 def _http_client(
     url: str, token: str | None, timeout_s: float | None, connections_max: int | None
 ) -> httpx.AsyncClient:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{url!r} must begin with http:// or https://", "consul_url")
     try:
         return httpx.AsyncClient(
             base_url=url,

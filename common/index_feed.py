@@ -351,7 +351,7 @@ class IndexFeed:
         """Takes a batch; raises InvalidRequest for a source that was not announced."""
         track = self._known(batch.source)
         track.heard_at = now
-        if batch.epoch != track.epoch:
+        if batch.epoch > track.epoch:
             self._begin_epoch(track, batch.epoch)
         covered = max(track.sequence, track.incoming.sequence if track.incoming else 0)
         if batch.epoch < track.epoch or batch.sequence <= covered:

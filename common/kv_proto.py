@@ -5,10 +5,11 @@ Reading raises InvalidRequest, which names the field at fault; hashes are read w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from common.blocks import hashes_from_bytes, hashes_to_bytes
 from common.errors import InvalidRequest
+from common.index_feed import IndexFeed
 from common.kv import (
     CHUNK_BLOCKS,
     Event,
@@ -188,6 +189,33 @@ def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[Matched]:
         )
         for row in message.matches
     ]
+
+
+def replicate(
+    feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
+) -> Iterator[None]:
+    """Gives one message of a subscription to a replica; steps as of `IndexFeed.apply`.
+
+    Loads and `caught_up` are the caller's to read, from each of `parts_of`.
+    """
+    for part in parts_of(message):
+        if part.HasField("status"):
+            partition = partition_from_proto(part.partition) if part.HasField("partition") else None
+            source = source_from_proto(part.source)
+            feed.follow(partition, source, status_from_proto(part.status), now)
+        if part.HasField("batch"):
+            batch = batch_from_proto(part.batch, part.source.worker_id)
+            yield from feed.apply(batch, now)
+        if part.HasField("snapshot"):
+            yield from feed.load(chunk_from_proto(part.snapshot), now)
+
+
+def parts_of(
+    message: indexer_pb2.SubscribeResponse,
+) -> Iterator[indexer_pb2.SubscribeResponse]:
+    """A message of a subscription and what it carries along, in order."""
+    yield message
+    yield from message.more
 
 
 def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:

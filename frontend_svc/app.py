@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from random import Random, SystemRandom
+from typing import Any
 
 import structlog
 import uvicorn
@@ -24,7 +26,7 @@ from frontend_svc.config import FrontendConfig
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, GrpcDialer
 from frontend_svc.gateway import Gateway, place_alone
-from frontend_svc.http import Readiness, build_api
+from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
 from frontend_svc.metrics import DeploymentState, FrontendMetrics
 from frontend_svc.models import Models
 from frontend_svc.router_client import Query, RouterClient, grpc_sessions
@@ -32,6 +34,10 @@ from frontend_svc.router_client import Query, RouterClient, grpc_sessions
 # How often a model that could not be loaded is tried again.
 RETRY_S = 1.0
 BACKLOG = 4096
+# How long the last bytes of answers that were cut may take to their clients.
+LAST_BYTES_S = 1.0
+
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 log = structlog.get_logger()
 
@@ -71,6 +77,7 @@ class FrontendApp:
         )
         self._stack = contextlib.AsyncExitStack()
         self._http: uvicorn.Server | None = None
+        self._http_task: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
         self._life: Life | None = None
         self.address = self.http_address = ""
@@ -92,13 +99,13 @@ class FrontendApp:
         life.spawn(self._router.run(), name="router session")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(seen.wait(), RETRY_S)
-        self._http = self._serve_http(life, listener)
+        self._serve_http(life, listener)
         await self._server.start()
         return Ready(
             str(self.instance_id), {"grpc": self.address, "http": f"http://{self.http_address}"}
         )
 
-    def _serve_http(self, life: Life, listener: socket.socket) -> uvicorn.Server:
+    def _serve_http(self, life: Life, listener: socket.socket) -> None:
         metrics = CollectorRegistry()
         self._state.register(metrics)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -108,7 +115,7 @@ class FrontendApp:
         )
         server = _Uvicorn(
             uvicorn.Config(
-                api,
+                _closing_connections(api, lambda: life.draining),
                 log_config=None,
                 access_log=False,
                 http="httptools",
@@ -117,11 +124,11 @@ class FrontendApp:
                 server_header=False,
                 date_header=False,
                 backlog=BACKLOG,
-                timeout_graceful_shutdown=1,
+                # Longer than `drain` waits: what is cut then is told so, not dropped.
+                timeout_graceful_shutdown=math.ceil(self._config.drain_s + LAST_BYTES_S),
             )
         )
-        life.spawn(server.serve(sockets=[listener]), name="http")
-        return server
+        self._http, self._http_task = server, life.spawn(server.serve([listener]), name="http")
 
     async def register(self) -> None:
         """Become known: routers free a frontend's bookings at once when it is gone."""
@@ -142,14 +149,14 @@ class FrontendApp:
             await self._lease.close()
 
     async def drain(self, grace_s: float) -> Sequence[str]:
-        """Let requests end; the rest is told so, then HTTP and gRPC close."""
+        """Refuse new connections, let answers end; the rest is told so, then gRPC closes too."""
         cut: list[str] = []
-        try:
-            await asyncio.wait_for(self.gateway.idle(), grace_s)
-        except TimeoutError:
-            cut = self.gateway.cut(Unavailable("this frontend is shutting down", 1.0))
-        if self._http is not None:
+        if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
+            done, _ = await asyncio.wait([self._http_task], timeout=grace_s)
+            if not done:
+                cut = self.gateway.cut(Unavailable("this frontend is shutting down", 1.0))
+                await asyncio.wait([self._http_task], timeout=LAST_BYTES_S)
         return [*cut, *await rpc.stop(self._server, 0.5, self._calls)]
 
     async def close(self) -> None:
@@ -170,6 +177,7 @@ class FrontendApp:
                         self._snapshot = await watch.next()
                 except TimeoutError:
                     log.info("models_retried", models=sorted(self._models.not_ready))
+                self._engines.keep(self._snapshot.instances)
                 complete = await self._models.follow(self._snapshot)
 
     def _place_alone(self, query: Query) -> Placed | MeshError:
@@ -184,6 +192,8 @@ class FrontendApp:
             reasons.append("no model is served: no worker is known")
         if not self._router.is_connected:
             reasons.append("no router answers: requests wait, then go by this frontend's own load")
+        for worker_id, why in self._engines.why_left_alone().items():
+            reasons.append(f"worker {worker_id} gets no requests for now: {why}")
         return Readiness(
             is_ready=not is_draining and bool(self._models.names()),
             is_draining=is_draining,
@@ -221,6 +231,23 @@ def _listen(host: str, port: int) -> socket.socket:
             reason="ADDRESS_IN_USE",
         ) from error
     return listener
+
+
+def _closing_connections(api: Application, is_draining: Callable[[], bool]) -> Application:
+    """The same, but while it drains each answer ends its connection: clients go elsewhere in time.
+
+    Connections that are idle when the drain is over are closed under their clients' hands.
+    """
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_closing(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        await api(scope, receive, send_closing if is_draining() else send)
+
+    return serve
 
 
 class _Uvicorn(uvicorn.Server):

@@ -7,25 +7,34 @@ request machines decide what becomes of them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Protocol
 
 import grpc.aio
 import structlog
 
 from common import rpc
-from common.attach import FrontendLink, Hello, LegSink, Order, ToFrontend, ToWorker
+from common.attach import HEARTBEAT_S, FrontendLink, Hello, LegSink, Order, ToFrontend, ToWorker
 from common.attach_proto import to_frontend_from_proto, to_worker_to_proto
 from common.errors import MeshError, WorkerLost
 from common.interceptors import from_rpc_error
 from common.load import Load
+from frontend_svc.core.breaker import Breaker, HangWatch
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 
 IDLE_S = 60.0
 DIALS_PER_S = 50
-TICK_S = 0.25
+TICK_S = 0.1
+# A probed worker has this long to answer.
+PROBE_S = 1.0
+# How long an engine may stand still with work before its requests go elsewhere.
+HANG_S = 2.0
+# Ends of a stream that say nothing bad about its worker.
+_HARMLESS = frozenset({"IDLE", "CLOSED", "REPLACED"})
 
 log = structlog.get_logger()
 
@@ -95,15 +104,28 @@ class GrpcDialer:
         return GrpcTransport(rpc.channel(address, security=self._security), self._security)
 
 
+class Witness(Protocol):
+    """Who is told what a connection sees of its worker."""
+
+    def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
+        """The stream was lost, an order was not accepted, or the engine stands still."""
+
+    def moved(self, worker_id: int) -> None:
+        """The engine moves (again)."""
+
+
 class WorkerConnection:
     """One Attach stream from the first order to its end."""
 
-    def __init__(self, hello: Hello, address: str, dialer: Dialer) -> None:
+    def __init__(self, hello: Hello, address: str, dialer: Dialer, witness: Witness) -> None:
         self._loop = asyncio.get_running_loop()
         self.link = FrontendLink(hello, self._loop.time())
         self.address = address
         self._dialer = dialer
+        self._witness = witness
+        self._hang_watches: dict[int, HangWatch] = {}
         self._wake = asyncio.Event()
+        self.heard = asyncio.Event()
         self._used_at = self._loop.time()
         self.is_over = False
 
@@ -116,6 +138,8 @@ class WorkerConnection:
 
     def abort(self, slot: int, reason: str) -> None:
         """Asks for a slot's end."""
+        if reason == "not_accepted":
+            self._witness.failed(self.link.worker_id, "did not accept a request in time")
         self.link.abort(slot, reason)
         self._wake.set()
 
@@ -133,6 +157,9 @@ class WorkerConnection:
             if self.link.open_slots:
                 log.warning("worker_lost", worker_id=self.link.worker_id, why=why, reason=reason)
             self.is_over = True
+            self.heard.set()
+            if reason not in _HARMLESS:
+                self._witness.failed(self.link.worker_id, why)
             message = f"worker {self.link.worker_id} was lost: {why}"
             self.link.lose(WorkerLost(message, retryable=True, reason=reason))
 
@@ -153,9 +180,28 @@ class WorkerConnection:
         link, loop = self.link, self._loop
         while (frame := await transport.read()) is not None:
             link.receive(frame, loop.time())
+            self.heard.set()
+            if frame.heartbeat:
+                self._judge(frame.heartbeat)
             if frame.sent_bytes:
                 self._wake.set()
         raise WorkerLost("the worker closed the stream", retryable=True)
+
+    def _judge(self, loads: Sequence[Load]) -> None:
+        """Hung or not, by the ranks' steps; a hung engine's requests go elsewhere."""
+        now = self._loop.time()
+        hung = False
+        for load in loads:
+            watch = self._hang_watches.setdefault(load.dp_rank, HangWatch(HANG_S))
+            hung = watch.heard(load.engine_step, load.running, now) or hung
+        worker_id = self.link.worker_id
+        if not hung:
+            self._witness.moved(worker_id)
+            return
+        self._witness.failed(worker_id, "its engine stands still", is_hung=True)
+        error = WorkerLost(f"worker {worker_id} stands still", retryable=True, reason="HUNG")
+        self.link.abandon(error)
+        self._wake.set()
 
     async def _write(self, transport: Transport) -> None:
         while True:
@@ -201,9 +247,14 @@ class Submission:
 class EngineClient:
     """All Attach streams of a frontend process. Use as an async context manager."""
 
-    def __init__(self, frontend_id: int, dialer: Dialer) -> None:
+    def __init__(self, frontend_id: int, dialer: Dialer, rng: Random | None = None) -> None:
         self._frontend_id = frontend_id
         self._dialer = dialer
+        self._loop = asyncio.get_running_loop()
+        self._breaker = Breaker(Random() if rng is None else rng)
+        self._hung: set[int] = set()
+        self._addresses: dict[int, str] = {}
+        self._prober: asyncio.Task[None] | None = None
         self._tasks = asyncio.TaskGroup()
         self._open: dict[int, tuple[WorkerConnection, asyncio.Task[None]]] = {}
         self._stream_seq: Counter[int] = Counter()
@@ -211,17 +262,76 @@ class EngineClient:
 
     async def __aenter__(self) -> EngineClient:
         await self._tasks.__aenter__()
+        self._prober = self._tasks.create_task(self._probe_tripped())
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._prober is not None:
+            self._prober.cancel()
         for _connection, task in self._open.values():
             task.cancel()
         await self._tasks.__aexit__(None, None, None)
 
     def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
         """Submits an order to a worker; `sink` hears of it until its end, loss included."""
+        self._addresses[worker_id] = address
         connection = self._connection(worker_id, address)
         return Submission(connection, connection.submit(order, sink))
+
+    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+        """Who of these workers gets no request for now; see `core/breaker.py`."""
+        return self._breaker.excluded(pool)
+
+    def why_left_alone(self) -> dict[int, str]:
+        """The workers left alone, and what was seen of them."""
+        return self._breaker.why()
+
+    def keep(self, present: Iterable[int]) -> None:
+        """Forgets workers that have left the mesh; their streams end by themselves."""
+        present = set(present)
+        self._breaker.keep(present)
+        self._hung &= present
+        for worker_id in [w for w in self._addresses if w not in present]:
+            del self._addresses[worker_id]
+
+    def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
+        """See Witness."""
+        if is_hung:
+            self._hung.add(worker_id)
+        if self._breaker.trip(worker_id, why, self._loop.time(), is_hung=is_hung):
+            log.warning("worker_left_alone", worker_id=worker_id, why=why)
+
+    def moved(self, worker_id: int) -> None:
+        """See Witness. Only what tripped for standing still is healed by moving."""
+        if worker_id in self._hung:
+            self._hung.discard(worker_id)
+            if self._breaker.heal(worker_id):
+                log.info("worker_back", worker_id=worker_id)
+
+    async def _probe_tripped(self) -> None:
+        """Looks at tripped workers with growing intervals; each probe in a task of its own."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            for worker_id in self._breaker.due(self._loop.time()):
+                self._tasks.create_task(self._probe(worker_id))
+
+    async def _probe(self, worker_id: int) -> None:
+        """Opens a stream, or waits for a heartbeat on the open one."""
+        address = self._addresses.get(worker_id)
+        if address is None:
+            self._breaker.keep(self._addresses)  # nobody asks for it any more
+            return
+        connection = self._connection(worker_id, address)
+        connection.heard.clear()
+        with contextlib.suppress(TimeoutError):
+            # On an open stream the next heartbeat is due within HEARTBEAT_S.
+            await asyncio.wait_for(connection.heard.wait(), PROBE_S + HEARTBEAT_S)
+        worked = (
+            connection.heard.is_set() and not connection.is_over and worker_id not in self._hung
+        )
+        self._breaker.probed(worker_id, worked, self._loop.time())
+        if worked:
+            log.info("worker_back", worker_id=worker_id)
 
     def loads(self, worker_id: int) -> tuple[Sequence[Load], float] | None:
         """A worker's last heartbeat and when it came (loop time); None without a stream."""
@@ -239,7 +349,7 @@ class EngineClient:
             return found[0]
         self._stream_seq[worker_id] += 1
         hello = Hello(self._frontend_id, worker_id, self._stream_seq[worker_id])
-        connection = WorkerConnection(hello, address, self._dialer)
+        connection = WorkerConnection(hello, address, self._dialer, self)
         task = self._tasks.create_task(self._live(worker_id, connection))
         self._open[worker_id] = connection, task
         return connection

@@ -6,7 +6,7 @@ Nothing here knows HTTP. `Gateway.open` starts a request and tells a `Listener` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from random import Random
 from typing import Protocol
 
@@ -14,6 +14,7 @@ from common.attach import LegSink, Order
 from common.errors import MeshError, Unavailable, UnknownModel, WorkerLost
 from common.instances import Instance, Snapshot
 from common.preprocessed import TokenLogprob
+from frontend_svc.core.breaker import RetryBudget
 from frontend_svc.core.request import Leg, Outcome, Placed, Plan, RequestMachine
 from frontend_svc.models import no_worker
 from frontend_svc.router_client import Key, Query
@@ -50,6 +51,9 @@ class Workers(Protocol):
 
     @property
     def open_slots(self) -> dict[int, int]:
+        """See EngineClient."""
+
+    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
         """See EngineClient."""
 
 
@@ -92,6 +96,7 @@ class Ticket:
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         """See RequestPorts."""
         query = self._query
+        excluded |= self._gateway.left_alone(query.model)
         if excluded:
             query = query.without(excluded)
 
@@ -150,6 +155,10 @@ class Ticket:
         """See RequestPorts."""
         return self._loop.time()
 
+    def take_retry(self) -> bool:
+        """See RequestPorts."""
+        return self._gateway.retries.take(self._loop.time())
+
     def _on_time(self) -> None:
         self.machine.on_time(self._loop.time())
 
@@ -174,6 +183,8 @@ class Gateway:
         self.workers = workers
         self.snapshot = snapshot
         self.rng = Random() if rng is None else rng
+        self.retries = RetryBudget()
+        self._loop = asyncio.get_running_loop()
         self._open: set[Ticket] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -185,11 +196,16 @@ class Gateway:
 
     def open(self, plan: Plan, query: Query, listener: Listener) -> Ticket:
         """Starts a request."""
+        self.retries.request(self._loop.time())
         ticket = Ticket(self, plan, query, listener)
         self._open.add(ticket)
         self._idle.clear()
         ticket.machine.start()
         return ticket
+
+    def left_alone(self, model: str) -> frozenset[int]:
+        """Workers of a model that this frontend saw fail and does not trust yet."""
+        return self.workers.left_alone(i.id for i in self.snapshot().serving(model))
 
     def closed(self, ticket: Ticket) -> None:
         """A ticket's request has ended."""

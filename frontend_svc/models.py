@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import structlog
@@ -14,13 +15,38 @@ from tokenizers import Tokenizer
 
 from common.blocks import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.card import ModelCard
-from common.errors import InvalidRequest, MeshError, Unavailable, UnknownModel
+from common.errors import (
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
 from common.instances import Snapshot
 from frontend_svc.core.detokenize import (
     Detokenizer,
     StreamDetokenizer,
     UnsupportedTokenizer,
     Vocabulary,
+)
+from frontend_svc.core.model_watch import (
+    PREFIX,
+    Action,
+    Added,
+    Build,
+    Entry,
+    ModelManager,
+    ModelWatchState,
+    Note,
+    Pipeline,
+    Removed,
+    Table,
+    card_missing,
+    card_unreadable,
+    events_between,
+    model_watcher,
+    plan,
 )
 from frontend_svc.core.prompt import ChatTemplate, TemplateError
 
@@ -144,72 +170,170 @@ def no_worker(model: str) -> Unavailable:
     return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One way to serve a model. model: None if the client's JSON passes through as it is."""
+
+    name: str
+    pipeline: Pipeline
+    created: int
+    checksum: str
+    card: ModelCard | None
+    model: ServedModel | None
+
+
 class Models:
-    """The serving table, kept by snapshots of the mesh.
+    """The serving table, kept by snapshots of the mesh; `core/model_watch.py` decides.
 
     get_card: fetches a card by checksum. now_s: Unix time, for `created`.
     """
 
     def __init__(
         self,
-        get_card: Callable[[str], Any],
+        get_card: Callable[[str], Awaitable[ModelCard]],
         *,
+        now_s: Callable[[], float],
+        mesh_key: bytes,
+    ) -> None:
+        self._now_s = now_s
+        self._builder = _Builder(get_card, now_s, mesh_key)
+        self._table: ModelManager[Engine] = ModelManager()
+        self._watch = ModelWatchState(PREFIX, self._table, self._builder)
+        self._snapshot = Snapshot()
+        self._gone_at: dict[str, float] = {}
+
+    @property
+    def not_ready(self) -> Mapping[str, str]:
+        """Models that workers offer and that are not served -> why."""
+        return MappingProxyType(self._watch.not_ready)
+
+    def get(self, name: str) -> ServedModel:
+        """The model of that name, to be given token ids.
+
+        Raises UnknownModel, Unavailable if it was here just now, Unsupported if it is served by
+        pass-through workers only.
+        """
+        engines = self._table.engines(name)
+        if not engines:
+            raise self._absent(name)
+        for engine in engines.values():
+            if engine.model is not None:
+                return engine.model
+        raise Unsupported("model", f"{name!r} is served by pass-through workers only")
+
+    def engine(self, name: str, table: Table) -> Engine:
+        """The engine of a name for one kind of request.
+
+        Raises UnknownModel, Unavailable if it was here just now, Unsupported if it is served for
+        the other kind only.
+        """
+        engine = self._table.engine(name, table)
+        if engine is not None:
+            return engine
+        if self._table.has_model_any(name):
+            raise Unsupported("model", f"{name!r} is not served for {table}")
+        raise self._absent(name)
+
+    def all(self) -> list[ServedModel]:
+        """What is served by token ids, in the order it came."""
+        served = (engine.model for engine in self._first_engines())
+        return [model for model in served if model is not None]
+
+    def pass_through(self) -> list[Engine]:
+        """What pass-through workers serve; one engine a name."""
+        return [engine for engine in self._first_engines() if engine.model is None]
+
+    def names(self) -> frozenset[str]:
+        """Names that `get` knows."""
+        return frozenset(model.name for model in self.all())
+
+    async def follow(self, snapshot: Snapshot) -> bool:
+        """Makes the table what the snapshot says; whether all of it worked (else: try again)."""
+        events = list(events_between(self._snapshot, snapshot))
+        self._snapshot = snapshot
+        waiting = tuple(self._watch.not_ready)
+        for action in model_watcher(self._watch, events):
+            await self._execute(action)
+        for action in self._watch.retry(waiting):
+            await self._execute(action)
+        return not self._watch.not_ready
+
+    def _absent(self, name: str) -> MeshError:
+        if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
+            return no_worker(name)
+        return UnknownModel(name)
+
+    def _note_gone(self, name: str) -> None:
+        now = self._now_s()
+        self._gone_at = {n: at for n, at in self._gone_at.items() if now - at < GONE_S}
+        self._gone_at[name] = now
+
+    def _first_engines(self) -> Iterator[Engine]:
+        for name in self._table.names():
+            yield next(iter(self._table.engines(name).values()))
+
+    async def _execute(self, action: Action) -> None:
+        match action:
+            case Build():
+                for next_action in await self._build(action):
+                    await self._execute(next_action)
+            case Added(name, tables):
+                log.info("model_added", model=name, tables=tables)
+            case Removed(name):
+                self._note_gone(name)
+                log.info("model_removed", model=name)
+            case Note(level, event, fields):
+                getattr(log, level)(event, **fields)
+
+    async def _build(self, work: Build) -> list[Action]:
+        try:
+            return self._watch.built(work, await self._builder.engines(work.entry))
+        except MeshError as error:
+            return self._watch.failed(work, error)
+        except BaseException as error:
+            # Else the model would count as being built for ever.
+            self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
+            raise
+
+
+class _Builder:
+    """Loads cards and makes engines of them."""
+
+    def __init__(
+        self,
+        get_card: Callable[[str], Awaitable[ModelCard]],
         now_s: Callable[[], float],
         mesh_key: bytes,
     ) -> None:
         self._get_card = get_card
         self._now_s = now_s
         self._mesh_key = mesh_key
-        self._served: dict[str, ServedModel] = {}
-        self._gone_at: dict[str, float] = {}
-        self.not_ready: dict[str, str] = {}
 
-    def get(self, name: str) -> ServedModel:
-        """The model of that name. Raises UnknownModel, or Unavailable if it was here just now."""
-        model = self._served.get(name)
-        if model is not None:
-            return model
-        if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
-            raise no_worker(name)
-        raise UnknownModel(name)
-
-    def all(self) -> list[ServedModel]:
-        """What is served, in the order it came."""
-        return list(self._served.values())
-
-    def names(self) -> frozenset[str]:
-        """Names served."""
-        return frozenset(self._served)
-
-    async def follow(self, snapshot: Snapshot) -> bool:
-        """Makes the table what the snapshot says; whether all of it worked (else: try again)."""
-        wanted = {w.model: snapshot.card_checksum(w.model) for w in snapshot.of("worker")}
-        for name in list(self._served):
-            if wanted.get(name) != self._served[name].checksum:
-                del self._served[name]
-                self._gone(name)
-                log.info("model_removed", model=name)
-        self.not_ready = {}
-        for name, checksum in wanted.items():
-            if name and checksum and name not in self._served:
-                await self._add(name, checksum)
-        return not self.not_ready
-
-    def _gone(self, name: str) -> None:
-        now = self._now_s()
-        self._gone_at = {n: at for n, at in self._gone_at.items() if now - at < GONE_S}
-        self._gone_at[name] = now
-
-    async def _add(self, name: str, checksum: str) -> None:
-        try:
-            card = await self._get_card(checksum)
-            created = int(self._now_s())
+    async def engines(self, entry: Entry) -> dict[Table, Engine]:
+        """One engine a table, all of the same immutable model; each answer has a detokeniser."""
+        card, why = await self._card(entry)
+        pipelines = plan(entry, card, why)
+        created = int(self._now_s())
+        model = None
+        if card is not None and not all(p.is_pass_through for p in pipelines):
             model = await asyncio.to_thread(
                 build_model, card, created=created, mesh_key=self._mesh_key
             )
+        name = entry.model.name
+        return {p.table: Engine(name, p, created, entry.checksum, card, model) for p in pipelines}
+
+    async def _card(self, entry: Entry) -> tuple[ModelCard | None, str]:
+        """The card, or None and why: pass-through workers can do without."""
+        if not entry.checksum:
+            return None, ""
+        try:
+            card = await self._get_card(entry.checksum)
         except MeshError as error:
-            self.not_ready[name] = error.message
-            log.error("model_not_ready", model=name, checksum=checksum, why=error.message)
-            return
-        self._served[name] = model
-        log.info("model_added", model=name, checksum=checksum)
+            missing = isinstance(error, NotFound)
+            told = card_missing(entry) if missing else card_unreadable(entry, error)
+            if entry.model.requires_preprocessing():
+                raise told from error
+            log.info("model_without_card", model=entry.model.name, why=told.message)
+            return None, told.message
+        log.debug("card_loaded", model=entry.model.name, card=card.name)
+        return card, ""

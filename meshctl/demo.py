@@ -78,7 +78,8 @@ def receiver() -> Iterator[tuple[Receiver, str]]:
     """A running receiver, and the endpoint for exporters."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
     servicer = Receiver()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(servicer, server)  # type: ignore[no-untyped-call]  # generated without types
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -18,8 +18,11 @@ from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
+from router_svc.core.load import LoadBook
 from router_svc.core.route import Router
 from router_svc.fleet_watch import FleetWatch
+from router_svc.hashing import Hashers
+from router_svc.index_replica import IndexReplica, grpc_subscriptions
 from router_svc.metrics import Metrics
 from router_svc.service import SERVICE_NAME, RouterService
 
@@ -48,10 +51,26 @@ class RouterApp:
         self._security = rpc.security_of(config)
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
-        self.router = Router(load_selector(config.selector))
-        self.metrics = Metrics(self.router)
+        rng = rng or Random()
+        book = LoadBook()
+        self.index = IndexReplica(
+            lambda: self.router.fleet.indexers,
+            book.report,
+            subscribe=grpc_subscriptions(self._security),
+            rng=rng,
+            clock=clock,
+        )
+        self.router = Router(
+            load_selector(config.selector), index=self.index, knobs=config.cost_knobs, book=book
+        )
+        self.metrics = Metrics(self.router, self.index, clock=clock)
         self._service = RouterService(
-            self.router, self.instance_id, self.metrics, rng=rng or Random(), clock=clock
+            self.router,
+            self.instance_id,
+            self.metrics,
+            hashers=Hashers(config.mesh_key.encode()),
+            rng=rng,
+            clock=clock,
         )
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
@@ -71,6 +90,7 @@ class RouterApp:
         addresses = {"grpc": self.address, **self._serve_metrics()}
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
         life.spawn(watch.run(), name="fleet watch")
+        life.spawn(self.index.run(), name="index replica")
         life.spawn(self._tick(), name="tick")
         try:
             await asyncio.wait_for(watch.first_seen.wait(), FIRST_SNAPSHOT_S)

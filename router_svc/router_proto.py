@@ -8,16 +8,17 @@ from common.errors import InvalidRequest
 from common.preprocessed import RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.explain import Considered
 from router_svc.core.fleet import Placement
 from router_svc.core.load import Booking, BookingKey, Totals
 from router_svc.core.query import Query
-from router_svc.core.route import Considered, Decision, PotentialLoad
+from router_svc.core.route import Decision, PotentialLoad
 
 REQUEST_ID_CHARS_MAX = 256
 
 
 def query_from_proto(message: router_pb2.Query) -> Query:
-    """The query; token ids are counted. InvalidRequest names the field at fault."""
+    """The query; token ids are counted, not hashed. InvalidRequest names the field at fault."""
     total_tokens = message.total_tokens
     counted = len(message.token_ids)
     if counted:
@@ -125,7 +126,7 @@ def _placement(message: router_pb2.Placement) -> Placement:
 
 
 def _candidate_to_proto(row: Considered) -> router_pb2.Candidate:
-    age_s = row.report_age_s
+    age_s, standing = row.report_age_s, row.standing
     return router_pb2.Candidate(
         worker=placement_to_proto(row.placement),
         cost=row.cost,
@@ -133,6 +134,11 @@ def _candidate_to_proto(row: Considered) -> router_pb2.Candidate:
         load=_load_to_proto(row.placement, row.load),
         report_age_ms=None if age_s is None else round(age_s * 1000),
         excluded_reason=row.excluded_why,
+        leg=row.leg,
+        terms=None if row.terms is None else row.terms._asdict(),
+        source_state=standing.state,
+        source_reason=standing.reason,
+        source_age_ms=None if standing.age_s is None else round(standing.age_s * 1000),
     )
 
 

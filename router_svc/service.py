@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -17,6 +18,8 @@ import grpc
 import grpc.aio
 import structlog
 
+from common import telemetry
+from common.blocks import SCHEME_ID
 from common.error_proto import error_to_proto
 from common.errors import (
     Bug,
@@ -29,7 +32,9 @@ from common.errors import (
 )
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load import BookingKey
+from router_svc.core.query import Query, block_size_of
 from router_svc.core.route import Decision, Router
+from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
 from router_svc.router_proto import (
     booking_from_proto,
@@ -40,6 +45,7 @@ from router_svc.router_proto import (
     potential_load_to_proto,
     query_from_proto,
 )
+from router_svc.tracing import DecisionSpans, Stopwatch
 
 LOG = structlog.get_logger(__name__)
 
@@ -62,6 +68,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics: Metrics,
         *,
         rng: Random,
+        hashers: Hashers | None = None,
+        spans: DecisionSpans | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -69,6 +77,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._metrics = metrics
         self._rng = rng
         self._clock = clock
+        self._hashers = Hashers(b"") if hashers is None else hashers
+        self._spans = DecisionSpans() if spans is None else spans
         self._outboxes: set[_Outbox] = set()
 
     def end_sessions(self) -> None:
@@ -98,14 +108,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.RouteResponse:
         key = _key_of(request) if request.book else None
         _require_query(request.HasField("query"), "query")
-        decision = self._decide(request.query, key, None)
+        trace = telemetry.current_traceparent() or ""
+        decision = self._decide(request.query, key, None, trace)
         return router_pb2.RouteResponse(decision=decision_to_proto(decision))
 
     async def PotentialLoads(
         self, request: router_pb2.PotentialLoadsRequest, context: Context
     ) -> router_pb2.PotentialLoadsResponse:
         _require_query(request.HasField("query"), "query")
-        query = query_from_proto(request.query)
+        query = self._hashed(query_from_proto(request.query), request.query)
         rows = self._router.potential_loads(query, self._clock())
         return router_pb2.PotentialLoadsResponse(loads=map(potential_load_to_proto, rows))
 
@@ -123,7 +134,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     field="request_id",
                 )
         else:
-            decision = self._router.preview(query_from_proto(request.query), now, self._rng)
+            query = self._hashed(query_from_proto(request.query), request.query)
+            decision = self._router.preview(query, now, self._rng)
         return router_pb2.ExplainResponse(
             decision=decision_to_proto(decision),
             candidates=candidates_to_proto(decision.considered),
@@ -213,30 +225,56 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         key = key_from_proto(new.key, frontend_id, "news.key")
         _require_query(new.HasField("query"), "news.query")
         try:
-            decision = self._decide(new.query, key, session)
+            decision = self._decide(new.query, key, session, new.traceparent)
         except MeshError as error:
             return router_pb2.NewResult(id=new.id, error=error_to_proto(error))
         return router_pb2.NewResult(id=new.id, decision=decision_to_proto(decision))
 
     def _decide(
-        self, message: router_pb2.Query, key: BookingKey | None, session: int | None
+        self,
+        message: router_pb2.Query,
+        key: BookingKey | None,
+        session: int | None,
+        traceparent: str,
     ) -> Decision:
-        started = time.perf_counter()
+        watch = Stopwatch()
         outcome = "bug"
         try:
             query = query_from_proto(message)
-            decision = self._router.decide(query, key, self._clock(), self._rng, session)
+            if message.token_ids:
+                query = self._hashed(query, message)
+            watch.lap()
+            matches = self._router.match(query)
+            watch.lap()
+            decision = self._router.decide(
+                query, key, self._clock(), self._rng, session, matches=matches
+            )
+            watch.lap()
             outcome = "placed"
-            return decision
         except MeshError as error:
             outcome = error.kind.lower()
+            self._spans.failed(traceparent, watch, error)
             raise
         except Exception as error:
             # A selector may be somebody else's code: one request fails, the session does not.
             LOG.exception("decision failed", model=message.model)
             raise Bug("the router failed to decide") from error
         finally:
-            self._metrics.decided(outcome, time.perf_counter() - started)
+            self._metrics.decided(outcome, watch.total_s())
+        self._metrics.placed(query, decision, (*watch.laps_s(), watch.total_s()))
+        self._spans.placed(traceparent, watch, query, key, decision)
+        return decision
+
+    def _hashed(self, query: Query, message: router_pb2.Query) -> Query:
+        """The query with the hashes of its token ids, where it has those and no hashes."""
+        if not message.token_ids or query.prefix_hashes or not query.model:
+            return query
+        block_size = block_size_of(query, self._router.fleet.block_size(query.model))
+        lora_name = query.routing.lora_name if query.routing is not None else None
+        hashes = self._hashers.prefix_hashes(
+            message.token_ids, model=query.model, block_size=block_size, lora_name=lora_name or ""
+        )
+        return replace(query, prefix_hashes=hashes, hash_scheme=SCHEME_ID, block_size=block_size)
 
 
 class _Outbox:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from random import SystemRandom
 
 import structlog
 
 from common import rpc
+from common.blocks import DEFAULT_BLOCK_SIZE, SCHEME_ID, PrefixHasher
 from common.card import ModelCard
 from common.discovery import open_registry
-from common.instances import Instance, new_instance_id
+from common.errors import Bug
+from common.instances import Instance, KvIndex, new_instance_id
 from common.interceptors import Calls
+from common.kv import Partition, Source
 from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry
 from common.scrape import serve_metrics
@@ -21,13 +25,25 @@ from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.attach_server import AttachServer
 from worker_svc.card import card_of
 from worker_svc.config import WorkerConfig
+from worker_svc.core.block_manager import BlocksRemoved, BlocksStored, KvEvent
+from worker_svc.core.kv_events import (
+    Canonicaliser,
+    Duplicates,
+    ExternalEvent,
+    Feed,
+    KvRules,
+    PagesRemoved,
+    PagesStored,
+)
 from worker_svc.core.timing import Timing
 from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.engine import EngineConfig, LLMEngine
 from worker_svc.metrics import worker_registry
+from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
 from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.sim_handoff import SimHandoffConfig
 from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -61,6 +77,7 @@ class WorkerApp:
         self._card: ModelCard | None = None
         self._instance: Instance | None = None
         self._lease: Lease | None = None
+        self.publisher: Publisher | None = None
         self._close_metrics: Callable[[], Awaitable[None]] | None = None
         self.address = ""
 
@@ -74,6 +91,9 @@ class WorkerApp:
         folder = config.model_path or SIM_MODEL_DIR
         self._card = await asyncio.to_thread(card_of, folder, engine_config)
         self.runner.card_checksum = self._card.checksum
+        # After the card, which is the same on workers that publish and on those that do not.
+        engine_config = self._with_kv_index(engine_config)
+        self.publisher = self._build_publisher(engine_config, self._card)
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = f"{config.advertise_host or config.host}:{port}"
         self._instance = self._instance_of(engine_config, self._card)
@@ -87,13 +107,60 @@ class WorkerApp:
             engine_config,
             config.engine,
             self._card,
+            publisher=self.publisher,
         )
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
         rpc.add_health(self._server, life.health.servicer)
         rpc.enable_reflection(self._server, [SERVICE_NAME])
         await self._server.start()
+        life.spawn(self.publisher.run(), name="kv publisher")
         await life.health.set(SERVICE_NAME, True)
         return Ready(str(self.instance_id), {"grpc": self.address, **self._serve_metrics()})
+
+    def _with_kv_index(self, engine: EngineConfig) -> EngineConfig:
+        """What is advertised: an engine's events count when they are published."""
+        if engine.kv_index != "events":
+            return engine
+        if not self._config.kv_events:
+            return replace(engine, kv_index="none", kv_index_reason="kv_events is off")
+        if not isinstance(self.engine, SimEngine):
+            return replace(engine, kv_index="none", kv_index_reason="unknown kind of KV events")
+        return engine
+
+    def _build_publisher(self, engine: EngineConfig, card: ModelCard) -> Publisher:
+        """Publishes events where there are any, and load in any case."""
+        block_size = engine.kv_cache_block_size or DEFAULT_BLOCK_SIZE
+        mesh_key = self._config.mesh_key.encode()
+
+        def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+            return PrefixHasher(
+                mesh_key=mesh_key,
+                model=card.name,
+                block_size=block_size,
+                lora_name=lora,
+                cache_salt=salt,
+            )
+
+        # The sim's pages are routing blocks; it names each once, until it is removed.
+        rules = KvRules(block_size, block_size, Duplicates.IDEMPOTENT)
+        publishes = engine.kv_index == "events"
+        publisher = Publisher(
+            self.instance_id,
+            Partition(card.name, block_size, SCHEME_ID if publishes else 0),
+            {
+                rank: Feed(Source(self.instance_id, rank), Canonicaliser(rules, hasher_of))
+                for rank in range(engine.dp_size)
+            },
+            self.engine.loads,
+            self._registry,
+            self._config.namespace,
+            security=self._security,
+        )
+        if publishes and isinstance(self.engine, SimEngine):
+            self.engine.kv_event_sink = lambda events: publisher.take(
+                sim_events(events, block_size)
+            )
+        return publisher
 
     def _serve_metrics(self) -> dict[str, str]:
         if self._config.metrics_port is None:
@@ -117,6 +184,7 @@ class WorkerApp:
             address=self.address,
             model=card.name,
             card_checksum=card.checksum,
+            role=self._config.role,
             block_size=engine.kv_cache_block_size,
             transfer_group=engine.transfer_group,
             bootstrap_host=endpoint[0],
@@ -128,6 +196,7 @@ class WorkerApp:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             context_length=engine.context_length,
             taints=frozenset(self._config.taints),
+            kv_index=kv_index_of(engine),
         )
 
     async def register(self) -> None:
@@ -166,6 +235,27 @@ class WorkerApp:
             await self._registry.close()
 
 
+def kv_index_of(engine: EngineConfig) -> KvIndex:
+    """The engine's kv_index, if it is one. Raises Bug."""
+    match engine.kv_index:
+        case "events" | "approx" | "none" as known:
+            return known
+        case other:
+            raise Bug(f"the engine says kv_index {other!r}")
+
+
+def sim_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
+    """The sim's events as the canonicaliser takes them: a block's external hash is its name."""
+    for event in events:
+        match event:
+            case BlocksStored():
+                yield PagesStored(
+                    event.names, event.parent, event.token_ids, block_size, lora=event.lora_name
+                )
+            case BlocksRemoved():
+                yield PagesRemoved(event.names)
+
+
 def build_engine(config: WorkerConfig) -> LLMEngine:
     """The engine a configuration names."""
     if config.engine == "echo":
@@ -185,6 +275,17 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
                 speedup=config.speedup,
             ),
             mesh_key=config.mesh_key.encode(),
+            handoff=SimHandoffConfig(
+                role=config.role,
+                mode=config.handoff,
+                host=config.host,
+                port=config.bootstrap_port,
+                advertise_host=config.advertise_host or "",
+                transfer_group=config.transfer_group,
+                local_prefill=config.local_prefill,
+                gb_per_s=config.transfer_gb_per_s,
+                timeout_s=config.handoff_timeout_s,
+            ),
         ),
         clock=time.monotonic,
     )

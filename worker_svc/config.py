@@ -19,6 +19,34 @@ class WorkerConfig(ServiceConfig):
     engine: Literal["sim", "echo"] = field(
         default="sim", metadata=knob("sim needs no GPU; echo repeats the prompt (smoke tests).")
     )
+    role: Literal["aggregated", "prefill", "decode"] = field(
+        default="aggregated",
+        metadata=knob("prefill and decode split requests in two; the sim only."),
+    )
+    handoff: Literal["bootstrap", "completed"] = field(
+        default="bootstrap",
+        metadata=knob("Prefill: both legs start at once, or decode when prefill has ended."),
+    )
+    bootstrap_port: int = field(
+        default=0,
+        metadata=knob("Where prefill waits for decode; 0: any free port.", check=between(0, 65535)),
+    )
+    transfer_group: str = field(
+        default="",
+        metadata=knob("Workers that can move KV to each other; empty: by model and block size."),
+    )
+    transfer_gb_per_s: float = field(
+        default=25.0,
+        metadata=knob("KV from a sim, 10^9 bytes a second; your network's.", check=at_least(1e-6)),
+    )
+    handoff_timeout_s: float = field(
+        default=10.0,
+        metadata=knob("How long a leg waits for the other; below deadlines.", check=at_least(0.1)),
+    )
+    local_prefill: bool = field(
+        default=True,
+        metadata=knob("Decode: compute prompts that come without a handoff; else refuse them."),
+    )
     model_name: str = field(
         default="kvmesh-sim", metadata=knob("What clients put in `model`; the same on replicas.")
     )
@@ -59,6 +87,10 @@ class WorkerConfig(ServiceConfig):
         default=4096,
         metadata=knob("Requests inside at once, queued ones included.", check=at_least(1)),
     )
+    kv_events: bool = field(
+        default=True,
+        metadata=knob("Tell indexers which KV blocks are cached; off: no prefix routing to it."),
+    )
     metrics_port: int | None = field(
         default=None,
         metadata=knob(
@@ -74,3 +106,10 @@ class WorkerConfig(ServiceConfig):
         repr=False,
         metadata=knob("Secret behind block identities, the same in the whole mesh."),
     )
+
+    def problems(self) -> list[str]:
+        """Contradictions between fields."""
+        found = ServiceConfig.problems(self)
+        if self.engine != "sim" and self.role != "aggregated":
+            found.append(f"role: the {self.engine} engine has no prefill and decode")
+        return found

@@ -11,21 +11,25 @@ import grpc.aio
 
 from common.attach import Order, ToFrontend, ToWorker
 from common.attach_proto import load_to_proto, to_frontend_to_proto, to_worker_from_proto
+from common.blocks import hashes_to_bytes
 from common.card import ModelCard
 from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
 from common.instances import Instance
 from common.interceptors import request_id, time_left_s
+from common.kv_proto import TIER_NAMES
 from common.preprocessed import PrefillResult, TokenLogprob
 from common.preprocessed_proto import finish_reason_to_proto, from_proto, part_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from worker_svc.attach_server import AttachServer
 from worker_svc.engine import EngineConfig, LLMEngineOutput
+from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
 
 # Longest a Generate call may run that names no deadline.
 GENERATE_CAP_S = 600.0
 _ARTIFACT_CHUNK = 1 << 20
+_TIER_NAMES = {tier: name for name, tier in TIER_NAMES.items()}
 
 # A servicer's context is generic over messages; nothing here depends on which.
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -43,6 +47,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         engine_name: str,
         card: ModelCard | None,
         *,
+        publisher: Publisher | None = None,
         generate_cap_s: float = GENERATE_CAP_S,
     ) -> None:
         self._runner = runner
@@ -51,6 +56,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._config = config
         self._engine_name = engine_name
         self._card = card
+        self._publisher = publisher
         self._generate_cap_s = generate_cap_s
 
     # grpc.aio takes coroutines that write to the context; the generated types know generators only.
@@ -142,8 +148,20 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def ListKvBlocks(  # type: ignore[override]
         self, request: engine_pb2.ListKvBlocksRequest, context: Context
     ) -> None:
-        """The published set; there is none while no events are published."""
-        raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
+        """The published sets of a rank, tier by tier; one empty message when they are empty."""
+        if self._publisher is None or self._instance().kv_index != "events":
+            raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
+        feed = self._publisher.feeds.get(request.dp_rank)
+        if feed is None:
+            raise NotFound(f"there is no rank {request.dp_rank} here", field="dp_rank")
+        for chunk in feed.ledger.snapshot():
+            message = engine_pb2.ListKvBlocksResponse(
+                epoch=chunk.epoch,
+                sequence=chunk.sequence,
+                prefix_hashes=hashes_to_bytes(chunk.hashes),
+                tier=_TIER_NAMES[chunk.tier],
+            )
+            await context.write(message)
 
     async def GetInfo(
         self, request: engine_pb2.GetInfoRequest, context: Context
@@ -169,7 +187,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             kv_index=instance.kv_index,
             kv_index_reason=config.kv_index_reason,
             draining=self._runner.is_draining,
-            counters=dict(self._runner.counters),
+            counters={
+                **self._runner.counters,
+                **(self._publisher.figures() if self._publisher is not None else {}),
+            },
         )
 
     async def GetLoad(

@@ -13,14 +13,21 @@ What it makes of a request:
 - Adapters named in the configuration have a cache and block names of their own, and the same truth.
 - `routing.priority`, else the context's: the larger goes first.
 - What cannot be honoured is refused by name: guided decoding, n, best_of, beam search, embeddings,
-  media, prompt log probabilities, engine arguments, handoffs.
+  media, prompt log probabilities, engine arguments, handoffs that are not this role's.
 - A probe gets one token, ahead of the queue, and neither reads nor fills the prefix cache.
+
+Prefill and decode (`core/handoff.py` has the protocol, `sim_handoff.py` the network). A prefill leg
+answers with one token, in its terminal chunk: with `bootstrap_info` when the KV is at decode,
+without it (handoffs of mode "completed", max_tokens 1) when it is computed; the KV then waits for
+decode, unless that token was the last one: then `disaggregated_params` are absent. A decode leg has
+`bootstrap_info`, or the `prefill_result` of a completed prefill, and answers with all tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -43,8 +50,14 @@ from common.errors import (
     WorkerLost,
 )
 from common.load import Load
-from common.preprocessed import PromptTokensDetails, TopLogprob, unsupported_fields
-from worker_svc.core.block_manager import BlockManager, KvEvent
+from common.preprocessed import (
+    JsonValue,
+    PromptTokensDetails,
+    TopLogprob,
+    unsupported_fields,
+)
+from worker_svc.core.block_manager import BlockManager, Holding, KvEvent
+from worker_svc.core.handoff import DecodeRoom, Done, page_stamps
 from worker_svc.core.sim_scheduler import End, Job, SimScheduler, SimSequence, Step, Stop
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import DEFAULT_EOS_ONE_IN, Truth
@@ -58,6 +71,14 @@ from worker_svc.engine import (
     TokenLogprob,
     chunk,
     usage,
+)
+from worker_svc.sim_handoff import (
+    DecodeSide,
+    Handoffs,
+    Network,
+    PrefillSide,
+    SimHandoffConfig,
+    TcpNetwork,
 )
 
 SIM_MODEL_DIR: Final = Path(__file__).parent / "sim_model"
@@ -92,8 +113,8 @@ _HONOURED: Final = frozenset(
         "routing.lora_name",
     }
 )
-# What a probe may carry and does without.
-_SKIPPED_BY_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
+# What a probe may carry and does without; a decode leg has one of them.
+_HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
@@ -150,7 +171,7 @@ class SimConfig:
 
     context_length: None takes the model's. max_waiting: how many requests may queue; more are
     refused. eos_one_in: see `core/truth.py`. loras: adapters that requests may name. mesh_key:
-    keys the names of blocks. startup_s: how long `start` takes.
+    keys the names of blocks. startup_s: how long `start` takes. handoff: role, and how KV moves.
     Raises ValueError where a value is out of its range, and as the parts do at `start`.
     """
 
@@ -169,6 +190,7 @@ class SimConfig:
     loras: frozenset[str] = frozenset()
     mesh_key: bytes = b""
     startup_s: float = 0.0
+    handoff: SimHandoffConfig = field(default=SimHandoffConfig())
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -191,13 +213,19 @@ class SimEngine:
     """An `LLMEngine` that computes nothing.
 
     model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
-    the running loop's, so a loop with virtual time runs the engine in it.
+    the running loop's, so a loop with virtual time runs the engine in it. network: how KV gets to
+    other engines; None: real sockets.
     `kv_event_sink` is given what changed in the cache after each tick; None drops it.
 
     Counters: accepted == finished + cancelled + closed + failed, at rest; `rejected` were never
     accepted, `overloaded` are those of them that met a full queue. `tokens` were delivered,
     `prompt_tokens` accepted and `cached_tokens` of those that ended were found in the cache.
+    `corrupt_pages` and `corrupt_tokens` count what must never happen: pages with other content than
+    their owner's, and first tokens that do not follow the prompt. With a role, those of `Handoffs`.
     """
+
+    # Decode's end of a handoff; its own guard against pages that are written too late.
+    decode_room: type[DecodeRoom] = DecodeRoom
 
     def __init__(
         self,
@@ -206,12 +234,15 @@ class SimEngine:
         model: SimModel | None = None,
         clock: Callable[[], float] = _loop_time,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+        network: Network | None = None,
     ) -> None:
         self.config = config
         self.kv_event_sink: Callable[[Sequence[KvEvent]], None] | None = None
         self._model = model
         self._clock = clock
         self._sleep = sleep
+        self._network = network
+        self._handoffs: Handoffs | None = None
         self._counters: Counter[str] = Counter()
         self._core: _Core | None = None
         self._loop_task: asyncio.Task[None] | None = None
@@ -225,7 +256,8 @@ class SimEngine:
     async def start(self, worker_id: int) -> EngineConfig:
         """Reads the model folder and starts stepping.
 
-        Raises Conflict when called twice, NotFound or InvalidRequest for the model folder.
+        Raises Conflict when called twice, NotFound or InvalidRequest for the model folder, and
+        InvalidRequest when it cannot listen for decode workers.
         """
         if self._core is not None or self._loop_task is not None:
             raise Conflict("the engine was started before")
@@ -234,8 +266,13 @@ class SimEngine:
             await self._sleep(self.config.startup_s)
         model = self._model or load_sim_model(self.config.model_dir)
         self._core = core = _Core.build(self.config, model)
+        config = self.config.handoff
+        if config.role != "aggregated":
+            self._handoffs = await self._open_handoffs(core, worker_id)
         self._refusal = None
         self._loop_task = asyncio.create_task(self._run(core), name="sim-engine-steps")
+        host, port = self._bootstrap_endpoint()
+        group = config.transfer_group or f"sim/{self.config.model}/{self.config.block_size}"
         return EngineConfig(
             model=self.config.model,
             served_model_name=self.config.served_model_name,
@@ -246,7 +283,36 @@ class SimEngine:
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             kv_index="events" if self.config.prefix_caching else "none",
             kv_index_reason="" if self.config.prefix_caching else "prefix caching is off",
+            bootstrap_host=host,
+            bootstrap_port=port,
+            transfer_group="" if config.role == "aggregated" else group,
+            local_prefill={"aggregated": True, "prefill": False}.get(
+                config.role, config.local_prefill
+            ),
         )
+
+    async def _open_handoffs(self, core: _Core, worker_id: int) -> Handoffs:
+        handoffs = Handoffs(
+            self.config.handoff,
+            core.blocks,
+            incarnation=worker_id,
+            speedup=self.config.timing.speedup,
+            network=self._network or TcpNetwork(),
+            clock=self._clock,
+            sleep=self._sleep,
+            on_released=self._work.set,
+            decode_room=self.decode_room,
+        )
+        if self.config.handoff.role == "prefill":
+            await handoffs.listen()
+        return handoffs
+
+    def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
+        """What is advertised; a completed prefill says where it is when it is completed."""
+        config = self.config.handoff
+        if self._handoffs is None or (config.role, config.mode) != ("prefill", "bootstrap"):
+            return None, None
+        return self._handoffs.endpoint
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -267,7 +333,7 @@ class SimEngine:
                     outcome = "cancelled"
                     yield chunk.cancelled().with_usage(stream.usage())
                     return
-                if stream.sequence.end is not None:
+                if stream.is_done:
                     outcome = "finished"
                     yield stream.take_last()
                     return
@@ -283,10 +349,21 @@ class SimEngine:
             watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Nothing to do: the stop itself frees slot and blocks, at once."""
+        """Nothing to do: the stop itself frees the slot, and what nobody writes to, at once."""
 
     async def drain(self) -> None:
-        """Nothing to wait for: this engine hands nothing over."""
+        """Waits until no KV is handed over and no completed prefill waits for its decode leg.
+
+        Not longer than each of them may last.
+        """
+        if self._handoffs is None:
+            return
+        config = self.config.handoff
+        try:
+            async with asyncio.timeout(config.timeout_s + config.lease_s):
+                await self._handoffs.idle()
+        except TimeoutError:
+            log.warning("sim_engine_drain_cut", rooms_open=self._handoffs.open_rooms)
 
     async def cleanup(self) -> None:
         """Ends the steps; streams still open raise WorkerLost."""
@@ -296,6 +373,8 @@ class SimEngine:
             await asyncio.wait([task])
         self._break_off(WorkerLost("the engine was shut down", retryable=True))
         self._refusal = Unavailable("the engine was shut down")
+        if self._handoffs is not None:
+            await self._handoffs.close()
 
     def loads(self) -> Sequence[Load]:
         """The load of the only rank."""
@@ -310,16 +389,20 @@ class SimEngine:
                 waiting_tokens=scheduler.waiting_tokens,
                 kv_used_blocks=blocks.used_blocks,
                 kv_total_blocks=blocks.total_blocks,
-                rooms_open=blocks.open_transfers,
+                rooms_open=self._handoffs.open_rooms if self._handoffs else 0,
             ),
         )
 
     @property
     def counters(self) -> Mapping[str, int]:
         """The counters of the class's docstring, `steps` and `preempted`."""
-        preempted = self._core.scheduler.preemptions if self._core else 0
+        core = self._core
         counts = {name: self._counters[name] for name in _COUNTERS}
-        return {**counts, "steps": self._steps, "preempted": preempted}
+        counts["steps"] = self._steps
+        counts["preempted"] = core.scheduler.preemptions if core else 0
+        counts["corrupt_pages"] = core.blocks.corrupt_pages if core else 0
+        counts["corrupt_tokens"] = core.scheduler.corrupt_tokens if core else 0
+        return {**counts, **(self._handoffs.counters if self._handoffs else {})}
 
     @property
     def blocks(self) -> BlockManager:
@@ -351,12 +434,17 @@ class SimEngine:
     def _open(self, request: PreprocessedRequest, ctx: GenerateContext) -> _Stream:
         try:
             core, job = self._check(request, ctx)
+            side = self._side(request, job)
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
             raise
         sequence = core.scheduler.submit(job, self._clock())
-        stream = _Stream(sequence, request.output_options.logprobs)
+        stream = _Stream(sequence, request.output_options.logprobs, side)
+        if side is not None:
+            side.on_end = lambda error: self._end_handoff(stream, error)
+        if isinstance(side, DecodeSide):
+            side.on_arrival = lambda done: self._arrive(core, stream, done)
         self._streams[sequence] = stream
         self._counters["accepted"] += 1
         self._counters["prompt_tokens"] += sequence.prompt_tokens
@@ -368,6 +456,8 @@ class SimEngine:
         if self._refusal is not None or core is None:
             raise _fresh(self._refusal or Unavailable("the engine has not started"))
         job = core.job(request, self.config, ctx.priority)
+        if not request.is_probe:
+            job = self._leg(request, job)
         scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             low, high = _RETRY_AFTER_S
@@ -375,18 +465,123 @@ class SimEngine:
             raise Overloaded(min(max(wait_s, low), high), "too many requests wait at this worker")
         return core, job
 
+    def _leg(self, request: PreprocessedRequest, job: Job) -> Job:
+        """The job as this role does it. Raises Unavailable where it does not."""
+        config = self.config.handoff
+        match config.role:
+            case "aggregated":
+                return job
+            case "prefill":
+                is_completed = config.mode == "completed"
+                if request.bootstrap_info is None and not (is_completed and job.max_tokens == 1):
+                    raise Unavailable(
+                        "this worker computes prompts for others only", reason="PREFILL_ONLY"
+                    )
+                return replace(job, max_tokens=1, is_handed_over=True)
+            case _ if request.bootstrap_info or request.prefill_result:
+                return replace(job, is_remote=True)
+        if not config.local_prefill:
+            raise Unavailable(
+                "this worker gets its prompts computed by others", reason="NO_LOCAL_PREFILL"
+            )
+        return job
+
+    def _side(self, request: PreprocessedRequest, job: Job) -> PrefillSide | DecodeSide | None:
+        """The leg's room. Raises as `Handoffs` does; a prompt to be leased has none yet."""
+        if job.is_remote:
+            assert self._handoffs is not None, "decode engines have handoffs"
+            return self._handoffs.open_decode(*_source(request))
+        if not job.is_handed_over or request.bootstrap_info is None:
+            return None
+        assert self._handoffs is not None, "prefill engines have handoffs"
+        room = request.bootstrap_info.bootstrap_room
+        return self._handoffs.enter(room, len(request.token_ids))
+
+    def _plan(self, core: _Core, due: float) -> Step | None:
+        step = core.scheduler.plan(due)
+        for sequence in core.scheduler.take_placed():
+            side, transfer = self._streams[sequence].side, sequence.transfer
+            assert self._handoffs is not None, "decode engines have handoffs"
+            assert isinstance(side, DecodeSide), "remote sequences have a room"
+            assert transfer is not None, "placed blocks are pinned"
+            sequence.transfer = None
+            self._handoffs.place(side, transfer, sequence.prompt_tokens)
+        return step
+
+    def _arrive(self, core: _Core, stream: _Stream, done: Done) -> None:
+        """A decode leg's KV is there."""
+        core.scheduler.arrive(stream.sequence, done.token, done.cached_tokens)
+        self._publish(core.blocks)
+        self._work.set()
+        stream.wake()
+
+    def _hand_over(self, core: _Core, stream: _Stream, transfer: Holding) -> None:
+        """A prefill leg's prompt is computed."""
+        handoffs, sequence = self._handoffs, stream.sequence
+        assert handoffs is not None, "prefill engines have handoffs"
+        sequence.transfer = None
+        done = Done(sequence.first_token, sequence.cached_tokens or 0)
+        job = sequence.job
+        stamps = page_stamps(job.prompt, core.blocks.block_size, job.lora_name)
+        if isinstance(stream.side, PrefillSide):
+            handoffs.compute(stream.side, transfer, stamps, done)
+            return
+        if sequence.end is not End.LENGTH:  # it is all said: nobody is going to decode
+            core.blocks.unpin(transfer)
+            stream.is_held = False
+            return
+        try:
+            stream.side = handoffs.lease(transfer, stamps, sequence.prompt_tokens, done)
+        except MeshError as error:
+            core.blocks.unpin(transfer)
+            stream.error = error
+            return
+        stream.is_held = False
+        host, port = handoffs.endpoint
+        transfer_id = f"{stream.side.room:016x}"
+        stream.params = {"host": host, "port": port, "transfer_id": transfer_id}
+
+    def _end_handoff(self, stream: _Stream, error: MeshError | None) -> None:
+        if error is not None:
+            stream.error = stream.error or error
+            self._stop(stream)
+            return
+        assert self._handoffs is not None, "prefill engines have handoffs"
+        assert stream.side is not None, "the room was the leg's"
+        host, port = self._handoffs.endpoint
+        stream.params = {
+            "bootstrap_host": host,
+            "bootstrap_port": port,
+            "bootstrap_room": stream.side.room,
+        }
+        stream.is_held = False
+        stream.wake()
+
     def _stop(self, stream: _Stream) -> None:
         if self._core is not None:
             self._core.scheduler.remove(stream.sequence)
+        self._leave_room(stream)
         stream.wake()
+
+    def _leave_room(self, stream: _Stream) -> None:
+        side, stream.side = stream.side, None
+        if side is not None and self._handoffs is not None:
+            self._handoffs.abort(side)
+        if self._handoffs is not None:
+            self._work.set()  # its place in the queue may have been what others wait for
 
     def _close(self, stream: _Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
-        self._core.scheduler.remove(stream.sequence)
-        del self._streams[stream.sequence]
+        sequence = stream.sequence
+        self._core.scheduler.remove(sequence)
+        if outcome == "finished":
+            stream.side = None  # a lease outlives its leg
+        self._leave_room(stream)
+        del self._streams[sequence]
         self._counters[outcome] += 1
         self._counters["tokens"] += stream.delivered
-        self._counters["cached_tokens"] += stream.sequence.cached_tokens or 0
+        if not sequence.job.is_remote:
+            self._counters["cached_tokens"] += sequence.cached_tokens or 0
 
     def _break_off(self, error: MeshError) -> None:
         for stream in self._streams.values():
@@ -406,7 +601,7 @@ class SimEngine:
         step: Step | None = None
         while True:
             if step is None:
-                step = core.scheduler.plan(due)
+                step = self._plan(core, due)
                 due += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
                 self._work.clear()
@@ -419,18 +614,21 @@ class SimEngine:
 
     def _tick(self, core: _Core, step: Step, due: float, until: float) -> tuple[Step | None, float]:
         """Completes steps due by `until`, within bounds; the step then in flight and its end."""
-        advanced: set[SimSequence] = set()
+        advanced: dict[SimSequence, None] = {}  # a set's order would differ from run to run
         work = 0
         now: Step | None = step
         while now is not None and due <= until and work < _TICK_WORK:
-            advanced.update(core.scheduler.complete(now))
+            advanced.update(dict.fromkeys(core.scheduler.complete(now)))
             self._steps += 1
             work += _STEP_WORK + len(now.entries) + now.prefill_tokens // _PREFILL_TOKENS_A_WORK
-            now = core.scheduler.plan(due)
+            now = self._plan(core, due)
             due += now.duration_s if now else 0.0
         self._publish(core.blocks)
         for sequence in advanced:
-            self._streams[sequence].wake()
+            stream = self._streams[sequence]
+            if sequence.transfer is not None:
+                self._hand_over(core, stream, sequence.transfer)
+            stream.wake()
         return now, due
 
     def _publish(self, blocks: BlockManager) -> None:
@@ -451,13 +649,53 @@ def _fresh(error: MeshError) -> MeshError:
     )
 
 
+def _source(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
+    """Where a decode leg's KV is: address and room. Raises InvalidRequest."""
+    info, result = request.bootstrap_info, request.prefill_result
+    if info is not None:
+        return (info.bootstrap_host, info.bootstrap_port), info.bootstrap_room
+    where = "prefill_result.disaggregated_params"
+    assert result is not None, "a decode leg has one of the two"
+    params = result.disaggregated_params
+    if not isinstance(params, dict):
+        raise InvalidRequest("disaggregated_params must be an object", where)
+    if "bootstrap_room" in params:
+        room: Any = params["bootstrap_room"]
+        host, port = params.get("bootstrap_host"), params.get("bootstrap_port")
+    else:
+        host, port, room = params.get("host"), params.get("port"), params.get("transfer_id")
+        if isinstance(room, str) and re.fullmatch("[0-9a-f]{16}", room):
+            room = int(room, 16)
+    if not (isinstance(host, str) and host):
+        raise InvalidRequest("the params name no host", where)
+    if type(port) is not int or not 0 < port < 65536:
+        raise InvalidRequest(f"the params name no port but {port!r}", where)
+    if type(room) is not int or not 0 <= room < 2**64:
+        raise InvalidRequest(f"the params name no room and no transfer but {room!r}", where)
+    return (host, port), room
+
+
 class _Stream:
-    """One request between the steps and its generator."""
+    """One request between the steps and its generator.
 
-    __slots__ = ("_logprobs", "_waiter", "delivered", "error", "sequence")
+    is_held: a prefill leg, whose answer waits until decode, or the lease, has its KV. params: what
+    it then hands to decode.
+    """
 
-    def __init__(self, sequence: SimSequence, logprobs: int | None) -> None:
+    __slots__ = (
+        *("_logprobs", "_waiter", "delivered", "error", "is_held", "params", "sequence", "side"),
+    )
+
+    def __init__(
+        self,
+        sequence: SimSequence,
+        logprobs: int | None,
+        side: PrefillSide | DecodeSide | None = None,
+    ) -> None:
         self.sequence = sequence
+        self.side = side
+        self.is_held = sequence.job.is_handed_over
+        self.params: dict[str, JsonValue] | None = None
         self.delivered = 0
         self.error: MeshError | None = None
         self._logprobs = logprobs
@@ -465,7 +703,11 @@ class _Stream:
 
     @property
     def has_news(self) -> bool:
-        return len(self.sequence.output) > self.delivered
+        return len(self.sequence.output) > self.delivered and not self.sequence.job.is_handed_over
+
+    @property
+    def is_done(self) -> bool:
+        return self.sequence.end is not None and not self.is_held
 
     async def news(self) -> None:
         """Returns after the next `wake`."""
@@ -496,6 +738,7 @@ class _Stream:
             finish_reason=_FINISH[end],
             stop_reason=self.sequence.stop_token if end is End.STOP else None,
             completion_usage=self.usage(),
+            disaggregated_params=self.params,
         )
 
     def usage(self) -> CompletionUsage:
@@ -542,7 +785,7 @@ class _Core:
 
     def job(self, request: PreprocessedRequest, config: SimConfig, priority: int | None) -> Job:
         """What to generate for the request. Raises what it is refused with."""
-        lora = self._check_fields(request)
+        lora = self._check_fields(request, config)
         room = self._room(request)
         stop = request.stop_conditions
         if stop.max_tokens == 0:
@@ -561,9 +804,13 @@ class _Core:
             priority=priority or 0,
         )
 
-    def _check_fields(self, request: PreprocessedRequest) -> str:
+    def _check_fields(self, request: PreprocessedRequest, config: SimConfig) -> str:
         """The adapter's name; raises Unsupported or InvalidRequest."""
-        honoured = _HONOURED | _SKIPPED_BY_PROBES if request.is_probe else _HONOURED
+        honoured = _HONOURED
+        if request.is_probe or config.handoff.role == "decode":
+            honoured |= _HANDOFF_FIELDS
+        elif config.handoff.role == "prefill" and config.handoff.mode == "bootstrap":
+            honoured |= {"bootstrap_info"}
         refused = unsupported_fields(request, honoured)
         if refused:
             also = f" (nor are {', '.join(refused[1:])})" if refused[1:] else ""

@@ -226,18 +226,24 @@ class TcpNetwork:
 
     def __init__(self, linger_s: float = 2.0) -> None:
         self._linger_s = linger_s
+        self._serving: dict[asyncio.Future[None], Connection] = {}
 
     async def listen(self, host: str, port: int, serve: Serve) -> Listener:
         """As `Network.listen`."""
 
-        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # The server complains about callbacks of its own that are cancelled.
+        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = _TcpConnection(reader, writer, self._linger_s)
-            try:
-                await serve(connection)
-            finally:
-                connection.close()
+            task = asyncio.ensure_future(serve(connection))
+            self._serving[task] = connection
+            task.add_done_callback(self._served)
 
         return _TcpListener(await asyncio.start_server(accepted, host, port, backlog=1024))
+
+    def _served(self, task: asyncio.Future[None]) -> None:
+        self._serving.pop(task).close()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("sim_handoff_failed", exc_info=error)
 
     async def dial(self, host: str, port: int) -> Connection:
         """As `Network.dial`."""
@@ -270,8 +276,8 @@ class DecodeSide:
     room: int
     address: tuple[str, int]
     machine: DecodeRoom
-    on_arrival: Callable[[Done], None]
-    on_end: Callable[[MeshError], None]
+    on_arrival: Callable[[Done], None] | None = None
+    on_end: Callable[[MeshError], None] | None = None
     connection: Connection | None = None
     transfer: Holding | None = None
     pull: Pull | None = None
@@ -351,12 +357,6 @@ class Handoffs:
         return len(self._prefills) + len(self._decodes)
 
     @property
-    def aborting_rooms(self) -> int:
-        """Those of them which only wait for the end of a transfer."""
-        sides: list[Side] = [*self._prefills.values(), *self._decodes]
-        return sum(side.machine.is_aborting for side in sides)
-
-    @property
     def counters(self) -> Mapping[str, int]:
         """See the class."""
         return {name: self._counters[name] for name in (*_COUNTERS.values(), *_OWN_COUNTERS)}
@@ -383,23 +383,21 @@ class Handoffs:
         for one in left:
             self._over(one, [Hangup(), Release()])
 
-    def enter(
-        self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
-    ) -> PrefillSide:
-        """The prefill leg of a room is there; `on_end` is not called before this returns.
+    def enter(self, room: int, prompt_tokens: int) -> PrefillSide:
+        """The prefill leg of a room is there; whoever calls sets `on_end` at once.
 
         Raises WorkerLost, Conflict or Overloaded.
         """
         if (reason := self._ended.get(room)) is not None:
             raise lost(reason)
         side = self._prefills.get(room)
-        if side is not None and side.machine.has_leg:
-            raise Conflict(f"room {room} has a prefill leg", reason=ROOM_TAKEN)
+        if side is not None and not side.machine.awaits_leg:
+            raise Conflict(f"room {room} is another prefill leg's", reason=ROOM_TAKEN)
         side = side or self._new_prefill(room)
         if side.machine.has_peer and side.machine.pull.tokens != prompt_tokens:
             self._do(side, side.machine.refuse(MISMATCH))
             raise lost(MISMATCH)
-        side.prompt_tokens, side.on_end = prompt_tokens, on_end
+        side.prompt_tokens = prompt_tokens
         self._do(side, side.machine.enter(self._clock()))
         return side
 
@@ -408,8 +406,10 @@ class Handoffs:
         side.transfer, side.stamps, side.done = transfer, stamps, done
         self._do(side, side.machine.compute(self._clock()))
 
-    def lease(self, transfer: Holding, stamps: list[int], prompt_tokens: int, done: Done) -> int:
-        """Keeps a computed prompt for whoever pulls it; the id to pull it by.
+    def lease(
+        self, transfer: Holding, stamps: list[int], prompt_tokens: int, done: Done
+    ) -> PrefillSide:
+        """Keeps a computed prompt for whoever pulls it, by the id in `room`.
 
         Raises Overloaded, and takes nothing then.
         """
@@ -418,19 +418,16 @@ class Handoffs:
         side = self._new_prefill(room)
         side.prompt_tokens = prompt_tokens
         self.compute(side, transfer, stamps, done)
-        return room
+        return side
 
-    def open_decode(
-        self,
-        address: tuple[str, int],
-        room: int,
-        on_arrival: Callable[[Done], None],
-        on_end: Callable[[MeshError], None],
-    ) -> DecodeSide:
-        """A decode leg is there, and waits for blocks (`place`). Raises Overloaded."""
+    def open_decode(self, address: tuple[str, int], room: int) -> DecodeSide:
+        """A decode leg is there, and waits for blocks (`place`).
+
+        Whoever calls sets `on_arrival` and `on_end` at once. Raises Overloaded.
+        """
         self._check_room()
         machine = self._decode_room(self._limits, self._clock())
-        side = DecodeSide(room, address, machine, on_arrival, on_end)
+        side = DecodeSide(room, address, machine)
         self._decodes[side] = None
         self._opened()
         return side
@@ -502,9 +499,11 @@ class Handoffs:
                 if not self._is_closed:
                     self._spawn(self._tell_dropped(side))
             case Arrived(done):
+                assert side.on_arrival is not None, "it was set when the leg came"
                 side.on_arrival(done)
             case End(error):
                 assert error is not None, "decode's good end is an arrival"
+                assert side.on_end is not None, "it was set when the leg came"
                 side.on_end(error)
             case _:
                 raise AssertionError(f"decode does not do {action}")

@@ -23,7 +23,13 @@ from random import Random
 from typing import Protocol
 
 from common.attach import Order, Terminal
-from common.errors import DeadlineExceeded, MeshError, RequestCancelled, WorkerLost
+from common.errors import (
+    DeadlineExceeded,
+    MeshError,
+    RequestCancelled,
+    Unavailable,
+    WorkerLost,
+)
 from common.preprocessed import (
     BootstrapInfo,
     CompletionUsage,
@@ -152,6 +158,9 @@ class RequestPorts(Protocol):
 
     def now(self) -> float:
         """The time, on the deadline's clock."""
+
+    def take_retry(self) -> bool:
+        """Whether the frontend's budget allows one more retry; counts it if so."""
 
 
 class Leg:
@@ -381,10 +390,13 @@ class RequestMachine:
         self._give_up(reason)
         if error.retryable and self.generated and self._remaining() == 0:
             self._finish(FinishReason.LENGTH, None)  # all was delivered, only the end got lost
-        elif self._may_retry(error):
+        elif not self._may_retry(error):
+            self._finish(FinishReason.ERROR, error)
+        elif self._ports.take_retry():
             self._place()
         else:
-            self._finish(FinishReason.ERROR, error)
+            why = f"too many requests are being tried again; this one failed with: {error.message}"
+            self._finish(FinishReason.ERROR, Unavailable(why, 1.0, reason="RETRY_BUDGET"))
 
     def _may_retry(self, error: MeshError) -> bool:
         if not error.retryable or self._attempt + 1 >= self.plan.attempts_max:

@@ -23,8 +23,8 @@ prefill term stops at zero.
 
 Misses. Idle workers have no load to tell them apart, so overlap alone decides, and whoever got the
 first of many short prompts with a common beginning gets all of them for ever. M is what w had to
-compute of the prompts placed on it, in blocks, halved every `recent_miss_half_life_s` (`misses.py`);
-its term grows like recent_miss_weight * M while M is small and never reaches recent_miss_weight * R.
+compute of the prompts placed on it, in blocks, halved every `recent_miss_half_life_s` (`misses`);
+the term grows like recent_miss_weight * M while M is small and stays below recent_miss_weight * R.
 So a rank that computed much lately looks more expensive to prompts that it holds in part; a prompt
 that it holds nearly whole stays; and where all compute equally much, the term is the same for all.
 It is measured against the mean, not the least: one worker that computes nothing (because it is

@@ -25,7 +25,7 @@ def bootstrap_of(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
 
 
 def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
-    """A random room in 0..2^63-1 with room mod dp_size == dp_rank, which engines read the rank from.
+    """A random room in 0..2^63-1 with room mod dp_size == dp_rank: engines read the rank from it.
 
     dp_rank: counted from the worker's first rank. Formula: reference 5.3.
     """
@@ -37,7 +37,7 @@ def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
 def mates(
     prefill: Sequence[Candidate], decode: Sequence[Candidate]
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
-    """Those of each side that have somebody of their transfer group on the other; both may be empty.
+    """Those of each side with somebody of their transfer group on the other; both may be empty.
 
     KV pages can travel inside a group only: equal page size, dtype, layout and model.
     """

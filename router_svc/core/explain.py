@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from router_svc.core.cost import Terms
 from router_svc.core.filters import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import Totals
-from router_svc.core.overlap import Index, Standing
+from router_svc.core.overlap import UNKNOWN, Index, Standing
 from router_svc.core.select import Choice, View
 
 _by_cost = attrgetter("cost")
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """One row of an explanation.
+class Considered(NamedTuple):
+    """One row of an explanation. A tuple, because every decision makes some.
 
     cost: in the selector's unit, None if it put no price on it; terms: what it is made of, None if
     the selector does not say. report_age_s: None without report. excluded_why: empty if it could
@@ -33,7 +33,7 @@ class Considered:
     excluded_why: str = ""
     leg: Leg = "whole"
     terms: Terms | None = None
-    standing: Standing = Standing()
+    standing: Standing = UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +86,15 @@ def row(
     why: str = "",
 ) -> Considered:
     """One candidate as the view shows it."""
-    at = candidate.placement
+    at, now = candidate.placement, view.now
     return Considered(
         at,
         view.load(at) if load is None else load,
         cost,
         view.overlap(at),
-        view.book.report_age_s(at, view.now),
+        view.book.report_age_s(at, now),
         why,
         view.leg,
         terms,
-        index.standing(at, view.now),
+        index.standing(at, now),
     )

@@ -74,6 +74,11 @@ class Fleet:
         """The roles that serve `model` now; empty when nobody does."""
         return tuple(role for name, role in self._candidates if name == model)
 
+    def block_size(self, model: str) -> int | None:
+        """Tokens a block by the first worker of the model that advertises them."""
+        sizes = (c.instance.block_size for c in self.all_candidates(model))
+        return next((size for size in sizes if size is not None), None)
+
     def knows(self, model: str, now: float) -> bool:
         """Whether `model` is served, or was until less than MODEL_MEMORY_S ago."""
         if model in self._models:
@@ -105,6 +110,11 @@ class Fleet:
     def models(self) -> frozenset[str]:
         """The models served now, in any role."""
         return self._models
+
+    @property
+    def indexers(self) -> tuple[Instance, ...]:
+        """The indexers."""
+        return self._snapshot.of("indexer")
 
     @property
     def worker_count(self) -> int:

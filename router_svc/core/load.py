@@ -348,6 +348,13 @@ class LoadBook:
         rank = self._ranks.get(placement)
         return None if rank is None or rank.report is None else now - rank.reported_at
 
+    def stale_reports(self, now: float) -> int:
+        """Ranks whose last report is too old to count."""
+        return sum(
+            rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
+            for rank in self._ranks.values()
+        )
+
     # Inside.
 
     def _add(

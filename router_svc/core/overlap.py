@@ -22,6 +22,9 @@ class Standing(NamedTuple):
     age_s: float | None = None
 
 
+UNKNOWN = Standing()
+
+
 class Index(Protocol):
     """Who holds how much of a prompt."""
 

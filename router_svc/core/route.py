@@ -47,7 +47,7 @@ from router_svc.core.select import NO_MATCHES, SELECTORS, Matches, View, WorkerS
 
 RECENT_MAX = 4096
 # Candidates of each leg that a remembered decision keeps, cheapest first; a preview keeps all.
-CONSIDERED_MAX = 16
+CONSIDERED_MAX = 8
 # Why a model with halves of pairs served a request in one piece.
 FALLBACKS = ("no_prefill_worker", "no_decode_worker", "no_transfer_group")
 
@@ -230,9 +230,7 @@ class Router:
 
     # Inside.
 
-    def _known(
-        self, key: BookingKey, now: float, rng: Random
-    ) -> tuple[Booking, Decision] | None:
+    def _known(self, key: BookingKey, now: float, rng: Random) -> tuple[Booking, Decision] | None:
         """The booking of `key` with its answer; a booking on workers that left is ended.
 
         A booking that came by announcement has no answer here: it gets one with its workers and, if

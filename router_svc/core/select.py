@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from common.errors import InvalidRequest
 from common.instances import Instance
-from common.preprocessed import RoutingConstraints
 from common.prefix_index import Matched
+from common.preprocessed import RoutingConstraints
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, Terms, draw
 from router_svc.core.filters import Leg, pinned_worker
 from router_svc.core.fleet import Candidate, Placement
@@ -110,9 +111,7 @@ class Kv:
             return cheapest(scored, rng, reason)
         temperature = view.knobs.router_temperature
         at = draw([one.cost for one in scored], temperature, rng.random())
-        return Choice(
-            scored[at].candidate, f"drawn by cost at temperature {temperature:g}", scored
-        )
+        return Choice(scored[at].candidate, f"drawn by cost at temperature {temperature:g}", scored)
 
 
 class RoundRobin:
@@ -192,48 +191,61 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 
 
 def price(query: Query, candidates: Sequence[Candidate], view: View) -> list[Scored]:
-    """Every candidate with its cost; the formula and its names stand in `cost`."""
+    """Every candidate with its cost; the formula and its names stand in `cost`.
+
+    Written for speed: it is most of a decision.
+    """
     knobs, book, now, matches = view.knobs, view.book, view.now, view.matches
     placements = [c.placement for c in candidates]
     loads = [book.load(placement, now) for placement in placements]
-    factors = _taint_factors(query, candidates)
     is_decode = view.leg == "decode"
-    penalties = _miss_terms(query, candidates, placements, view)
-    least_queued = min([load.prefill_tokens for load in loads])
     fades = knobs.track_prefill_tokens and knobs.overlap_score_credit_decay > 0
-    host_weight, disk_weight = knobs.host_cache_hit_weight, knobs.disk_cache_hit_weight
+    least_queued = min([load[0] for load in loads]) if fades else 0
+    full_credit, reuses = knobs.overlap_score_credit, knobs.assume_kv_reuse
     scale, request_weight = knobs.prefill_load_scale, knobs.decode_active_request_weight
-    total_tokens = query.total_tokens
-    scored = []
+    total_tokens, block_size = query.total_tokens, query.block_size
+    blocks = -(-total_tokens // block_size) if block_size else 0
+    terms_of, scored_of = partial(tuple.__new__, Terms), partial(tuple.__new__, Scored)
+    scored: list[Scored] = []
     for candidate, placement, load, misses, factor in zip(
-        candidates, placements, loads, penalties, factors, strict=True
+        candidates,
+        placements,
+        loads,
+        _miss_terms(query, candidates, placements, view),
+        _taint_factors(query, candidates),
+        strict=True,
     ):
         queued, held, requests = load
-        block_size = block_size_of(query, candidate.instance.block_size)
-        blocks = -(-total_tokens // block_size)
+        if not query.block_size:
+            block_size = block_size_of(query, candidate.instance.block_size)
+            blocks = -(-total_tokens // block_size)
         credit = 0.0
-        row = matches.get(placement)
-        if row is not None:
-            _, on_device, to_host, anywhere = row
-            device_credit = knobs.overlap_score_credit
+        if (row := matches.get(placement)) is not None:
+            _, on_device, _, anywhere = row
+            credit = full_credit * on_device
             if fades and blocks:
                 excess = (queued - least_queued) / block_size / blocks
-                device_credit /= 1.0 + knobs.overlap_score_credit_decay * excess
-            credit = device_credit * on_device
+                credit /= 1.0 + knobs.overlap_score_credit_decay * excess
             if anywhere > on_device and not is_decode:
-                credit += host_weight * (to_host - on_device) + disk_weight * (anywhere - to_host)
-            if knobs.assume_kv_reuse:
+                credit += _lower_tiers_credit(row, knobs)
+            if reuses:
                 held -= min(held, anywhere)
-        decode = float(held + blocks)
+        prefill, decode = 0.0, float(held + blocks)
         if is_decode:
-            prefill, decode = 0.0, max(0.0, decode - credit)
-        else:
-            prefill = scale * max(0.0, (queued + total_tokens) / block_size - credit)
+            decode = decode - credit if decode > credit else 0.0
+        elif (work := (queued + total_tokens) / block_size) > credit:
+            prefill = scale * (work - credit)
         active = request_weight * (requests + 1)
         cost = (prefill + decode + active + misses) * factor
-        terms = Terms(prefill, decode, active, misses, credit, factor)
-        scored.append(Scored(candidate, cost, load, terms))
+        terms = terms_of((prefill, decode, active, misses, credit, factor))
+        scored.append(scored_of((candidate, cost, load, terms)))
     return scored
+
+
+def _lower_tiers_credit(row: Matched, knobs: CostKnobs) -> float:
+    """The credit of the blocks that are held beyond the device."""
+    on_host, on_disk = row.host_blocks - row.device_blocks, row.disk_blocks - row.host_blocks
+    return knobs.host_cache_hit_weight * on_host + knobs.disk_cache_hit_weight * on_disk
 
 
 def _miss_terms(

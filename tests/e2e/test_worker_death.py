@@ -312,6 +312,48 @@ async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Orac
             await until(lambda: hung.open_slots() == 0, "the worker lets go of what it lost")
 
 
+async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
+    start: Any, oracle: Oracle
+) -> None:
+    async def persistent(client: httpx.AsyncClient, number: int) -> int:
+        """One request after the other on one connection, until the answer says that it closes."""
+        prompt, count = f"Client {number}", 0
+        expected = oracle.completion(prompt, 10, ignore_eos=True).text
+        while True:
+            answer = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == expected
+            count += 1
+            if answer.headers.get("connection") == "close":
+                return count
+
+    with start(frontend_flags=["--notice-s=0.5"]) as mesh:
+        async with connected(mesh) as client, streaming(client) as (streams, end):
+            leaving = mesh.frontend
+            clients = [asyncio.create_task(persistent(client, number)) for number in range(8)]
+            leaving.send(signal.SIGTERM)
+            counts = await asyncio.wait_for(asyncio.gather(*clients), WAIT_S)
+            assert all(counts)
+            await asyncio.wait_for(end, WAIT_S)
+            assert_exact(streams, oracle)
+            began = now()
+            assert await asyncio.to_thread(leaving.wait) == 0
+            print(f"gone {now() - began:.2f} s after its last answer")
+        assert leaving.events("cut at the end of the drain") == []
+
+
+async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(start: Any) -> None:
+    with start(frontend_flags=["--notice-s=0", "--drain-s=0.2"]) as mesh:
+        async with connected(mesh) as client, streaming(client, 4, 2000) as (streams, end):
+            leaving = mesh.frontend
+            leaving.send(signal.SIGTERM)
+            await asyncio.wait_for(end, WAIT_S)
+            assert await asyncio.to_thread(leaving.wait) == 0
+        for stream in streams:
+            assert stream.error is not None
+            assert stream.error["code"] == "unavailable"
+
+
 async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
     start: Any, oracle: Oracle
 ) -> None:

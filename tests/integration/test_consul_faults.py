@@ -386,6 +386,29 @@ async def test_a_health_address_that_is_none_is_refused_by_name(mesh: Mesh, heal
     assert refused.value.field == "meta.health"
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8500", "", "http://a b:x"])
+def test_a_url_that_is_none_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        ConsulRegistry(url)
+    assert refused.value.field == "consul_url"
+
+
+async def test_a_registry_closed_while_it_registers_leaves_nothing_behind(
+    mesh: Mesh, healthy: HealthThread
+) -> None:
+    client = mesh.connect()
+    tasks = [asyncio.create_task(client.register(worker(healthy.address))) for _ in range(8)]
+    await asyncio.sleep(0)
+    await client.close()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(o, Unavailable) or not isinstance(o, BaseException) for o in outcomes)
+
+    deadline = time.monotonic() + WAIT_S
+    while (await mesh.http.get("/v1/agent/services")).json():
+        assert time.monotonic() < deadline, "a service was left behind"
+        await asyncio.sleep(0.02)
+
+
 async def test_an_instance_too_large_for_consul_is_refused(mesh: Mesh) -> None:
     huge = replace(worker(None), meta={"notes": "x" * 40_000})
     with pytest.raises(InvalidRequest, match="bytes") as refused:

@@ -211,7 +211,7 @@ async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: Mesh) -> No
         assert [r.id for r in results] == list(range(100))
         shares = Counter(r.decision.worker.worker_id for r in results)
         assert shares == {1: 25, 2: 25, 3: 25, 4: 25}
-        assert results[0].decision.reasons[0].startswith("least_loaded")
+        assert results[0].decision.reasons[0].startswith("kv: ")
 
 
 @pytest.mark.slow
@@ -483,7 +483,7 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> 
         mesh.clock.now += 1.5
         after = await mesh.unary("Explain", pb.ExplainRequest(request_id="r0"))
         assert after.decision == placed
-        assert (after.selector, after.age_ms) == ("least_loaded", 1500)
+        assert (after.selector, after.age_ms) == ("kv", 1500)
         assert len(after.candidates) == 2
         query = query_of(excluded_worker_ids=[placed.worker.worker_id])
         before = await mesh.unary("Explain", pb.ExplainRequest(query=query))
@@ -632,8 +632,8 @@ async def test_metrics_count_decisions_and_show_the_book() -> None:
             address = mesh.app.metrics_address
             text = await asyncio.to_thread(scrape, f"http://{address}/metrics")
     for line in (
-        'kvmesh_router_decisions_total{outcome="placed",selector="least_loaded"} 1.0',
-        'kvmesh_router_decisions_total{outcome="unknown_model",selector="least_loaded"} 1.0',
+        'kvmesh_router_decisions_total{outcome="placed",selector="kv"} 1.0',
+        'kvmesh_router_decisions_total{outcome="unknown_model",selector="kv"} 1.0',
         "kvmesh_router_bookings 1.0",
         "kvmesh_router_orphaned_bookings 0.0",
         "kvmesh_router_workers 2.0",

@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import rpc
-from common.attach import Hello, Order, Terminal, ToWorker
+from common.attach import Hello, Order, Submit, Terminal, ToWorker
 from common.attach_proto import to_worker_to_proto
 from common.errors import (
     Bug,
@@ -557,6 +557,33 @@ async def test_a_closed_stream_closes_all_its_generators_in_time_and_aborts_none
         assert len(engine.closed) == 8
         assert engine.aborted == []
         assert (await worker.counters())["closed"] == 8
+
+
+async def test_an_order_that_comes_as_its_stream_fails_leaves_nothing_behind() -> None:
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[ToWorker] = loop.create_future()
+    failed: asyncio.Future[None] = loop.create_future()
+    reading = [came]
+    runner = Runner(FakeEngine())
+
+    async def read() -> ToWorker | None:
+        if len(reading) == 1:
+            reading.append(came)
+            return ToWorker(hello=Hello(FRONTEND, 1, 1))
+        return await came
+
+    async def write(frame: object) -> None:
+        await failed
+
+    serving = asyncio.create_task(AttachServer(1, runner).serve(read, write))
+    await until(lambda: len(reading) == 2, "the hello is read")
+    # In this order, in one turn of the loop: the slot's task is cancelled before its first step.
+    failed.set_exception(WorkerLost("the wire broke", retryable=True))
+    came.set_result(ToWorker(submits=[Submit(1, order("good"), request().token_ids.le)]))
+    with pytest.raises(WorkerLost):
+        await asyncio.wait_for(serving, WAIT_S)
+    assert dict(runner.counters) == {"accepted": 1, "closed": 1}
+    assert runner.open_requests == 0
 
 
 async def test_orders_that_die_with_their_stream_leave_nothing_behind() -> None:

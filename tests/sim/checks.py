@@ -3,8 +3,7 @@
 Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as the model says);
 `errors`, `retries` (each has a fault that explains it); `placed` (soon, whatever routers do);
 `submit`, `admit` (no work for who left); `bounded` (all end soon after the last fault); `rest`
-(nothing is left open anywhere); `log` (nobody logged a mistake of ours); `abort` (what a client
-gave up stops at the worker).
+(nothing is left open anywhere); `log` (nobody X
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.attach import Order
+from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
 from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
 from common.preprocessed import FinishReason
 from frontend_svc.core.request import Outcome
@@ -40,7 +39,7 @@ PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
 # Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
 SERVICES = frozenset(
     {
-        "World.run",
+        "World._watch_credit",
         "_run",
         "RouterClient.run",
         "RouterClient._place_unrouted",
@@ -52,6 +51,7 @@ SERVICES = frozenset(
         "SimFrontend._follow",
         "SimFrontend._keep_engines",
         "EngineClient._live",
+        "EngineClient._probe_tripped",
         "WorkerConnection._write",
         "WorkerConnection._tick",
         "SimEngine._run",
@@ -120,6 +120,11 @@ class Checks:
         """A worker took an order in."""
         if worker.runner.is_draining:
             self.breach("admit", f"{worker.stable_name} took an order in while it drained")
+
+    def credit(self, name: str, unacked_bytes: int) -> None:
+        """What a worker has sent to one frontend without a word from it."""
+        if unacked_bytes > CREDIT_BYTES + FRAME_BYTES:
+            self.breach("credit", f"{name}: {unacked_bytes} bytes are not acknowledged")
 
     def tokens(self, client: Client, token_ids: Sequence[int]) -> None:
         """A client was given tokens."""
@@ -237,8 +242,19 @@ class Checks:
                 f"{len(client.delivered)} of {len(client.expected)} tokens",
             )
 
-    def at_rest(self, peers: Sequence[Peer]) -> None:
-        """Nothing runs any more, and everything that was held was given back."""
+    def at_rest(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
+        """Nothing runs any more, and everything that was held was given back.
+
+        idle: long enough for unused streams to have been closed.
+        """
+        for peer in peers if idle else ():
+            is_open = bool(
+                peer.engines.open_slots
+                if isinstance(peer, SimFrontend)
+                else isinstance(peer, SimWorker) and peer.attach._streams
+            )
+            if is_open:
+                self.breach("rest", f"{peer.process.name}: an unused stream is still open")
         for peer in peers:
             for what, is_well in _REST[type(peer)](peer).items():
                 if not is_well:

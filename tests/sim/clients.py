@@ -11,6 +11,7 @@ from typing import Any, cast
 from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.preprocessed import (
     FinishReason,
+    OutputOptions,
     PreprocessedRequest,
     StopConditions,
     TokenIds,
@@ -43,6 +44,7 @@ class Wish:
     stops_after: int | None = None
     pause_s: float = 0.0
     migratable: bool = True
+    logprobs: int | None = None
     pick: float = 0.0
 
     @property
@@ -115,7 +117,10 @@ class Client:
         # Any: a meter has many methods, an Answer uses one.
         answer = self._answer = Answer(cast(Any, _NoMeter()), loop.time)
         request = PreprocessedRequest(
-            model=MODEL, token_ids=TokenIds.of(wish.prompt), stop_conditions=wish.stop
+            model=MODEL,
+            token_ids=TokenIds.of(wish.prompt),
+            stop_conditions=wish.stop,
+            output_options=OutputOptions(logprobs=wish.logprobs),
         )
         plan = Plan(wish.request_id, request, loop.time() + wish.deadline_s, wish.migratable)
         query = Query(
@@ -192,6 +197,7 @@ def _draw(
         stops_after=rng.randrange(1, 40) if rng.random() < 0.12 else None,
         pause_s=rng.uniform(0.1, 1.5) if rng.random() < 0.1 else 0.0,
         migratable=rng.random() >= 0.05,
+        logprobs=rng.randrange(2) if rng.random() < 0.1 else None,
         pick=rng.random(),
     )
 

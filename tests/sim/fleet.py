@@ -324,7 +324,7 @@ class SimFrontend:
         self.snapshot = Snapshot()
         self.registered_at: float | None = None
         self.lease: Lease | None = None
-        self.engines = parts.engines(self.id, _Dialer(net, self.process))
+        self.engines = parts.engines(self.id, _Dialer(net, self.process), rng)
         self.engines.frontend, self.engines.submitted = self, submitted
         self._rng = rng
         self._net = net
@@ -383,6 +383,7 @@ class SimFrontend:
             self.snapshot = watch.current
             while True:
                 self.snapshot = await watch.next()
+                self.engines.keep(self.snapshot.instances)
 
     @asynccontextmanager
     async def _open_session(self, router: Instance) -> AsyncIterator[Session]:

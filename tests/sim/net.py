@@ -103,8 +103,9 @@ class Path:
 class End:
     """One side of a stream. Exactly one task reads it and one writes to it."""
 
-    def __init__(self, owner: Process, path: Path) -> None:
+    def __init__(self, owner: Process, path: Path, window_bytes: int = WINDOW_BYTES) -> None:
         self.owner = owner
+        self._window_bytes = window_bytes
         self.peer: End | None = None
         self.is_over = False
         self.bytes_read = 0
@@ -142,7 +143,7 @@ class End:
 
     async def write(self, message: bytes) -> None:
         """Sends a message once the window has room. Raises WorkerLost on an ended stream."""
-        while self._under_way >= WINDOW_BYTES and not self._has_ended and not self.is_over:
+        while self._under_way >= self._window_bytes and not self._has_ended and not self.is_over:
             self._room.clear()
             await self._room.wait()
         if self._has_ended or self.is_over:
@@ -215,7 +216,7 @@ class End:
 
     def _freed(self, count: int) -> None:
         self._under_way -= count
-        if self._under_way < WINDOW_BYTES:
+        if self._under_way < self._window_bytes:
             self._room.set()
 
 
@@ -225,8 +226,9 @@ Handler = Callable[[End], Awaitable[None]]
 class Net:
     """Who listens where, and the open streams. paths: how a stream from a to b behaves."""
 
-    def __init__(self, path: Callable[[str, str], Path]) -> None:
+    def __init__(self, path: Callable[[str, str], Path], window_bytes: int = WINDOW_BYTES) -> None:
         self._path = path
+        self._window_bytes = window_bytes
         self._listeners: dict[str, tuple[Process, Handler]] = {}
         self.refused_after_s = 0.05
 
@@ -246,13 +248,13 @@ class Net:
         """The client's end of a new stream; whether anybody is there shows when it is read."""
         process, handler = self._listeners.get(address, (None, None))
         path = self._path(caller.name, address)
-        client = End(caller, path)
+        client = End(caller, path, self._window_bytes)
         if process is None or handler is None or not process.is_alive:
             error = Unavailable(f"connection to {address} refused")
             at = path.arrival(asyncio.get_running_loop().time() + self.refused_after_s)
             asyncio.get_running_loop().call_at(at, client.cut, error)
             return client
-        server = End(process, path)
+        server = End(process, path, self._window_bytes)
         client.peer, server.peer = server, client
         process.do(lambda: self._serve(process, handler, server))
         return client

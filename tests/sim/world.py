@@ -19,7 +19,8 @@ from common.blocks import PrefixHasher
 from common.errors import Unavailable, WorkerLost
 from common.registry import MemoryStore
 from frontend_svc.core.request import Outcome
-from tests.sim.checks import ABORT_S, LAG_MAX_S, Breach, Checks
+from frontend_svc.engine_client import IDLE_S
+from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
 from tests.sim.clients import Client, Wish, draw_wishes, expected_answer
 from tests.sim.faults import KEEPALIVE_S, PROFILES, Fault, draw_faults
 from tests.sim.fleet import (
@@ -33,7 +34,7 @@ from tests.sim.fleet import (
     SimWorker,
 )
 from tests.sim.loop import run_virtually
-from tests.sim.net import End, Net, Path, Process
+from tests.sim.net import WINDOW_BYTES, End, Net, Path, Process
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import Truth
 from worker_svc.sim_engine import SimConfig, SimModel
@@ -48,6 +49,7 @@ BOUND_S = 45.0
 # By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
 REST_S = KEEPALIVE_S + 6.0
 _UNTIL_S = 1_000.0
+_CREDIT_LOOK_S = 0.1
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
 
 
@@ -56,7 +58,8 @@ class Scenario:
     """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
 
     delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
-    strikes the first worker. requests_max: at each worker.
+    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: how
+    long the mesh is left alone after the last request; past IDLE_S, streams must be closed.
     """
 
     seed: int
@@ -72,6 +75,8 @@ class Scenario:
     quantum_s: float = 0.0
     spares_first: bool = True
     requests_max: int = 4096
+    window_bytes: int = WINDOW_BYTES
+    rest_s: float = REST_S
     wishes: tuple[Wish, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -118,6 +123,7 @@ class Report:
     virtual_s: float
     migrated: int
     failed: int
+    unacked_max: int
 
     def __str__(self) -> str:
         lines = [f"seed {self.scenario.seed}: {len(self.breaches)} breaches"]
@@ -152,6 +158,7 @@ async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any
         virtual_s=asyncio.get_running_loop().time(),
         migrated=sum(outcome.attempts > 1 for outcome in outcomes),
         failed=sum(outcome.error is not None for outcome in outcomes),
+        unacked_max=world.unacked_max,
     )
 
 
@@ -187,8 +194,9 @@ class World:
         self._loop = asyncio.get_running_loop()
         self._rng = Random(f"world {scenario.seed}")
         self._store = MemoryStore()
-        self._net = Net(self._path)
+        self._net = Net(self._path, scenario.window_bytes)
         self._by_id: dict[int, SimWorker] = {}
+        self.unacked_max = 0
         self._outages = 0
         self._paths = 0
         self._last_port = 1000
@@ -199,15 +207,18 @@ class World:
     async def run(self) -> None:
         """From the start of the first process to the end of the last."""
         await self._start()
+        watch = self._loop.create_task(self._watch_credit())
         async with asyncio.TaskGroup() as self._tasks:
             for fault in self.scenario.faults:
                 self._tasks.create_task(self._strike(fault))
             await self._let_clients_come()
         self.trace.note("healed")
         await self._until_ended()
-        await asyncio.sleep(REST_S)
-        self.checks.at_rest(self._alive())
+        await asyncio.sleep(self.scenario.rest_s)
+        self.checks.at_rest(self._alive(), idle=self.scenario.rest_s > IDLE_S + AFTERMATH_S)
         await self._end()
+        watch.cancel()
+        await asyncio.wait([watch])
         self.checks.over()
 
     async def _start(self) -> None:
@@ -219,6 +230,14 @@ class World:
         for number in range(scenario.workers):
             await self._start_worker(f"w{number}", self._address())
         await asyncio.sleep(2 * LAG_MAX_S)
+
+    async def _watch_credit(self) -> None:
+        while True:
+            await asyncio.sleep(_CREDIT_LOOK_S)
+            for worker in self.workers:
+                for stream in worker.attach._streams.values():
+                    self.unacked_max = max(self.unacked_max, stream.link.unacked_bytes)
+                    self.checks.credit(worker.stable_name, stream.link.unacked_bytes)
 
     async def _let_clients_come(self) -> None:
         began = self._loop.time()

@@ -257,15 +257,15 @@ class BlockManager:
         """What is on the block's page."""
         return self._contents[block.page]
 
-    def is_intact(self, holding: Holding, count: int) -> bool:
-        """Whether the pages of the first `count` blocks hold what they should; counts the rest."""
-        return sum(map(self._is_spoilt, holding.blocks[:count])) == 0
+    def is_intact(self, holding: Holding, first: int, stop: int) -> bool:
+        """Whether the pages of blocks first..stop-1 hold what they should; counts the rest."""
+        return sum(map(self._is_spoilt, holding.blocks[first:stop])) == 0
 
     def settle(self, holding: Holding, count: int) -> bool:
         """A transfer has filled the first `count` blocks; whether with what was expected."""
         for block in holding.blocks[:count]:
             block.is_filled = True
-        return self.is_intact(holding, count)
+        return self.is_intact(holding, 0, count)
 
     def take_damaged(self) -> set[Block]:
         """The blocks that transfers have spoilt since the last call; counts them."""

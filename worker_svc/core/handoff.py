@@ -318,6 +318,8 @@ class PrefillRoom:
         self._limits = limits
         self._state = _State.WAITING
         self._has_leg = False
+        # Whether the leg is still there, and was told nothing.
+        self._is_awaited = False
         self._has_kv = False
         self._pull: Pull | None = None
         self._has_peer = False
@@ -340,6 +342,11 @@ class PrefillRoom:
         return self._has_leg
 
     @property
+    def awaits_leg(self) -> bool:
+        """Whether a leg may `enter`."""
+        return self._state is _State.WAITING and not self._has_leg and not self._has_kv
+
+    @property
     def has_peer(self) -> bool:
         """Whether decode was ever there."""
         return self._pull is not None
@@ -352,9 +359,8 @@ class PrefillRoom:
 
     def enter(self, now: float) -> list[Action]:
         """The leg is there."""
-        assert not self._has_leg, "one leg a room"
-        assert self._state is _State.WAITING, "nothing happens without the leg"
-        self._has_leg = True
+        assert self.awaits_leg, "one leg a room, and no leg in another's"
+        self._has_leg = self._is_awaited = True
         self._deadline = now + self._limits.partner_s
         return self._go_on(now, is_new=True)
 
@@ -422,7 +428,7 @@ class PrefillRoom:
 
     def abort(self) -> list[Action]:
         """The leg has left, or the worker ends; nobody is told of an end."""
-        self._has_leg = False
+        self._is_awaited = False
         return self._leave(Outcome.ABORTED, PEER_ABORTED, Fail(PEER_ABORTED))
 
     def tick(self, now: float) -> list[Action]:
@@ -475,9 +481,9 @@ class PrefillRoom:
         return [*([Release()] if self._has_kv else []), *ends, *said]
 
     def _end(self, reason: str | None) -> list[Action]:
-        if not self._has_leg:
+        if not self._is_awaited:
             return []
-        self._has_leg = False
+        self._is_awaited = False
         return [End(None if reason is None else lost(reason))]
 
 

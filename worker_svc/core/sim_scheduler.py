@@ -92,7 +92,8 @@ class SimSequence:
 
     output: the answer so far; only ever appended to. end: None until it is complete; stop_token:
     the token that ended it, if one did. cached_tokens: prompt tokens found in the cache when it
-    first ran, None before; for a remote one, in the other worker's. computed: tokens whose KV is there; known: tokens of prompt and answer.
+    first ran, None before; for a remote one, in the other worker's. computed: tokens whose KV is
+    there; known: tokens of prompt and answer.
     is_awaited: its KV is still elsewhere. is_corrupt: it read a page with wrong content.
     transfer: pinned blocks; see the module. Times are engine time.
     """
@@ -370,7 +371,7 @@ class SimScheduler:
             del self._waiting[0]
             self.waiting_tokens -= _work(seq)
             bisect.insort(self._running, seq, key=_rank)
-            if not self.blocks.is_intact(seq.holding, seq.holding.reused):
+            if not self.blocks.is_intact(seq.holding, 0, seq.holding.reused):
                 self._spoil(seq)
             block_size = self.blocks.block_size
             seq.room = len(seq.holding.blocks) * block_size
@@ -451,7 +452,7 @@ class SimScheduler:
         if stop > start:
             size = self.blocks.block_size
             # Who shares them later finds out by itself.
-            if not self.blocks.is_intact(seq.holding, stop):
+            if not self.blocks.is_intact(seq.holding, start, stop):
                 self._spoil(seq)
             content = seq.content(start * size, stop * size)
             self.blocks.name(seq.holding, seq.names[start:stop], content, seq.job.lora_name)

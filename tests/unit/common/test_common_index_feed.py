@@ -444,7 +444,7 @@ class Publisher:
     def __init__(self) -> None:
         self.epoch, self.sequence = 1, 0
         self.held: set[int] = set()
-        self.ring: deque[EventBatch] = deque(maxlen=3)
+        self.ring: deque[EventBatch] = deque(maxlen=2)
         self.history = {(1, 0): frozenset[int]()}
 
     @property
@@ -479,15 +479,15 @@ class Publisher:
         self.history[self.epoch, 0] = frozenset()
 
     def answer(self, demand: Demand) -> Iterator[Message]:
-        """A replay if the ring has it, else a snapshot in parts of three blocks."""
+        """A replay if the ring has it, else a snapshot in parts of two blocks."""
         first = demand.from_sequence
         if demand.epoch == self.epoch and self.ring and self.ring[0].sequence <= first:
             yield from (one for one in self.ring if one.sequence >= first)
             return
         keys = sorted(self.held)
-        starts = range(0, max(1, len(keys)), 3)
+        starts = range(0, max(1, len(keys)), 2)
         for start in starts:
-            part = array(keys[start : start + 3])
+            part = array(keys[start : start + 2])
             is_last = start == starts[-1]
             yield SnapshotChunk(
                 SOURCE, self.epoch, self.sequence, part, first=start == 0, last=is_last
@@ -506,30 +506,36 @@ class FeedMachine(RuleBasedStateMachine):
         self.stood = (0, 0)
         self.feed.announce(PARTITION, self.publisher.state, self.now)
 
-    @rule(many=st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), blocks, blocks)))
-    def publishes(self, many: list[tuple[str, int, int]]) -> None:
+    @rule(
+        many=st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), blocks, blocks)),
+        ahead=st.integers(0, 6),
+    )
+    def publishes(self, many: list[tuple[str, int, int]], ahead: int) -> None:
         publisher = self.publisher
         for what, block, other in many[:5]:
-            events = [publisher.store(other)]
             match what:
                 case "store":
-                    events.insert(0, publisher.store(block))
+                    first = publisher.store(block)
                 case "remove":
-                    events.append(publisher.remove(block))
-                case "clear":
-                    events.insert(0, publisher.clear())
-            self.wire.append(publisher.publish(*events))
+                    first = publisher.remove(block)
+                case _:
+                    first = publisher.clear()
+            second = publisher.store(other)
+            made = publisher.publish(first, second)
+            # Live batches do not wait for parts of a snapshot.
+            self.wire.insert(len(self.wire) - min(ahead, len(self.wire)), made)
 
     @rule(block=blocks)
     def begins_an_epoch(self, block: int) -> None:
         self.publisher.reset()
         self.wire.append(self.publisher.publish(self.publisher.store(block)))
 
-    @rule(count=st.integers(1, 6))
+    @rule(count=st.integers(1, 12))
     def delivers(self, count: int) -> None:
-        for _ in range(min(count, len(self.wire))):
+        while self.wire and count:
             give(self.feed, self.wire.pop(0), now=self.now)
             self.answers()
+            count -= 1
 
     @precondition(lambda self: self.batches_on_the_wire())
     @rule(where=st.integers(0, 99))
@@ -575,10 +581,12 @@ class FeedMachine(RuleBasedStateMachine):
         for news in self.feed.take_news():
             if isinstance(news, Demand):
                 # Amid what is under way: live batches do not wait for parts of a snapshot.
-                waiting, self.wire = self.wire, []
+                # A snapshot that is asked for again begins again.
+                waiting = [m for m in self.wire if isinstance(m, EventBatch)]
+                self.wire = []
                 for answer in self.publisher.answer(news):
-                    self.wire += [answer, *waiting[:2]]
-                    del waiting[:2]
+                    self.wire += [answer, *waiting[:1]]
+                    del waiting[:1]
                 self.wire += waiting
 
     @invariant()

@@ -101,6 +101,7 @@ class Ports:
     outcomes: list[Outcome] = field(default_factory=list)
     wake: float | None = None
     time: float = 0.0
+    may_retry: bool = True
     on_emit: Callable[[], None] | None = None
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
@@ -142,6 +143,9 @@ class Ports:
 
     def now(self) -> float:
         return self.time
+
+    def take_retry(self) -> bool:
+        return self.may_retry
 
     def _alive(self) -> None:
         assert not self.outcomes, "asked for something after the end"

@@ -54,6 +54,7 @@ class Ports:
     outcomes: list[Outcome] = field(default_factory=list)
     wake: float = 0.0
     time: float = 0.0
+    may_retry: bool = True
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         assert not self.outcomes
@@ -88,6 +89,9 @@ class Ports:
 
     def now(self) -> float:
         return self.time
+
+    def take_retry(self) -> bool:
+        return self.may_retry
 
     def last(self, phase: str) -> tuple[Leg, Order]:
         return next(pair for pair in reversed(self.legs) if pair[0].phase == phase)
@@ -291,6 +295,17 @@ def test_a_decode_that_dies_goes_on_with_prompt_and_answer() -> None:
     assert list(request.token_ids) == [1, 2, 3, 5, 6]
     assert request.stop_conditions.max_tokens == 6
     assert request.bootstrap_info is None
+
+
+def test_a_retry_beyond_the_budget_fails_with_a_hint_when_to_come_back() -> None:
+    _, ports = begin(PAIR)
+    ports.may_retry = False
+    ports.legs[0][0].lost(WorkerLost("gone", retryable=True))
+    error = ports.outcomes[0].error
+    assert isinstance(error, Unavailable)
+    assert error.reason == "RETRY_BUDGET"
+    assert error.retry_after_s == 1.0
+    assert ports.freed == [0]
 
 
 EVENTS = st.lists(

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 
 from common.errors import Bug, InvalidRequest, Unavailable, UnknownModel, Unsupported
 from common.instances import Instance, Snapshot
+from common.kv import Source
+from common.prefix_index import Matched
 from common.preprocessed import RouterConfigOverride, RoutingHints, SessionControl
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import ORPHAN_S, BookingKey, LoadBook, Totals
+from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
 from router_svc.core.route import CONSIDERED_MAX, Router
 from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector
@@ -59,6 +62,19 @@ def total(router: Router, now: float = 0.0) -> Totals:
         sum(r.decode_blocks for r in rows),
         sum(r.requests for r in rows),
     )
+
+
+class FakeIndex:
+    """An index that gives the same answer to every query: blocks held by worker id."""
+
+    def __init__(self, depths: dict[int, int]) -> None:
+        self.depths = depths
+
+    def match(self, query: Query) -> list[Matched]:
+        return [Matched(Source(w), d, d, d) for w, d in self.depths.items() if d]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
 
 
 class Always:
@@ -133,7 +149,7 @@ def test_a_thousand_interleaved_decisions_double_and_lose_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("selector", "low", "high"),
-    [("least_loaded", 25, 25), ("round_robin", 25, 25), ("power_of_two", 22, 28)],
+    [("kv", 25, 25), ("least_loaded", 25, 25), ("round_robin", 25, 25), ("power_of_two", 22, 28)],
 )
 def test_a_hundred_at_once_spread_over_equal_workers(selector: str, low: int, high: int) -> None:
     router = router_of(selector=selector)
@@ -212,13 +228,6 @@ def test_before_the_first_snapshot_no_model_is_called_unknown() -> None:
     assert refused.value.reason == "FLEET_UNKNOWN"
 
 
-def test_halves_of_pairs_alone_serve_nobody_and_the_missing_role_is_named() -> None:
-    router = router_of(worker(1, role="prefill"), worker(2, role="decode"))
-    with pytest.raises(Unavailable) as refused:
-        router.decide(QUERY, key(), 0.0, Random(0))
-    assert refused.value.reason == "NO_AGGREGATED_WORKER"
-
-
 @pytest.mark.parametrize(
     ("field", "hints"),
     [
@@ -226,7 +235,9 @@ def test_halves_of_pairs_alone_serve_nobody_and_the_missing_role_is_named() -> N
         ("prefill_dp_rank", RoutingHints(prefill_dp_rank=0)),
     ],
 )
-def test_pins_of_prefill_are_refused_by_name(field: str, hints: RoutingHints) -> None:
+def test_pins_of_prefill_are_refused_by_name_where_nothing_is_split(
+    field: str, hints: RoutingHints
+) -> None:
     query = replace(QUERY, routing=hints)
     with pytest.raises(Unsupported) as refused:
         router_of().decide(query, key(), 0.0, Random(0))
@@ -257,10 +268,11 @@ def test_a_booking_charges_all_tokens_of_the_prompt_and_whole_blocks() -> None:
 
 
 def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -> None:
-    router = router_of(worker(1), overlaps=lambda query: {Placement(1, 0): 4})
-    decision = router.decide(replace(QUERY, total_tokens=64), key(), 0.0, Random(0))
-    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (4, 63)
-    assert total(router) == Totals(1, 4, 1)
+    router = router_of(worker(1, kv_index="events"), index=FakeIndex({1: 4}))
+    query = Query("m", 64, bytes(32), 1, 16)
+    decision = router.decide(query, key(), 0.0, Random(0))
+    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (4, 48)
+    assert total(router) == Totals(16, 4, 1)
 
 
 def test_prefill_is_not_charged_where_the_request_says_so() -> None:
@@ -272,7 +284,7 @@ def test_prefill_is_not_charged_where_the_request_says_so() -> None:
 
 @pytest.mark.row("S1-86")
 def test_potential_loads_have_one_row_a_rank_with_the_request_on_it() -> None:
-    router = router_of(worker(1, dp_size=2), worker(2, role="decode"))
+    router = router_of(worker(1, dp_size=2), worker(2))
     router.book.book(
         replace(_any_booking(), worker=Placement(1, 1)), router.book.open_session(FRONTEND), 0.0
     )
@@ -388,7 +400,7 @@ def test_hints_that_this_router_cannot_follow_are_named_in_the_reasons() -> None
 @settings(max_examples=60)
 @given(
     tokens=st.lists(st.integers(0, 5000), min_size=1, max_size=30),
-    selector=st.sampled_from(["random", "least_loaded", "power_of_two", "round_robin"]),
+    selector=st.sampled_from(["kv", "random", "least_loaded", "power_of_two", "round_robin"]),
     seed=st.integers(0, 2**32),
 )
 def test_after_all_frees_every_load_is_zero(tokens: list[int], selector: str, seed: int) -> None:

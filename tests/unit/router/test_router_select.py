@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest, Unavailable
 from common.instances import Instance
 from common.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.filters import eligible
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import Booking, BookingKey, LoadBook, Totals
 from router_svc.core.query import Query
@@ -21,7 +22,6 @@ from router_svc.core.select import (
     SELECTORS,
     View,
     WorkerSelector,
-    eligible,
     load_cost,
     preferred_taint_factor,
 )

@@ -1,0 +1,76 @@
+#!/bin/sh
+# Makes or brings up to date the virtual environment of SGLang workers; a second run does nothing.
+#
+#   deploy/sglang_venv.sh [FOLDER]        by default .venv-sglang; PYTHON names the interpreter
+#
+# On a machine without an NVIDIA driver it installs the CPU set of requirements/sglang-cpu.txt and
+# the platform package of this repository (about 3 GB, two minutes); torch must come from an index
+# with CPU builds, or it brings CUDA libraries that are never used (PIP_EXTRA_INDEX_URL names one).
+# On a CUDA machine it installs SGLang with its own pins. KVMesh's requirements follow in both cases;
+# what SGLang has pinned already keeps SGLang's version.
+# The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1.
+set -eu
+
+cd "$(dirname "$0")/.."
+venv=${1:-.venv-sglang}
+sglang=0.5.23
+mooncake=0.3.13.post1
+
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+
+# What is installed follows from these; a change of any of them installs anew.
+stamp=$({
+    echo "$kind $sglang $mooncake"
+    find deploy/sglang_venv.sh requirements sglang_cpu_platform -type f \
+        ! -path '*/build/*' ! -path '*.egg-info/*' ! -path '*__pycache__*' | sort | xargs sha256sum
+} | sha256sum)
+if [ -f "$venv/.kvmesh" ] && [ "$(cat "$venv/.kvmesh")" = "$stamp" ]; then exit 0; fi
+
+for library in libibverbs.so.1 libnuma.so.1; do
+    if ! ldconfig -p 2>/dev/null | grep -q "$library"; then
+        echo "warning: $library is missing, so prefill and decode will not start;" \
+            "on Debian: apt-get install -y --no-install-recommends libibverbs1 libnuma1" >&2
+    fi
+done
+
+echo "installing SGLang $sglang ($kind) into $venv ..."
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
+pip() { "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check; }
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT INT TERM
+
+if [ "$kind" = cpu ]; then
+    pip install -r requirements/sglang-cpu.txt
+    pip install --no-deps "sglang==$sglang" "mooncake-transfer-engine-non-cuda==$mooncake"
+    cp -r sglang_cpu_platform "$scratch/platform" # a build leaves folders beside its sources
+    pip install --no-deps --force-reinstall "$scratch/platform"
+else
+    pip install "sglang==$sglang" "mooncake-transfer-engine==$mooncake"
+fi
+
+# KVMesh's own pins, and the test tools', without what is there already.
+"$venv/bin/python" - "$scratch/rest.txt" <<'PYTHON'
+import re
+import sys
+from importlib.metadata import distributions
+from pathlib import Path
+
+here = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in distributions()}
+tools = ("iniconfig", "pluggy", "pytest", "pytest-asyncio", "pytest-timeout")
+
+
+def pins(name):
+    text = Path("requirements", name).read_text().replace("\\\n", " ")
+    for line in text.splitlines():
+        found = re.match(r"([A-Za-z0-9._-]+)==", line)
+        if found:
+            yield re.sub(r"[-_.]+", "-", found[1]).lower(), line
+
+
+wanted = dict(pins("runtime.txt"))
+wanted |= {name: line for name, line in pins("dev.txt") if name in tools}
+rest = [line for name, line in sorted(wanted.items()) if name not in here]
+Path(sys.argv[1]).write_text("\n".join(rest) + "\n")
+PYTHON
+pip install --no-deps --require-hashes -r "$scratch/rest.txt"
+echo "$stamp" >"$venv/.kvmesh"

@@ -1,0 +1,167 @@
+"""Which workers a frontend leaves alone for now, and when it looks at them again (pure).
+
+A worker trips when the frontend itself saw it fail: its stream was lost, it could not be dialled,
+it did not accept in time, or its engine stood still. What a worker says about a request (bad
+input, full, draining) never counts: busy is not dead. A tripped worker gets no request; probes with
+growing intervals decide when it is whole again, so no client's request is the test.
+
+Invariants: a worker is tripped at most once at a time; an interval never shrinks until the worker
+is whole; workers that have left are forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+
+FIRST_PROBE_S = 0.5
+PROBE_LIMIT_S = 8.0
+# Of a pool, so many may be left alone for standing still; a common cause must not empty it.
+HUNG_SHARE = 0.25
+
+
+@dataclass(slots=True)
+class _Tripped:
+    why: str
+    is_hung: bool
+    interval_s: float
+    probe_at: float
+    probing: bool = False
+
+
+class Breaker:
+    """One frontend's view of its workers. rng: jitters probes, so frontends do not gang up."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._tripped: dict[int, _Tripped] = {}
+
+    def trip(self, worker_id: int, why: str, now: float, *, is_hung: bool = False) -> bool:
+        """The worker failed; whether that is news."""
+        found = self._tripped.get(worker_id)
+        if found is not None:
+            return False
+        probe_at = now + self._jittered(FIRST_PROBE_S)
+        self._tripped[worker_id] = _Tripped(why, is_hung, FIRST_PROBE_S, probe_at)
+        return True
+
+    def heal(self, worker_id: int) -> bool:
+        """The worker works; whether that is news."""
+        return self._tripped.pop(worker_id, None) is not None
+
+    def is_tripped(self, worker_id: int) -> bool:
+        """Whether the worker is left alone."""
+        return worker_id in self._tripped
+
+    def why(self) -> dict[int, str]:
+        """Tripped workers, with what was seen of them."""
+        return {worker_id: one.why for worker_id, one in self._tripped.items()}
+
+    def due(self, now: float) -> list[int]:
+        """Workers to probe now; each is due again only after `probed`."""
+        found = [
+            worker_id
+            for worker_id, one in self._tripped.items()
+            if not one.probing and now >= one.probe_at
+        ]
+        for worker_id in found:
+            self._tripped[worker_id].probing = True
+        return found
+
+    def probed(self, worker_id: int, worked: bool, now: float) -> None:
+        """What a probe found."""
+        if worked:
+            self.heal(worker_id)
+            return
+        one = self._tripped.get(worker_id)
+        if one is not None:
+            one.interval_s = min(one.interval_s * 2, PROBE_LIMIT_S)
+            one.probe_at = now + self._jittered(one.interval_s)
+            one.probing = False
+
+    def keep(self, present: Iterable[int]) -> None:
+        """Forgets workers that have left."""
+        present = set(present)
+        for worker_id in [w for w in self._tripped if w not in present]:
+            del self._tripped[worker_id]
+
+    def excluded(self, pool: Iterable[int]) -> frozenset[int]:
+        """Who of a model's workers gets no request.
+
+        Of those that stand still, at most HUNG_SHARE of the pool and at least one: the ones that
+        tripped first.
+        """
+        if not self._tripped:
+            return frozenset()
+        pool = set(pool)
+        ours = [(w, one) for w, one in self._tripped.items() if w in pool]
+        hung = [w for w, one in ours if one.is_hung]
+        hung_max = max(1, int(HUNG_SHARE * len(pool)))
+        return frozenset([w for w, one in ours if not one.is_hung] + hung[:hung_max])
+
+    def _jittered(self, seconds: float) -> float:
+        return seconds * (0.75 + 0.5 * self._rng.random())
+
+
+class RetryBudget:
+    """How many retries a frontend may make, so that a failing mesh is not buried under them.
+
+    Of the requests begun in the last WINDOW_S, SHARE may be retried, and FLOOR in any case.
+    """
+
+    SHARE = 0.1
+    FLOOR = 64
+    WINDOW_S = 10.0
+
+    def __init__(self) -> None:
+        self._began_at = 0.0
+        self._requests = [0, 0]  # of the last full half window, and of this one
+        self._retries = [0, 0]
+
+    def request(self, now: float) -> None:
+        """A request began."""
+        self._roll(now)
+        self._requests[1] += 1
+
+    def take(self, now: float) -> bool:
+        """Whether one more retry is within the budget; counts it if so."""
+        self._roll(now)
+        if sum(self._retries) >= max(self.FLOOR, self.SHARE * sum(self._requests)):
+            return False
+        self._retries[1] += 1
+        return True
+
+    def _roll(self, now: float) -> None:
+        half = self.WINDOW_S / 2
+        elapsed = now - self._began_at
+        if elapsed < half:
+            return
+        is_next = elapsed < 2 * half
+        for counts in (self._requests, self._retries):
+            counts[:] = [counts[1] if is_next else 0, 0]
+        self._began_at = now - elapsed % half
+
+
+class HangWatch:
+    """Tells a hung engine from a busy one by its heartbeats.
+
+    Hung: engine_step stands still for `hang_s` while requests run. One request that waits says
+    nothing, and neither does an idle engine.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        self._hang_s = hang_s
+        self._step = -1
+        self._moved_at: float | None = None
+
+    def heard(self, engine_step: int, running: int, now: float) -> bool:
+        """A heartbeat came; whether the engine is hung."""
+        if running == 0:
+            self._moved_at = None  # work that comes next has all its time
+            return False
+        if engine_step != self._step or self._moved_at is None:
+            self._step = engine_step
+            self._moved_at = now
+            return False
+        return now - self._moved_at >= self._hang_s

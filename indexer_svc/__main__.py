@@ -1,0 +1,29 @@
+"""`python -m indexer_svc`: read the configuration, run."""
+
+from __future__ import annotations
+
+import sys
+from random import SystemRandom
+
+from common import env
+from common.config import read_config_or_exit
+from common.instances import new_instance_id
+from common.lifecycle import run_service
+from indexer_svc.app import IndexerApp
+from indexer_svc.config import IndexerConfig
+
+
+def main() -> None:
+    config, warnings = read_config_or_exit(IndexerConfig, "INDEXER", env.environ(), sys.argv[1:])
+    instance_id = new_instance_id(SystemRandom())
+    run_service(
+        "indexer",
+        config,
+        lambda: IndexerApp(config, instance_id=instance_id),
+        instance_id=str(instance_id),
+        warnings=warnings,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The indexer's composition root: knows all the parts and wires them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from random import SystemRandom
+
+from prometheus_client import start_http_server
+
+from common import rpc
+from common.discovery import open_registry
+from common.index_feed import IndexFeed
+from common.instances import Instance, new_instance_id
+from common.interceptors import Calls
+from common.lifecycle import Life, Ready
+from common.registry import Lease, Registry
+from indexer_svc.config import IndexerConfig
+from indexer_svc.core.budget import Budget
+from indexer_svc.fleet_watch import FleetWatch
+from indexer_svc.ingest import TICK_S, Ingest
+from indexer_svc.metrics import Metrics
+from indexer_svc.service import SERVICE_NAME, IndexerService
+from kvmesh.indexer.v1 import indexer_pb2_grpc
+
+MB = 1_000_000
+# An indexer with no publisher serves after this: there may be none.
+FIRST_PUBLISHER_S = 1.0
+
+
+class IndexerApp:
+    """One indexer process. registry: what to find the others by; by default as configured."""
+
+    def __init__(
+        self,
+        config: IndexerConfig,
+        *,
+        instance_id: int | None = None,
+        registry: Registry | None = None,
+        feed: IndexFeed | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._security = rpc.security_of(config)
+        self._registry = open_registry(config) if registry is None else registry
+        self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
+        self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
+        self.metrics = Metrics(self.ingest)
+        self.fleet = FleetWatch(self._registry, config.namespace, clock)
+        self._service = IndexerService(
+            self.ingest,
+            self.fleet,
+            self.metrics,
+            security=self._security,
+            subscriber_bytes=config.subscriber_mb * MB,
+            clock=clock,
+        )
+        self._calls = Calls()
+        self._server = rpc.server(security=self._security, calls=self._calls)
+        self._lease: Lease | None = None
+        self._stop_metrics: Callable[[], None] = lambda: None
+        self.address = ""
+        self.metrics_address = ""
+
+    async def start(self, life: Life) -> Ready:
+        """Bind; follow the fleet; SERVING with the first publisher, or after a moment."""
+        config = self._config
+        port = rpc.bind(self._server, config.host, config.port, security=self._security)
+        self.address = f"{config.advertise_host or config.host}:{port}"
+        indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
+        rpc.add_health(self._server, life.health.servicer)
+        rpc.enable_reflection(self._server, [SERVICE_NAME])
+        addresses = {"grpc": self.address, **self._serve_metrics()}
+        await life.health.set(SERVICE_NAME, False)
+        await life.health.set("", False)
+        life.spawn(self.fleet.run(), name="fleet watch")
+        life.spawn(self._tick(), name="tick")
+        life.spawn(self._serve_when_filled(life), name="first publisher", essential=False)
+        await self._server.start()
+        return Ready(str(self.instance_id), addresses)
+
+    async def register(self) -> None:
+        # At once, not when SERVING: publishers have to find it first.
+        self._lease = await self._registry.register(self._instance())
+
+    async def deregister(self) -> None:
+        if self._lease is not None:
+            await self._lease.close()
+
+    async def drain(self, grace_s: float) -> Sequence[str]:
+        """Close the streams, which would never end by themselves, and let calls end."""
+        self._service.end_streams()
+        return await rpc.stop(self._server, grace_s, self._calls)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self._stop_metrics)
+        await self._server.stop(None)
+        await self._registry.close()
+
+    def _instance(self) -> Instance:
+        # A fixed address can only be taken by the successor of the process that had it.
+        stable_name = f"indexer@{self.address}" if self._config.port else ""
+        return Instance(
+            id=self.instance_id,
+            namespace=self._config.namespace,
+            service="indexer",
+            stable_name=stable_name,
+            address=self.address,
+        )
+
+    def _serve_metrics(self) -> dict[str, str]:
+        if self._config.metrics_port is None:
+            return {}
+        server, thread = start_http_server(
+            self._config.metrics_port, self._config.host, self.metrics.registry
+        )
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(1.0)
+
+        self._stop_metrics = stop
+        self.metrics_address = f"{self._config.host}:{server.server_port}"
+        return {"metrics": self.metrics_address}
+
+    async def _serve_when_filled(self, life: Life) -> None:
+        try:
+            await asyncio.wait_for(self.ingest.first_published.wait(), FIRST_PUBLISHER_S)
+        except TimeoutError:
+            pass  # There may be no workers yet, and an empty index is a right one then.
+        await life.health.set(SERVICE_NAME, True)
+        await life.health.set("", True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self.ingest.tick(self.fleet)

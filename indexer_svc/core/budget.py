@@ -1,0 +1,73 @@
+"""Keeps the index within its memory: only publishers evict, so it asks them to (pure).
+
+Over budget, every worker is asked for its share of what is too much. If that has not helped for
+PATIENCE_S, the largest source becomes load-only: its claims are dropped, its load still counts.
+Once there is room for it again, it is admitted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from common.kv import Source
+
+ASK_EVERY_S = 1.0
+PATIENCE_S = 10.0
+# Shrinking aims below the budget, and room means well below it, or both would flap.
+TARGET = 0.9
+ROOM = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """shrink: blocks to withdraw by worker; drop, admit: a source to make load-only, or no more."""
+
+    shrink: Mapping[int, int] = field(default_factory=dict)
+    drop: Source | None = None
+    admit: Source | None = None
+
+
+class Budget:
+    """budget_bytes 0: no bound."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self._asked_at = -math.inf
+        self._over_since: float | None = None
+        self._dropped: dict[Source, int] = {}
+
+    def review(self, now: float, used_bytes: int, blocks: Mapping[Source, int]) -> Verdict:
+        """What to do; to be called often. blocks: what each source claims, of those known."""
+        self._dropped = {source: b for source, b in self._dropped.items() if source in blocks}
+        if not self.budget_bytes or used_bytes <= self.budget_bytes:
+            self._over_since = None
+            return self._with_room(used_bytes)
+        if self._over_since is None:
+            self._over_since = now
+        if now - self._asked_at < ASK_EVERY_S:
+            return Verdict()
+        self._asked_at = now
+        if now - self._over_since >= PATIENCE_S and any(blocks.values()):
+            largest = max(blocks, key=lambda source: blocks[source])
+            self._dropped[largest] = used_bytes * blocks[largest] // sum(blocks.values())
+            self._over_since = now
+            return Verdict(drop=largest)
+        return Verdict(shrink=self._shares(used_bytes, blocks))
+
+    def _shares(self, used_bytes: int, blocks: Mapping[Source, int]) -> dict[int, int]:
+        excess = 1 - TARGET * self.budget_bytes / used_bytes
+        shares: dict[int, int] = {}
+        for source, held in blocks.items():
+            if held:
+                share = shares.get(source.worker_id, 0) + math.ceil(excess * held)
+                shares[source.worker_id] = share
+        return shares
+
+    def _with_room(self, used_bytes: int) -> Verdict:
+        for source, size in self._dropped.items():
+            if used_bytes + size <= ROOM * self.budget_bytes:
+                del self._dropped[source]
+                return Verdict(admit=source)
+        return Verdict()

@@ -1,0 +1,47 @@
+"""The last batches of a source, so that those who have most of it need no snapshot (pure)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from common.kv import EventBatch
+
+BATCHES_MAX = 1024
+BLOCKS_MAX = 16_384
+
+
+class History:
+    """A contiguous run of batches of one epoch, the latest ones, within both bounds."""
+
+    def __init__(self) -> None:
+        self._batches: deque[EventBatch] = deque()
+        self._blocks = 0
+
+    def add(self, batch: EventBatch) -> None:
+        """The batch that was applied last."""
+        if self._batches and not _follows(self._batches[-1], batch):
+            self.clear()
+        self._batches.append(batch)
+        self._blocks += _blocks_of(batch)
+        while len(self._batches) > BATCHES_MAX or self._blocks > BLOCKS_MAX:
+            self._blocks -= _blocks_of(self._batches.popleft())
+
+    def clear(self) -> None:
+        """The set has changed otherwise than by batches."""
+        self._batches.clear()
+        self._blocks = 0
+
+    def since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
+        """All batches after that one; None when they are not all here."""
+        batches = self._batches
+        if not batches or batches[0].epoch != epoch or batches[0].sequence > sequence + 1:
+            return None
+        return [batch for batch in batches if batch.sequence > sequence]
+
+
+def _follows(last: EventBatch, batch: EventBatch) -> bool:
+    return (batch.epoch, batch.sequence) == (last.epoch, last.sequence + 1)
+
+
+def _blocks_of(batch: EventBatch) -> int:
+    return sum(len(event.hashes) for event in batch.events)

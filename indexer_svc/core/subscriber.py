@@ -1,0 +1,276 @@
+"""What one subscriber has, is owed and has waiting: a replica of the index (pure).
+
+For each source the subscriber knows, `_known` is where its copy will stand once all that waits has
+arrived. A batch is passed on only to who stands right before it. Who stands elsewhere gets the
+batches in between if they are still there, else a snapshot: at most SNAPSHOTS_MAX are read at once,
+one part whenever nothing else waits, so a snapshot never delays live batches and never queues up.
+
+A snapshot is read while its source goes on. That is sound (`common/index_feed.py`) because every
+batch since its sequence goes out before its last part: a part is only taken when nothing waits.
+
+Before a source's copy is right it is told to be gapped, and its true status only afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from common.index_feed import IndexFeed
+from common.kv import (
+    NO_HASHES,
+    EventBatch,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+    Tier,
+)
+from common.load import Load
+from common.prefix_index import Claims
+from indexer_svc.core.history import History
+
+SNAPSHOTS_MAX = 2
+FRAME_BYTES = 256 * 1024
+ITEM_BYTES = 64
+UNSENT = SourceStatus("gapped", "a snapshot is on its way")
+
+
+@dataclass(frozen=True, slots=True)
+class StatusTold:
+    """How far a source can be trusted; the first thing said about it."""
+
+    source: Source
+    partition: Partition | None
+    status: SourceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTold:
+    """A source's load."""
+
+    source: Source
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class CaughtUp:
+    """All that was there at the beginning has been told."""
+
+
+Told: TypeAlias = StatusTold | LoadTold | CaughtUp | EventBatch | SnapshotChunk
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A snapshot being sent."""
+
+    source: Source
+    claims: Claims
+    chunks: Iterator[SnapshotChunk]
+
+
+class Subscriber:
+    """One subscription. `is_cut`: more than `cap_bytes` waited; it has to resume.
+
+    resume: what the subscriber has. partition: None for all.
+    """
+
+    def __init__(
+        self,
+        feed: IndexFeed,
+        histories: Mapping[Source, History],
+        resume: Iterable[SourceState],
+        partition: Partition | None,
+        cap_bytes: int,
+    ) -> None:
+        self._feed = feed
+        self._histories = histories
+        self._partition = partition
+        self._cap_bytes = cap_bytes
+        self._known = {state.source: (state.epoch, state.sequence) for state in resume}
+        self._waiting: deque[Told] = deque()
+        self._waiting_bytes = 0
+        self._loads: dict[Source, Load] = {}
+        self._wanted: dict[Source, None] = {}
+        self._readings: deque[_Reading] = deque()
+        self._is_caught_up = False
+        self.is_cut = False
+        for source in feed.sources():
+            self.reconcile(source)
+
+    @property
+    def unknown_sources(self) -> list[Source]:
+        """What the subscriber has and the index does not."""
+        return [source for source in self._known if source not in self._feed]
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would return something."""
+        idle = not (self._waiting or self._loads or self._wanted or self._readings)
+        return not (idle and self._is_caught_up)
+
+    # News.
+
+    def batch(self, batch: EventBatch) -> None:
+        """A batch was applied to the index."""
+        source = batch.source
+        at = (batch.epoch, batch.sequence)
+        known = self._known.get(source)
+        if known is None:
+            return
+        begins_epoch = batch.sequence == 1 and batch.epoch > known[0]
+        if begins_epoch or at == (known[0], known[1] + 1):
+            self._known[source] = at
+            self._put(batch, sum(8 * len(event.hashes) + 16 for event in batch.events))
+
+    def replaced(self, source: Source) -> None:
+        """A source's set has changed otherwise than by batches."""
+        self._known.pop(source, None)
+        self._stop_reading(source)
+        if source in self._feed:
+            self.reconcile(source)
+
+    def changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
+        """How far a source can be trusted has changed."""
+        if source in self._feed:
+            self.reconcile(source)
+        elif self._wants(partition):
+            self._stop_reading(source)
+            self._known.pop(source, None)
+            self._loads.pop(source, None)
+            self._put(StatusTold(source, partition, status))
+
+    def load(self, source: Source, partition: Partition, load: Load) -> None:
+        """A source's load; one that still waits is overtaken."""
+        if self._wants(partition):
+            self._loads[source] = load
+
+    def tell(self, source: Source, status: SourceStatus) -> None:
+        """Says something about a source that the index does not know."""
+        self._put(StatusTold(source, None, status))
+
+    def reconcile(self, source: Source) -> None:
+        """Sees to it that the subscriber gets what it lacks of a source, and its status."""
+        partition, status = self._feed.partition(source), self._feed.status(source)
+        if not self._wants(partition):
+            return
+        if status.state == "gapped":
+            self._stop_reading(source)
+            self._put(StatusTold(source, partition, status))
+        elif source in self._wanted or any(r.source == source for r in self._readings):
+            return  # Its status follows its snapshot.
+        elif self._bring_up_to_date(source):
+            self._put(StatusTold(source, partition, status))
+        else:
+            self._wanted[source] = None
+            self._put(StatusTold(source, partition, UNSENT))
+
+    # What to send.
+
+    def take(self, size: int = FRAME_BYTES) -> list[Told]:
+        """What to send next, in order: about `size` bytes of what waits, then a snapshot's part.
+
+        Must not run amid the application of a batch.
+        """
+        told: list[Told] = []
+        while self._waiting and size > 0:
+            item = self._waiting.popleft()
+            weight = _weight(item)
+            self._waiting_bytes -= weight
+            size -= weight
+            told.append(item)
+        told += [LoadTold(source, load) for source, load in self._loads.items()]
+        self._loads.clear()
+        if not self._waiting:
+            self._take_part(told)
+        if not (self._is_caught_up or self._waiting or self._wanted or self._readings):
+            self._is_caught_up = True
+            told.append(CaughtUp())
+        return told
+
+    # Inside.
+
+    def _wants(self, partition: Partition) -> bool:
+        return self._partition is None or partition == self._partition
+
+    def _put(self, item: Told, extra: int = 0) -> None:
+        assert extra + ITEM_BYTES == _weight(item), "weighed alike on the way in and out"
+        self._waiting.append(item)
+        self._waiting_bytes += ITEM_BYTES + extra
+        if self._waiting_bytes > self._cap_bytes:
+            self.is_cut = True
+
+    def _bring_up_to_date(self, source: Source) -> bool:
+        """Without a snapshot; whether that was possible."""
+        at = self._feed.position(source)
+        here = (at.epoch, at.sequence)
+        known = self._known.get(source)
+        if known is not None and known >= here:
+            return True
+        if at.sequence == 0 and known is None:
+            self._known[source] = here
+            return True
+        if known is None or source not in self._histories:
+            return False
+        missed = self._histories[source].since(*known)
+        if missed is None or known[0] != at.epoch:
+            return False
+        for batch in missed:
+            self.batch(batch)
+        return self._known[source] == here
+
+    def _take_part(self, told: list[Told]) -> None:
+        while self._wanted and len(self._readings) < SNAPSHOTS_MAX:
+            source = next(iter(self._wanted))
+            del self._wanted[source]
+            self._readings.append(self._begin(source))
+        if not self._readings:
+            return
+        reading = self._readings.popleft()
+        chunk = None if reading.claims.retired else next(reading.chunks)
+        if chunk is None:
+            # Cleared while it was read: what it held is no more.
+            self._wanted[reading.source] = None
+            return
+        told.append(chunk)
+        if not chunk.last:
+            self._readings.append(reading)
+            return
+        source = reading.source
+        status = self._feed.status(source)
+        told.append(StatusTold(source, self._feed.partition(source), status))
+
+    def _begin(self, source: Source) -> _Reading:
+        at = self._feed.position(source)
+        self._known[source] = (at.epoch, at.sequence)
+        index, claims = self._feed.claims(source)
+        return _Reading(source, claims, snapshot_of(at, index.chunks(claims)))
+
+    def _stop_reading(self, source: Source) -> None:
+        self._wanted.pop(source, None)
+        for reading in [r for r in self._readings if r.source == source]:
+            self._readings.remove(reading)
+            # Its copy is neither the old nor the new.
+            self._known.pop(source, None)
+
+
+def snapshot_of(at: SourceState, parts: Iterator[tuple[Tier, Hashes]]) -> Iterator[SnapshotChunk]:
+    """The parts as chunks, marked first and last; one empty chunk when there are none."""
+    tier, hashes = next(parts, (Tier.DEVICE, NO_HASHES))
+    is_first = True
+    for following in parts:
+        yield SnapshotChunk(at.source, at.epoch, at.sequence, hashes, tier, first=is_first)
+        is_first = False
+        tier, hashes = following
+    yield SnapshotChunk(at.source, at.epoch, at.sequence, hashes, tier, first=is_first, last=True)
+
+
+def _weight(item: Told) -> int:
+    if isinstance(item, EventBatch):
+        return ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.events)
+    return ITEM_BYTES

@@ -1,0 +1,177 @@
+"""The one place that changes the index, in slices, and tells everybody what has changed.
+
+All changes run under one lock, each as a whole; between two steps of a change other tasks get their
+turn once SLICE_S of this turn of the loop is used up. Questions need no lock: a set is closed at
+every step. What has changed is told to subscribers and publishers before the lock is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import structlog
+
+from common.index_feed import Applied, Changed, Demand, IndexFeed, Replaced
+from common.kv import Partition, Source
+from common.load import Load
+from indexer_svc.core.budget import Budget
+from indexer_svc.core.history import History
+from indexer_svc.core.subscriber import Subscriber
+from indexer_svc.fleet_watch import FleetWatch
+from indexer_svc.outbox import PublisherOutbox
+
+LOG = structlog.get_logger(__name__)
+
+SLICE_S = 0.001
+SWEEP_BLOCKS = 2048
+TICK_S = 0.25
+# A worker that has left discovery and has no stream is forgotten after this.
+GONE_GRACE_S = 2.0
+
+
+class ReportedLoad(NamedTuple):
+    """A load with its partition and when it came."""
+
+    load: Load
+    partition: Partition
+    at: float
+
+
+class Ingest:
+    """Feed, histories, subscribers and publishers of one indexer."""
+
+    def __init__(self, feed: IndexFeed, budget: Budget, clock: Callable[[], float]) -> None:
+        self.feed = feed
+        self.budget = budget
+        self.histories: dict[Source, History] = {}
+        self.loads: dict[Source, ReportedLoad] = {}
+        self.publishers: dict[int, PublisherOutbox] = {}
+        self.subscribers: dict[Subscriber, asyncio.Event] = {}
+        self.first_published = asyncio.Event()
+        self.slow_slices = 0
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._turn_began: float | None = None
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        """No change is under way inside; changes made inside are told at its end."""
+        async with self._lock:
+            try:
+                yield
+            finally:
+                self._tell()
+
+    async def run(self, steps: Iterable[None]) -> None:
+        """Runs one change to its end."""
+        async with self.exclusive():
+            await self._in_slices(iter(steps))
+
+    async def tick(self, fleet: FleetWatch) -> None:
+        """What time alone brings: the gone, the stale, the budget, what was put off."""
+        now = self._clock()
+        async with self.exclusive():
+            self._forget_gone(fleet, now)
+            self.feed.tick(now)
+            self._keep_budget(now)
+        while self.feed.sweep(0):
+            await self.run(self._sweep())
+
+    def wake(self) -> None:
+        """Subscribers have something to read."""
+        for event in self.subscribers.values():
+            event.set()
+
+    def report_load(self, source: Source, partition: Partition, load: Load) -> None:
+        """A publisher's load, for all subscribers."""
+        self.loads[source] = ReportedLoad(load, partition, self._clock())
+        for subscriber in self.subscribers:
+            subscriber.load(source, partition, load)
+        self.wake()
+
+    async def _in_slices(self, steps: Iterator[None]) -> None:
+        self._begin_turn()
+        for _ in steps:
+            began = self._begin_turn()
+            used_s = time.perf_counter() - began
+            if used_s >= SLICE_S:
+                self.slow_slices += used_s >= 2 * SLICE_S
+                await asyncio.sleep(0)
+
+    def _begin_turn(self) -> float:
+        """When this turn of the loop did its first work here."""
+        if self._turn_began is None:
+            self._turn_began = time.perf_counter()
+            asyncio.get_running_loop().call_soon(self._end_turn)
+        return self._turn_began
+
+    def _end_turn(self) -> None:
+        self._turn_began = None
+
+    def _sweep(self) -> Iterator[None]:
+        # Other changes wait meanwhile, so not all of it at once.
+        for _ in range(32):
+            if not self.feed.sweep(SWEEP_BLOCKS):
+                return
+            yield
+
+    def _tell(self) -> None:
+        news = self.feed.take_news()
+        for one in news:
+            match one:
+                case Applied(batch):
+                    self.histories.setdefault(batch.source, History()).add(batch)
+                    for subscriber in self.subscribers:
+                        subscriber.batch(batch)
+                case Replaced(source):
+                    self.histories.pop(source, None)
+                    for subscriber in self.subscribers:
+                        subscriber.replaced(source)
+                case Changed():
+                    self._tell_changed(one)
+                case Demand():
+                    if (publisher := self.publishers.get(one.source.worker_id)) is not None:
+                        publisher.demand(one)
+        if news:
+            self.wake()
+
+    def _tell_changed(self, news: Changed) -> None:
+        source, status = news.source, news.status
+        LOG.info("source", source=source, state=status.state, reason=status.reason)
+        if source not in self.feed:
+            self.histories.pop(source, None)
+            self.loads.pop(source, None)
+        for subscriber in self.subscribers:
+            subscriber.changed(source, news.partition, status)
+
+    def _forget_gone(self, fleet: FleetWatch, now: float) -> None:
+        known = {source.worker_id for source in (*self.feed.sources(), *self.loads)}
+        for worker_id in known:
+            since = fleet.absent_since(worker_id)
+            if since is None or worker_id in self.publishers:
+                continue
+            lost = [self.feed.heard_at(s) for s in self.feed.sources_of(worker_id)]
+            if now - max(since, *lost, since) >= GONE_GRACE_S:
+                fleet.forget(worker_id)
+                for source in self.feed.sources_of(worker_id):
+                    self.feed.forget(source, "its worker has left")
+                for source in [s for s in self.loads if s.worker_id == worker_id]:
+                    del self.loads[source]
+
+    def _keep_budget(self, now: float) -> None:
+        feed = self.feed
+        blocks = {source: feed.blocks_of(source) for source in feed.sources()}
+        verdict = self.budget.review(now, feed.used_bytes, blocks)
+        for worker_id, count in verdict.shrink.items():
+            if (publisher := self.publishers.get(worker_id)) is not None:
+                publisher.shrink(count)
+        if verdict.shrink:
+            LOG.warning("over budget", used_bytes=feed.used_bytes, shrink=dict(verdict.shrink))
+        if verdict.drop is not None:
+            feed.make_load_only(verdict.drop, now)
+        if verdict.admit is not None:
+            feed.admit(verdict.admit, now)

@@ -1,0 +1,80 @@
+"""What the indexer owes one publisher, for the one writer of its stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from common.index_feed import Demand
+from common.kv import Source, SourceState
+from common.kv_proto import state_to_proto
+from kvmesh.indexer.v1 import indexer_pb2
+
+# Acknowledgements gather this long; demands go at once.
+ACK_EVERY_S = 0.05
+
+
+class PublisherOutbox:
+    """Bounded by the ranks of a worker: what is newer takes the place of what is older."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._acked: dict[Source, SourceState] = {}
+        self._demands: dict[Source, Demand] = {}
+        self._shrink_blocks = 0
+        self._is_closed = False
+        self._filled = asyncio.Event()
+        self._urgent = asyncio.Event()
+        self._written_at = clock()
+
+    def acknowledge(self, state: SourceState) -> None:
+        """The batch applied last of a source."""
+        self._acked[state.source] = state
+        self._filled.set()
+
+    def demand(self, demand: Demand) -> None:
+        """Batches are missing."""
+        self._demands[demand.source] = demand
+        self._hurry()
+
+    def shrink(self, blocks: int) -> None:
+        """The index is over budget."""
+        self._shrink_blocks = blocks
+        self._hurry()
+
+    def close(self) -> None:
+        """What is there is still sent, then `next_frame` says that it is over."""
+        self._is_closed = True
+        self._hurry()
+
+    async def next_frame(self) -> indexer_pb2.PublishResponse | None:
+        """All that has gathered, as one frame; None at the end."""
+        await self._filled.wait()
+        if not self._urgent.is_set():
+            left_s = self._written_at + ACK_EVERY_S - self._clock()
+            try:
+                await asyncio.wait_for(self._urgent.wait(), max(0.0, left_s))
+            except TimeoutError:
+                pass  # Nothing urgent has come: the acknowledgements are due.
+        if not (self._acked or self._demands or self._shrink_blocks):
+            assert self._is_closed, "woken for nothing"
+            return None
+        frame = indexer_pb2.PublishResponse(
+            acked=map(state_to_proto, self._acked.values()), shrink_blocks=self._shrink_blocks
+        )
+        for source, epoch, sequence in (
+            (d.source, d.epoch, d.from_sequence) for d in self._demands.values()
+        ):
+            frame.resends.add(dp_rank=source.dp_rank, epoch=epoch, from_sequence=sequence)
+        self._acked.clear()
+        self._demands.clear()
+        self._shrink_blocks = 0
+        self._written_at = self._clock()
+        if not self._is_closed:
+            self._filled.clear()
+            self._urgent.clear()
+        return frame
+
+    def _hurry(self) -> None:
+        self._filled.set()
+        self._urgent.set()

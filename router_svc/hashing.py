@@ -1,0 +1,43 @@
+"""Block identities for callers that send token ids: people with grpcurl, simple clients."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from common.blocks import BLOCK_SIZE_MAX, PrefixHasher, hashes_to_bytes
+from common.errors import InvalidRequest
+
+HASHERS_MAX = 64
+
+
+class Hashers:
+    """Hashers by model, block size and adapter; the last HASHERS_MAX that were used."""
+
+    def __init__(self, mesh_key: bytes) -> None:
+        self._mesh_key = mesh_key
+        self._hashers: OrderedDict[tuple[str, int, str], PrefixHasher] = OrderedDict()
+
+    def prefix_hashes(
+        self, token_ids: Sequence[int], *, model: str, block_size: int, lora_name: str = ""
+    ) -> bytes:
+        """The prompt's chain, 8 B little endian a block; InvalidRequest for a bad block size."""
+        if not 1 <= block_size <= BLOCK_SIZE_MAX:
+            raise InvalidRequest(
+                f"query.block_size {block_size} is not in 1..{BLOCK_SIZE_MAX}", "query.block_size"
+            )
+        hasher = self._hasher(model, block_size, lora_name)
+        return hashes_to_bytes(hasher.prefix_hashes(token_ids))
+
+    def _hasher(self, model: str, block_size: int, lora_name: str) -> PrefixHasher:
+        key = (model, block_size, lora_name)
+        hasher = self._hashers.get(key)
+        if hasher is None:
+            hasher = PrefixHasher(
+                mesh_key=self._mesh_key, model=model, block_size=block_size, lora_name=lora_name
+            )
+            self._hashers[key] = hasher
+            if len(self._hashers) > HASHERS_MAX:
+                self._hashers.popitem(last=False)
+        self._hashers.move_to_end(key)
+        return hasher

@@ -1,0 +1,345 @@
+"""A replica of one indexer's index, which the router matches prompts against in its own process.
+
+One indexer of discovery is followed at a time; when it is lost, another one, from where the last
+one left off (`SubscribeRequest.resume`). What nobody reports about goes stale: it counts for 10 s
+more (`common/index_feed.py`), and a minute later it is forgotten. What arrives is applied in slices
+of about SLICE_S, between which decisions are made. Loads that come along go to the load book.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from random import Random
+from typing import Protocol
+
+import grpc
+import grpc.aio
+import structlog
+
+from common import rpc
+from common.blocks import hashes_from_bytes
+from common.errors import MeshError, Unavailable
+from common.index_feed import Demand, IndexFeed
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.kv import Partition, Source, SourceStatus
+from common.kv_proto import (
+    batch_from_proto,
+    chunk_from_proto,
+    partition_from_proto,
+    source_from_proto,
+    state_to_proto,
+    status_from_proto,
+)
+from common.load import Load
+from common.prefix_index import Matched
+from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from kvmesh.types.v1 import load_pb2
+from router_svc.core.fleet import Placement
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query
+
+LOG = structlog.get_logger(__name__)
+
+# Before dialling again; jittered so that a fleet of routers does not stampede a new indexer.
+REDIAL_S = 0.3
+# Workers report their load ten times a second: an indexer that says nothing is no use.
+SILENT_S = 5.0
+TICK_S = 0.25
+# Longest stretch of applying without letting decisions run.
+SLICE_S = 0.001
+SWEEP_BLOCKS = 4096
+# A source that was stale for this long has no indexer that knows it.
+FORGET_S = 60.0
+
+_EXACT = SourceStatus("exact")
+
+# Takes (worker id, rank, load, now): `LoadBook.report`.
+Report = Callable[[int, int, Load, float], None]
+
+
+class Subscription(Protocol):
+    """One Subscribe call."""
+
+    async def read(self) -> indexer_pb2.SubscribeResponse | None:
+        """The next message; None at the end. Raises MeshError when it failed."""
+
+
+Subscribe = Callable[
+    [Instance, indexer_pb2.SubscribeRequest], AbstractAsyncContextManager[Subscription]
+]
+
+
+class IndexReplica:
+    """The replica, and the task that keeps it (`run`).
+
+    indexers: those of discovery now. report: where loads go. clock: seconds, as decisions see them.
+    """
+
+    def __init__(
+        self,
+        indexers: Callable[[], Sequence[Instance]],
+        report: Report,
+        *,
+        subscribe: Subscribe | None = None,
+        feed: IndexFeed | None = None,
+        rng: Random | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._indexers = indexers
+        self._report = report
+        self._subscribe = subscribe or grpc_subscriptions()
+        self._rng = rng or Random()
+        self._clock = clock
+        self._partitions: dict[tuple[str, int, int], tuple[Partition, ...]] = {}
+        self._heard: dict[Source, float] = {}
+        self._heard_any = 0.0
+        # While something is being applied, nobody else may touch its source.
+        self._is_applying = False
+        self._is_tick_due = False
+        self.feed = IndexFeed() if feed is None else feed
+        self.indexer_id: int | None = None
+        self.is_caught_up = False
+
+    # The core's Index.
+
+    def match(self, query: Query) -> Sequence[Matched]:
+        """See `Index`; ranks count whatever the version of their adapter is."""
+        named = (query.model, query.block_size, query.hash_scheme)
+        partitions = self._partitions.get(named, ())
+        if not (partitions and query.prefix_hashes):
+            return ()
+        hashes = hashes_from_bytes(query.prefix_hashes)
+        if len(partitions) == 1:
+            return self.feed.match(partitions[0], hashes)
+        return [row for partition in partitions for row in self.feed.match(partition, hashes)]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        """See `Index`."""
+        source = Source(*placement)
+        heard = self._heard.get(source)
+        if heard is None or source not in self.feed:
+            why = "the index has not heard of it" if self._heard_any else "no indexer was heard yet"
+            return Standing("none", why)
+        state, reason = self.feed.status(source)
+        if state == "stale" and not self.feed.counts(source):
+            reason = f"{reason}; counts no more"
+        return Standing(state, reason, now - heard)
+
+    # Following.
+
+    async def run(self) -> None:
+        """Follow for ever; ends by cancellation only."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_tidy())
+            last: int | None = None
+            while True:
+                if (indexer := self._choose(last)) is not None:
+                    last = indexer.id
+                    await self._follow(indexer)
+                await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
+
+    def _choose(self, last: int | None) -> Instance | None:
+        """Any indexer; not the one that was just lost, if there is another."""
+        indexers = self._indexers()
+        others = [i for i in indexers if i.id != last]
+        return self._rng.choice(others or indexers) if indexers else None
+
+    async def _follow(self, indexer: Instance) -> None:
+        resume = [state_to_proto(state) for state in self.feed.positions()]
+        request = indexer_pb2.SubscribeRequest(resume=resume)
+        why = "the indexer was lost"
+        try:
+            async with (
+                self._subscribe(indexer, request) as subscription,
+                asyncio.TaskGroup() as tasks,
+            ):
+                self._heard_any = self._clock()
+                tasks.create_task(self._end_when_silent())
+                await self._read(subscription, indexer)
+        except* MeshError as group:
+            why = f"{why}: {_first(group)}"
+            LOG.warning("indexer lost", indexer_id=indexer.id, why=str(_first(group)))
+        except* Exception:
+            # Whatever ails the index, decisions go on with what is known, and without it then.
+            LOG.exception("following an indexer failed", indexer_id=indexer.id)
+        finally:
+            self.indexer_id, self.is_caught_up = None, False
+            now = self._clock()
+            for source in self.feed.sources():
+                self.feed.lose(source, now, why)
+
+    async def _read(self, subscription: Subscription, indexer: Instance) -> None:
+        """Until the stream ends, or cannot be used any more: always raises MeshError."""
+        while (message := await subscription.read()) is not None:
+            self._heard_any = self._clock()
+            if self.indexer_id is None:
+                self.indexer_id = indexer.id
+                LOG.info("following an indexer", indexer_id=indexer.id)
+            await self._take(message)
+            if self._is_tick_due:
+                self.tick(self._clock())
+            for news in self.feed.take_news():
+                if isinstance(news, Demand):
+                    raise Unavailable(f"batches of {news.source} are missing", reason="INDEX_GAP")
+        raise Unavailable("the indexer closed the stream")
+
+    async def _take(self, message: indexer_pb2.SubscribeResponse) -> None:
+        """The parts of a message: what it says of the source first, then what the source holds."""
+        now = self._clock()
+        if message.HasField("source"):
+            source = source_from_proto(message.source)
+            self._heard[source] = now
+            if message.HasField("partition") or message.HasField("status"):
+                self._heed(source, message, now)
+            if message.HasField("snapshot"):
+                chunk = chunk_from_proto(message.snapshot)
+                await self._apply(self.feed.load(chunk, now))
+            if message.HasField("batch"):
+                batch = batch_from_proto(message.batch, source.worker_id)
+                await self._apply(self.feed.apply(batch, now))
+            if message.HasField("load"):
+                self._report(source.worker_id, source.dp_rank, _load(message.load), now)
+        if message.caught_up:
+            self.is_caught_up = True
+
+    def _heed(self, source: Source, message: indexer_pb2.SubscribeResponse, now: float) -> None:
+        """What the indexer says of a source; a new one of which it says nothing is exact."""
+        partition = None
+        if message.HasField("partition"):
+            partition = partition_from_proto(message.partition)
+        has_status = message.HasField("status")
+        status = status_from_proto(message.status) if has_status else _EXACT
+        if status.state == "gone":
+            self._heard.pop(source, None)
+            self.feed.forget(source, status.reason)
+            return
+        self.feed.follow(partition, source, status, now)
+        partition = self.feed.partition(source)
+        key = _name_of(partition)
+        if partition not in self._partitions.get(key, ()):
+            self._partitions[key] = (*self._partitions.get(key, ()), partition)
+
+    async def _apply(self, steps: Iterator[None]) -> None:
+        assert isinstance(steps, Generator), "the feed's iterators can be closed"
+        self._is_applying = True
+        try:
+            with closing(steps):
+                began = time.perf_counter()
+                for _ in steps:
+                    if time.perf_counter() - began >= SLICE_S:
+                        await asyncio.sleep(0)
+                        began = time.perf_counter()
+        finally:
+            self._is_applying = False
+
+    async def _end_when_silent(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._clock() - self._heard_any > SILENT_S and self._expects_news():
+                raise Unavailable(f"it said nothing for {SILENT_S:g} s")
+
+    def _expects_news(self) -> bool:
+        """Whether a worker that lives according to the indexer must have reported its load."""
+        states = (self.feed.status(source).state for source in self.feed.sources())
+        return any(state in ("exact", "degraded") for state in states)
+
+    # Time.
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self._is_applying:
+                self._is_tick_due = True
+            else:
+                self.tick(self._clock())
+            has_more = True
+            while has_more:
+                has_more = self.feed.sweep(SWEEP_BLOCKS)
+                await asyncio.sleep(0)
+
+    def tick(self, now: float) -> None:
+        """End the grace of stale sources, and forget those that stayed stale."""
+        self._is_tick_due = False
+        self.feed.tick(now)
+        for source in self.feed.sources():
+            is_stale = self.feed.status(source).state == "stale"
+            if is_stale and now - self._heard.get(source, 0.0) > FORGET_S:
+                self.feed.forget(source, "no indexer knows it")
+        for source in [s for s in self._heard if s not in self.feed]:
+            del self._heard[source]
+        self._count_partitions()
+
+    def _count_partitions(self) -> None:
+        named: dict[tuple[str, int, int], dict[Partition, None]] = {}
+        for source in self.feed.sources():
+            partition = self.feed.partition(source)
+            named.setdefault(_name_of(partition), {})[partition] = None
+        self._partitions = {key: tuple(those) for key, those in named.items()}
+
+
+def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
+    """Subscriptions over gRPC. The channel belongs to the subscription and dies with it."""
+
+    @asynccontextmanager
+    async def subscribe(
+        indexer: Instance, request: indexer_pb2.SubscribeRequest
+    ) -> AsyncIterator[Subscription]:
+        channel = rpc.channel(indexer.address, security=security)
+        stub = indexer_pb2_grpc.IndexerServiceStub(channel)
+        try:
+            call = stub.Subscribe(request, metadata=rpc.call_metadata(security))
+            async with rpc.cancelling(call):
+                yield _GrpcSubscription(call)
+        finally:
+            await channel.close()
+
+    return subscribe
+
+
+class _GrpcSubscription:
+    def __init__(
+        self,
+        call: grpc.aio.UnaryStreamCall[indexer_pb2.SubscribeRequest, indexer_pb2.SubscribeResponse],
+    ) -> None:
+        self._call = call
+
+    async def read(self) -> indexer_pb2.SubscribeResponse | None:
+        """See Subscription."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        if message is grpc.aio.EOF:
+            return None
+        assert isinstance(message, indexer_pb2.SubscribeResponse), "the stub deserialises"
+        return message
+
+
+def _name_of(partition: Partition) -> tuple[str, int, int]:
+    """What a query says of its partition."""
+    return (partition.model, partition.block_size, partition.hash_scheme)
+
+
+def _load(message: load_pb2.Load) -> Load:
+    return Load(
+        engine_step=message.engine_step,
+        running=message.running,
+        waiting=message.waiting,
+        waiting_tokens=message.waiting_tokens,
+        kv_used_blocks=message.kv_used_blocks,
+        kv_total_blocks=message.kv_total_blocks if message.HasField("kv_total_blocks") else None,
+        dp_rank=message.dp_rank,
+        rooms_open=message.rooms_open,
+    )
+
+
+def _first(group: ExceptionGroup[MeshError]) -> BaseException:
+    """The first error in a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

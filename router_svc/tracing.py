@@ -1,0 +1,110 @@
+"""The `kv_router.*` spans of a decision, made after the fact from a stopwatch.
+
+A decision takes some 100 µs and a recorded span 55: a request that is not sampled makes none.
+There is no `kv_router.compute_seq_hashes`: a prefix hash names the whole prefix already.
+"""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.util.types import AttributeValue
+
+from common import telemetry
+from common.errors import MeshError
+from router_svc.core.load import BookingKey
+from router_svc.core.query import Query
+from router_svc.core.route import Decision
+
+# In the order in which they happen.
+SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")
+
+
+class Stopwatch:
+    """The laps of one decision, one for each of SPANS that was reached."""
+
+    __slots__ = ("_ends", "began_ns", "started")
+
+    def __init__(self) -> None:
+        self.began_ns = time.time_ns()
+        self.started = time.perf_counter()
+        self._ends: list[float] = []
+
+    def lap(self) -> None:
+        """A stage ended, and the next begins."""
+        self._ends.append(time.perf_counter())
+
+    def laps_s(self) -> list[float]:
+        """Seconds of each stage that has ended."""
+        starts = [self.started, *self._ends]
+        return [end - start for start, end in zip(starts, self._ends, strict=False)]
+
+    def total_s(self) -> float:
+        """Seconds up to the end of the last stage; up to now if none has ended."""
+        return (self._ends[-1] if self._ends else time.perf_counter()) - self.started
+
+
+class DecisionSpans:
+    """Writes the spans of one router."""
+
+    def __init__(self, tracer: trace.Tracer | None = None) -> None:
+        self._tracer = trace.get_tracer("kvmesh.router") if tracer is None else tracer
+
+    def placed(
+        self,
+        traceparent: str,
+        watch: Stopwatch,
+        query: Query,
+        key: BookingKey | None,
+        decision: Decision,
+    ) -> None:
+        """The spans of a decision, as children of the caller's span."""
+        if not traceparent:
+            return
+        attributes: dict[str, AttributeValue] = {
+            "model": query.model,
+            "request_id": "" if key is None else key.request_id,
+            "worker_id": str(decision.worker.worker_id),
+            "dp_rank": decision.worker.dp_rank,
+            "overlap_blocks": decision.overlap_blocks,
+            "predicted_cached_tokens": decision.predicted_cached_tokens,
+            "isl_tokens": query.total_tokens,
+            "selector": decision.selector,
+            "reasons": decision.reasons,
+        }
+        if decision.prefill is not None:
+            attributes["prefill_worker_id"] = str(decision.prefill.worker_id)
+            attributes["prefill_dp_rank"] = decision.prefill.dp_rank
+        for row in decision.considered:
+            if row.placement == decision.worker and row.cost is not None:
+                attributes["cost"] = row.cost
+        self._write(traceparent, watch, attributes, None)
+
+    def failed(self, traceparent: str, watch: Stopwatch, error: MeshError) -> None:
+        """The spans of the stages up to the one that failed, which carries the error."""
+        if traceparent:
+            watch.lap()
+            self._write(traceparent, watch, {"error.type": type(error).__name__}, error)
+
+    def _write(
+        self,
+        traceparent: str,
+        watch: Stopwatch,
+        attributes: dict[str, AttributeValue],
+        error: MeshError | None,
+    ) -> None:
+        parent = telemetry.context_from_traceparent(traceparent)
+        if parent is None or not telemetry.is_sampled(parent):
+            return
+        laps = watch.laps_s()
+        began_ns = watch.began_ns
+        for number, (name, lap_s) in enumerate(zip(SPANS, laps, strict=False), 1):
+            is_last = number == len(laps)
+            span = self._tracer.start_span(
+                name, parent, attributes=attributes if is_last else None, start_time=began_ns
+            )
+            if is_last and error is not None:
+                span.set_status(trace.StatusCode.ERROR, error.message)
+            began_ns += round(lap_s * 1e9)
+            span.end(began_ns)

@@ -1,0 +1,722 @@
+"""The KV event publisher over real sockets, to indexers that follow the protocol, and the sim."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from common import rpc
+from common.attach import Order
+from common.blocks import PrefixHasher, hashes_from_bytes
+from common.errors import NotFound, Unavailable, Unimplemented
+from common.instances import Instance
+from common.interceptors import Calls, raising_mesh_errors
+from common.kv import EventKind, Partition, Source, SourceState
+from common.kv_proto import batch_from_proto, state_from_proto, state_to_proto
+from common.lifecycle import Health, Life
+from common.load import Load
+from common.preprocessed import StopConditions, TokenIds
+from common.registry import Lease, MemoryRegistry, MemoryStore
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.indexer.v1 import indexer_pb2 as pb
+from worker_svc import publisher as publisher_module
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.core.block_manager import BlocksRemoved, KvEvent
+from worker_svc.core.kv_events import (
+    RING_BATCHES,
+    Canonicaliser,
+    Duplicates,
+    Feed,
+    KvRules,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from worker_svc.engine import PreprocessedRequest
+from worker_svc.publisher import Publisher
+from worker_svc.sim_engine import SimEngine
+
+NS = "default"
+SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
+WORKER = 7
+SOURCE = Source(WORKER)
+WAIT_S = 15.0
+BLOCK = 4
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + WAIT_S
+    while not condition():
+        assert loop.time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+@dataclass
+class Stream:
+    """One Publish stream as the indexer saw it."""
+
+    write: Callable[[pb.PublishResponse], Any]
+    hello: list[SourceState] = field(default_factory=list)
+    partition: pb.Partition | None = None
+    batches: list[tuple[int, int]] = field(default_factory=list)
+    chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
+    loads: list[int] = field(default_factory=list)
+    is_over: bool = False
+
+
+class FakeIndexer:
+    """Keeps the set of one rank. It remembers where it stands from stream to stream.
+
+    is_mute: says nothing by itself. is_deaf: reads nothing after the hello.
+    """
+
+    def __init__(self, indexer_id: int) -> None:
+        self.id = indexer_id
+        self.epoch = 0
+        self.sequence = 0
+        self.held: set[int] = set()
+        self.streams: list[Stream] = []
+        self.is_mute = False
+        self.hears = asyncio.Event()
+        self.hears.set()
+        self.port = 0
+        self.lease: Lease | None = None
+        self._gathered: set[int] = set()
+        self._server: grpc.aio.Server | None = None
+        self._calls = Calls()
+
+    @property
+    def stream(self) -> Stream:
+        return self.streams[-1]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.epoch, self.sequence
+
+    async def start(self) -> None:
+        self._server = rpc.server(calls=self._calls)
+        self.port = rpc.bind(self._server, "127.0.0.1", self.port)
+        publish = grpc.stream_stream_rpc_method_handler(
+            self.publish,
+            request_deserializer=pb.PublishRequest.FromString,
+            response_serializer=pb.PublishResponse.SerializeToString,
+        )
+        handler = grpc.method_handlers_generic_handler(SERVICE, {"Publish": publish})
+        self._server.add_generic_rpc_handlers([handler])
+        await self._server.start()
+
+    async def stop(self) -> None:
+        assert self._server is not None
+        await rpc.stop(self._server, 0.0, self._calls)
+
+    def instance(self) -> Instance:
+        return Instance(self.id, NS, "indexer", "", f"127.0.0.1:{self.port}")
+
+    async def publish(self, frames: AsyncIterator[pb.PublishRequest], context: Any) -> None:
+        stream = Stream(context.write)
+        try:
+            async for frame in frames:
+                if frame.HasField("hello"):
+                    self._greet(stream, frame.hello)
+                    self.streams.append(stream)
+                    if not self.is_mute:
+                        await context.write(self._answer_to_hello(stream))
+                    continue
+                await self.hears.wait()
+                stream.loads += [load.engine_step for load in frame.loads]
+                if frame.HasField("batch"):
+                    self._apply(stream, frame.batch)
+                if frame.HasField("snapshot"):
+                    self._gather(stream, frame.snapshot)
+                if not self.is_mute and not frame.loads:
+                    await context.write(pb.PublishResponse(acked=[self._acked()]))
+        finally:
+            stream.is_over = True
+
+    async def resend(self, epoch: int, from_sequence: int) -> None:
+        resend = pb.Resend(epoch=epoch, from_sequence=from_sequence)
+        await self.stream.write(pb.PublishResponse(resends=[resend]))
+
+    async def ack(self, epoch: int, sequence: int) -> None:
+        state = state_to_proto(SourceState(SOURCE, epoch, sequence))
+        await self.stream.write(pb.PublishResponse(acked=[state]))
+
+    async def shrink(self, blocks: int) -> None:
+        await self.stream.write(pb.PublishResponse(shrink_blocks=blocks))
+
+    def _greet(self, stream: Stream, hello: pb.PublishHello) -> None:
+        assert hello.worker_id == WORKER
+        stream.hello = [state_from_proto(one) for one in hello.sources]
+        stream.partition = hello.partition
+
+    def _answer_to_hello(self, stream: Stream) -> pb.PublishResponse:
+        response = pb.PublishResponse()
+        for state in stream.hello:
+            if state.epoch != self.epoch:
+                self.epoch, self.sequence, self.held = state.epoch, 0, set()
+            if state.sequence > self.sequence:
+                response.resends.add(epoch=self.epoch, from_sequence=self.sequence + 1)
+        if not response.resends:
+            response.acked.append(self._acked())
+        return response
+
+    def _acked(self) -> pb.SourceState:
+        return state_to_proto(SourceState(SOURCE, self.epoch, self.sequence))
+
+    def _apply(self, stream: Stream, message: pb.EventBatch) -> None:
+        batch = batch_from_proto(message, WORKER)
+        stream.batches.append((batch.epoch, batch.sequence))
+        if batch.epoch > self.epoch:
+            self.epoch, self.sequence, self.held = batch.epoch, 0, set()
+        if batch.sequence <= self.sequence:
+            return
+        assert batch.sequence == self.sequence + 1, "no gap"
+        for event in batch.events:
+            match event.kind:
+                case EventKind.STORED:
+                    self.held.update(event.hashes.tolist())
+                case EventKind.REMOVED:
+                    self.held.difference_update(event.hashes.tolist())
+                case EventKind.CLEARED:
+                    self.held.clear()
+        self.sequence = batch.sequence
+
+    def _gather(self, stream: Stream, chunk: pb.SnapshotChunk) -> None:
+        stream.chunks.append((chunk.epoch, chunk.sequence, chunk.first, chunk.last))
+        if chunk.first:
+            self._gathered = set()
+        self._gathered.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
+        if chunk.last:
+            self.held = self._gathered
+            self.epoch, self.sequence = chunk.epoch, chunk.sequence
+
+
+def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+    return PrefixHasher(mesh_key=b"", model="m", block_size=block_size)
+
+
+class Mesh:
+    """A publisher that runs, its registry, and the indexers of a test."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self.registry = MemoryRegistry(self.store)
+        rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+        self.feed = Feed(SOURCE, Canonicaliser(rules, hasher_of))
+        self.steps = 0
+        self.publisher = Publisher(
+            WORKER,
+            Partition("m", BLOCK, 1),
+            {0: self.feed},
+            self._loads,
+            self.registry,
+            NS,
+            rng=Random(1),
+        )
+        self.indexers: list[FakeIndexer] = []
+        self._last = 0
+
+    def _loads(self) -> Sequence[Load]:
+        self.steps += 1
+        return (Load(engine_step=self.steps),)
+
+    async def indexer(self, **how: Any) -> FakeIndexer:
+        """One more indexer, in discovery, that has seen the hello."""
+        indexer = FakeIndexer(100 + len(self.indexers))
+        for name, value in how.items():
+            setattr(indexer, name, value)
+        self.indexers.append(indexer)
+        await indexer.start()
+        indexer.lease = await self.registry.register(indexer.instance())
+        await until(lambda: indexer.streams, "a hello")
+        return indexer
+
+    def store_pages(self, count: int = 1) -> list[int]:
+        """Stores unrelated blocks in one tick; their external hashes."""
+        values = range(self._last, self._last + count)
+        self._last += count
+        self.publisher.take(
+            PagesStored([value], None, struct.pack("<4I", value, 0, 0, 0), BLOCK)
+            for value in values
+        )
+        return list(values)
+
+    def remove_pages(self, values: Sequence[int]) -> None:
+        self.publisher.take([PagesRemoved(values)])
+
+    async def store_batches(self, count: int, pages: int = 1) -> None:
+        """So many ticks, each with one prompt of so many blocks."""
+        for _ in range(count):
+            values = range(self._last, self._last + pages)
+            self._last += pages
+            tokens = struct.pack(f"<{BLOCK * pages}I", *[values[0]] * BLOCK * pages)
+            self.publisher.take([PagesStored(values, None, tokens, BLOCK)])
+            await asyncio.sleep(0)
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Lets the tick end."""
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    @property
+    def published(self) -> set[int]:
+        return {n for c in self.feed.ledger.snapshot() for n in c.hashes.tolist()}
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.feed.ledger.epoch, self.feed.ledger.sequence
+
+    async def settled(self, indexer: FakeIndexer) -> None:
+        """Waits until the indexer has all, and checks that it has the same."""
+        await self.cut()
+        await until(lambda: indexer.position == self.position, "the indexer has caught up")
+        assert indexer.held == self.published
+
+
+@asynccontextmanager
+async def mesh() -> AsyncIterator[Mesh]:
+    running = Mesh()
+    task = asyncio.create_task(running.publisher.run())
+    try:
+        yield running
+        assert not task.done(), "it runs for ever"
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+        for indexer in running.indexers:
+            await indexer.stop()
+        await running.registry.close()
+
+
+async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        first = m.store_pages(3)
+        m.remove_pages(first[:1])
+        await m.settled(indexer)
+        m.store_pages()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [(1, 1), (1, 2)]
+        assert indexer.stream.hello == [SourceState(SOURCE, 1, 0)]
+        partition = indexer.stream.partition
+        assert partition is not None
+        assert (partition.model, partition.block_size, partition.hash_scheme) == ("m", BLOCK, 1)
+        assert len(indexer.held) == 3
+
+
+async def test_a_new_indexer_is_told_everything_from_the_first_batch() -> None:
+    async with mesh() as m:
+        await m.store_batches(5)
+        indexer = await m.indexer()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [(1, n) for n in range(1, 6)]
+        assert indexer.stream.chunks == []
+
+
+@pytest.mark.slow
+async def test_what_the_ring_has_no_more_is_a_snapshot_and_live_goes_on_behind_it() -> None:
+    async with mesh() as m:
+        await m.store_batches(RING_BATCHES + 1, pages=5)
+        indexer = await m.indexer()
+        await m.settled(indexer)
+        last = RING_BATCHES + 1
+        assert indexer.stream.chunks == [(1, last, True, False), (1, last, False, True)]
+        m.store_pages()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [(1, last + 1)]
+
+
+async def test_an_indexer_that_returns_is_sent_only_what_it_missed() -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        await m.store_batches(3)
+        await m.settled(indexer)
+        await indexer.stop()
+        await m.store_batches(2)
+        await indexer.start()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [(1, 4), (1, 5)]
+        assert len(indexer.streams) == 2
+
+
+async def test_an_indexer_that_has_all_goes_on_live_behind_its_acknowledgement() -> None:
+    async with mesh() as m:
+        await m.store_batches(4)
+        indexer = await m.indexer(epoch=1, sequence=4, held=m.published)
+        m.store_pages()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [(1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("epoch", "wanted", "sent"),
+    [(1, 2, [(1, 2), (1, 3)]), (9, 3, [(1, 1), (1, 2), (1, 3)]), (1, 4, [])],
+)
+async def test_a_resend_is_replayed_from_the_ring(
+    epoch: int, wanted: int, sent: list[tuple[int, int]]
+) -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        await m.store_batches(3)
+        await m.settled(indexer)
+        indexer.stream.batches.clear()
+        await indexer.resend(epoch, wanted)
+        await until(lambda: m.publisher.counters["replays"] == 1, "the demand arrives")
+        m.store_pages()
+        await m.settled(indexer)
+        assert indexer.stream.batches == [*sent, (1, 4)]
+
+
+@pytest.mark.parametrize("wanted", [0, 5, 99])
+async def test_a_resend_of_what_never_was_is_a_snapshot(wanted: int) -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        await m.store_batches(3)
+        await m.settled(indexer)
+        await indexer.resend(1, wanted)
+        await until(lambda: indexer.stream.chunks, "a snapshot")
+        assert indexer.stream.chunks == [(1, 3, True, True)]
+        await m.settled(indexer)
+
+
+@pytest.mark.slow
+async def test_demands_made_before_a_snapshot_arrived_do_not_start_it_again() -> None:
+    async with mesh() as m:
+        await m.store_batches(RING_BATCHES + 1, pages=20)
+        indexer = await m.indexer(is_mute=True)
+        for _ in range(3):
+            await indexer.resend(1, 1)
+        await m.settled(indexer)
+        assert [first for _, _, first, _ in indexer.stream.chunks].count(True) == 1
+        assert m.publisher.counters["snapshots"] == 1
+
+
+async def test_nothing_is_sent_before_the_indexer_said_where_to_go_on() -> None:
+    async with mesh() as m:
+        await m.store_batches(3)
+        indexer = await m.indexer(is_mute=True, epoch=1, sequence=2)
+        await until(lambda: len(indexer.stream.loads) > 1, "load is sent all the same")
+        assert indexer.stream.batches == []
+        await indexer.ack(1, 2)
+        await until(lambda: indexer.stream.batches, "the rest")
+        assert indexer.stream.batches == [(1, 3)]
+
+
+async def test_an_indexer_that_says_nothing_is_told_what_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "ANSWER_S", 0.02)
+    async with mesh() as m:
+        await m.store_batches(3)
+        indexer = await m.indexer(is_mute=True, epoch=1, sequence=3)
+        m.store_pages()
+        await until(lambda: indexer.stream.batches, "a batch")
+        assert indexer.stream.batches == [(1, 4)]
+
+
+@pytest.mark.slow
+async def test_an_indexer_that_does_not_read_costs_a_snapshot_later_and_delays_nobody() -> None:
+    async with mesh() as m:
+        slow, quick = await m.indexer(), await m.indexer()
+        slow.hears.clear()
+        await m.store_batches(150, pages=2000)  # More than the sockets between them hold.
+        await m.store_batches(RING_BATCHES)
+        await m.settled(quick)
+        assert slow.sequence < 150
+        slow.hears.set()
+        await m.settled(slow)
+        assert slow.stream.chunks, "it was too far behind"
+        assert len(slow.streams) == len(quick.streams) == 1
+
+
+async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
+    async with mesh() as m:
+        indexer, other = await m.indexer(), await m.indexer()
+        m.store_pages(10)
+        await m.settled(indexer)
+        await indexer.shrink(4)
+        await until(lambda: m.publisher.counters["shrunk_blocks"], "it shrinks")
+        for one in (indexer, other):
+            await m.settled(one)
+        assert len(indexer.held) == 6
+        m.store_pages(5)
+        await m.cut()
+        assert len(m.published) == 6, "no more than that is announced"
+
+
+async def test_a_demand_to_shrink_made_before_the_last_shrinking_was_seen_is_void() -> None:
+    async with mesh() as m:
+        indexer = await m.indexer(is_mute=True)
+        m.store_pages(10)
+        await until(lambda: indexer.sequence == 1, "the blocks are known")
+        await indexer.shrink(4)
+        await indexer.shrink(4)
+        await until(lambda: indexer.sequence == 2, "the withdrawal is known")
+        assert len(m.published) == 6
+        await indexer.ack(1, 2)
+        await indexer.shrink(1)
+        await until(lambda: indexer.sequence == 3, "a demand made in full knowledge")
+        assert len(m.published) == 5
+
+
+async def test_a_loss_is_told_by_a_new_hello_and_so_is_its_end() -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages(3)
+        await m.settled(indexer)
+        m.publisher.lose(0, "a test")
+        await until(lambda: len(indexer.streams) == 2, "a new stream")
+        assert indexer.streams[0].is_over, "streams of one worker do not overlap"
+        assert indexer.stream.hello == [SourceState(SOURCE, 2, 1, degraded=True)]
+        await m.settled(indexer)
+        assert indexer.held == set()
+        m.publisher.take([PagesCleared()])
+        m.store_pages(2)
+        await until(lambda: len(indexer.streams) == 3, "a new stream")
+        (state,) = indexer.stream.hello
+        assert (state.epoch, state.degraded) == (3, False)
+        await m.settled(indexer)
+        assert len(indexer.held) == 2
+
+
+async def test_a_reset_engine_begins_a_new_epoch_on_the_same_stream() -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages(3)
+        await m.settled(indexer)
+        m.publisher.reset(0)
+        await m.settled(indexer)
+        assert (indexer.held, indexer.position) == (set(), (2, 1))
+        m.store_pages(1)
+        await m.settled(indexer)
+        assert len(indexer.streams) == 1
+
+
+@pytest.mark.slow
+async def test_events_that_cannot_be_applied_never_hurt_the_engine() -> None:
+    async with mesh() as m:
+        m.store_pages(2)
+        broken: Any = ["not a hash"]
+        m.publisher.take([PagesRemoved(broken), PagesStored([], None, b"", BLOCK, rank=5)])
+        await m.cut()
+        assert m.feed.ledger.state == SourceState(SOURCE, 2, 1, degraded=True)
+        assert m.publisher.figures()["kv_events_lost"] == 1
+        assert m.publisher.figures()["kv_unknown_rank"] == 1
+
+
+@pytest.mark.slow
+async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
+    async with mesh() as m:
+        one, other = await m.indexer(), await m.indexer()
+        await until(lambda: min(len(i.stream.loads) for i in (one, other)) >= 3, "three reports")
+        assert one.stream.loads[-2] == one.stream.loads[-1] - 1, "the newest, each once"
+        loop = asyncio.get_running_loop()
+        began, before = loop.time(), m.steps
+        await until(lambda: m.steps >= before + 3, "three more")
+        assert 0.15 < loop.time() - began < 3.0
+
+
+async def test_an_indexer_that_leaves_discovery_is_left() -> None:
+    async with mesh() as m:
+        indexer, other = await m.indexer(), await m.indexer()
+        assert indexer.lease is not None
+        await indexer.lease.close()
+        await until(lambda: indexer.stream.is_over, "the stream ends")
+        assert [link.indexer.id for link in m.publisher.links] == [other.id]
+        m.store_pages()
+        await m.settled(other)
+
+
+async def test_an_indexer_that_cannot_be_reached_or_refuses_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "PAUSE_FIRST_S", 0.01)
+
+    class Refusing(FakeIndexer):
+        refusals = 3
+
+        async def publish(self, frames: AsyncIterator[pb.PublishRequest], context: Any) -> None:
+            if self.refusals:
+                self.refusals -= 1
+                raise Unavailable("not yet")
+            await super().publish(frames, context)
+
+    async with mesh() as m:
+        indexer = Refusing(100)
+        m.indexers.append(indexer)
+        await indexer.start()
+        await m.registry.register(indexer.instance())
+        m.store_pages(2)
+        await m.settled(indexer)
+        assert m.publisher.counters["streams"] == 4
+
+
+# The sim engine.
+
+
+@asynccontextmanager
+async def sim_worker(store: MemoryStore | None = None, **knobs: Any) -> AsyncIterator[WorkerApp]:
+    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+    app = WorkerApp(config, instance_id=WORKER, registry=MemoryRegistry(store or MemoryStore()))
+    life = Life(Health())
+    await app.start(life)
+    await app.register()
+    try:
+        yield app
+    finally:
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+async def ask(app: WorkerApp, tokens: Sequence[int], max_tokens: int = 40) -> None:
+    request = PreprocessedRequest(
+        token_ids=TokenIds.of(list(tokens)),
+        stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    )
+    key = app.runner.admit(Order(f"r{tokens[0]}", request=request))
+    await app.runner.run(key, lambda _: None)
+
+
+def cached_by(app: WorkerApp) -> set[int]:
+    assert isinstance(app.engine, SimEngine)
+    names = app.engine.blocks.names()
+    assert len(names) == len(set(names)) == app.engine.blocks.cached_blocks
+    return set(names)
+
+
+def count_removals(app: WorkerApp) -> list[int]:
+    """One number: blocks that the engine reports removed from now on."""
+    assert isinstance(app.engine, SimEngine)
+    inner = app.engine.kv_event_sink
+    assert inner is not None
+    count = [0]
+
+    def sink(events: Sequence[KvEvent]) -> None:
+        count[0] += sum(len(one.names) for one in events if isinstance(one, BlocksRemoved))
+        inner(events)
+
+    app.engine.kv_event_sink = sink
+    return count
+
+
+async def listed(app: WorkerApp, rank: int = 0) -> list[engine_pb2.ListKvBlocksResponse]:
+    channel = rpc.channel(app.address)
+    try:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        call = stub.ListKvBlocks(engine_pb2.ListKvBlocksRequest(dp_rank=rank), timeout=WAIT_S)
+        async with rpc.cancelling(call):
+            with raising_mesh_errors():
+                return [message async for message in call]
+    finally:
+        await channel.close()
+
+
+async def info(app: WorkerApp) -> engine_pb2.GetInfoResponse:
+    channel = rpc.channel(app.address)
+    try:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        message = await rpc.unary(stub.GetInfo, engine_pb2.GetInfoRequest(), timeout_s=WAIT_S)
+    finally:
+        await channel.close()
+    assert isinstance(message, engine_pb2.GetInfoResponse)
+    return message
+
+
+@pytest.mark.parametrize(("blocks", "evicts"), [(16384, False), (24, True)])
+async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
+    blocks: int, evicts: bool
+) -> None:
+    store = MemoryStore()
+    indexer = FakeIndexer(100)
+    await indexer.start()
+    registry = MemoryRegistry(store)
+    await registry.register(indexer.instance())
+    async with sim_worker(store, total_kv_blocks=blocks) as app:
+        assert app.publisher is not None
+        ledger = app.publisher.feeds[0].ledger
+        evicted = count_removals(app)
+        rng = Random(5)
+        shared = [rng.randrange(1000) for _ in range(100)]
+        for n in range(12):
+            tail = [rng.randrange(1000) for _ in range(rng.randrange(60))]
+            await asyncio.gather(ask(app, [*shared, n, *tail]), ask(app, [n, *shared]))
+        await until(lambda: indexer.position == (ledger.epoch, ledger.sequence), "caught up")
+        cached = cached_by(app)
+        assert indexer.held == cached
+        assert len(cached) > 10
+        assert (evicted[0] > 0) == evicts
+        messages = await listed(app)
+        names = [n for one in messages for n in hashes_from_bytes(one.prefix_hashes).tolist()]
+        assert set(names) == cached
+        assert {(one.epoch, one.sequence, one.tier) for one in messages} == {
+            (*indexer.position, "device")
+        }
+        assert isinstance(app.engine, SimEngine)
+        app.engine.flush_cache()
+        await until(lambda: not indexer.held, "the cache is flushed")
+        assert cached_by(app) == set()
+        assert app.publisher.feeds[0].canonicaliser.footprint == 0
+    await indexer.stop()
+    await registry.close()
+
+
+async def test_a_worker_says_that_it_publishes_events() -> None:
+    store = MemoryStore()
+    registry = MemoryRegistry(store)
+    async with sim_worker(store) as app:
+        (instance,) = (await registry.snapshot(NS)).of("worker")
+        assert instance.kv_index == "events"
+        await ask(app, range(100))
+        said = await info(app)
+        assert (said.kv_index, said.kv_index_reason) == ("events", "")
+        assert said.counters["kv_blocks"] == len(cached_by(app)) > 0
+        (empty_rank,) = [await _error_of(listed(app, rank=3))]
+        assert isinstance(empty_rank, NotFound)
+        assert empty_rank.field == "dp_rank"
+
+
+async def test_a_worker_told_not_to_publish_says_so_and_still_reports_load() -> None:
+    store = MemoryStore()
+    registry = MemoryRegistry(store)
+    indexer = FakeIndexer(100)
+    await indexer.start()
+    await registry.register(indexer.instance())
+    async with sim_worker(store, kv_events=False) as app:
+        (instance,) = (await registry.snapshot(NS)).of("worker")
+        assert instance.kv_index == "none"
+        await ask(app, range(100))
+        said = await info(app)
+        assert (said.kv_index, said.kv_index_reason) == ("none", "kv_events is off")
+        assert isinstance(await _error_of(listed(app)), Unimplemented)
+        await until(lambda: indexer.streams and indexer.stream.loads, "load")
+        assert indexer.stream.batches == []
+    async with sim_worker(MemoryStore()) as other:
+        (published,) = (await other._registry.snapshot(NS)).of("worker")
+    assert published.card_checksum == instance.card_checksum, "they serve the same model"
+    await indexer.stop()
+
+
+async def test_an_empty_cache_is_listed_as_one_empty_message() -> None:
+    async with sim_worker() as app:
+        (message,) = await listed(app)
+        assert (message.epoch, message.sequence, message.prefix_hashes) == (1, 0, b"")
+
+
+async def _error_of(work: Any) -> Exception:
+    try:
+        await work
+    except Exception as error:
+        return error
+    raise AssertionError("it should have failed")

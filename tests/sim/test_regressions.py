@@ -1,0 +1,109 @@
+"""Scenarios that once broke a rule, and those that chance draws too seldom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from common.attach import CREDIT_BYTES
+from common.preprocessed import StopConditions
+from tests.sim.clients import Wish, draw_wishes
+from tests.sim.faults import KEEPALIVE_S, Fault, FaultKind
+from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Report, Scenario, run_scenario, run_seed
+from worker_svc.core.truth import Truth
+
+TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+WISHES = draw_wishes(Random(3), 40, 8.0, TRUTH, long_prompts=False)
+FAULT = Fault(
+    at=2.0,
+    kind=FaultKind.ROUTER_STOP,
+    pick=0.0,
+    pick_too=0.0,
+    lasts_s=8.0,
+    near_s=0.1,
+    far_s=0.1,
+    notice_s=0.5,
+)
+
+pytestmark = pytest.mark.slow
+
+
+def passed(scenario: Scenario) -> Report:
+    report = run_scenario(scenario)
+    assert not report.breaches, str(report)
+    return report
+
+
+@pytest.mark.parametrize("routers", [1, 2])
+def test_a_router_that_hangs_is_no_worse_than_one_that_is_gone(routers: int) -> None:
+    """Placements waited for as long as it hung: nobody asked it for a sign of life."""
+    report = passed(Scenario(seed=1, routers=routers, wishes=WISHES, faults=(FAULT,)))
+    assert any("fault router_stop" in line for line in report.trace)
+
+
+@pytest.mark.parametrize("far_s", [0.0, KEEPALIVE_S])
+def test_a_session_that_breaks_without_a_word_holds_no_placement_up(far_s: float) -> None:
+    """Placements waited for the transport's keepalive, 15 s."""
+    cut = replace(FAULT, kind=FaultKind.SESSION_CUT, near_s=KEEPALIVE_S, far_s=far_s)
+    passed(Scenario(seed=2, wishes=WISHES, faults=(cut,)))
+
+
+def test_streams_are_woken_in_the_same_order_in_every_run() -> None:
+    """The sim engine walked through a set of sequences, whose order depended on addresses."""
+    keep = [object() for _ in range(999)]
+    first = run_seed(8)
+    del keep
+    assert run_seed(8).trace == first.trace
+
+
+def test_a_frontend_that_stalls_holds_workers_within_their_credit() -> None:
+    long = StopConditions(max_tokens=4000, ignore_eos=True)
+    wishes = tuple(Wish(n, 0.0, (10 + n, 20, 30), long, logprobs=1) for n in range(8))
+    stall = replace(FAULT, kind=FaultKind.FRONTEND_STALL, at=0.3, lasts_s=2.5)
+    scenario = Scenario(
+        seed=4, workers=1, step_s=0.0004, window_bytes=1 << 26, wishes=wishes, faults=(stall,)
+    )
+    report = passed(scenario)
+    assert report.unacked_max > 0.9 * CREDIT_BYTES, "the credit was never put to the test"
+
+
+def test_a_successor_on_an_old_address_is_not_taken_for_its_predecessor() -> None:
+    """Frontends reconnect to the port they know, where another process listens by now."""
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, lasts_s=0.01, near_s=0.0, notice_s=4.0)
+    report = passed(
+        Scenario(seed=5, workers=2, selector="round_robin", wishes=WISHES, faults=(kill,))
+    )
+    assert report.migrated > 0
+
+
+def test_a_mesh_whose_only_worker_is_away_for_a_while_serves_again() -> None:
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, lasts_s=1.0)
+    report = passed(Scenario(seed=6, workers=1, spares_first=False, wishes=WISHES, faults=(kill,)))
+    assert 0 < report.failed < len(WISHES)
+
+
+def test_unused_streams_are_closed_at_both_ends() -> None:
+    passed(Scenario(seed=7, frontends=2, wishes=WISHES, rest_s=70.0))
+
+
+def test_prompts_longer_than_a_part_arrive_whole_over_slow_links() -> None:
+    rng = Random(9)
+    stop = StopConditions(max_tokens=8, ignore_eos=True)
+    wishes = tuple(
+        Wish(n, 0.1 * n, tuple(rng.choices(WORDS, k=20_000 + n)), stop) for n in range(6)
+    )
+    cut = replace(FAULT, kind=FaultKind.ATTACH_CUT, at=0.3)
+    passed(Scenario(seed=8, delay_s=0.2, wishes=wishes, faults=(cut,)))
+
+
+def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() -> None:
+    """A request given up while its router hung was booked when that went on, and never freed."""
+    # The only worker dies; the router does not see its successor before it has been given up.
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, at=2.2, lasts_s=3.3)
+    stop = replace(FAULT, lasts_s=4.5)
+    report = passed(
+        Scenario(seed=9, workers=1, spares_first=False, wishes=WISHES, faults=(stop, kill))
+    )
+    assert report.failed > 0
