@@ -19,7 +19,7 @@ run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, 2 sim workers),
 	@$(BIN)/python -m meshctl up --sample $(ARGS)
 
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
-	$(BIN)/python -m pytest -n $(TEST_JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
 demo: $(VENV)/.dev ## Prefill and decode apart, two requests, their trace with the handoff (DISCOVERY=consul)
 	@$(BIN)/python -m meshctl demo --registry $(or $(DISCOVERY),file)
@@ -44,7 +44,7 @@ proto: $(VENV)/.dev ## Generate the protobuf and gRPC code beside the .proto fil
 	cd protos && $(CURDIR)/$(BIN)/python -m grpc_tools.protoc -I. --grpc_python_out=. --mypy_grpc_out=. $(SERVICES)
 
 rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
-	@$(BIN)/python -m pytest -n $(TEST_JOBS) --rows=docs/mission-rows.md -m row --no-header -o console_output_style=none
+	@$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --rows=docs/mission-rows.md -m row --no-header -o console_output_style=none
 
 bench-gateway: $(VENV)/.dev ## Token path figures on this machine; the last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)

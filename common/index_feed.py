@@ -237,6 +237,10 @@ class IndexFeed:
         """Blocks a known source claims, over all tier sets."""
         return self._tracks[source].claims.blocks
 
+    def device_blocks_of(self, source: Source) -> int:
+        """Blocks a known source claims on the device."""
+        return self._tracks[source].claims.blocks_on(Tier.DEVICE)
+
     def claims(self, source: Source) -> tuple[PrefixIndex, Claims]:
         """What a known source claims, and the index to read it from (`PrefixIndex.chunks`)."""
         track = self._tracks[source]

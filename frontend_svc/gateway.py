@@ -21,6 +21,9 @@ from frontend_svc.router_client import Key, Query
 
 # A slow client may leave this many tokens unread before its request is ended.
 UNREAD_TOKENS_MAX = 65_536
+# While all workers of a model are left alone, a request waits so long, so often: 3 s in all.
+WHOLE_AGAIN_S = 0.1
+WHOLE_AGAIN_TRIES = 30
 
 
 class Placer(Protocol):
@@ -76,6 +79,7 @@ class Ticket:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._waits_left = WHOLE_AGAIN_TRIES
         self._submitted: dict[Leg, Aborts] = {}
         self.machine = RequestMachine(plan, self, gateway.rng)
 
@@ -95,8 +99,16 @@ class Ticket:
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         """See RequestPorts."""
+        if not self.machine.awaits_placement(attempt):
+            return  # given up while it waited for somebody to be whole again
         query = self._query
-        excluded |= self._gateway.left_alone(query.model)
+        pool, alone = self._gateway.pool(query.model)
+        if pool and pool <= alone and self._waits_left:
+            # Most often a link was cut for a moment: cheaper to wait than to fail.
+            self._waits_left -= 1
+            self._loop.call_later(WHOLE_AGAIN_S, self.place, attempt, excluded)
+            return
+        excluded |= alone
         if excluded:
             query = query.without(excluded)
 
@@ -203,9 +215,10 @@ class Gateway:
         ticket.machine.start()
         return ticket
 
-    def left_alone(self, model: str) -> frozenset[int]:
-        """Workers of a model that this frontend saw fail and does not trust yet."""
-        return self.workers.left_alone(i.id for i in self.snapshot().serving(model))
+    def pool(self, model: str) -> tuple[frozenset[int], frozenset[int]]:
+        """Workers of a model, and those of them that this frontend saw fail and leaves alone."""
+        pool = frozenset(i.id for i in self.snapshot().serving(model))
+        return pool, self.workers.left_alone(pool)
 
     def closed(self, ticket: Ticket) -> None:
         """A ticket's request has ended."""

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import grpc.aio
 import structlog
@@ -39,6 +39,7 @@ SILENT_AFTER_S = 2.0
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
 Key = tuple[str, int]
 Answer = Callable[[Placed | MeshError], None]
 
@@ -159,6 +160,9 @@ class RouterClient:
         self._news: list[int] = []
         self._prefills_done: list[Key] = []
         self._frees: list[Key] = []
+        # Whether what is told to the router is kept for it: the next session begins with the whole
+        # state, so without one these lists would only grow.
+        self._is_told = False
         self._bookings: dict[Key, router_pb2.Booking] = {}
         self._heard_at = 0.0
         self._lost_router = 0
@@ -174,8 +178,7 @@ class RouterClient:
         self._last_id += 1
         self._waiting[self._last_id] = _Waiting(key, query, answer, self._loop.time())
         self._numbers[key] = self._last_id
-        self._news.append(self._last_id)
-        self._wake.set()
+        self._tell(self._news, self._last_id)
 
     def prefill_done(self, key: Key) -> None:
         """The first token is there."""
@@ -183,8 +186,7 @@ class RouterClient:
         if booking is not None:
             booking.prefill_tokens = 0
             booking.revision += 1
-            self._prefills_done.append(key)
-            self._wake.set()
+            self._tell(self._prefills_done, key)
 
     def free(self, key: Key) -> None:
         """The booking holds nothing any more; also right while its placement is still open."""
@@ -192,8 +194,12 @@ class RouterClient:
         number = self._numbers.pop(key, None)
         if number is not None:
             del self._waiting[number]
-        self._frees.append(key)
-        self._wake.set()
+        self._tell(self._frees, key)
+
+    def _tell(self, outbox: list[T], what: T) -> None:
+        if self._is_told:
+            outbox.append(what)
+            self._wake.set()
 
     async def run(self) -> None:
         """Keeps a Session open for as long as the frontend lives."""
@@ -222,7 +228,7 @@ class RouterClient:
             self._lost_router = router.id
             log.warning("router_lost", router_id=router.id, why=str(group.exceptions[0]))
         finally:
-            self.is_connected = False
+            self.is_connected = self._is_told = False
 
     async def _read(self, session: Session) -> None:
         while (frame := await session.read()) is not None:
@@ -270,9 +276,8 @@ class RouterClient:
 
     async def _write(self, session: Session) -> None:
         """The one writer: what gathered since the last write goes out as one frame."""
-        self._news = list(self._waiting)
-        self._prefills_done.clear()
-        self._frees.clear()
+        self._news, self._prefills_done, self._frees = list(self._waiting), [], []
+        self._is_told = True
         frame = router_pb2.SessionRequest(
             hello=router_pb2.SessionHello(frontend_id=self._frontend_id),
             announced=self._bookings.values(),
@@ -319,6 +324,8 @@ class RouterClient:
                 waiting = self._waiting.pop(number)
                 del self._numbers[waiting.key]
                 self.unrouted += 1
+                # The router may have been asked: what it books now is not what happens.
+                self._tell(self._frees, waiting.key)
                 waiting.answer(self._place_alone(waiting.query))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from random import SystemRandom
@@ -126,10 +127,9 @@ class IndexerApp:
         return {"metrics": self.metrics_address}
 
     async def _serve_when_filled(self, life: Life) -> None:
-        try:
+        # There may be no workers yet, and an empty index is a right one then.
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.ingest.first_published.wait(), FIRST_PUBLISHER_S)
-        except TimeoutError:
-            pass  # There may be no workers yet, and an empty index is a right one then.
         await life.health.set(SERVICE_NAME, True)
         await life.health.set("", True)
 

@@ -64,7 +64,7 @@ class Ingest:
             try:
                 yield
             finally:
-                self._tell()
+                self.tell()
 
     async def run(self, steps: Iterable[None]) -> None:
         """Runs one change to its end."""
@@ -119,7 +119,8 @@ class Ingest:
                 return
             yield
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Passes on what has changed."""
         news = self.feed.take_news()
         for one in news:
             match one:

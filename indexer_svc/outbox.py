@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
+from common.errors import MeshError
 from common.index_feed import Demand
 from common.kv import Source, SourceState
 from common.kv_proto import state_to_proto
@@ -15,7 +17,10 @@ ACK_EVERY_S = 0.05
 
 
 class PublisherOutbox:
-    """Bounded by the ranks of a worker: what is newer takes the place of what is older."""
+    """Bounded by the ranks of a worker: what is newer takes the place of what is older.
+
+    breach: why the stream ends, if it ends with an error.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -23,6 +28,7 @@ class PublisherOutbox:
         self._demands: dict[Source, Demand] = {}
         self._shrink_blocks = 0
         self._is_closed = False
+        self.breach: MeshError | None = None
         self._filled = asyncio.Event()
         self._urgent = asyncio.Event()
         self._written_at = clock()
@@ -42,8 +48,9 @@ class PublisherOutbox:
         self._shrink_blocks = blocks
         self._hurry()
 
-    def close(self) -> None:
+    def close(self, breach: MeshError | None = None) -> None:
         """What is there is still sent, then `next_frame` says that it is over."""
+        self.breach = self.breach or breach
         self._is_closed = True
         self._hurry()
 
@@ -52,20 +59,21 @@ class PublisherOutbox:
         await self._filled.wait()
         if not self._urgent.is_set():
             left_s = self._written_at + ACK_EVERY_S - self._clock()
-            try:
+            # Out of time, the acknowledgements are due.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._urgent.wait(), max(0.0, left_s))
-            except TimeoutError:
-                pass  # Nothing urgent has come: the acknowledgements are due.
         if not (self._acked or self._demands or self._shrink_blocks):
             assert self._is_closed, "woken for nothing"
             return None
         frame = indexer_pb2.PublishResponse(
             acked=map(state_to_proto, self._acked.values()), shrink_blocks=self._shrink_blocks
         )
-        for source, epoch, sequence in (
-            (d.source, d.epoch, d.from_sequence) for d in self._demands.values()
-        ):
-            frame.resends.add(dp_rank=source.dp_rank, epoch=epoch, from_sequence=sequence)
+        for demand in self._demands.values():
+            frame.resends.add(
+                dp_rank=demand.source.dp_rank,
+                epoch=demand.epoch,
+                from_sequence=demand.from_sequence,
+            )
         self._acked.clear()
         self._demands.clear()
         self._shrink_blocks = 0

@@ -7,7 +7,6 @@ between the two positions, or while either side was being read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,8 +65,7 @@ async def _list_theirs(source: Source, address: str, security: rpc.Security) -> 
     parts: dict[Tier, list[Hashes]] = {}
     at: tuple[int, int] | None = None
     try:
-        # The generated stub's types know synchronous channels only.
-        stub: engine_pb2_grpc.EngineServiceAsyncStub = engine_pb2_grpc.EngineServiceStub(channel)  # type: ignore[assignment]
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
         request = engine_pb2.ListKvBlocksRequest(dp_rank=source.dp_rank)
         call = stub.ListKvBlocks(request, timeout=LIST_S, metadata=rpc.call_metadata(security))
         with raising_mesh_errors():

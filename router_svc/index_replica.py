@@ -217,6 +217,9 @@ class IndexReplica:
             self._heard.pop(source, None)
             self.feed.forget(source, status.reason)
             return
+        if partition is None and source not in self.feed:
+            LOG.debug("status of an unknown source ignored", source=source, state=status.state)
+            return
         self.feed.follow(partition, source, status, now)
         partition = self.feed.partition(source)
         key = _name_of(partition)

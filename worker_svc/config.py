@@ -21,7 +21,7 @@ class WorkerConfig(ServiceConfig):
     )
     role: Literal["aggregated", "prefill", "decode"] = field(
         default="aggregated",
-        metadata=knob("prefill and decode split requests in two; the sim only."),
+        metadata=knob("prefill and decode split requests in two; not the echo engine."),
     )
     handoff: Literal["bootstrap", "completed"] = field(
         default="bootstrap",
@@ -110,6 +110,6 @@ class WorkerConfig(ServiceConfig):
     def problems(self) -> list[str]:
         """Contradictions between fields."""
         found = ServiceConfig.problems(self)
-        if self.engine != "sim" and self.role != "aggregated":
-            found.append(f"role: the {self.engine} engine has no prefill and decode")
+        if self.engine == "echo" and self.role != "aggregated":
+            found.append("role: the echo engine has no prefill and decode")
         return found

@@ -3,8 +3,9 @@
 What the engine reports goes through a `Feed` for each rank (`core/kv_events.py`). All that arrives
 in one tick of the loop becomes one batch. A link has no queue of its own: it has a cursor into each
 ledger, whose ring is the buffer that all links share. A link that falls behind the ring, or is
-asked for what the ring has no more, sends a snapshot and goes on behind it. So a slow or dead
-indexer costs a cursor and at most one snapshot (8 bytes a block), and nobody else waits for it.
+asked for what the ring has no more, sends a snapshot and goes on behind it. It stays at most
+UNACKED_MAX batches ahead of the acknowledgements, since the windows of sockets hold megabytes. So a
+slow or dead indexer costs a cursor and at most one snapshot (8 bytes a block); nobody waits for it.
 
 A stream: hello says where each rank stands; then the link waits to be told where each is to go on:
 behind what is acknowledged, or at a resend's sequence. One writer a stream sends load first, then
@@ -47,6 +48,8 @@ LOAD_EVERY_S = 0.1
 ANSWER_S = 2.0
 # How long an indexer may take to end a stream that is to begin anew.
 END_S = 1.0
+# Batches of a rank that an indexer may have to acknowledge before more are sent.
+UNACKED_MAX = 512
 # Pauses before a lost indexer, or the registry, is tried again; jittered by half.
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
@@ -230,12 +233,14 @@ class Publisher:
 class _Cursor:
     """What one stream is to send next of one rank: the batch after `sequence`, or a snapshot.
 
-    is_live: whether the indexer has said where to go on.
+    is_live: whether the indexer has said where to go on. base: where it went on, which needs no
+    acknowledgement.
     """
 
     epoch: int
     sequence: int
     is_live: bool
+    base: int
     chunks: deque[SnapshotChunk] = field(default_factory=deque)
 
 
@@ -333,7 +338,9 @@ class Link:
         self.is_open = False
         # Nothing can be missing of a rank that has said nothing yet.
         self._cursors = {
-            state.source.dp_rank: _Cursor(state.epoch, state.sequence, state.sequence == 0)
+            state.source.dp_rank: _Cursor(
+                state.epoch, state.sequence, state.sequence == 0, state.sequence
+            )
             for state in states
         }
         self._told_degraded = {state.source.dp_rank: state.degraded for state in states}
@@ -387,10 +394,10 @@ class Link:
         if not cursor.is_live:
             return None
         if cursor.epoch != ledger.epoch:
-            cursor.epoch, cursor.sequence = ledger.epoch, 0
+            cursor.epoch, cursor.sequence, cursor.base = ledger.epoch, 0, 0
             cursor.chunks.clear()
         if not cursor.chunks:
-            if cursor.sequence == ledger.sequence:
+            if cursor.sequence == ledger.sequence or self._is_ahead(ledger.source.dp_rank, cursor):
                 return None
             batch = ledger.batch(cursor.sequence + 1)
             if batch is not None:
@@ -400,10 +407,16 @@ class Link:
         chunk = cursor.chunks.popleft()
         return indexer_pb2.PublishRequest(snapshot=chunk_to_proto(chunk))
 
+    def _is_ahead(self, rank: int, cursor: _Cursor) -> bool:
+        epoch, acked = self.acked.get(rank, (0, 0))
+        known = max(cursor.base, acked) if epoch == cursor.epoch else cursor.base
+        return cursor.sequence - known >= UNACKED_MAX
+
     def _begin_snapshot(self, feed: Feed, cursor: _Cursor) -> None:
         self._publisher.counters["snapshots"] += 1
         cursor.chunks = deque(feed.ledger.snapshot())
         cursor.epoch, cursor.sequence = _position(feed)
+        cursor.base = cursor.sequence
 
     # The reader.
 
@@ -454,6 +467,7 @@ class Link:
         cursor.epoch, cursor.sequence = feed.ledger.epoch, last_had
         if epoch != feed.ledger.epoch:
             cursor.sequence = 0
+        cursor.base = cursor.sequence
         if not feed.ledger.can_replay(cursor.sequence + 1):
             self._begin_snapshot(feed, cursor)
 

@@ -1,4 +1,4 @@
-"""SGLang's KV events as they come out of its ranks: in order, whole, as the canonicaliser takes them.
+"""SGLang's KV events, rank by rank: in order, without gaps, as the canonicaliser takes them.
 
 Each rank publishes numbered batches over ZeroMQ (PUB, loopback) and keeps the last ones for replay
 (ROUTER). Nothing says when a subscription has begun to count, and a publisher drops what a slow
@@ -188,9 +188,7 @@ class KvReader:
 
 
 # Any: what an engine says, unpacked.
-def external_events(
-    events: Sequence[Mapping[str, Any]], rank: int
-) -> Iterator[ExternalEvent]:
+def external_events(events: Sequence[Mapping[str, Any]], rank: int) -> Iterator[ExternalEvent]:
     """Our events for SGLang's. Raises LookupError, TypeError or ValueError for what is none."""
     for event in events:
         match event["type"]:

@@ -59,6 +59,8 @@ FRAME_BYTES_MAX: Final = 4 << 20
 TICK_S: Final = 0.05
 # Rooms that are over are remembered, so that a leg which comes too late hears it at once.
 _ENDED_ROOMS_MAX: Final = 4096
+# How long an engine that ends takes to say that legs, which had not pulled yet, are gone.
+_LAST_WORDS_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<I")
 _COUNTERS: Final = {
     Outcome.HANDED_OVER: "rooms_handed_over",
@@ -329,6 +331,7 @@ class Handoffs:
         self._connections = 0
         self._link_free_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dropping: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -374,6 +377,8 @@ class Handoffs:
             self._do(side, side.machine.abort())
         for decode in tuple(self._decodes):
             self.abort(decode)
+        if self._dropping:
+            await asyncio.wait(tuple(self._dropping), timeout=_LAST_WORDS_S)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -496,8 +501,9 @@ class Handoffs:
             case Dial():
                 self._spawn(self._talk(side))
             case TellDropped():
-                if not self._is_closed:
-                    self._spawn(self._tell_dropped(side))
+                task = self._spawn(self._tell_dropped(side))
+                self._dropping.add(task)
+                task.add_done_callback(self._dropping.discard)
             case Arrived(done):
                 assert side.on_arrival is not None, "it was set when the leg came"
                 side.on_arrival(done)

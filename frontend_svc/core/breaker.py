@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
-FIRST_PROBE_S = 0.5
+FIRST_PROBE_S = 0.2
 PROBE_LIMIT_S = 8.0
 # Of a pool, so many may be left alone for standing still; a common cause must not empty it.
 HUNG_SHARE = 0.25

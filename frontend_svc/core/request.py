@@ -12,7 +12,7 @@ delivered, for then the prompt's KV has arrived and prefill's fate is its own.
 Invariants: `finish` is called exactly once and nothing is emitted after it; the tokens emitted are
 the concatenation of what main legs delivered, nothing lost, repeated or reordered; at most one
 attempt is live; every attempt that was placed is freed exactly once; a worker that failed the
-request is not asked again; prefill is told of an abort before decode.
+request is asked again only when nobody else is left; prefill is told of an abort before decode.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from common.preprocessed import (
 
 # A decode leg that fails so blames its prefill worker, and the other way round.
 PEER_LOST = "PEER_LOST"
+# The router's word for "all that could serve it are excluded".
+ALL_EXCLUDED = "ALL_EXCLUDED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class RequestMachine:
 
     def placed(self, attempt: int, placed: Placed, now: float) -> None:
         """The router chose, and booked it."""
-        if not self._awaits(attempt):
+        if not self.awaits_placement(attempt):
             return  # freed when it was given up
         self._placed = placed
         if placed.prefill is None:
@@ -261,9 +263,16 @@ class RequestMachine:
 
     def place_failed(self, attempt: int, error: MeshError) -> None:
         """The router found no place. Nothing is booked."""
-        if not self._awaits(attempt):
+        if not self.awaits_placement(attempt):
             return
         self._booked = False
+        is_last = self._attempt + 1 >= self.plan.attempts_max
+        if error.reason == ALL_EXCLUDED and self._excluded and not is_last:
+            # Nobody else is left: whoever failed it may be whole again.
+            self._excluded = frozenset()
+            if self._ports.take_retry():
+                self._place()
+                return
         self._finish(FinishReason.ERROR, error)
 
     def client_gone(self, reason: str = "client_gone") -> None:
@@ -405,7 +414,8 @@ class RequestMachine:
 
     # -- doing ----------------------------------------------------------------------------------
 
-    def _awaits(self, attempt: int) -> bool:
+    def awaits_placement(self, attempt: int) -> bool:
+        """Whether an answer of the router to this attempt is still of use."""
         is_placed = self._main is not None or self._prefill is not None
         return not self.is_finished and attempt == self._attempt and not is_placed
 

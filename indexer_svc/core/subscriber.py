@@ -126,7 +126,7 @@ class Subscriber:
         begins_epoch = batch.sequence == 1 and batch.epoch > known[0]
         if begins_epoch or at == (known[0], known[1] + 1):
             self._known[source] = at
-            self._put(batch, sum(8 * len(event.hashes) + 16 for event in batch.events))
+            self._put(batch)
 
     def replaced(self, source: Source) -> None:
         """A source's set has changed otherwise than by batches."""
@@ -198,12 +198,14 @@ class Subscriber:
     def _wants(self, partition: Partition) -> bool:
         return self._partition is None or partition == self._partition
 
-    def _put(self, item: Told, extra: int = 0) -> None:
-        assert extra + ITEM_BYTES == _weight(item), "weighed alike on the way in and out"
+    def _put(self, item: Told) -> None:
+        if self.is_cut:
+            return
         self._waiting.append(item)
-        self._waiting_bytes += ITEM_BYTES + extra
+        self._waiting_bytes += _weight(item)
         if self._waiting_bytes > self._cap_bytes:
             self.is_cut = True
+            self._waiting.clear()
 
     def _bring_up_to_date(self, source: Source) -> bool:
         """Without a snapshot; whether that was possible."""

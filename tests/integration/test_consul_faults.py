@@ -175,7 +175,7 @@ async def test_a_worker_is_seen_once_consul_has_reached_it(
         owner = mesh.connect()
         await owner.register(wrong)
         await owner.register(one)
-        assert await seen(watch, lambda s: bool(s.instances), WAIT_S) < 2.0
+        await seen(watch, lambda s: bool(s.instances), WAIT_S)
         assert watch.current.instances == {one.id: one}
 
 

@@ -43,7 +43,7 @@ from worker_svc.core.kv_events import (
     PagesStored,
 )
 from worker_svc.engine import PreprocessedRequest
-from worker_svc.publisher import Publisher
+from worker_svc.publisher import UNACKED_MAX, Publisher
 from worker_svc.sim_engine import SimEngine
 
 NS = "default"
@@ -396,8 +396,8 @@ async def test_demands_made_before_a_snapshot_arrived_do_not_start_it_again() ->
     async with mesh() as m:
         await m.store_batches(RING_BATCHES + 1, pages=20)
         indexer = await m.indexer(is_mute=True)
-        for _ in range(3):
-            await indexer.resend(1, 1)
+        resends = [pb.Resend(epoch=1, from_sequence=1)] * 3
+        await indexer.stream.write(pb.PublishResponse(resends=resends))
         await m.settled(indexer)
         assert [first for _, _, first, _ in indexer.stream.chunks].count(True) == 1
         assert m.publisher.counters["snapshots"] == 1
@@ -431,13 +431,15 @@ async def test_an_indexer_that_does_not_read_costs_a_snapshot_later_and_delays_n
     async with mesh() as m:
         slow, quick = await m.indexer(), await m.indexer()
         slow.hears.clear()
-        await m.store_batches(150, pages=2000)  # More than the sockets between them hold.
-        await m.store_batches(RING_BATCHES)
-        await m.settled(quick)
-        assert slow.sequence < 150
+        for _ in range(2 * RING_BATCHES // 256):
+            await m.store_batches(256)
+            await m.settled(quick)
+        assert slow.sequence == 0
         slow.hears.set()
         await m.settled(slow)
-        assert slow.stream.chunks, "it was too far behind"
+        assert slow.stream.batches == [(1, n) for n in range(1, UNACKED_MAX + 1)], "then it waited"
+        assert slow.stream.chunks == [(1, 2 * RING_BATCHES, True, True)]
+        assert quick.stream.chunks == []
         assert len(slow.streams) == len(quick.streams) == 1
 
 

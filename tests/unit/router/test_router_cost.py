@@ -109,7 +109,7 @@ def test_a_decay_of_one_halves_the_credit_at_one_request_of_excess() -> None:
 
 
 def test_lower_tiers_earn_their_own_credit_for_what_the_device_lacks() -> None:
-    matches = {Placement(1, 0): Matched(Source(1), 4, 6, 10)}
+    matches: Matches = {Placement(1, 0): Matched(Source(1), 4, 6, 10)}
     (one,) = prices(16, loaded((0, 0, 0)), workers=1, matches=matches)
     assert one.terms is not None
     assert one.terms.overlap_credit == 4 + 0.75 * 2 + 0.25 * 4

@@ -1,0 +1,447 @@
+"""IndexerService over grpc.aio: messages in, changes and questions to the index, messages out.
+
+Every long stream has one writer, which sends what has gathered since its last write as one frame:
+an overloaded link makes larger frames.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from common import rpc
+from common.attach_proto import load_from_proto, load_to_proto
+from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded
+from common.index_feed import EXACT, STALE_S
+from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState, SourceStatus
+from common.kv_proto import (
+    batch_from_proto,
+    batch_to_proto,
+    chunk_from_proto,
+    chunk_to_proto,
+    hashes_of,
+    matches_to_proto,
+    partition_from_proto,
+    partition_to_proto,
+    source_to_proto,
+    state_from_proto,
+    state_to_proto,
+    status_to_proto,
+)
+from indexer_svc.core.subscriber import (
+    CaughtUp,
+    LoadTold,
+    StatusTold,
+    Subscriber,
+    Told,
+    snapshot_of,
+)
+from indexer_svc.fleet_watch import FleetWatch
+from indexer_svc.ingest import Ingest
+from indexer_svc.metrics import Metrics
+from indexer_svc.outbox import PublisherOutbox
+from indexer_svc.verify import compare
+from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+
+LOG = structlog.get_logger(__name__)
+
+SERVICE_NAME = "kvmesh.indexer.v1.IndexerService"
+# Answers a MatchStream may have waiting for its peer; above it nothing more is read from it.
+ANSWERS_MAX = 4096
+# Questions answered without letting the loop run; about 1 ms.
+QUESTIONS_A_SLICE = 32
+
+NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
+GONE = SourceStatus("gone", "its worker is not in discovery")
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
+    """One indexer process. `clock` is the one that feeds the core, in seconds."""
+
+    def __init__(
+        self,
+        ingest: Ingest,
+        fleet: FleetWatch,
+        metrics: Metrics,
+        *,
+        security: rpc.Security,
+        subscriber_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ingest = ingest
+        self._fleet = fleet
+        self._metrics = metrics
+        self._security = security
+        self._subscriber_bytes = subscriber_bytes
+        self._clock = clock
+        self._answers: set[_Answers] = set()
+        self._is_ending = False
+
+    def end_streams(self) -> None:
+        """Close every long stream, so that peers go elsewhere."""
+        self._is_ending = True
+        for outbox in self._ingest.publishers.values():
+            outbox.close()
+        for answers in self._answers:
+            answers.close()
+        self._ingest.wake()
+
+    # Publish.
+
+    # grpc.aio takes coroutines that write to the context; the generated types know generators only.
+    async def Publish(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[indexer_pb2.PublishRequest], context: Context
+    ) -> None:
+        outbox = PublisherOutbox(self._clock)
+        async with asyncio.TaskGroup() as tasks:
+            reader = tasks.create_task(self._read_publisher(request_iterator, outbox))
+            while (frame := await outbox.next_frame()) is not None:
+                await context.write(frame)
+            reader.cancel()
+        if outbox.breach is not None:
+            raise outbox.breach
+
+    async def _read_publisher(
+        self, frames: AsyncIterator[indexer_pb2.PublishRequest], outbox: PublisherOutbox
+    ) -> None:
+        publishers = self._ingest.publishers
+        hello: _Hello | None = None
+        breach: MeshError | None = None
+        try:
+            async for frame in frames:
+                if hello is None:
+                    hello = _hello_of(frame)
+                    await self._open(hello, outbox)
+                elif frame.HasField("hello"):
+                    raise InvalidRequest("hello is for the first frame only", "hello")
+                if publishers.get(hello.worker_id) is not outbox:
+                    break
+                await self._take(frame, hello, outbox)
+        except MeshError as error:
+            LOG.warning("publisher refused", error=error.message)
+            breach = error
+        finally:
+            if hello is not None and publishers.get(hello.worker_id) is outbox:
+                del publishers[hello.worker_id]
+                for source in self._ingest.feed.sources_of(hello.worker_id):
+                    self._ingest.feed.lose(source, self._clock(), "its publisher's stream ended")
+                self._ingest.tell()
+            outbox.close(breach)
+
+    async def _open(self, hello: _Hello, outbox: PublisherOutbox) -> None:
+        feed, publishers = self._ingest.feed, self._ingest.publishers
+        older = publishers.get(hello.worker_id)
+        publishers[hello.worker_id] = outbox
+        if older is not None:
+            older.close(Conflict("a newer stream has taken its place", reason="REPLACED"))
+        if self._is_ending:
+            outbox.close()
+        async with self._ingest.exclusive():
+            listed = {state.source for state in hello.states}
+            for source in feed.sources_of(hello.worker_id):
+                if source not in listed:
+                    feed.forget(source, "its worker does not publish it any more")
+            for state in hello.states:
+                feed.announce(hello.partition, state, self._clock())
+        for state in hello.states:
+            self._acknowledge(state.source, outbox)
+
+    async def _take(
+        self, frame: indexer_pb2.PublishRequest, hello: _Hello, outbox: PublisherOutbox
+    ) -> None:
+        ingest, now = self._ingest, self._clock()
+        for message in frame.states:
+            state = state_from_proto(message, "states")
+            _require_own(state.source, hello, "states.source")
+            async with ingest.exclusive():
+                ingest.feed.set_degraded(state.source, state.degraded, now)
+        if frame.HasField("batch"):
+            batch = batch_from_proto(frame.batch, hello.worker_id)
+            await ingest.run(ingest.feed.apply(batch, now))
+            self._acknowledge(batch.source, outbox)
+        if frame.HasField("snapshot"):
+            chunk = chunk_from_proto(frame.snapshot)
+            _require_own(chunk.source, hello, "snapshot.source")
+            await ingest.run(ingest.feed.load(chunk, now))
+            if chunk.last:
+                self._acknowledge(chunk.source, outbox)
+        for message in frame.loads:
+            source = Source(hello.worker_id, message.dp_rank)
+            ingest.report_load(source, hello.partition, load_from_proto(message))
+
+    def _acknowledge(self, source: Source, outbox: PublisherOutbox) -> None:
+        feed = self._ingest.feed
+        outbox.acknowledge(feed.position(source))
+        if feed.status(source) == EXACT:
+            self._ingest.first_published.set()
+
+    # Subscribe.
+
+    async def Subscribe(  # type: ignore[override]
+        self, request: indexer_pb2.SubscribeRequest, context: Context
+    ) -> None:
+        resume = [state_from_proto(state, "resume") for state in request.resume]
+        partition = None
+        if request.HasField("partition"):
+            partition = partition_from_proto(request.partition)
+        filled = asyncio.Event()
+        async with self._ingest.exclusive():
+            subscriber = self._subscriber(resume, partition)
+            self._ingest.subscribers[subscriber] = filled
+        try:
+            while not self._is_ending:
+                if subscriber.is_cut:
+                    self._metrics.cuts.inc()
+                    raise Overloaded(0.1, "read too slowly; resume", reason="SUBSCRIBER_CUT")
+                if not subscriber.has_more:
+                    filled.clear()
+                    await filled.wait()
+                    continue
+                # A snapshot must not be read amid a batch.
+                async with self._ingest.exclusive():
+                    told = subscriber.take()
+                if told:
+                    await context.write(_told_to_proto(told))
+        finally:
+            del self._ingest.subscribers[subscriber]
+
+    def _subscriber(self, resume: Sequence[SourceState], partition: Partition | None) -> Subscriber:
+        ingest = self._ingest
+        subscriber = Subscriber(
+            ingest.feed, ingest.histories, resume, partition, self._subscriber_bytes
+        )
+        for source in subscriber.unknown_sources:
+            # After a restart of this index, workers are on their way to it.
+            is_there = self._fleet.absent_since(source.worker_id) is None
+            subscriber.tell(source, NOT_KNOWN_YET if is_there else GONE)
+        for source, reported in ingest.loads.items():
+            if self._clock() - reported.at < STALE_S:
+                subscriber.load(source, reported.partition, reported.load)
+        return subscriber
+
+    # Questions.
+
+    async def Match(
+        self, request: indexer_pb2.MatchRequest, context: Context
+    ) -> indexer_pb2.MatchResponse:
+        return self._match(request, "")
+
+    async def MatchStream(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[indexer_pb2.MatchStreamRequest], context: Context
+    ) -> None:
+        answers = _Answers()
+        self._answers.add(answers)
+        if self._is_ending:
+            answers.close()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                reader = tasks.create_task(self._read_questions(request_iterator, answers))
+                while (frame := await answers.next_frame()) is not None:
+                    await context.write(frame)
+                reader.cancel()
+        finally:
+            self._answers.discard(answers)
+        if answers.breach is not None:
+            raise answers.breach
+
+    async def _read_questions(
+        self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: _Answers
+    ) -> None:
+        breach: MeshError | None = None
+        try:
+            async for frame in frames:
+                questions = frame.questions
+                for start in range(0, len(questions), QUESTIONS_A_SLICE):
+                    part = questions[start : start + QUESTIONS_A_SLICE]
+                    await answers.put([self._answer(question) for question in part])
+        except MeshError as error:
+            breach = error
+        finally:
+            answers.close(breach)
+
+    def _answer(self, question: indexer_pb2.MatchQuestion) -> indexer_pb2.MatchAnswer:
+        response = self._match(question.request, "questions.request.")
+        return indexer_pb2.MatchAnswer(id=question.id, response=response)
+
+    def _match(self, request: indexer_pb2.MatchRequest, prefix: str) -> indexer_pb2.MatchResponse:
+        if not request.HasField("partition"):
+            raise InvalidRequest(f"{prefix}partition is required", f"{prefix}partition")
+        partition = partition_from_proto(request.partition, f"{prefix}partition")
+        hashes = hashes_of(request.prefix_hashes, f"{prefix}prefix_hashes")
+        began = time.perf_counter()
+        rows = self._ingest.feed.match(partition, hashes)
+        self._metrics.match_seconds.observe(time.perf_counter() - began)
+        if request.worker_ids:
+            wanted = frozenset(request.worker_ids)
+            rows = [row for row in rows if row.source.worker_id in wanted]
+        return matches_to_proto(rows)
+
+    async def Dump(
+        self, request: indexer_pb2.DumpRequest, context: Context
+    ) -> AsyncIterator[indexer_pb2.DumpResponse]:
+        """Source by source. Blocks that come or go meanwhile may be told or not."""
+        feed = self._ingest.feed
+        for source in self._sources_of(request.worker_id):
+            if source not in feed:
+                continue  # It has left since the dump began.
+            async with self._ingest.exclusive():
+                partition = partition_to_proto(feed.partition(source))
+                index, claims = feed.claims(source)
+                chunks = snapshot_of(feed.position(source), index.chunks(claims))
+            while True:
+                async with self._ingest.exclusive():
+                    chunk = next(chunks, None)
+                if chunk is None:
+                    break
+                yield indexer_pb2.DumpResponse(partition=partition, chunk=chunk_to_proto(chunk))
+
+    async def Verify(
+        self, request: indexer_pb2.VerifyRequest, context: Context
+    ) -> indexer_pb2.VerifyResponse:
+        response = indexer_pb2.VerifyResponse()
+        for source in self._sources_of(request.worker_id):
+            worker = self._fleet.worker(source.worker_id)
+            address = None if worker is None else worker.address
+            row = await compare(self._ingest, source, address, self._security)
+            response.sources.add(
+                source=source_to_proto(source),
+                extra=row.extra,
+                missing=row.missing,
+                equal=row.equal,
+                error=row.error,
+            )
+        return response
+
+    async def Stats(
+        self, request: indexer_pb2.StatsRequest, context: Context
+    ) -> indexer_pb2.StatsResponse:
+        feed, now = self._ingest.feed, self._clock()
+        response = indexer_pb2.StatsResponse(
+            blocks=feed.blocks,
+            batches_applied=feed.counters.batches,
+            budget_bytes=self._ingest.budget.budget_bytes,
+            used_bytes=feed.used_bytes,
+        )
+        for source in feed.sources():
+            response.sources.add(
+                state=state_to_proto(feed.position(source)),
+                status=status_to_proto(feed.status(source)),
+                blocks=feed.device_blocks_of(source),
+                partition=partition_to_proto(feed.partition(source)),
+                age_ms=max(0, round((now - feed.heard_at(source)) * 1000)),
+            )
+        return response
+
+    def _sources_of(self, worker_id: int) -> list[Source]:
+        feed = self._ingest.feed
+        if not worker_id:
+            return feed.sources()
+        sources = feed.sources_of(worker_id)
+        if not sources:
+            raise NotFound(f"worker {worker_id} is not in the index", field="worker_id")
+        return sources
+
+
+class _Hello:
+    """The first frame of a publication."""
+
+    def __init__(self, message: indexer_pb2.PublishHello) -> None:
+        if not message.worker_id:
+            raise InvalidRequest("hello.worker_id is required", "hello.worker_id")
+        self.worker_id = message.worker_id
+        self.partition = partition_from_proto(message.partition, "hello.partition")
+        self.states = [state_from_proto(one, "hello.sources") for one in message.sources]
+        for state in self.states:
+            _require_own(state.source, self, "hello.sources.source")
+
+
+class _Answers:
+    """What a MatchStream still has to send, for its one writer.
+
+    breach: why the stream ends, if it ends with an error.
+    """
+
+    def __init__(self) -> None:
+        self._answers: list[indexer_pb2.MatchAnswer] = []
+        self._is_closed = False
+        self._filled = asyncio.Event()
+        self._taken = asyncio.Event()
+        self.breach: MeshError | None = None
+
+    async def put(self, answers: list[indexer_pb2.MatchAnswer]) -> None:
+        """Queue answers; waits while the peer is ANSWERS_MAX behind."""
+        while len(self._answers) >= ANSWERS_MAX:
+            self._taken.clear()
+            await self._taken.wait()
+        self._answers += answers
+        self._filled.set()
+        await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
+
+    def close(self, breach: MeshError | None = None) -> None:
+        """What is queued is still sent, then `next_frame` says that it is over."""
+        self.breach = self.breach or breach
+        self._is_closed = True
+        self._filled.set()
+
+    async def next_frame(self) -> indexer_pb2.MatchStreamResponse | None:
+        """All that has gathered, as one frame; None at the end."""
+        await self._filled.wait()
+        if not self._answers:
+            assert self._is_closed, "woken for nothing"
+            return None
+        frame = indexer_pb2.MatchStreamResponse(answers=self._answers)
+        self._answers = []
+        if not self._is_closed:
+            self._filled.clear()
+        self._taken.set()
+        return frame
+
+
+def _hello_of(frame: indexer_pb2.PublishRequest) -> _Hello:
+    if not frame.HasField("hello"):
+        raise Conflict("the first frame of a publication is hello", reason="HELLO_REQUIRED")
+    return _Hello(frame.hello)
+
+
+def _require_own(source: Source, hello: _Hello, field: str) -> None:
+    if source.worker_id != hello.worker_id:
+        raise InvalidRequest(
+            f"{field}: worker {source.worker_id} is not {hello.worker_id}, which publishes here",
+            field,
+        )
+
+
+def _told_to_proto(told: Sequence[Told]) -> indexer_pb2.SubscribeResponse:
+    first, *more = map(_one_told_to_proto, told)
+    first.more.extend(more)
+    return first
+
+
+def _one_told_to_proto(told: Told) -> indexer_pb2.SubscribeResponse:
+    message = indexer_pb2.SubscribeResponse()
+    match told:
+        case EventBatch():
+            message.source.CopyFrom(source_to_proto(told.source))
+            message.batch.CopyFrom(batch_to_proto(told))
+        case SnapshotChunk():
+            message.source.CopyFrom(source_to_proto(told.source))
+            message.snapshot.CopyFrom(chunk_to_proto(told))
+        case StatusTold(source, partition, status):
+            message.source.CopyFrom(source_to_proto(source))
+            message.status.CopyFrom(status_to_proto(status))
+            if partition is not None:
+                message.partition.CopyFrom(partition_to_proto(partition))
+        case LoadTold(source, load):
+            message.source.CopyFrom(source_to_proto(source))
+            message.load.CopyFrom(load_to_proto(load))
+        case CaughtUp():
+            message.caught_up = True
+    return message

@@ -1,0 +1,472 @@
+"""Routing by cache over real gRPC: a fake indexer, the router's replica of it, its decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from common import rpc
+from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.error_proto import error_from_proto
+from common.errors import InvalidRequest, Unavailable
+from common.instances import Instance
+from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from kvmesh.router.v1 import router_pb2 as pb
+from kvmesh.router.v1 import router_pb2_grpc
+from kvmesh.types.v1 import load_pb2
+from router_svc.app import RouterApp
+from router_svc.config import RouterConfig
+from router_svc.core.fleet import Placement
+from router_svc.tracing import SPANS, DecisionSpans
+
+NS = "default"
+FRONTEND = 77
+WAIT_S = 10.0
+B = 16
+MESH_KEY = "secret"
+PART = Partition("m", B, SCHEME_ID)
+HASHER = PrefixHasher(mesh_key=MESH_KEY.encode(), model="m", block_size=B)
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
+    """Tells its subscribers what it is told, in order; a late one gets all of it."""
+
+    def __init__(self, instance_id: int) -> None:
+        self.instance_id = instance_id
+        self.requests: list[indexer_pb2.SubscribeRequest] = []
+        self.story: list[indexer_pb2.SubscribeResponse] = []
+        self.server = rpc.server()
+        self.port = rpc.bind(self.server, "127.0.0.1", 0)
+        self._grown = asyncio.Event()
+        indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self, self.server)
+
+    def tell(self, *messages: indexer_pb2.SubscribeResponse) -> None:
+        self.story += messages
+        self._grown.set()
+
+    async def Subscribe(  # type: ignore[override]
+        self, request: indexer_pb2.SubscribeRequest, context: Any
+    ) -> None:
+        self.requests.append(request)
+        told = 0
+        while True:
+            for message in self.story[told:]:
+                await context.write(message)
+            told = len(self.story)
+            self._grown.clear()
+            await self._grown.wait()
+
+    @property
+    def instance(self) -> Instance:
+        return Instance(self.instance_id, NS, "indexer", "", f"127.0.0.1:{self.port}")
+
+
+class Bed:
+    """A router, its registry, a channel to it; time passes when a test says so."""
+
+    def __init__(self, app: RouterApp, registry: MemoryRegistry, clock: list[float]) -> None:
+        self.app = app
+        self.registry = registry
+        self.clock = clock
+        self.channel = rpc.channel(app.address)
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+
+    async def add(self, *instances: Instance) -> None:
+        for instance in instances:
+            await self.registry.register(instance)
+        fleet = self.app.router.fleet
+        await until(lambda: all(fleet.is_present(i.id) for i in instances), "the router sees them")
+
+    async def unary(self, method: str, request: Any) -> Any:
+        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
+
+    async def place(self, number: int, query: pb.Query, traceparent: str = "") -> pb.NewResult:
+        """Through a session of its own."""
+        call: Any = self.stub.Session()
+        async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
+            await call.write(pb.SessionRequest(hello=pb.SessionHello(frontend_id=FRONTEND)))
+            key = pb.BookingKey(request_id=f"r{number}")
+            new = pb.New(id=number, key=key, query=query, traceparent=traceparent)
+            await call.write(pb.SessionRequest(news=[new]))
+            while not (frame := await call.read()).results:
+                pass
+            result: pb.NewResult = frame.results[0]
+            return result
+
+    async def explain(self, query: pb.Query) -> pb.ExplainResponse:
+        answer: pb.ExplainResponse = await self.unary("Explain", pb.ExplainRequest(query=query))
+        return answer
+
+    def depth(self, worker_id: int, hashes: Hashes) -> int:
+        rows = self.app.index.feed.match(PART, hashes)
+        return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
+
+
+@asynccontextmanager
+async def running(**knobs: Any) -> AsyncIterator[Bed]:
+    store, clock = MemoryStore(), [1000.0]
+    registry = MemoryRegistry(store)
+    app = RouterApp(
+        RouterConfig(registry="memory", mesh_key=MESH_KEY, **knobs),
+        registry=MemoryRegistry(store),
+        rng=Random(1),
+        clock=lambda: clock[0],
+    )
+    life = Life(Health())
+    await app.start(life)
+    await app.register()
+    bed = Bed(app, registry, clock)
+    try:
+        yield bed
+    finally:
+        await bed.channel.close()
+        await app.deregister()
+        await app.drain(0)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+        await registry.close()
+
+
+@pytest.fixture
+async def bed() -> AsyncIterator[Bed]:
+    async with running() as bed:
+        yield bed
+
+
+@asynccontextmanager
+async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
+    fake = FakeIndexer(instance_id)
+    await fake.server.start()
+    try:
+        yield fake
+    finally:
+        await fake.server.stop(None)
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+def worker(worker_id: int, **facts: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **facts}
+    return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    drawn: list[int] = np.random.default_rng(seed).integers(0, 1 << 17, count).tolist()
+    return drawn
+
+
+def query(token_ids: list[int], **facts: Any) -> pb.Query:
+    return pb.Query(
+        model="m",
+        total_tokens=len(token_ids),
+        prefix_hashes=hashes_to_bytes(HASHER.prefix_hashes(token_ids)),
+        hash_scheme=SCHEME_ID,
+        block_size=B,
+        **facts,
+    )
+
+
+def trusted(worker_id: int, state: str = "exact") -> indexer_pb2.SubscribeResponse:
+    return indexer_pb2.SubscribeResponse(
+        source=source_to_proto(Source(worker_id)),
+        partition=partition_to_proto(PART),
+        status=indexer_pb2.SourceStatus(state=state, reason="" if state == "exact" else "a test"),
+    )
+
+
+def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
+    source = Source(worker_id)
+    batch = EventBatch(source, 0, 1, [Event(EventKind.STORED, hashes)])
+    return indexer_pb2.SubscribeResponse(
+        source=source_to_proto(source), batch=batch_to_proto(batch)
+    )
+
+
+async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), worker(3), fake.instance)
+        fake.tell(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8]))
+        await until(lambda: bed.depth(2, hashes) == 8, "the replica has the blocks")
+        for number in range(3):
+            decision = (await bed.place(number, query(prompt))).decision
+            assert decision.worker.worker_id == 2
+            assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
+        dumped = await bed.unary("Dump", pb.DumpRequest())
+        assert {b.prefill_tokens for b in dumped.bookings} == {2 * B}
+
+
+@pytest.mark.row("S1-67", "S1-68", "S1-72")
+async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> None:
+    prompt = tokens(10 * B + 3)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), fake.instance)
+        hashes = HASHER.prefix_hashes(prompt)
+        fake.tell(trusted(2), stores(2, hashes))
+        await until(lambda: bed.depth(2, hashes) == 10, "the replica has the blocks")
+        asked = pb.Query(model="m", token_ids=prompt)
+        decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
+        assert (decision.worker.worker_id, decision.overlap_blocks) == (2, 10)
+        assert decision.predicted_cached_tokens == 10 * B
+        asked.routing.lora_name = "mine"
+        decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
+        assert decision.overlap_blocks == 0, "an adapter's blocks are others"
+        with pytest.raises(InvalidRequest) as refused:
+            bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
+            await bed.unary("Route", pb.RouteRequest(query=bad))
+        assert refused.value.field == "query.block_size"
+
+
+@pytest.mark.row("S1-84", "S1-86")
+async def test_potential_loads_know_what_each_worker_holds(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), fake.instance)
+        fake.tell(trusted(1), stores(1, hashes[:4]))
+        await until(lambda: bed.depth(1, hashes) == 4, "the replica has the blocks")
+        request = pb.PotentialLoadsRequest(query=pb.Query(model="m", token_ids=prompt))
+        rows = (await bed.unary("PotentialLoads", request)).loads
+        assert {r.worker.worker_id: r.potential_prefill_tokens for r in rows} == {1: 96, 2: 160}
+
+
+async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), worker(3), fake.instance)
+        fake.tell(
+            trusted(1),
+            stores(1, hashes[:4]),
+            trusted(2, "gapped"),
+            indexer_pb2.SubscribeResponse(
+                source=source_to_proto(Source(1)), load=load_pb2.Load(running=1, kv_used_blocks=2)
+            ),
+        )
+        await until(
+            lambda: bed.app.router.book.report_age_s(Placement(1, 0), 0.0) is not None, "reported"
+        )
+        bed.clock[0] += 0.25
+        answer = await bed.explain(query(prompt))
+        rows = {row.worker.worker_id: row for row in answer.candidates}
+        one, two, three = rows[1], rows[2], rows[3]
+        assert answer.candidates[0] == one
+        assert answer.selector == "kv"
+        assert (one.overlap_blocks, one.source_state, one.source_age_ms) == (4, "exact", 250)
+        assert one.report_age_ms == 250
+        terms = dict(one.terms)
+        assert (terms["overlap_credit"], terms["prefill"], terms["decode"]) == (4.0, 6.0, 12.0)
+        parts = sum(terms[name] for name in ("prefill", "decode", "active", "misses"))
+        assert parts * terms["taint_factor"] == one.cost
+        assert (two.source_state, two.source_reason, two.overlap_blocks) == ("gapped", "a test", 0)
+        assert (three.source_state, three.HasField("source_age_ms")) == ("none", False)
+
+
+async def test_workers_that_do_not_publish_hold_nothing(bed: Bed) -> None:
+    prompt = tokens(4 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1, kv_index="none"), worker(2, kv_index="approx"), fake.instance)
+        fake.tell(trusted(1), stores(1, hashes), trusted(2), stores(2, hashes))
+        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
+        answer = await bed.explain(query(prompt))
+        assert [row.overlap_blocks for row in answer.candidates] == [0, 0]
+        assert "no worker publishes KV events" in answer.decision.reasons[0]
+
+
+async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(bed: Bed) -> None:
+    prompt = tokens(4 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer(900) as first:
+        await bed.add(worker(1), worker(2), first.instance)
+        first.tell(trusted(2), stores(2, hashes))
+        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
+    await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
+    answer = await bed.explain(query(prompt))
+    assert answer.candidates[0].source_state == "stale"
+    assert answer.decision.worker.worker_id == 2
+    async with indexer(901) as second:
+        await bed.registry.deregister(NS, 900)
+        await bed.add(second.instance)
+        await until(lambda: len(second.requests) > 0, "the replica subscribes to the other")
+        (resume,) = second.requests[0].resume
+        assert (resume.source.worker_id, resume.sequence) == (2, 1)
+        second.tell(trusted(2))
+        await until(lambda: bed.app.index.indexer_id == 901, "it follows the other")
+        assert (await bed.explain(query(prompt))).candidates[0].source_state == "exact"
+
+
+async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: Bed) -> None:
+    prompt = tokens(4 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), fake.instance)
+        fake.tell(trusted(2), stores(2, hashes))
+        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
+    await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
+    bed.clock[0] += 10.5
+    await until(lambda: bed.depth(2, hashes) == 0, "the grace is over")
+    assert (await bed.place(1, query(prompt))).decision.overlap_blocks == 0
+
+
+async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: Bed) -> None:
+    meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
+    await bed.add(
+        worker(1, role="prefill", dp_size=2, **meeting),
+        worker(11, role="decode", local_prefill=False),
+    )
+    asked = query(tokens(4 * B))
+    decision = (await bed.place(1, asked)).decision
+    assert (decision.prefill.worker_id, decision.worker.worker_id) == (1, 11)
+    assert decision.bootstrap.bootstrap_host == "p"
+    assert decision.bootstrap.bootstrap_room % 2 == decision.prefill.dp_rank
+    answer = await bed.explain(asked)
+    assert [row.leg for row in answer.candidates] == ["prefill", "prefill", "decode"]
+    await bed.registry.deregister(NS, 1)
+    await until(lambda: not bed.app.router.fleet.is_present(1), "prefill is gone")
+    error = error_from_proto((await bed.place(2, asked)).error)
+    assert isinstance(error, Unavailable)
+    assert error.reason == "NO_PREFILL_WORKER"
+
+
+@pytest.mark.row("S1-105", "S1-106")
+async def test_a_burst_of_one_prompt_is_shared_out_although_one_holds_it(bed: Bed) -> None:
+    prompt = tokens(8 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), worker(3), worker(4), fake.instance)
+        fake.tell(trusted(1), stores(1, hashes))
+        await until(lambda: bed.depth(1, hashes) == 8, "the replica has the blocks")
+        answers = await asyncio.gather(*(bed.place(n, query(prompt)) for n in range(40)))
+        shares = [a.decision.worker.worker_id for a in answers]
+        assert max(map(shares.count, (1, 2, 3, 4))) <= 16
+        assert min(map(shares.count, (1, 2, 3, 4))) >= 6
+
+
+@pytest.fixture
+def spans() -> tuple[InMemorySpanExporter, trace.Tracer]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return exporter, provider.get_tracer("test")
+
+
+async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
+    bed: Bed, spans: tuple[InMemorySpanExporter, trace.Tracer]
+) -> None:
+    exporter, tracer = spans
+    bed.app._service._spans = DecisionSpans(tracer)
+    await bed.add(worker(1))
+    asked = query(tokens(2 * B))
+    await bed.place(1, asked, f"00-{TRACE_ID}-{SPAN_ID}-00")
+    await bed.place(2, asked)
+    await bed.place(3, asked, "nonsense")
+    assert exporter.get_finished_spans() == (), "not sampled, no trace, no traceparent"
+    await bed.place(4, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    finished = exporter.get_finished_spans()
+    assert tuple(span.name for span in finished) == SPANS
+    for span in finished:
+        assert span.parent is not None
+        assert (f"{span.parent.trace_id:032x}", f"{span.parent.span_id:016x}") == (
+            TRACE_ID,
+            SPAN_ID,
+        )
+    ends = [(span.start_time or 0, span.end_time or 0) for span in finished]
+    assert all(a[0] <= a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    facts = finished[-1].attributes or {}
+    assert (facts["request_id"], facts["worker_id"], facts["isl_tokens"]) == ("r4", "1", 32)
+    exporter.clear()
+    asked.model = "nope"
+    await bed.place(5, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    failed = exporter.get_finished_spans()[-1]
+    assert failed.name == "kv_router.schedule"
+    assert failed.status.status_code is trace.StatusCode.ERROR
+
+
+async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(11, role="decode"), fake.instance)
+        fake.tell(trusted(1), stores(1, hashes[:4]), trusted(2, "gapped"))
+        await until(lambda: bed.depth(1, hashes) == 4, "the replica has the blocks")
+        await until(lambda: len(bed.app.index.feed.sources()) == 2, "and the other source")
+        await bed.place(1, query(prompt))
+        with pytest.raises(InvalidRequest):
+            await bed.unary("Route", pb.RouteRequest(query=pb.Query()))
+
+        def value(name: str, **labels: str) -> float | None:
+            return bed.app.metrics.registry.get_sample_value(f"kvmesh_router_{name}", labels)
+
+        for stage in ("block_hashes", "find_matches", "schedule", "total"):
+            assert value("overhead_seconds_count", stage=stage) == 1, "of successes only"
+        assert value("prompt_blocks_total") == 10
+        assert value("overlap_blocks_total") == 4
+        assert value("aggregated_fallbacks_total", reason="no_prefill_worker") == 1
+        assert value("index_connected") == 1
+        assert value("index_blocks") == 4
+        assert value("index_sources", state="exact") == 1
+        assert value("index_sources", state="gapped") == 1
+        assert value("stale_reports") == 0
+
+
+async def test_the_knobs_of_one_request_change_its_decision(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with indexer() as fake:
+        await bed.add(worker(1), worker(2), fake.instance)
+        fake.tell(
+            trusted(1),
+            stores(1, hashes),
+            indexer_pb2.SubscribeResponse(
+                source=source_to_proto(Source(1)), load=load_pb2.Load(kv_used_blocks=2)
+            ),
+        )
+        await until(lambda: bed.depth(1, hashes) == 10, "the replica has the blocks")
+        asked = query(prompt)
+        assert (await bed.explain(asked)).decision.worker.worker_id == 1
+        asked.config_override.overlap_score_credit = 0.0
+        await until(
+            lambda: bed.app.router.book.load(Placement(1, 0), bed.clock[0]).decode_blocks == 2,
+            "the load is known",
+        )
+        assert (await bed.explain(asked)).decision.worker.worker_id == 2
+        asked.config_override.router_temperature = -1.0
+        with pytest.raises(InvalidRequest) as refused:
+            await bed.explain(asked)
+        assert refused.value.field == "query.config_override.router_temperature"
+
+
+async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: Bed) -> None:
+    await bed.add(worker(1), worker(2))
+    decision = (await bed.place(1, query(tokens(2 * B)))).decision
+    assert decision.overlap_blocks == 0
+    answer = await bed.explain(query(tokens(2 * B)))
+    assert {row.source_state for row in answer.candidates} == {"none"}
+
+
+async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: Bed) -> None:
+    await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
+    for number in range(3):
+        assert (await bed.place(number, query(tokens(B)))).decision.worker.worker_id == 1

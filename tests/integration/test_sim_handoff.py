@@ -1,0 +1,451 @@
+"""Prefill and decode sims over real sockets: in one process, and as two worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import pytest
+
+from common import rpc
+from common.errors import MeshError, Unavailable, WorkerLost
+from common.interceptors import from_rpc_error
+from common.preprocessed import (
+    BootstrapInfo,
+    PrefillResult,
+    PreprocessedRequest,
+    StopConditions,
+    TokenIds,
+)
+from common.preprocessed_proto import part_from_proto, to_proto
+from kvmesh.engine.v1 import engine_pb2 as pb
+from kvmesh.engine.v1 import engine_pb2_grpc
+from kvmesh.types.v1 import load_pb2
+from tests.e2e.mesh import Service
+from worker_svc.core.handoff import NO_PARTNER, PEER_LOST
+from worker_svc.core.timing import Timing
+from worker_svc.core.truth import Truth
+from worker_svc.engine import EngineConfig, EngineContext, GenerateContext, LLMEngineOutput
+from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine, SimModel, load_sim_model
+from worker_svc.sim_handoff import SimHandoffConfig
+
+MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
+TRUTH = Truth(MODEL.word_ids, 2)
+SHIPPED = load_sim_model(SIM_MODEL_DIR)
+SHIPPED_TRUTH = Truth(SHIPPED.word_ids, SHIPPED.eos_ids[0])
+WAIT_S = 15.0
+Messages: TypeAlias = list[pb.GenerateResponse] | MeshError
+TOKENS = 24
+
+pytestmark = pytest.mark.slow
+
+
+def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> PreprocessedRequest:
+    return PreprocessedRequest(
+        token_ids=TokenIds.of(prompt), stop_conditions=StopConditions(max_tokens=n), **more
+    )
+
+
+def prompt_of(number: int) -> list[int]:
+    """Some share their beginnings, none is another's."""
+    return [*([number % 5] * 64), *range(200, 200 + number % 40), number + 1000]
+
+
+async def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + within_s
+    while not condition():
+        assert loop.time() < deadline, f"not within {within_s:g} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+# Two engines in one process.
+
+
+class Engines:
+    """Three engines of one model; the pair's network is real."""
+
+    def __init__(self, config: SimConfig, handoff: SimHandoffConfig) -> None:
+        self.prefill = SimEngine(
+            replace(config, handoff=replace(handoff, role="prefill")), model=MODEL
+        )
+        self.decode = SimEngine(
+            replace(config, handoff=replace(handoff, role="decode")), model=MODEL
+        )
+        self.aggregated = SimEngine(config, model=MODEL)
+        self.endpoint = EngineConfig()
+
+    def bootstrap(self, room: int) -> BootstrapInfo:
+        assert self.endpoint.bootstrap_host is not None
+        assert self.endpoint.bootstrap_port is not None
+        return BootstrapInfo(self.endpoint.bootstrap_host, self.endpoint.bootstrap_port, room)
+
+    def is_at_rest(self) -> bool:
+        return all(
+            (load.rooms_open, load.kv_used_blocks, load.running, load.waiting) == (0, 0, 0, 0)
+            for engine in (self.prefill, self.decode)
+            for load in engine.loads()
+        )
+
+    async def check_rest(self, within_s: float) -> None:
+        await until(self.is_at_rest, "rooms closed, blocks free", within_s)
+        for engine in (self.prefill, self.decode):
+            engine.blocks.check()
+            assert (engine.counters["corrupt_pages"], engine.counters["corrupt_tokens"]) == (0, 0)
+
+
+@asynccontextmanager
+async def engines(config: SimConfig | None = None, **handoff: Any) -> AsyncIterator[Engines]:
+    them = Engines(config or SimConfig(timing=Timing(speedup=20)), SimHandoffConfig(**handoff))
+    them.endpoint = await them.prefill.start(1)
+    await them.decode.start(2)
+    await them.aggregated.start(3)
+    try:
+        yield them
+    finally:
+        for engine in (them.prefill, them.decode, them.aggregated):
+            await engine.cleanup()
+
+
+async def run(
+    engine: SimEngine, asked: PreprocessedRequest, ctx: GenerateContext | None = None
+) -> list[LLMEngineOutput] | MeshError:
+    """All chunks, or the error."""
+    stream = engine.generate(asked, ctx or GenerateContext(EngineContext("r")))
+    try:
+        async with aclosing(stream) as outputs:
+            return [output async for output in outputs]
+    except MeshError as error:
+        return error
+
+
+def tokens_of(outputs: list[LLMEngineOutput] | MeshError) -> list[int]:
+    assert isinstance(outputs, list), f"it failed: {outputs!r}"
+    return [token for output in outputs for token in output.token_ids]
+
+
+async def test_a_hundred_pairs_at_once_answer_as_an_aggregated_engine_does() -> None:
+    async with engines() as them:
+
+        async def one(number: int) -> None:
+            prompt = prompt_of(number)
+            asked = request(prompt, bootstrap_info=them.bootstrap(number))
+            prefill, decode, alone = await asyncio.gather(
+                run(them.prefill, asked),
+                run(them.decode, asked),
+                run(them.aggregated, request(prompt)),
+            )
+            truth = TRUTH.continue_tokens(prompt, TOKENS)
+            assert tokens_of(decode) == tokens_of(alone) == truth
+            assert tokens_of(prefill) == truth[:1]
+
+        await asyncio.gather(*[one(number) for number in range(100)])
+        assert them.is_at_rest()
+        await them.check_rest(within_s=1.0)
+        for engine in (them.prefill, them.decode):
+            assert engine.counters["rooms_handed_over"] == 100
+        assert them.prefill.counters["pages_written"] == them.decode.counters["pages_received"]
+
+
+async def test_a_hundred_completed_prefills_are_decoded_as_an_aggregated_engine_does() -> None:
+    async with engines(mode="completed") as them:
+
+        async def one(number: int) -> None:
+            prompt = prompt_of(number)
+            prefill = await run(them.prefill, request(prompt, 1))
+            truth = TRUTH.continue_tokens(prompt, TOKENS)
+            assert isinstance(prefill, list)
+            assert tokens_of(prefill) == truth[:1]
+            params = prefill[-1].disaggregated_params
+            if params is None:
+                assert truth == []
+                return
+            asked = request(prompt, prefill_result=PrefillResult(params))
+            assert tokens_of(await run(them.decode, asked)) == truth
+
+        await asyncio.gather(*[one(number) for number in range(100)])
+        await them.check_rest(within_s=1.0)
+        assert them.endpoint.disaggregated_endpoint is None
+
+
+async def test_pairs_that_are_aborted_or_dropped_at_any_time_cost_the_others_nothing() -> None:
+    rng = Random(1)
+    # A page takes 2 ms: transfers are in flight much of the time.
+    config = SimConfig(timing=Timing(), total_kv_blocks=200)
+    async with engines(config, gb_per_s=1.0, chunk_pages=1) as them:
+        answered = 0
+
+        async def one(number: int) -> None:
+            nonlocal answered
+            await asyncio.sleep(rng.uniform(0, 1.0))
+            prompt = prompt_of(number)
+            asked = request(prompt, bootstrap_info=them.bootstrap(number))
+            contexts = [GenerateContext(EngineContext(f"{leg}{number}")) for leg in "pd"]
+            tasks = [
+                asyncio.create_task(run(engine, asked, ctx))
+                for engine, ctx in zip((them.prefill, them.decode), contexts, strict=True)
+            ]
+            if rng.random() < 0.7:
+                leg = rng.randrange(2)
+                await asyncio.wait(tasks, timeout=rng.uniform(0, 0.3))
+                if rng.random() < 0.5:
+                    contexts[leg].inner_arc().stop_generating("test")
+                else:
+                    tasks[leg].cancel()
+            _, late = await asyncio.wait(tasks, timeout=WAIT_S)
+            assert not late
+            if not tasks[1].cancelled() and not contexts[1].is_stopped:
+                end = tasks[1].result()
+                if isinstance(end, list):
+                    assert tokens_of(end) == TRUTH.continue_tokens(prompt, TOKENS)
+                    answered += 1
+                else:
+                    assert isinstance(end, WorkerLost)
+                    assert end.retryable
+
+        await asyncio.gather(*[one(number) for number in range(150)])
+        await them.check_rest(within_s=1.0)
+        assert answered > 20
+        assert them.decode.counters["aborts_forced"] == 0
+        control = request(prompt_of(7), bootstrap_info=them.bootstrap(2**63))
+        _, decode = await asyncio.gather(run(them.prefill, control), run(them.decode, control))
+        assert tokens_of(decode) == TRUTH.continue_tokens(prompt_of(7), TOKENS)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "computing", "transfer", "decoding"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, phase: str) -> None:
+    # The prompt takes 50 ms, the transfer 160, and then every token 6.
+    async with engines(SimConfig(eos_one_in=0), gb_per_s=0.5, chunk_pages=1) as them:
+        prompt = [1] * 600
+        asked = request(prompt, 200, bootstrap_info=them.bootstrap(1))
+        victim, other = (
+            (them.prefill, them.decode) if role == "prefill" else (them.decode, them.prefill)
+        )
+        if phase == "waiting":
+            them.prefill.freeze()
+        tasks = [asyncio.create_task(run(engine, asked)) for engine in (victim, other)]
+        decode = them.decode.counters
+        match phase:
+            case "waiting" | "computing":
+                await until(lambda: them.prefill.loads()[0].rooms_open, "the leg is there")
+                await until(lambda: them.decode.loads()[0].kv_used_blocks, "decode has blocks")
+            case "transfer":
+                await until(
+                    lambda: them.decode.counters["pages_received"] > decode["pages_received"],
+                    "a page arrives",
+                )
+            case _:
+                await until(lambda: them.decode.loads()[0].running, "decode runs")
+        await victim.cleanup()
+        await asyncio.wait(tasks, timeout=1.0)
+        lost = await tasks[0]
+        is_done = role == "prefill" and phase == "decoding"
+        assert isinstance(lost, list if is_done else WorkerLost)
+        await asyncio.wait(tasks, timeout=WAIT_S if is_done else 1.0)
+        end = tasks[1].result()
+        if phase == "decoding":
+            assert isinstance(end, list)
+        else:
+            assert isinstance(end, WorkerLost)
+            assert end.retryable
+        await them.check_rest(within_s=0.5)
+
+
+# Two worker processes.
+
+
+class Worker:
+    """A worker process, spoken to over gRPC."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.channel = rpc.channel(service.address)
+        self.stub = engine_pb2_grpc.EngineServiceStub(self.channel)
+
+    async def info(self) -> pb.GetInfoResponse:
+        info: pb.GetInfoResponse = await rpc.unary(
+            self.stub.GetInfo, pb.GetInfoRequest(), timeout_s=WAIT_S
+        )
+        return info
+
+    async def load(self) -> load_pb2.Load:
+        reply: pb.GetLoadResponse = await rpc.unary(
+            self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
+        )
+        return reply.loads[0]
+
+    async def busy(self) -> None:
+        """Returns once it holds KV."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not (await self.load()).kv_used_blocks:
+            assert asyncio.get_running_loop().time() < deadline, "it never holds KV"
+
+    async def rest(self, within_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + within_s
+        while True:
+            load = await self.load()
+            if (load.rooms_open, load.kv_used_blocks, load.running, load.waiting) == (0, 0, 0, 0):
+                return
+            assert loop.time() < deadline, f"not at rest within {within_s:g} s: {load}"
+            await asyncio.sleep(0.01)
+
+    async def generate(self, request_id: str, asked: PreprocessedRequest) -> Messages:
+        call = self.stub.Generate(
+            pb.GenerateRequest(request=to_proto(asked), request_id=request_id), timeout=WAIT_S
+        )
+        messages: list[pb.GenerateResponse] = []
+        try:
+            async with rpc.cancelling(call):
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    assert isinstance(message, pb.GenerateResponse)
+                    messages.append(message)
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+        return messages
+
+
+class Pair:
+    """A prefill and a decode worker process."""
+
+    def __init__(self, prefill: Worker, decode: Worker, endpoint: pb.GetInfoResponse) -> None:
+        self.prefill = prefill
+        self.decode = decode
+        self.host, self.port = endpoint.bootstrap_host, endpoint.bootstrap_port
+
+    async def answer(
+        self, room: int, prompt: Sequence[int], n: int = TOKENS
+    ) -> tuple[Messages, Messages]:
+        asked = request(prompt, n, bootstrap_info=BootstrapInfo(self.host, self.port, room))
+        return await asyncio.gather(
+            self.prefill.generate(f"p{room}", asked), self.decode.generate(f"d{room}", asked)
+        )
+
+
+@contextmanager
+def processes(folder: Path, flags: Sequence[str]) -> Iterator[tuple[Service, Service]]:
+    common = [f"--registry-path={folder / 'registry'}", "--notice-s=0.1", *flags]
+    started: list[Service] = []
+    try:
+        for role in ("prefill", "decode"):
+            started.append(Service("worker", [f"--role={role}", *common], folder, role))  # noqa: PERF401
+        for service in started:
+            service.wait_ready()
+        yield started[0], started[1]
+    finally:
+        for service in started:
+            service.close()
+
+
+@asynccontextmanager
+async def pair(folder: Path, *flags: str) -> AsyncIterator[Pair]:
+    with processes(folder, flags) as (prefill, decode):
+        workers = Worker(prefill), Worker(decode)
+        try:
+            yield Pair(*workers, await workers[0].info())
+        finally:
+            for worker in workers:
+                await worker.channel.close()
+
+
+def ids_of(messages: object) -> list[int]:
+    assert isinstance(messages, list), f"it failed: {messages!r}"
+    return [token for message in messages for token in message.token_ids]
+
+
+async def test_two_worker_processes_answer_a_hundred_pairs_with_the_truth(tmp_path: Path) -> None:
+    async with pair(tmp_path, "--speedup=20", "--local-prefill=false") as both:
+        info = await both.decode.info()
+        assert (info.role, info.local_prefill) == ("decode", False)
+        assert (await both.prefill.info()).transfer_group == info.transfer_group != ""
+
+        answers = await asyncio.gather(*[both.answer(i, prompt_of(i)) for i in range(100)])
+
+        for number, (prefill, decode) in enumerate(answers):
+            truth = SHIPPED_TRUTH.continue_tokens(prompt_of(number), TOKENS)
+            assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
+        for worker in (both.prefill, both.decode):
+            await worker.rest(within_s=1.0)
+        refusal = await both.decode.generate("plain", request([1, 2, 3]))
+        assert isinstance(refusal, Unavailable)
+        assert refusal.reason == "NO_LOCAL_PREFILL"
+
+
+async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Path) -> None:
+    async with pair(tmp_path, "--speedup=20", "--handoff=completed") as both:
+        assert both.port == 0
+        prompt = prompt_of(3)
+        messages = await both.prefill.generate("p", request(prompt, 1))
+        assert isinstance(messages, list)
+        result = part_from_proto(PrefillResult, messages[-1].prefill_result)
+        decode = await both.decode.generate("d", request(prompt, prefill_result=result))
+        assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt, TOKENS)
+        for worker in (both.prefill, both.decode):
+            await worker.rest(within_s=1.0)
+
+
+# A page takes 42 ms, a prompt of 320 tokens 0.84 s.
+SLOW_LINK = ("--transfer-gb-per-s=0.05", "--handoff-timeout-s=1.5")
+
+
+# A stopped peer is silent for 1.5 s, and then does not answer the Abort for 2; a stopped decode
+# lets prefill write all it has first, 3.4 s, and does not acknowledge it for 1.5.
+@pytest.mark.parametrize(
+    ("victim", "how", "within_s"),
+    [
+        ("prefill", signal.SIGKILL, 0.5),
+        ("decode", signal.SIGKILL, 0.5),
+        ("prefill", signal.SIGSTOP, 4.0),
+        ("decode", signal.SIGSTOP, 5.5),
+    ],
+)
+async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
+    tmp_path: Path, victim: str, how: signal.Signals, within_s: float
+) -> None:
+    async with pair(tmp_path, *SLOW_LINK) as both:
+        loop = asyncio.get_running_loop()
+        # Half a second on, some transfer and the others wait for the link.
+        legs = [asyncio.create_task(both.answer(room, [room + 1] * 320)) for room in range(4)]
+        await asyncio.sleep(0)
+        await both.decode.busy()
+        began = loop.time()
+        while loop.time() < began + 0.5:
+            await both.decode.load()
+        dead, alive = both.prefill, both.decode
+        if victim == "decode":
+            dead, alive = alive, dead
+        dead.service.send(how)
+        await alive.rest(within_s)
+        if how is signal.SIGSTOP:
+            dead.service.send(signal.SIGCONT)
+            await dead.rest(within_s=3.0)
+        for prefill, decode in await asyncio.gather(*legs):
+            survivor = prefill if alive is both.prefill else decode
+            assert isinstance(survivor, WorkerLost)
+            assert survivor.retryable
+            assert survivor.reason in (PEER_LOST, NO_PARTNER)
+        if how is signal.SIGSTOP:
+            _, decode = await both.answer(99, prompt_of(5))
+            assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt_of(5), TOKENS)
+
+
+@pytest.mark.row("S4-42")
+async def test_a_draining_prefill_worker_ends_its_transfers_first(tmp_path: Path) -> None:
+    async with pair(tmp_path, "--transfer-gb-per-s=0.05") as both:
+        prompt = [9] * 320
+        leg = asyncio.create_task(both.answer(1, prompt))
+        await both.decode.busy()
+        both.prefill.service.send(signal.SIGTERM)
+        prefill, decode = await leg
+        truth = SHIPPED_TRUTH.continue_tokens(prompt, TOKENS)
+        assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
+        assert await asyncio.to_thread(both.prefill.service.wait) == 0

@@ -1,0 +1,361 @@
+"""The router's replica of the index: what counts when, and what happens to it on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+
+import numpy as np
+import pytest
+
+import router_svc.index_replica
+from common.blocks import hashes_to_bytes
+from common.errors import MeshError, Unavailable
+from common.index_feed import STALE_S, STEP_BLOCKS
+from common.instances import Instance
+from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
+from common.load import Load
+from kvmesh.indexer.v1 import indexer_pb2 as pb
+from kvmesh.types.v1 import load_pb2
+from router_svc.core.fleet import Placement
+from router_svc.core.query import Query
+from router_svc.index_replica import FORGET_S, SILENT_S, IndexReplica, Subscription
+
+PART = Partition("m", 16, 1)
+ONE, TWO = Source(1), Source(2, 3)
+WAIT_S = 10.0
+
+
+def chain(count: int, seed: int = 0) -> Hashes:
+    return np.random.default_rng(seed).integers(1, 1 << 63, count, dtype=np.uint64)
+
+
+def query(hashes: Hashes, **changes: object) -> Query:
+    facts: dict[str, object] = {"block_size": 16, "hash_scheme": 1, **changes}
+    return Query(
+        "m",
+        16 * len(hashes),
+        hashes_to_bytes(hashes),
+        int(str(facts["hash_scheme"])),
+        int(str(facts["block_size"])),
+    )
+
+
+def told(source: Source, state: str = "exact", **parts: object) -> pb.SubscribeResponse:
+    message = pb.SubscribeResponse(
+        source=source_to_proto(source),
+        partition=partition_to_proto(PART),
+        status=pb.SourceStatus(state=state),
+    )
+    message.MergeFrom(pb.SubscribeResponse(**parts))  # type: ignore[arg-type]  # Named by field.
+    return message
+
+
+def stored(source: Source, sequence: int, hashes: Hashes, epoch: int = 0) -> pb.SubscribeResponse:
+    batch = EventBatch(source, epoch, sequence, [Event(EventKind.STORED, hashes)])
+    return pb.SubscribeResponse(source=source_to_proto(source), batch=batch_to_proto(batch))
+
+
+def snapshot(
+    source: Source, sequence: int, hashes: Hashes, *, first: bool = True, last: bool = True
+) -> pb.SubscribeResponse:
+    chunk = pb.SnapshotChunk(
+        source=source_to_proto(source),
+        sequence=sequence,
+        prefix_hashes=hashes_to_bytes(hashes),
+        first=first,
+        last=last,
+    )
+    return pb.SubscribeResponse(source=source_to_proto(source), snapshot=chunk)
+
+
+class FakeIndexer:
+    """Subscriptions that a test feeds, one after the other; a MeshError fails the call."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, pb.SubscribeRequest]] = []
+        self.messages: asyncio.Queue[pb.SubscribeResponse | MeshError | None] = asyncio.Queue()
+        self.open = 0
+
+    @asynccontextmanager
+    async def subscribe(
+        self, indexer: Instance, request: pb.SubscribeRequest
+    ) -> AsyncIterator[Subscription]:
+        self.calls.append((indexer.id, request))
+        self.open += 1
+        try:
+            yield self
+        finally:
+            self.open -= 1
+
+    async def read(self) -> pb.SubscribeResponse | None:
+        message = await self.messages.get()
+        if isinstance(message, MeshError):
+            raise message
+        return message
+
+
+class Bed:
+    """A running replica, what feeds it, and its time."""
+
+    def __init__(self, indexer_ids: tuple[int, ...] = (91, 92)) -> None:
+        self.now = 1000.0
+        self.loads: list[tuple[int, int, Load, float]] = []
+        self.indexers = [Instance(n, "mesh", "indexer", "", f"127.0.0.1:{n}") for n in indexer_ids]
+        self.fake = FakeIndexer()
+        self.replica = IndexReplica(
+            lambda: self.indexers,
+            lambda *report: self.loads.append(report),
+            subscribe=self.fake.subscribe,
+            rng=Random(1),
+            clock=lambda: self.now,
+        )
+
+    def depth(self, hashes: Hashes, source: Source = ONE) -> int:
+        rows = {row.source: row.device_blocks for row in self.replica.match(query(hashes))}
+        return rows.get(source, 0)
+
+    async def feed(self, *messages: pb.SubscribeResponse | MeshError | None) -> None:
+        """Messages, and then until they are applied."""
+        for message in messages:
+            self.fake.messages.put_nowait(message)
+        mark = len(self.loads) + 1
+        if messages and isinstance(messages[-1], pb.SubscribeResponse):
+            self.fake.messages.put_nowait(load_of(Source(999)))
+            await until(lambda: len(self.loads) >= mark, "all is applied")
+            self.loads.pop()
+
+    def state(self, source: Source) -> str:
+        return self.replica.standing(Placement(*source), self.now).state
+
+
+def load_of(source: Source, **facts: int) -> pb.SubscribeResponse:
+    return pb.SubscribeResponse(source=source_to_proto(source), load=load_pb2.Load(**facts))
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.001)
+
+
+@pytest.fixture
+async def bed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bed]:
+    monkeypatch.setattr(router_svc.index_replica, "REDIAL_S", 0.002)
+    monkeypatch.setattr(router_svc.index_replica, "TICK_S", 0.005)
+    bed = Bed()
+    task = asyncio.create_task(bed.replica.run())
+    await until(lambda: bed.fake.open == 1, "it has subscribed")
+    yield bed
+    assert not task.done(), "it follows for ever"
+    task.cancel()
+    await asyncio.wait({task})
+    assert bed.fake.open == 0, "no call is left behind"
+
+
+@pytest.mark.row("S1-69")
+async def test_what_a_source_stores_matches_and_what_it_removes_does_not(bed: Bed) -> None:
+    blocks = chain(8)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks[:5]), told(TWO), stored(TWO, 1, blocks[:3]))
+    rows = [(row.source, row.device_blocks) for row in bed.replica.match(query(blocks))]
+    assert rows == [(ONE, 5), (TWO, 3)]
+    removal = EventBatch(ONE, 0, 2, [Event(EventKind.REMOVED, blocks[1:5][::-1].copy())])
+    await bed.feed(pb.SubscribeResponse(source=source_to_proto(ONE), batch=batch_to_proto(removal)))
+    assert bed.depth(blocks) == 1
+
+
+async def test_other_partitions_do_not_match(bed: Bed) -> None:
+    blocks = chain(4)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    assert bed.depth(blocks) == 4
+    assert list(bed.replica.match(query(blocks, block_size=32))) == []
+    assert list(bed.replica.match(query(blocks, hash_scheme=2))) == []
+    assert list(bed.replica.match(Query("other", 64, hashes_to_bytes(blocks), 1, 16))) == []
+    assert list(bed.replica.match(Query("m", 64))) == []
+
+
+async def test_sources_of_all_adapter_versions_count(bed: Bed) -> None:
+    blocks = chain(4)
+    other = told(TWO)
+    other.partition.adapter_version = 5
+    await bed.feed(told(ONE), stored(ONE, 1, blocks), other, stored(TWO, 1, blocks[:2]))
+    assert (bed.depth(blocks), bed.depth(blocks, TWO)) == (4, 2)
+
+
+async def test_a_snapshot_counts_with_its_last_part_and_batches_meanwhile_are_kept(
+    bed: Bed,
+) -> None:
+    blocks = chain(10)
+    await bed.feed(
+        told(ONE, "gapped"), snapshot(ONE, 7, blocks[:4], last=False), stored(ONE, 8, blocks[8:])
+    )
+    assert bed.depth(blocks) == 0
+    assert bed.state(ONE) == "gapped"
+    await bed.feed(snapshot(ONE, 7, blocks[4:8], first=False), told(ONE))
+    assert bed.depth(blocks) == 10
+    assert bed.state(ONE) == "exact"
+
+
+async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> None:
+    blocks = chain(6)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]))
+    bed.fake.messages.put_nowait(stored(ONE, 3, blocks[4:]))
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    (resume,) = bed.fake.calls[1][1].resume
+    assert (resume.source.worker_id, resume.sequence) == (1, 1)
+
+
+async def test_a_lost_indexer_is_replaced_by_another_and_nothing_is_sent_twice(bed: Bed) -> None:
+    blocks = chain(6)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
+    await bed.feed(Unavailable("it died"))
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    (first, _), (second, request) = bed.fake.calls
+    assert {first, second} == {91, 92}
+    (resume,) = request.resume
+    assert (resume.epoch, resume.sequence) == (0, 2)
+    assert bed.state(ONE) == "stale"
+    await bed.feed(told(ONE), stored(ONE, 3, blocks[4:]))
+    assert (bed.depth(blocks), bed.state(ONE)) == (6, "exact")
+
+
+async def test_the_only_indexer_is_tried_again(bed: Bed) -> None:
+    bed.indexers = bed.indexers[:1]
+    only = bed.indexers[0].id
+    for count in (2, 3):
+        await bed.feed(None)
+        await until(lambda count=count: len(bed.fake.calls) >= count, "it tries again")  # type: ignore[misc]  # mypy cannot infer defaults.
+    assert bed.fake.calls[-1][0] == only
+
+
+async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) -> None:
+    blocks = chain(4)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    bed.indexers = []
+    await bed.feed(None)
+    await until(lambda: bed.state(ONE) == "stale", "the source is stale")
+    bed.now += STALE_S - 0.1
+    bed.replica.tick(bed.now)
+    assert bed.depth(blocks) == 4
+    bed.now += 0.2
+    bed.replica.tick(bed.now)
+    assert bed.depth(blocks) == 0
+    standing = bed.replica.standing(Placement(1, 0), bed.now)
+    assert standing.state == "stale"
+    assert "counts no more" in standing.reason
+    assert standing.age_s == pytest.approx(STALE_S + 0.1)
+    bed.now += FORGET_S
+    bed.replica.tick(bed.now)
+    assert bed.state(ONE) == "none"
+    assert bed.replica.feed.sources() == []
+
+
+async def test_a_source_the_new_indexer_does_not_know_goes_stale_alone(bed: Bed) -> None:
+    blocks = chain(4)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks), told(TWO), stored(TWO, 1, blocks))
+    await bed.feed(None)
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    await bed.feed(told(ONE))
+    assert (bed.state(ONE), bed.state(TWO)) == ("exact", "stale")
+    await bed.feed(told(TWO, "gone"))
+    assert bed.state(TWO) == "none"
+    assert bed.depth(blocks, TWO) == 0
+
+
+async def test_a_new_epoch_begins_with_nothing(bed: Bed) -> None:
+    blocks = chain(4)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    await bed.feed(stored(ONE, 1, blocks[:1], epoch=1))
+    assert bed.depth(blocks) == 1
+
+
+async def test_loads_go_to_the_load_book(bed: Bed) -> None:
+    bed.fake.messages.put_nowait(
+        load_of(TWO, running=2, waiting=1, waiting_tokens=50, kv_used_blocks=9, kv_total_blocks=99)
+    )
+    await until(lambda: len(bed.loads) == 1, "the load is reported")
+    expected = Load(running=2, waiting=1, waiting_tokens=50, kv_used_blocks=9, kv_total_blocks=99)
+    assert bed.loads == [(2, 3, expected, bed.now)]
+
+
+async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
+    await bed.feed(told(ONE))
+    bed.now += SILENT_S + 0.1
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
+
+
+async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
+    await bed.feed(told(ONE, "stale"))
+    bed.now += SILENT_S * 10
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert len(bed.fake.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        stored(Source(5), 1, chain(1)),
+        pb.SubscribeResponse(source=pb.Source(worker_id=0), caught_up=True),
+        pb.SubscribeResponse(
+            source=pb.Source(worker_id=1), snapshot=pb.SnapshotChunk(prefix_hashes=b"odd")
+        ),
+    ],
+)
+async def test_an_indexer_that_talks_nonsense_is_left_and_the_replica_goes_on(
+    bed: Bed, message: pb.SubscribeResponse
+) -> None:
+    blocks = chain(4)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    bed.fake.messages.put_nowait(message)
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    await bed.feed(told(ONE))
+    assert bed.depth(blocks) == 4
+
+
+async def test_a_status_of_an_unknown_source_without_partition_is_ignored(bed: Bed) -> None:
+    lone = pb.SubscribeResponse(source=pb.Source(worker_id=5), status=pb.SourceStatus(state="gone"))
+    stale = pb.SubscribeResponse(
+        source=pb.Source(worker_id=5), status=pb.SourceStatus(state="stale")
+    )
+    await bed.feed(lone, stale, told(ONE))
+    assert len(bed.fake.calls) == 1
+
+
+async def test_caught_up_is_said_and_ends_with_the_stream(bed: Bed) -> None:
+    await bed.feed(told(ONE), pb.SubscribeResponse(caught_up=True))
+    assert bed.replica.is_caught_up
+    assert bed.replica.indexer_id in (91, 92)
+    bed.indexers = []
+    await bed.feed(None)
+    await until(lambda: bed.replica.indexer_id is None, "it is lost")
+    assert not bed.replica.is_caught_up
+
+
+async def test_decisions_run_while_a_large_batch_is_applied(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_svc.index_replica, "SLICE_S", 0.0)
+    blocks = chain(STEP_BLOCKS * 20)
+    await bed.feed(told(ONE))
+    bed.fake.messages.put_nowait(stored(ONE, 1, blocks))
+    depths: list[int] = []
+    while not depths or depths[-1] < len(blocks):
+        depths.append(bed.depth(blocks))
+        await asyncio.sleep(0)
+    assert len({d for d in depths if 0 < d < len(blocks)}) > 5, "it was applied in slices"
+
+
+async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
+    bed = Bed(())
+    assert bed.replica.standing(Placement(1, 0), 0.0).reason == "no indexer was heard yet"
+    task = asyncio.create_task(bed.replica.run())
+    await asyncio.sleep(0)
+    assert bed.fake.calls == []
+    task.cancel()
+    await asyncio.wait({task})
