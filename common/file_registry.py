@@ -312,6 +312,10 @@ class _Entry:
     instance: Instance | None
 
 
+# An entry whose owner updates it all the time is looked at so often before the next poll.
+OPEN_TRIES = 16
+
+
 class _View:
     """The members of one namespace as this process sees them; reads, and sweeps up the dead."""
 
@@ -408,34 +412,44 @@ class _View:
     def _open(self, name: str) -> bool:
         """Take in the file now under `name`, if its owner lives; else remove it."""
         path = self.directory / name
-        try:
-            fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            self._complain(name, "registry_entry_unreadable", error)
-            return False
-        try:
-            if not _is_locked(fd):
-                self._sweep(path, fd)
-                os.close(fd)
+        for _ in range(OPEN_TRIES):
+            try:
+                fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
+            except FileNotFoundError:
                 return False
-            entry = self._read(name, fd)
-        except OSError as error:
-            os.close(fd)
-            self._complain(name, "registry_entry_unreadable", error)
-            return False
+            except OSError as error:
+                self._complain(name, "registry_entry_unreadable", error)
+                return False
+            try:
+                if _is_locked(fd):
+                    entry = self._read(name, fd)
+                    break
+                is_swept = self._sweep(path, fd)
+                os.close(fd)
+                if is_swept:
+                    return False
+                # An update put another file in its place between the opening and the look.
+            except OSError as error:
+                os.close(fd)
+                self._complain(name, "registry_entry_unreadable", error)
+                return False
+        else:
+            return name in self._entries  # its owner is busy updating: it lives
         self._forget(name)
         self._entries[name] = entry
         return True
 
-    def _sweep(self, path: Path, fd: int) -> None:
-        """Remove a dead owner's file: it was seen unlocked *before* it is seen in place."""
+    def _sweep(self, path: Path, fd: int) -> bool:
+        """Remove a dead owner's file: it was seen unlocked *before* it is seen in place.
+
+        False if another file has taken the place meanwhile.
+        """
         if _inode(path) != os.fstat(fd).st_ino:
-            return
+            return False
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         LOG.info("registry_entry_removed", path=str(path), why="its owner is gone")
+        return True
 
     def _read(self, name: str, fd: int) -> _Entry:
         inode = os.fstat(fd).st_ino

@@ -21,7 +21,7 @@ from frontend_svc.router_client import Key, Query
 
 # A slow client may leave this many tokens unread before its request is ended.
 UNREAD_TOKENS_MAX = 65_536
-# While all workers of a model are left alone, a request waits so long, so often: 3 s in all.
+# While all workers that a request may try are left alone, it waits so long, so often: 3 s in all.
 WHOLE_AGAIN_S = 0.1
 WHOLE_AGAIN_TRIES = 30
 
@@ -103,7 +103,8 @@ class Ticket:
             return  # given up while it waited for somebody to be whole again
         query = self._query
         pool, alone = self._gateway.pool(query.model)
-        if pool and pool <= alone and self._waits_left:
+        untried = pool - excluded
+        if untried and untried <= alone and self._waits_left:
             # Most often a link was cut for a moment: cheaper to wait than to fail.
             self._waits_left -= 1
             self._loop.call_later(WHOLE_AGAIN_S, self.place, attempt, excluded)

@@ -48,6 +48,12 @@ class PublisherOutbox:
         self._shrink_blocks = blocks
         self._hurry()
 
+    def drop(self) -> None:
+        """The peer has left: what is there has nobody to go to."""
+        self._acked.clear()
+        self._demands.clear()
+        self._shrink_blocks = 0
+
     def close(self, breach: MeshError | None = None) -> None:
         """What is there is still sent, then `next_frame` says that it is over."""
         self.breach = self.breach or breach
@@ -74,9 +80,7 @@ class PublisherOutbox:
                 epoch=demand.epoch,
                 from_sequence=demand.from_sequence,
             )
-        self._acked.clear()
-        self._demands.clear()
-        self._shrink_blocks = 0
+        self.drop()
         self._written_at = self._clock()
         if not self._is_closed:
             self._filled.clear()

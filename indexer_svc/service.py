@@ -134,6 +134,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 for source in self._ingest.feed.sources_of(hello.worker_id):
                     self._ingest.feed.lose(source, self._clock(), "its publisher's stream ended")
                 self._ingest.tell()
+            outbox.drop()
             outbox.close(breach)
 
     async def _open(self, hello: _Hello, outbox: PublisherOutbox) -> None:
@@ -173,9 +174,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             await ingest.run(ingest.feed.load(chunk, now))
             if chunk.last:
                 self._acknowledge(chunk.source, outbox)
-        for message in frame.loads:
-            source = Source(hello.worker_id, message.dp_rank)
-            ingest.report_load(source, hello.partition, load_from_proto(message))
+        for load in frame.loads:
+            source = Source(hello.worker_id, load.dp_rank)
+            ingest.report_load(source, hello.partition, load_from_proto(load))
 
     def _acknowledge(self, source: Source, outbox: PublisherOutbox) -> None:
         feed = self._ingest.feed

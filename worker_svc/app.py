@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import SystemRandom
+from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -53,6 +56,25 @@ LAST_FRAMES_S = 1.0
 log = structlog.get_logger()
 
 
+@runtime_checkable
+class PagedEngine(Protocol):
+    """An engine that reports the pages of its cache. kv_silence: why it does not; "": it does."""
+
+    kv_rules: KvRules
+    kv_silence: str
+
+    def publish_to(self, sink: Publisher) -> None:
+        """From now on the sink is told, beginning with what is cached now."""
+
+
+@runtime_checkable
+class MortalEngine(Protocol):
+    """An engine that can end without having been asked to."""
+
+    async def died(self) -> None:
+        """Raises WorkerLost when it does."""
+
+
 class WorkerApp:
     """One worker process. registry, engine: by default as configured."""
 
@@ -88,8 +110,9 @@ class WorkerApp:
         started_at = time.monotonic()
         engine_config = await self.engine.start(self.instance_id)
         log.info("engine_started", engine=config.engine, s=round(time.monotonic() - started_at, 2))
-        folder = config.model_path or SIM_MODEL_DIR
-        self._card = await asyncio.to_thread(card_of, folder, engine_config)
+        if isinstance(self.engine, MortalEngine):
+            life.spawn(self.engine.died(), name="engine")
+        self._card = await asyncio.to_thread(card_of, model_folder(config), engine_config)
         self.runner.card_checksum = self._card.checksum
         # After the card, which is the same on workers that publish and on those that do not.
         engine_config = self._with_kv_index(engine_config)
@@ -123,9 +146,12 @@ class WorkerApp:
             return engine
         if not self._config.kv_events:
             return replace(engine, kv_index="none", kv_index_reason="kv_events is off")
-        if not isinstance(self.engine, SimEngine):
-            return replace(engine, kv_index="none", kv_index_reason="unknown kind of KV events")
-        return engine
+        silence = "unknown kind of KV events"
+        if isinstance(self.engine, SimEngine):
+            silence = ""
+        elif isinstance(self.engine, PagedEngine):
+            silence = self.engine.kv_silence
+        return replace(engine, kv_index="none", kv_index_reason=silence) if silence else engine
 
     def _build_publisher(self, engine: EngineConfig, card: ModelCard) -> Publisher:
         """Publishes events where there are any, and load in any case."""
@@ -143,6 +169,8 @@ class WorkerApp:
 
         # The sim's pages are routing blocks; it names each once, until it is removed.
         rules = KvRules(block_size, block_size, Duplicates.IDEMPOTENT)
+        if isinstance(self.engine, PagedEngine):
+            rules = self.engine.kv_rules
         publishes = engine.kv_index == "events"
         publisher = Publisher(
             self.instance_id,
@@ -160,6 +188,8 @@ class WorkerApp:
             self.engine.kv_event_sink = lambda events: publisher.take(
                 sim_events(events, block_size)
             )
+        elif publishes and isinstance(self.engine, PagedEngine):
+            self.engine.publish_to(publisher)
         return publisher
 
     def _serve_metrics(self) -> dict[str, str]:
@@ -260,6 +290,8 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
     """The engine a configuration names."""
     if config.engine == "echo":
         return EchoEngine(EchoConfig(model=config.model_name))
+    if config.engine == "sglang":
+        return build_sglang_engine(config)
     return SimEngine(
         SimConfig(
             model=config.model_name,
@@ -289,3 +321,36 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
         ),
         clock=time.monotonic,
     )
+
+
+def build_sglang_engine(config: WorkerConfig) -> LLMEngine:
+    """SGLang; imported here, since other workers do not have it."""
+    from worker_svc.sglang_engine import SglangConfig, SglangEngine
+
+    return SglangEngine(
+        SglangConfig(
+            model=config.model_name,
+            model_path=config.model_path,
+            role=config.role,
+            block_size=config.block_size,
+            context_length=config.context_length,
+            host=config.host,
+            advertise_host=config.advertise_host or "",
+            bootstrap_port=config.bootstrap_port,
+            handoff_timeout_s=config.handoff_timeout_s,
+            transfer_group=config.transfer_group,
+            kv_events=config.kv_events,
+            engine_args=json.loads(config.engine_args or "{}"),
+        )
+    )
+
+
+def model_folder(config: WorkerConfig) -> Path:
+    """Where the card's files are."""
+    if config.model_path is not None:
+        return config.model_path
+    if config.engine == "sglang":
+        from worker_svc.make_tiny_model import TINY_MODEL_DIR
+
+        return TINY_MODEL_DIR
+    return SIM_MODEL_DIR

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +18,9 @@ class WorkerConfig(ServiceConfig):
     stable_name: str = field(
         default="", metadata=knob("Name that survives restarts; one per replica; empty: none.")
     )
-    engine: Literal["sim", "echo"] = field(
-        default="sim", metadata=knob("sim needs no GPU; echo repeats the prompt (smoke tests).")
+    engine: Literal["sim", "echo", "sglang"] = field(
+        default="sim",
+        metadata=knob("sglang is the real one; sim needs no GPU; echo repeats the prompt."),
     )
     role: Literal["aggregated", "prefill", "decode"] = field(
         default="aggregated",
@@ -101,6 +104,10 @@ class WorkerConfig(ServiceConfig):
     taints: tuple[str, ...] = field(
         default=(), metadata=knob("Marks that routing constraints match, e.g. zone=a.")
     )
+    engine_args: str = field(
+        default="",
+        metadata=knob('More arguments of SGLang, a JSON object: {"tp_size": 2}.'),
+    )
     mesh_key: str = field(
         default="",
         repr=False,
@@ -112,4 +119,21 @@ class WorkerConfig(ServiceConfig):
         found = ServiceConfig.problems(self)
         if self.engine == "echo" and self.role != "aggregated":
             found.append("role: the echo engine has no prefill and decode")
+        if self.engine == "sglang":
+            found += self._sglang_problems()
+        elif self.engine_args:
+            found.append(f"engine_args: the {self.engine} engine takes none")
+        return found
+
+    def _sglang_problems(self) -> list[str]:
+        found = []
+        if find_spec("sglang") is None:
+            found.append("engine: SGLang is not installed here; see deploy/sglang_venv.sh")
+        if self.role != "aggregated" and self.handoff != "bootstrap":
+            found.append("handoff: SGLang's legs start at once, so it must be bootstrap")
+        try:
+            if not isinstance(json.loads(self.engine_args or "{}"), dict):
+                found.append("engine_args: must be a JSON object")
+        except ValueError as error:
+            found.append(f"engine_args: is not JSON: {error}")
         return found

@@ -68,6 +68,7 @@ from worker_svc.sglang_options import (
     call_of,
     invalid,
     kv_index_of,
+    kv_silence_of,
     load_of,
     server_arguments,
 )
@@ -132,6 +133,7 @@ class SglangEngine:
             Duplicates.IDEMPOTENT,
             tiers=3 if config.engine_args.get("enable_hierarchical_cache") else 1,
         )
+        self.kv_silence = "the engine has not started"
         self._facts = Facts()
         self._endpoints: Endpoints | None = None
         # Any: SGLang's Engine, which has no types that are known here.
@@ -439,12 +441,10 @@ class SglangEngine:
         config, model = self.config, self._engine.tokenizer_manager.model_config
         self._loads = await asyncio.to_thread(self._read_loads)
         index, reason = kv_index_of(
-            config.role,
-            resolved,
             is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
+            is_speculative=bool(resolved.get("speculative_algorithm")),
         )
-        if not config.kv_events and index == "events":
-            index, reason = "none", "KV events are off"
+        self.kv_silence = kv_silence_of(config.role, resolved, kv_events=config.kv_events)
         chunked = resolved.get("chunked_prefill_size") or 0
         is_prefill = config.role == "prefill"
         return EngineConfig(

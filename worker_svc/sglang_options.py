@@ -530,14 +530,21 @@ def server_arguments(
     return {**arguments, **owned}
 
 
-def kv_index_of(role: Role, resolved: Arguments, *, is_hybrid: bool) -> tuple[str, str]:
-    """`EngineConfig.kv_index` and its reason. is_hybrid: reuse is not prefix-monotone."""
-    if resolved.get("disable_radix_cache"):
-        return "none", "prefix caching is off"
-    if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
-        return "none", "a decode worker keeps no prefixes"
+def kv_index_of(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
+    """`EngineConfig.kv_index` and its reason, as the model has it: on all workers the same."""
     if is_hybrid:
         return "none", "a sliding window or recurrent state: a cached prefix need not be usable"
-    if resolved.get("speculative_algorithm"):
+    if is_speculative:
         return "none", "with speculative decoding events need not name single tokens"
     return "events", ""
+
+
+def kv_silence_of(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
+    """Why a worker reports nothing although the model's prefixes could be shared; "": it does."""
+    if not kv_events:
+        return "kv_events is off"
+    if resolved.get("disable_radix_cache"):
+        return "prefix caching is off"
+    if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
+        return "a decode worker keeps no prefixes"
+    return ""

@@ -91,7 +91,8 @@ def test_queries_name_metrics_that_the_services_have() -> None:
     from worker_svc.runner import Runner
 
     frontend = CollectorRegistry()
-    FrontendMetrics().register(frontend)
+    for collector in FrontendMetrics().collectors:
+        frontend.register(collector)
     registries = [
         frontend,
         RouterMetrics(Router(SELECTORS["least_loaded"]())).registry,

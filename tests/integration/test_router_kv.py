@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -151,7 +152,7 @@ async def bed() -> AsyncIterator[Bed]:
 
 @asynccontextmanager
 async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
-    fake = FakeIndexer(instance_id)
+    fake = FakeIndexer(instance_id)  # type: ignore[abstract]  # Only Subscribe is asked for.
     await fake.server.start()
     try:
         yield fake
@@ -210,12 +211,11 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) ->
         await bed.add(worker(1), worker(2), worker(3), fake.instance)
         fake.tell(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8]))
         await until(lambda: bed.depth(2, hashes) == 8, "the replica has the blocks")
-        for number in range(3):
-            decision = (await bed.place(number, query(prompt))).decision
-            assert decision.worker.worker_id == 2
-            assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
-        dumped = await bed.unary("Dump", pb.DumpRequest())
-        assert {b.prefill_tokens for b in dumped.bookings} == {2 * B}
+        decision = (await bed.place(1, query(prompt))).decision
+        assert decision.worker.worker_id == 2
+        assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
+        (booking,) = (await bed.unary("Dump", pb.DumpRequest())).bookings
+        assert (booking.prefill_tokens, booking.decode_blocks) == (2 * B, 10)
 
 
 @pytest.mark.row("S1-67", "S1-68", "S1-72")
@@ -233,8 +233,8 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> N
         asked.routing.lora_name = "mine"
         decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
         assert decision.overlap_blocks == 0, "an adapter's blocks are others"
+        bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
         with pytest.raises(InvalidRequest) as refused:
-            bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
             await bed.unary("Route", pb.RouteRequest(query=bad))
         assert refused.value.field == "query.block_size"
 
@@ -265,9 +265,8 @@ async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
                 source=source_to_proto(Source(1)), load=load_pb2.Load(running=1, kv_used_blocks=2)
             ),
         )
-        await until(
-            lambda: bed.app.router.book.report_age_s(Placement(1, 0), 0.0) is not None, "reported"
-        )
+        book = bed.app.router.book
+        await until(lambda: book.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in")
         bed.clock[0] += 0.25
         answer = await bed.explain(query(prompt))
         rows = {row.worker.worker_id: row for row in answer.candidates}
@@ -393,7 +392,7 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
             SPAN_ID,
         )
     ends = [(span.start_time or 0, span.end_time or 0) for span in finished]
-    assert all(a[0] <= a[1] == b[0] for a, b in zip(ends, ends[1:], strict=False))
+    assert all(a[0] <= a[1] == b[0] for a, b in pairwise(ends))
     facts = finished[-1].attributes or {}
     assert (facts["request_id"], facts["worker_id"], facts["isl_tokens"]) == ("r4", "1", 32)
     exporter.clear()

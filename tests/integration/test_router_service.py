@@ -502,7 +502,6 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> 
 async def test_sync_is_not_offered_yet(mesh: Mesh) -> None:
     call: Any = mesh.stub.Sync()
     async with rpc.cancelling(call):
-        await call.write(pb.SyncRequest(router_id=1, sequence=1))
         with pytest.raises(Unimplemented):
             await Session(call).read()
 

@@ -383,7 +383,8 @@ async def test_two_worker_processes_answer_a_hundred_pairs_with_the_truth(tmp_pa
 async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Path) -> None:
     async with pair(tmp_path, "--speedup=20", "--handoff=completed") as both:
         assert both.port == 0
-        prompt = prompt_of(3)
+        prompts = map(prompt_of, range(100))
+        prompt = next(p for p in prompts if len(SHIPPED_TRUTH.continue_tokens(p, TOKENS)) > 1)
         messages = await both.prefill.generate("p", request(prompt, 1))
         assert isinstance(messages, list)
         result = part_from_proto(PrefillResult, messages[-1].prefill_result)

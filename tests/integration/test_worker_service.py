@@ -63,6 +63,16 @@ FREED_S = 0.25  # DESIGN §6: slot and compute stop within this time
 FRONTEND = 99
 
 
+class Unmoved:
+    """A witness that does nothing about what it is told."""
+
+    def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
+        pass
+
+    def moved(self, worker_id: int) -> None:
+        pass
+
+
 class FakeEngine:
     """Does what the request id says, and notes what it was told.
 
@@ -189,7 +199,7 @@ class Worker:
     async def attached(self, stream_seq: int = 1) -> AsyncIterator[WorkerConnection]:
         """A frontend's end of Attach, as production has it."""
         hello = Hello(FRONTEND, self.app.instance_id, stream_seq)
-        connection = WorkerConnection(hello, self.app.address, GrpcDialer())
+        connection = WorkerConnection(hello, self.app.address, GrpcDialer(), Unmoved())
         task = asyncio.create_task(connection.run())
         try:
             yield connection

@@ -1,4 +1,4 @@
-"""Runs seeds: `python -m tests.sim N [--first S] [--trace]`."""
+"""Runs seeds: `python -m tests.sim N [--first S] [--storm] [--trace]`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("count", type=int, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--trace", action="store_true", help="print what happened, event by event")
     args = parser.parse_args()
     began = time.perf_counter()
     virtual_s, failed = 0.0, 0
     for seed in range(args.first, args.first + args.count):
-        scenario = draw_scenario(seed)
+        scenario = draw_scenario(seed, storm=args.storm)
         try:
             report = run_scenario(scenario)
         except Exception:

@@ -23,6 +23,8 @@ from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimRouter, SimWorker
 
 ATTEMPTS_MAX = 4
+# Of a frontend's retry budget of 64, so many must show before it may say that it is used up.
+RETRIES_MANY = 30
 # Discovery shows news within this time, while it is in reach.
 LAG_MAX_S = 0.5
 # A fault's consequences (heartbeats missed, accept_s over) may come this much after its end.
@@ -82,6 +84,7 @@ class Checks:
         self._loop = asyncio.get_running_loop()
         self._attempts_explained = attempts_explained
         # Who was touched by a fault, and when; ids of workers and frontends.
+        self.retries = 0
         self._troubles: dict[int, list[tuple[float, float]]] = {}
 
     def breach(self, rule: str, what: str) -> None:
@@ -107,6 +110,7 @@ class Checks:
     def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
         """A frontend gave a worker an order."""
         now = self._loop.time()
+        self.retries += order.attempt > 0
         if worker is None or worker.id not in frontend.snapshot.instances:
             self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
             return
@@ -189,6 +193,8 @@ class Checks:
             self.breach("errors", f"{name}: {error!r} has no place here")
             return
         if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:
+            return
+        if error.reason == "RETRY_BUDGET" and self.retries > RETRIES_MANY:
             return
         if not wish.migratable and client.delivered:
             return  # `_check_retries` asks for the fault

@@ -58,6 +58,13 @@ PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     tuple(FaultKind),
     tuple(FaultKind),
 )
+# What there may be very much of at once.
+STORMS: tuple[tuple[FaultKind, ...], ...] = (
+    LINK_FAULTS,
+    tuple(FaultKind),
+    (FaultKind.ATTACH_CUT, FaultKind.FRONTEND_STALL, FaultKind.WORKER_DRAIN),
+    (*CONTROL_FAULTS, FaultKind.SESSION_HOLD, FaultKind.FRONTEND_STALL),
+)
 
 # A side of a broken link that is told nothing learns of it by the transport's own pings.
 KEEPALIVE_S = 15.0

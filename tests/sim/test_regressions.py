@@ -107,3 +107,9 @@ def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() 
         Scenario(seed=9, workers=1, spares_first=False, wishes=WISHES, faults=(stop, kill))
     )
     assert report.failed > 0
+
+
+def test_a_worker_left_alone_for_a_moment_is_waited_for_when_all_others_were_tried() -> None:
+    """The only other worker had failed the request, so it was refused within milliseconds."""
+    report = run_seed(152, storm=True)
+    assert not report.breaches, str(report)

@@ -22,7 +22,7 @@ from frontend_svc.core.request import Outcome
 from frontend_svc.engine_client import IDLE_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
 from tests.sim.clients import Client, Wish, draw_wishes, expected_answer
-from tests.sim.faults import KEEPALIVE_S, PROFILES, Fault, draw_faults
+from tests.sim.faults import KEEPALIVE_S, PROFILES, STORMS, Fault, draw_faults
 from tests.sim.fleet import (
     MODEL,
     NAMESPACE,
@@ -63,6 +63,7 @@ class Scenario:
     """
 
     seed: int
+    is_storm: bool = False
     workers: int = 3
     routers: int = 1
     frontends: int = 1
@@ -83,18 +84,22 @@ class Scenario:
     @property
     def command(self) -> str:
         """How to run it again."""
-        return f"python -m tests.sim 1 --first {self.seed} --trace"
+        storm = " --storm" if self.is_storm else ""
+        return f"python -m tests.sim 1 --first {self.seed}{storm} --trace"
 
 
-def draw_scenario(seed: int) -> Scenario:
-    """The scenario of a seed."""
+def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
+    """The scenario of a seed. storm: many more faults than any mesh should see."""
     rng = Random(f"scenario {seed}")
     truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
     blocks = rng.choice((160, 4096, 4096))
     until = rng.uniform(6.0, 14.0)
     kinds = PROFILES[rng.randrange(len(PROFILES))]
+    if storm:
+        kinds = STORMS[rng.randrange(len(STORMS))]
     return Scenario(
         seed=seed,
+        is_storm=storm,
         workers=rng.randrange(2, 6),
         routers=rng.randrange(1, 3),
         frontends=rng.randrange(1, 3),
@@ -108,7 +113,7 @@ def draw_scenario(seed: int) -> Scenario:
         spares_first=rng.random() < 0.7,
         requests_max=rng.choice((4096, 4096, 4096, 6)),
         wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
-        faults=draw_faults(rng, kinds, rng.randrange(2, 10), until),
+        faults=draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until),
     )
 
 
@@ -131,9 +136,9 @@ class Report:
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
 
-def run_seed(seed: int) -> Report:
-    """Runs the scenario of a seed."""
-    return run_scenario(draw_scenario(seed))
+def run_seed(seed: int, *, storm: bool = False) -> Report:
+    """Runs the scenario of a seed; see `draw_scenario`."""
+    return run_scenario(draw_scenario(seed, storm=storm))
 
 
 def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:

@@ -265,9 +265,9 @@ class SimScheduler:
         self._kv_tokens += seq.computed
         is_intact = self.blocks.settle(seq.holding, len(seq.holding.blocks))
         self._name_blocks(seq)
-        expected = self._truth.next_token(seq.state, may_end=_may_end(seq))
-        self.corrupt_tokens += token != expected
-        self._append(seq, token)
+        may_end = _may_end(seq)
+        self.corrupt_tokens += token != self._truth.next_token(seq.state, may_end=may_end)
+        self._append(seq, token, may_end)
         if not is_intact:
             self._spoil(seq)
 
@@ -297,14 +297,15 @@ class SimScheduler:
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Ends the step: the sequences which got a token or ended. Removed ones are left out."""
-        truth = self._truth
+        truth, size = self._truth, self.blocks.block_size
         self._find_damage()
         advanced: list[SimSequence] = []
         computed = 0
         for seq, count in step.entries:
             if seq.is_gone:
                 continue
-            self._fill(seq, count)
+            if count > 1 or seq.computed % size == 0:
+                self._fill(seq, count)
             seq.computed += count
             computed += count
             output = seq.output
@@ -313,7 +314,8 @@ class SimScheduler:
             if seq.computed < seq.known:
                 continue
             advanced.append(seq)
-            self._append(seq, truth.next_token(seq.state, may_end=_may_end(seq)))
+            may_end = _may_end(seq)
+            self._append(seq, truth.next_token(seq.state, may_end=may_end), may_end)
         # Those which left took their tokens, this step's included, off the sum already.
         self._kv_tokens += computed
         return advanced
@@ -323,9 +325,9 @@ class SimScheduler:
         step = self.plan(now)
         return None if step is None else StepResult(step.duration_s, self.complete(step))
 
-    def _append(self, seq: SimSequence, token: int) -> None:
+    def _append(self, seq: SimSequence, token: int, may_end: bool) -> None:
         """The next token of the answer, or its end."""
-        if _may_end(seq) and token in seq.job.stops:
+        if may_end and token in seq.job.stops:
             self._stop(seq, token)
             return
         seq.output.append(token)
@@ -338,9 +340,8 @@ class SimScheduler:
         """Writes the pages whose first token is among the next `count`."""
         assert seq.holding is not None, "running sequences hold blocks"
         size = self.blocks.block_size
-        if count > 1 or seq.computed % size == 0:
-            stop = -(-(seq.computed + count) // size)
-            self.blocks.fill(seq.holding, -(-seq.computed // size), stop)
+        stop = -(-(seq.computed + count) // size)
+        self.blocks.fill(seq.holding, -(-seq.computed // size), stop)
 
     def _find_damage(self) -> None:
         """Spoils whoever runs on a page that a transfer has overwritten."""

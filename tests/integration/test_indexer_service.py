@@ -1,0 +1,925 @@
+"""The indexer over a real gRPC socket, with publishers, subscribers and workers of our own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+import indexer_svc.app
+from common import rpc
+from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded
+from common.file_registry import FileRegistry
+from common.index_feed import STALE_S, IndexFeed
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.kv import CHUNK_BLOCKS, Hashes, Partition, Source
+from common.kv_proto import partition_to_proto, parts_of, replicate, state_to_proto
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from indexer_svc.app import IndexerApp
+from indexer_svc.config import IndexerConfig
+from indexer_svc.ingest import GONE_GRACE_S
+from indexer_svc.service import SERVICE_NAME
+from kvmesh.engine.v1 import engine_pb2
+from kvmesh.indexer.v1 import indexer_pb2 as pb
+from kvmesh.indexer.v1 import indexer_pb2_grpc
+from kvmesh.types.v1 import load_pb2
+
+NS = "default"
+WAIT_S = 10.0
+PARTITION = Partition("m", 16, 1)
+STORED, REMOVED, CLEARED = pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED, pb.EVENT_KIND_CLEARED
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def wire(keys: Iterable[int]) -> bytes:
+    return np.array(list(keys), dtype="<u8").tobytes()
+
+
+def path(block: int) -> list[int]:
+    """Blocks form a binary tree: the parent of n is n // 2, the root is 1."""
+    blocks = [block]
+    while blocks[-1] > 1:
+        blocks.append(blocks[-1] // 2)
+    return blocks[::-1]
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+def claimed(feed: IndexFeed, source: Source) -> set[int]:
+    index, claims = feed.claims(source)
+    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+
+
+class Mesh:
+    """A running indexer, its registry, and a channel to it."""
+
+    def __init__(self, app: IndexerApp, registry: MemoryRegistry, life: Life, clock: Clock) -> None:
+        self.app = app
+        self.registry = registry
+        self.life = life
+        self.clock = clock
+        self.channel = rpc.channel(app.address)
+        self.stub = indexer_pb2_grpc.IndexerServiceStub(self.channel)
+
+    @property
+    def feed(self) -> IndexFeed:
+        return self.app.ingest.feed
+
+    def state(self, source: Source) -> str:
+        return self.feed.status(source).state if source in self.feed else "unknown"
+
+    async def exact(self, source: Source) -> None:
+        await until(lambda: self.state(source) == "exact", f"{source} is exact")
+
+    async def unary(self, method: str, request: Any) -> Any:
+        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
+
+    async def add_worker(self, worker_id: int, address: str = "127.0.0.1:1") -> None:
+        instance = Instance(worker_id, NS, "worker", "", address, model="m", block_size=16)
+        await self.registry.register(instance)
+        await until(lambda: self.app.fleet.worker(worker_id) is not None, "it is seen")
+
+    async def match(self, *chain: int, **facts: Any) -> list[tuple[int, int]]:
+        request = pb.MatchRequest(
+            partition=partition_to_proto(PARTITION), prefix_hashes=wire(chain), **facts
+        )
+        rows = (await self.unary("Match", request)).matches
+        return [(row.source.worker_id, row.device_blocks) for row in rows]
+
+
+@asynccontextmanager
+async def running(registry: MemoryRegistry | None = None, **knobs: Any) -> AsyncIterator[Mesh]:
+    store, clock = MemoryStore(), Clock()
+    shared = registry or MemoryRegistry(store)
+    config = IndexerConfig(registry="memory", **knobs)
+    app = IndexerApp(config, registry=shared, clock=clock)
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    mesh = Mesh(app, shared, life, clock)
+    try:
+        yield mesh
+    finally:
+        await mesh.channel.close()
+        await app.deregister()
+        await app.drain(0.5)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+class Publisher:
+    """A worker's publisher: a closed set, a ring of batches, snapshots on demand.
+
+    lose: batches to be made and not sent. acked: what the indexer acknowledged last.
+    """
+
+    def __init__(self, worker_id: int, *, ring: int = 1024, epoch: int = 1) -> None:
+        self.source = Source(worker_id, 0)
+        self.epoch, self.sequence = epoch, 0
+        self.held: set[int] = set()
+        self.ring: deque[pb.EventBatch] = deque(maxlen=ring)
+        self.acked = (0, 0)
+        self.resends: list[pb.Resend] = []
+        self.shrinks: list[int] = []
+        self.snapshots = 0
+        self.call: Any = None
+        self._outbox: asyncio.Queue[pb.PublishRequest | None] = asyncio.Queue(10_000)
+        self.is_mute = False
+        self.listing: Hashes | None = None  # What a snapshot is made of, instead of `held`.
+
+    def hello(self) -> pb.PublishRequest:
+        message = pb.PublishRequest()
+        message.hello.worker_id = self.source.worker_id
+        message.hello.partition.CopyFrom(partition_to_proto(PARTITION))
+        state = message.hello.sources.add(epoch=self.epoch, sequence=self.sequence)
+        state.source.worker_id = self.source.worker_id
+        return message
+
+    @asynccontextmanager
+    async def connected(self, mesh: Mesh) -> AsyncIterator[Publisher]:
+        call = self.call = mesh.stub.Publish()
+        self._outbox = asyncio.Queue(10_000)
+        async with rpc.cancelling(call), asyncio.TaskGroup() as tasks:
+            await call.write(self.hello())
+            reader = tasks.create_task(self._read(call))
+            writer = tasks.create_task(self._write(call))
+            try:
+                yield self
+            finally:
+                reader.cancel()
+                writer.cancel()
+
+    def send(self, **parts: Any) -> None:
+        self._outbox.put_nowait(pb.PublishRequest(**parts))
+
+    def publish(self, *events: pb.Event, lose: bool = False) -> None:
+        self.sequence += 1
+        batch = pb.EventBatch(epoch=self.epoch, sequence=self.sequence, events=events)
+        self.ring.append(batch)
+        if not lose and self.call is not None:
+            self.send(batch=batch)
+
+    def store(self, *blocks: int, lose: bool = False) -> None:
+        new: dict[int, None] = {}
+        for block in blocks:
+            new.update(dict.fromkeys(b for b in path(block) if b not in self.held))
+        self.held.update(new)
+        self.publish(pb.Event(kind=STORED, prefix_hashes=wire(new)), lose=lose)
+
+    def remove(self, block: int) -> None:
+        gone = [block] if block in self.held else []
+        for parent in gone:  # It grows while it is read: the children of those in it follow.
+            gone += [b for b in (2 * parent, 2 * parent + 1) if b in self.held]
+        gone.reverse()
+        self.held.difference_update(gone)
+        self.publish(pb.Event(kind=REMOVED, prefix_hashes=wire(gone)))
+
+    def clear(self) -> None:
+        self.held.clear()
+        self.publish(pb.Event(kind=CLEARED))
+
+    def reset(self) -> None:
+        self.epoch, self.sequence = self.epoch + 1, 0
+        self.held.clear()
+        self.ring.clear()
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await call.write(await self._outbox.get())
+
+    async def _read(self, call: Any) -> None:
+        async for frame in call:
+            for state in frame.acked:
+                self.acked = (state.epoch, state.sequence)
+            if frame.shrink_blocks:
+                self.shrinks.append(frame.shrink_blocks)
+            for resend in frame.resends:
+                self.resends.append(resend)
+                if not self.is_mute:
+                    self._answer(resend)
+
+    def _answer(self, resend: pb.Resend) -> None:
+        has_it = bool(self.ring) and self.ring[0].sequence <= resend.from_sequence
+        if resend.epoch == self.epoch and has_it:
+            for batch in self.ring:
+                if batch.sequence >= resend.from_sequence:
+                    self.send(batch=batch)
+            return
+        self.snapshots += 1
+        keys = self.listing
+        if keys is None:
+            keys = np.array(sorted(self.held), dtype="<u8")
+        stops = range(CHUNK_BLOCKS, len(keys) + CHUNK_BLOCKS, CHUNK_BLOCKS) or [CHUNK_BLOCKS]
+        for stop in stops:
+            part = pb.SnapshotChunk(epoch=self.epoch, sequence=self.sequence)
+            part.source.worker_id = self.source.worker_id
+            part.prefix_hashes = keys[stop - CHUNK_BLOCKS : stop].tobytes()
+            part.first, part.last = stop == stops[0], stop == stops[-1]
+            self.send(snapshot=part)
+
+
+class Replica:
+    """A router's copy of the index."""
+
+    def __init__(self) -> None:
+        self.feed = IndexFeed()
+        self.is_caught_up = False
+        self.snapshots = 0
+        self.loads: dict[int, int] = {}
+
+    async def follow(self, mesh: Mesh, frames: int | None = None) -> None:
+        """Subscribes and applies; returns after so many frames, raises what ends the stream."""
+        self.is_caught_up = False
+        request = pb.SubscribeRequest(resume=map(state_to_proto, self.feed.positions()))
+        call: Any = mesh.stub.Subscribe(request)
+        async with rpc.cancelling(call):
+            while frames is None or frames > 0:
+                try:
+                    message = await call.read()
+                except grpc.aio.AioRpcError as error:
+                    raise from_rpc_error(error) from error
+                if message is grpc.aio.EOF:
+                    raise EOFError(await call.code())
+                frames = None if frames is None else frames - 1
+                self.take(message)
+
+    def take(self, message: pb.SubscribeResponse) -> None:
+        for _ in replicate(self.feed, message, 0.0):
+            pass
+        for part in parts_of(message):
+            self.is_caught_up |= part.caught_up
+            self.snapshots += part.HasField("snapshot") and part.snapshot.last
+            if part.HasField("load"):
+                self.loads[part.source.worker_id] = part.load.running
+
+    def equals(self, publisher: Publisher) -> bool:
+        return is_copied(self.feed, publisher)
+
+
+def is_copied(feed: IndexFeed, publisher: Publisher) -> bool:
+    source = publisher.source
+    return (
+        source in feed
+        and feed.status(source).state == "exact"
+        and claimed(feed, source) == publisher.held
+    )
+
+
+@asynccontextmanager
+async def following(replica: Replica, mesh: Mesh) -> AsyncIterator[Replica]:
+    task = asyncio.create_task(replica.follow(mesh))
+    try:
+        yield replica
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+# Publishing.
+
+
+async def test_what_is_published_matches_and_is_acknowledged() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(4)
+        publisher.store(9)
+        await until(lambda: publisher.acked == (1, 2), "both are acknowledged")
+        assert await mesh.match(1, 2, 4, 8) == [(7, 3)]
+        assert await mesh.match(1, worker_ids=[8]) == []
+        publisher.remove(2)
+        await until(lambda: publisher.acked == (1, 3), "the removal too")
+        assert await mesh.match(1, 2, 4, 8) == [(7, 1)]
+
+
+async def test_acknowledgements_gather_and_name_the_last_batch() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        for block in range(1, 501):
+            publisher.store(block)
+        await until(lambda: publisher.acked == (1, 500), "all are acknowledged")
+        assert claimed(mesh.feed, publisher.source) == publisher.held
+
+
+async def test_a_gap_is_replayed_from_the_ring_and_the_source_is_exact_again() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(4)
+        publisher.is_mute = True
+        publisher.store(5, lose=True)
+        publisher.store(6)
+        await until(lambda: mesh.state(publisher.source) == "gapped", "the gap is seen")
+        assert await mesh.match(1) == []
+        await until(lambda: len(publisher.resends) == 1, "the gap is told")
+        assert publisher.resends[0].from_sequence == 2
+        publisher._answer(publisher.resends[0])
+        await mesh.exact(publisher.source)
+        assert claimed(mesh.feed, publisher.source) == {1, 2, 3, 4, 5, 6}
+        assert publisher.snapshots == 0
+
+
+async def test_a_gap_older_than_the_ring_is_filled_by_a_snapshot() -> None:
+    async with running() as mesh, Publisher(7, ring=2).connected(mesh) as publisher:
+        publisher.store(4)
+        for block in (5, 6, 7, 8):
+            publisher.store(block, lose=True)
+        publisher.store(9)
+        await until(lambda: publisher.acked == (1, 6), "it has caught up")
+        await mesh.exact(publisher.source)
+        assert claimed(mesh.feed, publisher.source) == publisher.held
+        assert publisher.snapshots == 1
+
+
+async def test_a_new_epoch_begins_with_nothing() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(40)
+        publisher.reset()
+        publisher.store(3)
+        await until(lambda: publisher.acked == (2, 1), "the new epoch is known")
+        assert claimed(mesh.feed, publisher.source) == {1, 3}
+
+
+async def test_an_indexer_that_restarts_gets_every_source_back_idle_ones_too() -> None:
+    idle, busy = Publisher(7, ring=4), Publisher(8)
+    idle.store(*range(1, 5000))
+    for block in range(1, 9):
+        idle.store(5000 + block)
+    busy.store(4)
+    async with running() as mesh, idle.connected(mesh), busy.connected(mesh):
+        await mesh.exact(idle.source)
+        await mesh.exact(busy.source)
+    async with running() as mesh, idle.connected(mesh), busy.connected(mesh):
+        await mesh.exact(idle.source)
+        await mesh.exact(busy.source)
+        assert claimed(mesh.feed, idle.source) == idle.held
+        assert claimed(mesh.feed, busy.source) == busy.held
+        assert (idle.snapshots, busy.snapshots) == (2, 0), "the ring had all of one only"
+        assert idle.resends[-1].from_sequence == 1
+
+
+async def test_a_publisher_that_reconnects_is_asked_for_what_was_missed_only() -> None:
+    async with running() as mesh:
+        publisher = Publisher(7)
+        async with publisher.connected(mesh):
+            publisher.store(4)
+            await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        await until(lambda: mesh.state(publisher.source) == "stale", "the stream is missed")
+        assert await mesh.match(1, 2, 4) == [(7, 3)]
+        publisher.store(5, lose=True)
+        async with publisher.connected(mesh):
+            await until(lambda: publisher.acked == (1, 2), "caught up")
+            assert [r.from_sequence for r in publisher.resends] == [2]
+            await mesh.exact(publisher.source)
+
+
+async def test_a_stream_without_hello_is_refused() -> None:
+    async with running() as mesh:
+        error = await refused(mesh, pb.PublishRequest(batch=pb.EventBatch(sequence=1)))
+        assert isinstance(error, Conflict)
+        assert error.reason == "HELLO_REQUIRED"
+
+
+async def test_bad_frames_end_the_stream_and_name_the_field() -> None:
+    async with running() as mesh:
+        hello = Publisher(7).hello()
+        for frames, field in (
+            ([hello, hello], "hello"),
+            ([hello, pb.PublishRequest(batch=pb.EventBatch(dp_rank=3, sequence=1))], "dp_rank"),
+            (
+                [
+                    hello,
+                    pb.PublishRequest(snapshot=pb.SnapshotChunk(source=pb.Source(worker_id=8))),
+                ],
+                "snapshot.source",
+            ),
+            ([pb.PublishRequest(hello=pb.PublishHello())], "hello.worker_id"),
+        ):
+            error = await refused(mesh, *frames)
+            assert isinstance(error, InvalidRequest)
+            assert error.field == field
+        await until(lambda: mesh.app.ingest.publishers == {}, "nothing is left behind")
+
+
+async def refused(mesh: Mesh, *frames: pb.PublishRequest) -> MeshError:
+    call: Any = mesh.stub.Publish()
+    async with rpc.cancelling(call):
+        for frame in frames:
+            await call.write(frame)
+        return await error_of(call)
+
+
+async def error_of(call: Any) -> MeshError:
+    """What a stream ends with."""
+    async with asyncio.timeout(WAIT_S):
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                continue
+            await call.wait_for_connection()
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+    raise AssertionError("it ended well")
+
+
+async def test_a_newer_stream_of_a_worker_takes_the_place_of_the_older() -> None:
+    async with running() as mesh:
+        older, newer = Publisher(7), Publisher(7)
+        call: Any = mesh.stub.Publish()
+        async with rpc.cancelling(call):
+            await call.write(older.hello())
+            await until(lambda: older.source in mesh.feed, "it is there")
+            async with newer.connected(mesh):
+                assert (await error_of(call)).reason == "REPLACED"
+                newer.store(4)
+                await until(lambda: newer.acked == (1, 1), "the newer one is served")
+                assert mesh.state(newer.source) == "exact", "the older one's end is not its end"
+
+
+# Departure.
+
+
+async def test_a_lost_publisher_counts_for_ten_seconds_and_stays_while_its_worker_does() -> None:
+    async with running() as mesh:
+        await mesh.add_worker(7)
+        async with Publisher(7).connected(mesh) as publisher:
+            publisher.store(4)
+            await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        await until(lambda: mesh.state(publisher.source) == "stale", "its stream is missed")
+        assert await mesh.match(1) == [(7, 1)]
+        mesh.clock.now += STALE_S
+        await until(lambda: not mesh.feed.counts(publisher.source), "it does not count any more")
+        assert publisher.source in mesh.feed
+
+
+async def test_a_worker_that_has_left_discovery_and_its_stream_is_forgotten() -> None:
+    async with running() as mesh:
+        await mesh.add_worker(7)
+        await mesh.add_worker(8)
+        async with Publisher(7).connected(mesh) as publisher:
+            publisher.store(*range(1, 3000))
+            publisher.send(loads=[load_pb2.Load(running=1)])
+            await until(lambda: publisher.acked == (1, 1), "acknowledged")
+            await mesh.registry.deregister(NS, 7)
+            await until(lambda: mesh.app.fleet.worker(7) is None, "it has left")
+            mesh.clock.now += 10 * GONE_GRACE_S
+            await mesh.app.ingest.tick(mesh.app.fleet)
+            assert mesh.state(publisher.source) == "exact", "its stream is there"
+        await until(lambda: mesh.state(publisher.source) == "stale", "its stream has ended")
+        mesh.clock.now += GONE_GRACE_S
+        await until(lambda: publisher.source not in mesh.feed, "it is forgotten")
+        await until(lambda: mesh.feed.used_bytes == 0, "and swept away")
+        assert mesh.app.ingest.histories == {}
+        assert mesh.app.ingest.loads == {}
+
+
+# Subscribing.
+
+
+async def test_a_replica_gets_snapshots_then_live_then_statuses() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(*range(1, 10_000))
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        async with following(Replica(), mesh) as replica:
+            await until(lambda: replica.is_caught_up, "caught up")
+            assert replica.equals(publisher)
+            publisher.store(10_001)
+            publisher.remove(2500)
+            await until(lambda: replica.equals(publisher), "live")
+            assert replica.snapshots == 1
+            publisher.is_mute = True
+            publisher.store(3, lose=True)
+            publisher.store(3)
+            source = publisher.source
+            await until(lambda: replica.feed.status(source).state == "gapped", "the gap is told")
+            publisher._answer(publisher.resends[-1])
+            await until(lambda: replica.equals(publisher), "and its end")
+            assert replica.snapshots == 1, "a replayed gap needs no snapshot"
+
+
+async def test_a_replica_that_resumes_gets_what_it_missed_and_no_snapshot() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(40)
+        replica = Replica()
+        async with following(replica, mesh):
+            await until(lambda: replica.equals(publisher), "it is a copy")
+        snapshots = replica.snapshots
+        publisher.store(41)
+        publisher.remove(20)
+        await until(lambda: publisher.acked == (1, 3), "acknowledged")
+        async with following(replica, mesh):
+            await until(lambda: replica.equals(publisher), "it is again")
+            assert replica.snapshots == snapshots
+
+
+async def test_a_replica_learns_of_sources_that_went_while_it_was_away() -> None:
+    async with running() as mesh:
+        await mesh.add_worker(8)
+        replica = Replica()
+        async with Publisher(7).connected(mesh) as publisher:
+            publisher.store(4)
+            async with following(replica, mesh):
+                await until(lambda: replica.equals(publisher), "it is a copy")
+        mesh.feed.forget(publisher.source, "left")
+        async with following(replica, mesh):
+            await until(lambda: publisher.source not in replica.feed, "it is told")
+
+
+async def test_a_replica_outlives_a_restart_of_its_index() -> None:
+    publisher, replica = Publisher(7), Replica()
+    publisher.store(*range(1, 100))
+    async with running() as mesh, publisher.connected(mesh), following(replica, mesh):
+        await until(lambda: replica.equals(publisher), "it is a copy")
+    publisher.store(101, lose=True)
+    async with running() as mesh:
+        await mesh.add_worker(7)
+        async with following(replica, mesh):
+            source = publisher.source
+            await until(lambda: replica.feed.status(source).state == "stale", "nobody reports")
+            async with publisher.connected(mesh):
+                await until(lambda: replica.equals(publisher), "it is a copy again")
+
+
+async def test_loads_are_passed_on_the_latest_first_to_newcomers_too() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        async with following(Replica(), mesh) as replica:
+            await until(lambda: replica.is_caught_up, "caught up")
+            for running_now in range(1, 20):
+                publisher.send(loads=[load_pb2.Load(running=running_now)])
+            await until(lambda: replica.loads == {7: 19}, "the last load arrives")
+        async with following(Replica(), mesh) as newcomer:
+            await until(lambda: newcomer.loads == {7: 19}, "newcomers get it")
+
+
+async def test_a_subscriber_of_one_partition_hears_of_no_other() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(4)
+        publisher.send(loads=[load_pb2.Load(running=1)])
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        other = pb.Partition(model="other", block_size=16)
+        call: Any = mesh.stub.Subscribe(pb.SubscribeRequest(partition=other))
+        async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
+            message = await call.read()
+        assert message.caught_up
+        assert not message.more
+
+
+@pytest.mark.slow
+async def test_a_slow_subscriber_is_cut_resumes_and_is_a_copy_in_the_end() -> None:
+    async with running(subscriber_mb=1) as mesh, Publisher(7).connected(mesh) as publisher:
+        replica = Replica()
+        await replica.follow(mesh, frames=1)
+        call: Any = mesh.stub.Subscribe(pb.SubscribeRequest())
+        async with rpc.cancelling(call):
+            await call.read()  # and then no more, while some 8 MB are published
+            for start in range(1, 1_000_000, 8192):
+                keys = range(start, start + 8192)
+                publisher.held.update(keys)
+                publisher.publish(pb.Event(kind=STORED, prefix_hashes=wire(keys)))
+            await until(lambda: publisher.acked[1] == publisher.sequence, "all is taken in")
+            error = await error_of(call)
+            assert isinstance(error, Overloaded)
+            assert error.reason == "SUBSCRIBER_CUT"
+        async with following(replica, mesh):
+            await until(lambda: replica.equals(publisher), "it is a copy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions(
+    seed: int,
+) -> None:
+    rng, replica = Random(seed), Replica()
+    async with running() as mesh:
+        publishers = [Publisher(n, ring=rng.choice([2, 1024])) for n in range(1, 6)]
+        async with (
+            asyncio.TaskGroup() as tasks,
+            contexts(publisher.connected(mesh) for publisher in publishers),
+        ):
+            # Big enough that snapshots take several parts, and changes fall between them.
+            for publisher in publishers:
+                publisher.store(*range(1, 30_000))
+            for _ in range(12):
+                follower = tasks.create_task(replica.follow(mesh, rng.randrange(1, 30)))
+                for _ in range(60):
+                    disturb(rng.choice(publishers), rng)
+                    if rng.random() < 0.2:
+                        await asyncio.sleep(0)
+                await asyncio.sleep(0.001)
+                follower.cancel()
+                await asyncio.wait({follower})
+            for publisher in publishers:
+                await mesh.exact(publisher.source)
+            await until(lambda: all(is_copied(mesh.feed, p) for p in publishers), "the index is")
+            async with following(replica, mesh):
+                await until(lambda: all(map(replica.equals, publishers)), "the replica is right")
+
+
+@asynccontextmanager
+async def contexts(many: Iterable[Any]) -> AsyncIterator[None]:
+    async with AsyncExitStack() as stack:
+        for one in many:
+            await stack.enter_async_context(one)
+        yield
+
+
+def disturb(publisher: Publisher, rng: Random) -> None:
+    match rng.choices(("store", "lose", "remove", "clear", "reset"), (60, 3, 30, 2, 1))[0]:
+        case "store":
+            publisher.store(*(rng.randrange(1, 60_000) for _ in range(5)))
+        case "lose":
+            publisher.store(rng.randrange(1, 60_000), lose=True)
+        case "remove":
+            publisher.remove(rng.randrange(20, 60_000))
+        case "clear":
+            publisher.clear()
+        case "reset":
+            publisher.reset()
+            publisher.store(rng.randrange(1, 60_000))
+
+
+# Questions.
+
+
+async def test_matches_are_answered_in_a_pipeline() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(8)
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        call: Any = mesh.stub.MatchStream()
+        async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
+            for frame in range(10):
+                questions = [
+                    pb.MatchQuestion(
+                        id=100 * frame + n,
+                        request=pb.MatchRequest(
+                            partition=partition_to_proto(PARTITION),
+                            prefix_hashes=wire(path(8)[: 1 + n % 4]),
+                        ),
+                    )
+                    for n in range(100)
+                ]
+                await call.write(pb.MatchStreamRequest(questions=questions))
+            depths: dict[int, int] = {}
+            while len(depths) < 1000:
+                for answer in (await call.read()).answers:
+                    depths[answer.id] = answer.response.matches[0].device_blocks
+        assert depths == {n: 1 + n % 4 for n in range(1000)}
+
+
+async def test_a_question_without_a_partition_is_refused_by_name() -> None:
+    async with running() as mesh:
+        with pytest.raises(InvalidRequest) as error:
+            await mesh.unary("Match", pb.MatchRequest())
+        assert error.value.field == "partition"
+        bad = pb.MatchRequest(partition=partition_to_proto(PARTITION), prefix_hashes=b"1")
+        with pytest.raises(InvalidRequest) as error:
+            await mesh.unary("Match", bad)
+        assert error.value.field == "prefix_hashes"
+
+
+async def test_the_dump_and_the_stats_tell_what_is_there() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(*range(1, 9000))
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        chunks = [c async for c in mesh.stub.Dump(pb.DumpRequest(), timeout=WAIT_S)]
+        assert [c.chunk.first for c in chunks] == [True, False, False]
+        assert [c.chunk.last for c in chunks] == [False, False, True]
+        data = b"".join(c.chunk.prefix_hashes for c in chunks)
+        assert sorted(np.frombuffer(data, "<u8").tolist()) == list(range(1, 9000))
+        stats = await mesh.unary("Stats", pb.StatsRequest())
+        assert (stats.blocks, stats.batches_applied) == (8999, 1)
+        (row,) = stats.sources
+        assert (row.state.sequence, row.status.state, row.blocks) == (1, "exact", 8999)
+        assert 0 < stats.used_bytes < stats.budget_bytes
+        with pytest.raises(NotFound):
+            await mesh.unary("Verify", pb.VerifyRequest(worker_id=99))
+
+
+class Engine:
+    """A worker that lists what its publisher holds."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.injected: set[int] = set()
+
+    async def list_kv_blocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        keys = sorted(self.publisher.held ^ self.injected)
+        for start in range(0, max(1, len(keys)), CHUNK_BLOCKS):
+            yield engine_pb2.ListKvBlocksResponse(
+                epoch=self.publisher.epoch,
+                sequence=self.publisher.sequence,
+                prefix_hashes=wire(keys[start : start + CHUNK_BLOCKS]),
+                tier="device",
+            )
+
+
+async def test_verify_finds_what_differs_and_only_that() -> None:
+    publisher = Publisher(7)
+    engine = Engine(publisher)
+    server = rpc.server()
+    handler = grpc.unary_stream_rpc_method_handler(
+        engine.list_kv_blocks,
+        request_deserializer=engine_pb2.ListKvBlocksRequest.FromString,
+        response_serializer=engine_pb2.ListKvBlocksResponse.SerializeToString,
+    )
+    handlers = {"ListKvBlocks": handler}
+    server.add_registered_method_handlers("kvmesh.engine.v1.EngineService", handlers)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with running() as mesh, publisher.connected(mesh):
+            publisher.store(*range(1, 6000))
+            await mesh.add_worker(7, f"127.0.0.1:{port}")
+
+            async def verified() -> tuple[int, int, int, str]:
+                (row,) = (await mesh.unary("Verify", pb.VerifyRequest())).sources
+                return row.extra, row.missing, row.equal, row.error
+
+            assert await verified() == (0, 0, 5999, "")
+            engine.injected = {5, 6, 7, 70_000, 70_001}
+            assert await verified() == (3, 2, 5996, "")
+            publisher.sequence += 1  # it is ahead, and the index never hears of it
+            assert "the worker at 1/2" in (await verified())[3]
+    finally:
+        await server.stop(None)
+
+
+async def test_verify_says_why_it_cannot_compare() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        await until(lambda: publisher.source in mesh.feed, "it is there")
+        (row,) = (await mesh.unary("Verify", pb.VerifyRequest())).sources
+        assert row.error == "its worker is not in discovery"
+
+
+# Budget.
+
+
+async def test_over_budget_publishers_are_asked_to_withdraw_and_a_deaf_one_is_load_only() -> None:
+    async with running(budget_mb=1) as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(*range(1, 20_000))
+        await until(lambda: bool(publisher.shrinks), "it is asked")
+        assert 9000 < publisher.shrinks[0] < 12_000
+        for _ in range(11):
+            mesh.clock.now += 1.0
+            await mesh.app.ingest.tick(mesh.app.fleet)
+        status = mesh.feed.status(publisher.source)
+        assert status.reason.startswith("over budget")
+        assert await mesh.match(1) == []
+        await until(lambda: mesh.feed.used_bytes == 0, "its memory is free")
+
+
+# Life.
+
+
+async def test_health_says_serving_with_the_first_publisher_and_reflection_answers() -> None:
+    async with running() as mesh:
+        channel: Any = mesh.channel
+        health: Any = health_pb2_grpc.HealthStub(channel)
+
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        watch = health.Watch(request)
+        async with rpc.cancelling(watch), asyncio.timeout(WAIT_S):
+            # The index is empty because nobody has come yet.
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            async with Publisher(7).connected(mesh):
+                assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+        question = reflection_pb2.ServerReflectionRequest(list_services="")
+        call = reflection.ServerReflectionInfo(iter([question]), timeout=WAIT_S)
+        async with rpc.cancelling(call):
+            listed = (await call.read()).list_services_response.service
+        assert SERVICE_NAME in {service.name for service in listed}
+
+
+async def test_without_publishers_it_serves_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(indexer_svc.app, "FIRST_PUBLISHER_S", 0.01)
+    async with running() as mesh:
+        await until(lambda: mesh.life.health._wanted[SERVICE_NAME], "it serves")
+
+
+async def test_a_drain_ends_all_streams_with_no_call_cut() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        replica = Replica()
+        follower = asyncio.create_task(replica.follow(mesh))
+        questions: Any = mesh.stub.MatchStream()
+        async with rpc.cancelling(questions):
+            await questions.write(pb.MatchStreamRequest())
+            publisher.store(4)
+            await until(lambda: replica.is_caught_up, "it follows")
+            await until(lambda: len(mesh.app._calls.names()) == 3, "three streams")
+            assert await mesh.app.drain(WAIT_S) == []
+            with pytest.raises(EOFError):
+                await follower
+
+
+@pytest.mark.slow
+async def test_metrics_show_sources_by_state_and_count_batches() -> None:
+    async with running(metrics_port=0) as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(4)
+        publisher.send(batch=publisher.ring[0])
+        publisher.store(5)
+        await until(lambda: publisher.acked == (1, 2), "acknowledged")
+        await mesh.match(1)
+        text = await asyncio.to_thread(scrape, f"http://{mesh.app.metrics_address}/metrics")
+    for line in (
+        'kvmesh_indexer_sources{state="exact"} 1.0',
+        'kvmesh_indexer_sources{state="gapped"} 0.0',
+        "kvmesh_indexer_blocks 4.0",
+        "kvmesh_indexer_publishers 1.0",
+        "kvmesh_indexer_batches_total 2.0",
+        "kvmesh_indexer_duplicates_total 1.0",
+        "kvmesh_indexer_match_seconds_count 1.0",
+    ):
+        assert line in text, text
+
+
+def scrape(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as response:
+        body: bytes = response.read()
+    return body.decode()
+
+
+@pytest.mark.slow
+async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
+    ready, theirs = os.pipe()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "indexer_svc", "--registry-path", str(tmp_path / "registry")),
+        *("--notice-s", "0", "--ready-fd", str(theirs)),
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        stderr=asyncio.subprocess.PIPE,
+        pass_fds=[theirs],
+    )
+    os.close(theirs)
+    try:
+        with os.fdopen(ready) as pipe:
+            line = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), WAIT_S))
+        registry = FileRegistry(tmp_path / "registry")
+        try:
+            (entry,) = (await registry.snapshot(NS)).of("indexer")
+        finally:
+            await registry.close()
+        assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
+        process.send_signal(signal.SIGTERM)
+        _, log = await asyncio.wait_for(process.communicate(), WAIT_S)
+        assert process.returncode == 0, log.decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.slow
+async def test_a_million_blocks_are_restored_while_questions_are_answered(
+    record_property: Callable[[str, object], None],
+) -> None:
+    hashes: Hashes = np.arange(1, 1_000_001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    publishers = [Publisher(n, ring=1) for n in range(1, 5)]
+    for number, publisher in enumerate(publishers):
+        publisher.listing = hashes[number::4].copy()
+        publisher.sequence = 5000
+    async with running() as mesh:
+        began = time.perf_counter()
+        longest_s = 0.0
+        async with contexts(publisher.connected(mesh) for publisher in publishers):
+            while not all(mesh.state(p.source) == "exact" for p in publishers):
+                assert time.perf_counter() - began < WAIT_S, "it takes too long"
+                at = time.perf_counter()
+                await mesh.match(int(hashes[0]))
+                longest_s = max(longest_s, time.perf_counter() - at)
+            took_s = time.perf_counter() - began
+        assert mesh.feed.blocks == 1_000_000
+        assert mesh.app.ingest.slow_slices <= 20, "slices keep to their time, but for the machine"
+        record_property("restore_s", round(took_s, 2))
+        record_property("longest_match_ms", round(longest_s * 1e3, 1))
+        sys.stderr.write(f"\n1M blocks in {took_s:.2f} s, longest Match {longest_s * 1e3:.1f} ms\n")
