@@ -26,7 +26,7 @@ def health_meta(config: ServiceConfig, address: str, health_port: int | None) ->
     """What an app adds to `Instance.meta` so that the registry can ask for its health.
 
     address: its gRPC address as advertised. health_port: the bound port of its HealthThread
-    (`life.health.thread.port`), None if it has none; then its gRPC port is asked, unless mutual TLS
+    (`life.health.port`), None if it has none; then its gRPC port is asked, unless mutual TLS
     bars Consul's agent from it: then nothing is, and the lease keeps the registration alive.
     """
     if health_port is not None:

@@ -214,7 +214,7 @@ class IndexFeed:
         return SourceState(source, track.epoch, track.sequence, track.degraded)
 
     def positions(self) -> list[SourceState]:
-        """The positions of all sources: what a subscriber resumes from."""
+        """The positions of all sources: what a subscriber resumes from, after `lose_all`."""
         return [self.position(source) for source in self._tracks]
 
     def status(self, source: Source) -> SourceStatus:
@@ -304,6 +304,14 @@ class IndexFeed:
             self._drop_pending(track)
             self._mark_stale(track, now, reason)
             self._settle(track, now)
+
+    def lose_all(self, now: float, reason: str) -> None:
+        """The index that this one copies is lost; due before another subscription begins.
+
+        What was under way is dropped, since `positions`, from which that resumes, leave it out.
+        """
+        for source in self._tracks:
+            self.lose(source, now, reason)
 
     def make_load_only(self, source: Source, now: float) -> None:
         """Drops what a source claims, and takes no events of it until it is announced again."""

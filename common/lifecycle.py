@@ -147,6 +147,11 @@ class Health:
         self._wanted = {"": True}
         self._open = False
 
+    @property
+    def port(self) -> int | None:
+        """The port of its own that health is served on; None without one."""
+        return None if self.thread is None else self.thread.port
+
     async def set(self, service: str, serving: bool) -> None:
         """What a room says about one of its services (full name), or '' about all of itself."""
         self._wanted[service] = serving

@@ -16,7 +16,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from common import rpc
-from common.discovery import open_registry
+from common.discovery import health_meta, open_registry
 from common.errors import Conflict, MeshError, Unavailable
 from common.instances import Instance, Snapshot, new_instance_id
 from common.interceptors import Calls
@@ -140,6 +140,9 @@ class FrontendApp:
                 stable_name=self._config.stable_name,
                 address=self.address,
                 http_address=self.http_address,
+                meta=health_meta(
+                    self._config, self.address, self._life.health.port if self._life else None
+                ),
             )
         )
 

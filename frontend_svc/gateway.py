@@ -105,23 +105,27 @@ class Ticket:
         pool, alone = self._gateway.pool(query.model)
         untried = pool - excluded
         if untried and untried <= alone and self._waits_left:
-            # Most often a link was cut for a moment: cheaper to wait than to fail.
-            self._waits_left -= 1
-            self._loop.call_later(WHOLE_AGAIN_S, self.place, attempt, excluded)
+            self._place_later(attempt, excluded)
             return
-        excluded |= alone
-        if excluded:
-            query = query.without(excluded)
+        if excluded or alone:
+            query = query.without(excluded | alone)
 
         def answered(answer: Placed | MeshError) -> None:
             if isinstance(answer, UnknownModel):  # we knew it: its last worker has just left
                 answer = no_worker(query.model)
-            if isinstance(answer, MeshError):
+            if isinstance(answer, Unavailable) and alone and self._waits_left:
+                self._place_later(attempt, excluded)  # the router may not know those that we know
+            elif isinstance(answer, MeshError):
                 self.machine.place_failed(attempt, answer)
             else:
                 self.machine.placed(attempt, answer, self._loop.time())
 
         self._gateway.placer.place(self._key(attempt), query, answered)
+
+    def _place_later(self, attempt: int, excluded: frozenset[int]) -> None:
+        """Most often a link was cut for a moment: cheaper to wait than to fail."""
+        self._waits_left -= 1
+        self._loop.call_later(WHOLE_AGAIN_S, self.place, attempt, excluded)
 
     def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
         """See RequestPorts."""

@@ -251,7 +251,9 @@ class GenerationEndpoint:
             trace_id=call.span.trace_id,
             priority=request.routing.priority if request.routing is not None else None,
         )
-        ticket = self._gateway.open(plan, self._query(model, request, loop.time()), answer)
+        ticket = self._gateway.open(
+            plan, self._query(model, request, loop.time(), call.span.traceparent), answer
+        )
         answer.ticket = ticket
         watch = loop.create_task(_await_disconnect(receive, ticket, meter))
         try:
@@ -260,7 +262,9 @@ class GenerationEndpoint:
             watch.cancel()
             ticket.client_gone()
 
-    def _query(self, model: ServedModel, request: PreprocessedRequest, now: float) -> Query:
+    def _query(
+        self, model: ServedModel, request: PreprocessedRequest, now: float, traceparent: str
+    ) -> Query:
         hashes = model.hasher.prefix_hashes(request.token_ids.array)
         return Query(
             model=model.name,
@@ -270,6 +274,7 @@ class GenerationEndpoint:
             hash_scheme=SCHEME_ID,
             block_size=model.hasher.block_size,
             routing=request.routing,
+            traceparent=traceparent,
         )
 
     async def _stream(

@@ -117,6 +117,7 @@ class Query:
     config_override: RouterConfigOverride | None = None
     excluded: frozenset[int] = frozenset()
     expected_output_tokens: int | None = None
+    traceparent: str = ""
 
     def without(self, excluded: frozenset[int]) -> Query:
         """The same, not to be placed on `excluded`."""
@@ -311,7 +312,9 @@ class RouterClient:
             part_to_proto(query.routing, message.routing)
         if query.config_override is not None:
             part_to_proto(query.config_override, message.config_override)
-        return router_pb2.New(id=number, key=_key(waiting.key), query=message)
+        return router_pb2.New(
+            id=number, key=_key(waiting.key), query=message, traceparent=query.traceparent
+        )
 
     async def _place_unrouted(self) -> None:
         while True:

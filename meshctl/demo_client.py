@@ -9,6 +9,8 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,12 @@ QUESTIONS = ("What is a prefix cache good for?", "And who else should know about
 # A person reads before answering; meanwhile events have long reached the router.
 READING_S = 0.6
 TIMEOUT_S = 5.0
+REPORTS_S = 15.0
 
 
 def main() -> None:
     """Runs the conversation and writes what came of it."""
+    asyncio.run(_await_reports())
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
     turns = []
@@ -80,9 +84,8 @@ def _ask(
     return "".join(pieces), usage, answer_id.removeprefix("chatcmpl-")
 
 
-# Any: a JSON tree.
-async def _explain(request_id: str) -> dict[str, Any]:
-    """What the router says about its decision."""
+@asynccontextmanager
+async def _router() -> AsyncIterator[router_pb2_grpc.RouterServiceStub]:
     environ = env.environ()
     registry = open_registry(
         ServiceConfig(
@@ -97,10 +100,32 @@ async def _explain(request_id: str) -> dict[str, Any]:
         await registry.close()
     router = snapshot.of("router")[0]
     async with rpc.channel(router.address) as channel:
+        yield router_pb2_grpc.RouterServiceStub(channel)
+
+
+async def _await_reports() -> None:
+    """Returns once the router hears of every worker through the indexer.
+
+    A mesh serves before that, by load alone; this conversation is about the cache.
+    """
+    deadline = time.monotonic() + REPORTS_S
+    async with _router() as stub:
+        while time.monotonic() < deadline:
+            books: router_pb2.DumpResponse = await rpc.unary(
+                stub.Dump, router_pb2.DumpRequest(), timeout_s=TIMEOUT_S
+            )
+            if books.workers and all(w.HasField("report_age_ms") for w in books.workers):
+                return
+            await asyncio.sleep(0.05)
+    raise SystemExit(f"the router heard nothing of some worker for {REPORTS_S:g} s")
+
+
+# Any: a JSON tree.
+async def _explain(request_id: str) -> dict[str, Any]:
+    """What the router says about its decision."""
+    async with _router() as stub:
         answer: router_pb2.ExplainResponse = await rpc.unary(
-            router_pb2_grpc.RouterServiceStub(channel).Explain,
-            router_pb2.ExplainRequest(request_id=request_id),
-            timeout_s=TIMEOUT_S,
+            stub.Explain, router_pb2.ExplainRequest(request_id=request_id), timeout_s=TIMEOUT_S
         )
     return {
         "reasons": list(answer.decision.reasons),

@@ -113,7 +113,8 @@ def _common_flags(options: MeshOptions) -> list[str]:
     if options.registry == "file":
         flags += ["--registry-path", str(options.registry_path)]
     else:
-        flags += ["--consul-url", options.consul_url]
+        # Its checks come in time also while an event loop is busy.
+        flags += ["--consul-url", options.consul_url, "--health-port", "0"]
     return [*flags, "--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
 
 

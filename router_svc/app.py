@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from random import Random, SystemRandom
 
 import structlog
-from prometheus_client import start_http_server
 
 from common import rpc
-from common.discovery import open_registry
+from common.discovery import health_meta, open_registry
 from common.instances import Instance, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry
+from common.scrape import serve_metrics
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.load import LoadBook
@@ -75,7 +75,8 @@ class RouterApp:
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
         self._lease: Lease | None = None
-        self._stop_metrics: Callable[[], None] = lambda: None
+        self._meta: dict[str, str] = {}
+        self._close_metrics: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.metrics_address = ""
 
@@ -84,6 +85,7 @@ class RouterApp:
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = f"{config.advertise_host or config.host}:{port}"
+        self._meta = health_meta(config, self.address, life.health.port)
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
         rpc.add_health(self._server, life.health.servicer)
         rpc.enable_reflection(self._server, [SERVICE_NAME])
@@ -113,7 +115,8 @@ class RouterApp:
         return await rpc.stop(self._server, grace_s, self._calls)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._stop_metrics)
+        if self._close_metrics is not None:
+            await self._close_metrics()
         await self._server.stop(None)
         await self._registry.close()
 
@@ -126,23 +129,17 @@ class RouterApp:
             service="router",
             stable_name=stable_name,
             address=self.address,
+            meta=self._meta,
         )
 
     def _serve_metrics(self) -> dict[str, str]:
         if self._config.metrics_port is None:
             return {}
-        server, thread = start_http_server(
-            self._config.metrics_port, self._config.host, self.metrics.registry
+        address, self._close_metrics = serve_metrics(
+            self.metrics.registry, self._config.host, self._config.metrics_port
         )
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(1.0)
-
-        self._stop_metrics = stop
-        self.metrics_address = f"{self._config.host}:{server.server_port}"
-        return {"metrics": self.metrics_address}
+        self.metrics_address = address
+        return {"metrics": address}
 
     async def _tick(self) -> None:
         while True:

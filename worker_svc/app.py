@@ -16,7 +16,7 @@ import structlog
 from common import rpc
 from common.blocks import DEFAULT_BLOCK_SIZE, SCHEME_ID, PrefixHasher
 from common.card import ModelCard
-from common.discovery import open_registry
+from common.discovery import health_meta, open_registry
 from common.errors import Bug
 from common.instances import Instance, KvIndex, new_instance_id
 from common.interceptors import Calls
@@ -119,7 +119,10 @@ class WorkerApp:
         self.publisher = self._build_publisher(engine_config, self._card)
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = f"{config.advertise_host or config.host}:{port}"
-        self._instance = self._instance_of(engine_config, self._card)
+        self._instance = replace(
+            self._instance_of(engine_config, self._card),
+            meta=health_meta(config, self.address, life.health.port),
+        )
         self.runner.spans = GenerateSpans(
             self._card.name, self._instance.role, clock=time.monotonic
         )

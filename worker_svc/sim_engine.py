@@ -604,6 +604,7 @@ class SimEngine:
                 step = self._plan(core, due)
                 due += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
+                self._publish(core.blocks)  # what left, and what made room, without a step
                 self._work.clear()
                 await self._work.wait()
                 due = max(due, clock())

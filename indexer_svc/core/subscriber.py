@@ -31,7 +31,6 @@ from common.kv import (
     Tier,
 )
 from common.load import Load
-from common.prefix_index import Claims
 from indexer_svc.core.history import History
 
 SNAPSHOTS_MAX = 2
@@ -70,7 +69,6 @@ class _Reading:
     """A snapshot being sent."""
 
     source: Source
-    claims: Claims
     chunks: Iterator[SnapshotChunk]
 
 
@@ -234,11 +232,8 @@ class Subscriber:
         if not self._readings:
             return
         reading = self._readings.popleft()
-        chunk = None if reading.claims.retired else next(reading.chunks)
-        if chunk is None:
-            # Cleared while it was read: what it held is no more.
-            self._wanted[reading.source] = None
-            return
+        # Cleared meanwhile, it ends early, and the batch that cleared it has gone ahead.
+        chunk = next(reading.chunks)
         told.append(chunk)
         if not chunk.last:
             self._readings.append(reading)
@@ -251,7 +246,7 @@ class Subscriber:
         at = self._feed.position(source)
         self._known[source] = (at.epoch, at.sequence)
         index, claims = self._feed.claims(source)
-        return _Reading(source, claims, snapshot_of(at, index.chunks(claims)))
+        return _Reading(source, snapshot_of(at, index.chunks(claims)))
 
     def _stop_reading(self, source: Source) -> None:
         self._wanted.pop(source, None)

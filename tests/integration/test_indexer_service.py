@@ -260,11 +260,13 @@ class Replica:
         self.feed = IndexFeed()
         self.is_caught_up = False
         self.snapshots = 0
+        self.taken = 0
         self.loads: dict[int, int] = {}
 
     async def follow(self, mesh: Mesh, frames: int | None = None) -> None:
         """Subscribes and applies; returns after so many frames, raises what ends the stream."""
         self.is_caught_up = False
+        self.feed.lose_all(0.0, "the stream ended")
         request = pb.SubscribeRequest(resume=map(state_to_proto, self.feed.positions()))
         call: Any = mesh.stub.Subscribe(request)
         async with rpc.cancelling(call):
@@ -279,6 +281,7 @@ class Replica:
                 self.take(message)
 
     def take(self, message: pb.SubscribeResponse) -> None:
+        self.taken += 1
         for _ in replicate(self.feed, message, 0.0):
             pass
         for part in parts_of(message):
@@ -634,7 +637,11 @@ async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions
                     disturb(rng.choice(publishers), rng)
                     if rng.random() < 0.2:
                         await asyncio.sleep(0)
-                await asyncio.sleep(0.001)
+                enough = replica.taken + rng.randrange(1, 20)
+                await until(
+                    lambda: follower.done() or replica.is_caught_up or replica.taken >= enough,  # noqa: B023
+                    "it has got somewhere",
+                )
                 follower.cancel()
                 await asyncio.wait({follower})
             for publisher in publishers:

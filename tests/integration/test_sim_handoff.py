@@ -16,7 +16,7 @@ import grpc.aio
 import pytest
 
 from common import rpc
-from common.errors import MeshError, Unavailable, WorkerLost
+from common.errors import InvalidRequest, MeshError, Unavailable, WorkerLost
 from common.interceptors import from_rpc_error
 from common.preprocessed import (
     BootstrapInfo,
@@ -258,6 +258,39 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
             assert isinstance(end, WorkerLost)
             assert end.retryable
         await them.check_rest(within_s=0.5)
+
+
+async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
+    async with engines(timeout_s=0.5) as them:
+        bootstrap = them.bootstrap(1)
+        address = bootstrap.bootstrap_host, bootstrap.bootstrap_port
+        silent, _silent_writer = await asyncio.open_connection(*address)
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            (5 << 20).to_bytes(4, "little") + b"x",
+            b"\1\0\0\0\xff",
+            b"\0\0\0\0",
+        ):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(said)
+            assert await asyncio.wait_for(reader.read(), 2.0) == b""
+            writer.close()
+        assert await asyncio.wait_for(silent.read(), 2.0) == b""
+        _silent_writer.close()
+        asked = request(prompt_of(1), bootstrap_info=bootstrap)
+        _, decode = await asyncio.gather(run(them.prefill, asked), run(them.decode, asked))
+        assert tokens_of(decode) == TRUTH.continue_tokens(prompt_of(1), TOKENS)
+        await them.check_rest(within_s=1.0)
+
+
+async def test_a_bootstrap_port_that_is_taken_refuses_to_start() -> None:
+    async with engines() as them:
+        handoff = SimHandoffConfig(role="prefill", port=them.bootstrap(1).bootstrap_port)
+        other = SimEngine(SimConfig(handoff=handoff), model=MODEL)
+        with pytest.raises(InvalidRequest, match="cannot listen") as refusal:
+            await other.start(9)
+        assert refusal.value.field == "bootstrap_port"
+        await other.cleanup()
 
 
 # Two worker processes.

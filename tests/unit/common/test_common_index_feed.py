@@ -383,6 +383,19 @@ def test_a_replica_of_a_stale_source_counts_it_for_the_grace() -> None:
     assert depth(feed, 1) == 0
 
 
+def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_stood() -> None:
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
+    feed.lose_all(0.0, "the stream ended")
+    assert feed.positions() == [SourceState(SOURCE, EPOCH, 1)]
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "gapped", "it knows that there is more"
+    give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
+    assert feed.status(SOURCE).state == "exact"
+    assert claimed(feed) == {1, 2, 4, 8}
+
+
 # What Dynamo's index gets wrong (reference, section 11).
 
 

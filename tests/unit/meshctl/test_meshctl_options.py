@@ -10,7 +10,9 @@ from meshctl.options import UpOptions, parse
 
 
 def up(*argv: str, **environ: str) -> UpOptions:
-    return parse(["up", *argv], environ)
+    options = parse(["up", *argv], environ)
+    assert isinstance(options, UpOptions)
+    return options
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> str:

@@ -375,6 +375,23 @@ def test_a_lost_connection_ends_the_decode_leg() -> None:
     assert failing(PEER_LOST)(decode(pulled=False).lose()[-1])
 
 
+def test_nonsense_from_prefill_is_the_loss_of_it() -> None:
+    assert failing(PEER_LOST)(decode().hear(0.0, PULL)[-1])
+
+
+def test_a_room_that_is_over_does_nothing_more() -> None:
+    room = decode()
+    room.hear(0.0, DONE)
+    assert [room.hear(1.0, DONE), room.lose(), room.abort(1.0), room.tick(99.0)] == [[]] * 4
+    other = prefill(pull=True, kv=True)
+    other.sent(0.0)
+    other.hear(0.0, Received())
+    assert [other.abort(), other.drop(), other.stopped(), other.tick(99.0)] == [[]] * 4
+    assert other.hear(1.0, Abort()) == []
+    assert other.lose() == [Hangup()]
+    assert (room.outcome, other.outcome) == (Outcome.HANDED_OVER, Outcome.HANDED_OVER)
+
+
 # Both.
 
 

@@ -234,7 +234,7 @@ class Cache(RuleBasedStateMachine):
         known = [value for value, meaning in self.meanings.items() if meaning == content]
         if known and not is_alias:
             return known[0]
-        value = next(value for value in range(200, 1000) if value not in self.meanings)
+        value = next(value for value in range(2**63 + 9, 2**64) if value not in self.meanings)
         self.meanings[value] = content
         return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from random import Random
@@ -26,11 +26,12 @@ from common.preprocessed import (
     FinishReason,
     PrefillResult,
     PreprocessedRequest,
+    RoutingHints,
     StopConditions,
     TokenIds,
 )
 from tests.sim.loop import run_virtually
-from worker_svc.core.block_manager import BlockManager
+from worker_svc.core.block_manager import BlockManager, BlocksStored, KvEvent
 from worker_svc.core.handoff import (
     EXPIRED,
     MISMATCH,
@@ -580,6 +581,42 @@ def test_more_rooms_than_there_may_be_are_refused() -> None:
     virtually(work)
 
 
+def test_an_infinitely_fast_pair_hands_over_too() -> None:
+    async def work() -> None:
+        at_once = SimConfig(timing=Timing(speedup=0))
+        async with legs(prefill=at_once, decode=at_once) as both:
+            start = now()
+            _, decode = await both.pair(PROMPT, 20)
+            assert decode[0] == TRUTH.continue_tokens(PROMPT, 20)
+            assert now() - start < 0.02
+
+    virtually(work)
+
+
+def test_the_kv_of_an_adapter_is_not_that_of_the_base_model() -> None:
+    async def work() -> None:
+        config = SimConfig(timing=TIMING, loras=frozenset({"a"}))
+        async with legs(prefill=config, decode=config) as both:
+            with_lora = request(PROMPT, routing=RoutingHints(lora_name="a"), **both.bootstrap())
+            base = request(PROMPT, 20, **both.bootstrap())
+            await asyncio.gather(answer(both.prefill, with_lora), answer(both.decode, base))
+            assert both.decode.counters["corrupt_pages"] == 4
+
+    virtually(work)
+
+
+def test_a_decode_engine_publishes_what_arrived() -> None:
+    async def work() -> None:
+        async with legs() as both:
+            stored: list[KvEvent] = []
+            both.decode.kv_event_sink = stored.extend
+            await both.pair(PROMPT, 4)
+            names = [name for one in stored if isinstance(one, BlocksStored) for name in one.names]
+            assert names == both.decode.blocks.names() == both.prefill.blocks.names()
+
+    virtually(work)
+
+
 # Legs that end before their time.
 
 
@@ -881,6 +918,17 @@ def test_a_completed_prefill_whose_leg_left_is_not_kept() -> None:
         virtually(lambda after_s=after_s: work(after_s))  # type: ignore[misc]
 
 
+def test_a_completed_prefill_that_cannot_be_kept_is_refused_and_freed() -> None:
+    async def work() -> None:
+        async with legs(mode="completed", rooms_max=1) as both:
+            await answer(both.prefill, request(PROMPT, 1))
+            refusal = await error_of(answer(both.prefill, request([5] * 64, 1)))
+            assert isinstance(refusal, Overloaded)
+            assert both.prefill.loads()[0].kv_used_blocks == 4
+
+    virtually(work)
+
+
 # Drain.
 
 
@@ -931,6 +979,22 @@ def test_drain_waits_for_completed_prefills_to_be_fetched_but_not_for_ever() -> 
     virtually(work)
 
 
+def test_drain_does_not_wait_for_a_prompt_that_is_never_computed() -> None:
+    async def work() -> None:
+        async with legs(timeout_s=1.0, lease_s=2.0) as both:
+            both.prefill.freeze()
+            pair = asyncio.ensure_future(both.pair(PROMPT, 4))
+            await asyncio.sleep(0.1)
+            start = now()
+            await both.prefill.drain()
+            assert now() - start == pytest.approx(3.0, abs=0.01)
+            both.prefill.thaw()
+            _, decode = await pair
+            assert decode[0] == TRUTH.continue_tokens(PROMPT, 4)
+
+    virtually(work)
+
+
 # Pages that are written too late.
 
 
@@ -944,6 +1008,28 @@ class EagerRoom(DecodeRoom):
 
 class EagerEngine(SimEngine):
     decode_room = EagerRoom
+
+
+class Published:
+    """The names an engine has published; each one's parent is always among them."""
+
+    def __init__(self, engine: SimEngine) -> None:
+        self.names: set[int] = set()
+        self._engine = engine
+        engine.kv_event_sink = self.take
+
+    def is_complete(self) -> bool:
+        return self.names == set(self._engine.blocks.names())
+
+    def take(self, events: Sequence[KvEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlocksStored):
+                assert event.parent is None or event.parent in self.names
+                assert self.names.isdisjoint(event.names)
+                self.names |= set(event.names)
+            else:
+                assert self.names >= set(event.names)
+                self.names -= set(event.names)
 
 
 async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
@@ -982,10 +1068,13 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
         seen["right" if tokens == truth.continue_tokens(prompt, n) else "wrong"] += 1
 
     async with legs(network=network, prefill=few, decode=few, engine=engine) as both:
+        published = [Published(leg) for leg in (both.prefill, both.decode)]
         async with asyncio.TaskGroup() as tasks:
             for room in range(25):
                 tasks.create_task(one(both, room))
         await both.rest(within_s=15.0)
+        for one_side in published:
+            await until(one_side.is_complete, "all events are published", 0.1)
         for leg in (both.prefill, both.decode):
             for name in ("corrupt_pages", "corrupt_tokens", "aborts_forced"):
                 seen[name] += leg.counters[name]

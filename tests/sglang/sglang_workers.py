@@ -1,0 +1,199 @@
+"""Workers in processes of their own, requests, and waiting: what the SGLang tests share."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+
+from common import rpc
+from common.interceptors import from_rpc_error
+from common.preprocessed import (
+    BootstrapInfo,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+    TokenIds,
+)
+from common.preprocessed_proto import to_proto
+from kvmesh.engine.v1 import engine_pb2 as pb
+from kvmesh.engine.v1 import engine_pb2_grpc
+
+REPOSITORY = Path(__file__).parents[2]
+START_S = 240.0
+WAIT_S = 20.0
+HANDOFF_S = 3.0
+
+
+def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> PreprocessedRequest:
+    """A greedy request. parts: of the request, or `stop` for stop conditions but max_tokens."""
+    stop = parts.pop("stop", StopConditions(ignore_eos=True))
+    return PreprocessedRequest(
+        token_ids=TokenIds.of(prompt),
+        **{
+            "stop_conditions": replace(stop, max_tokens=max_tokens),
+            "sampling_options": SamplingOptions(temperature=0.0),
+            **parts,
+        },
+    )
+
+
+async def until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> float:
+    """Seconds until the condition held."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not condition():
+        assert loop.time() - began < limit_s, f"never: {what}"
+        await asyncio.sleep(0.002)
+    return loop.time() - began
+
+
+@dataclass(slots=True)
+class Generated:
+    """A whole answer over gRPC."""
+
+    token_ids: list[int]
+    last: pb.GenerateResponse
+
+
+class WorkerProcess:
+    """`python -m worker_svc --engine sglang`, found by its ready line."""
+
+    def __init__(
+        self, role: str, process: asyncio.subprocess.Process, ready_fd: int, log: Path
+    ) -> None:
+        self.role = role
+        self.process = process
+        self.instance_id = 0
+        self._ready_fd = ready_fd
+        self._log = log
+        self._channel: grpc.aio.Channel | None = None
+
+    @staticmethod
+    @asynccontextmanager
+    async def started(
+        role: str, *, model: Path, folder: Path, engine_args: Mapping[str, Any]
+    ) -> AsyncIterator[WorkerProcess]:
+        """A worker that is starting; ended on exit. Its log is <folder>/<role>.log."""
+        ready_fd, theirs = os.pipe()
+        flags: dict[str, Any] = {
+            "--engine": "sglang",
+            "--role": role,
+            "--model-path": model,
+            "--model-name": "tiny",
+            "--registry": "file",
+            "--registry-path": folder / "registry",
+            "--ready-fd": theirs,
+            "--handoff-timeout-s": HANDOFF_S,
+            "--engine-args": json.dumps(engine_args),
+            "--notice-s": 0,
+            "--drain-s": 2,
+        }
+        arguments = [str(one) for pair in flags.items() for one in pair]
+        path = folder / f"{role}.log"
+        with path.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "worker_svc", *arguments),
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'protos'}:{REPOSITORY}"},
+                pass_fds=(theirs,),
+                stderr=log,
+                stdout=log,
+            )
+        os.close(theirs)
+        worker = WorkerProcess(role, process, ready_fd, path)
+        try:
+            yield worker
+        finally:
+            await worker.end()
+
+    async def ready(self) -> None:
+        """Returns once it serves."""
+        async with asyncio.timeout(START_S):
+            with os.fdopen(self._ready_fd) as pipe:
+                line = await asyncio.to_thread(pipe.readline)
+        assert line, f"the {self.role} worker did not start: {self._log.read_text()[-4000:]}"
+        ready = json.loads(line)
+        self.instance_id = int(ready["instance_id"])
+        self._channel = rpc.channel(ready["addresses"]["grpc"])
+
+    @property
+    def stub(self) -> Any:
+        """For calls. Any: the stub's types are those of blocking channels."""
+        assert self._channel is not None, "not ready"
+        return engine_pb2_grpc.EngineServiceStub(self._channel)
+
+    async def end(self) -> int:
+        """Ends it if it still runs; its exit status."""
+        if self._channel is not None:
+            await self._channel.close()
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self.process.wait(), WAIT_S)
+            except TimeoutError:
+                self.process.kill()
+        return await self.process.wait()
+
+    async def info(self) -> pb.GetInfoResponse:
+        """What it says of itself."""
+        info: pb.GetInfoResponse = await rpc.unary(
+            self.stub.GetInfo, pb.GetInfoRequest(), timeout_s=WAIT_S
+        )
+        return info
+
+    async def rooms_open(self) -> int:
+        """Handoffs open."""
+        answer: pb.GetLoadResponse = await rpc.unary(
+            self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
+        )
+        return sum(load.rooms_open for load in answer.loads)
+
+    async def settled(self) -> None:
+        """Returns once no handoff is open."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while rooms := await self.rooms_open():
+            assert loop.time() - began < WAIT_S, f"{rooms} rooms stay open"
+            await asyncio.sleep(0.05)
+
+    async def generate(
+        self, request: PreprocessedRequest, request_id: str, timeout_s: float = 60.0
+    ) -> Generated:
+        """The whole answer. Raises MeshError."""
+        message = pb.GenerateRequest(request=to_proto(request), request_id=request_id)
+        call = self.stub.Generate(message, timeout=timeout_s)
+        tokens: list[int] = []
+        last = pb.GenerateResponse()
+        try:
+            async for last in call:
+                tokens += last.token_ids
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+        return Generated(tokens, last)
+
+    def scheduler_pids(self) -> list[int]:
+        """Its SGLang schedulers."""
+        import psutil  # type: ignore[import-untyped]
+
+        return [
+            child.pid
+            for child in psutil.Process(self.process.pid).children(recursive=True)
+            if "scheduler" in " ".join(child.cmdline())
+        ]
+
+
+def bootstrap_of(info: pb.GetInfoResponse, room: int) -> BootstrapInfo:
+    """Where the legs meet."""
+    return BootstrapInfo(info.bootstrap_host, info.bootstrap_port, room)

@@ -1,0 +1,21 @@
+"""The indexer's configuration."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config import ConfigError, read_config
+from indexer_svc.config import IndexerConfig
+
+
+def test_the_defaults_are_bounded_and_private() -> None:
+    config, warnings = read_config(IndexerConfig, "INDEXER", {}, [])
+    assert (config.host, config.budget_mb, config.subscriber_mb) == ("127.0.0.1", 4096, 64)
+    assert warnings == []
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    environ = {"KVMESH_INDEXER_BUDGET_MB": "-1", "KVMESH_INDEXER_SUBSCRIBER_MB": "0"}
+    with pytest.raises(ConfigError) as error:
+        read_config(IndexerConfig, "INDEXER", environ, ["--metrics-port", "70000"])
+    assert len(error.value.problems) == 3

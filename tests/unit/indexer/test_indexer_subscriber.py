@@ -1,0 +1,270 @@
+"""What a subscriber is sent: its copy of the index is checked after every frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+
+import numpy as np
+import pytest
+
+from common.index_feed import Applied, Changed, IndexFeed, Replaced, exhaust
+from common.kv import (
+    CHUNK_BLOCKS,
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+)
+from common.load import Load
+from indexer_svc.core.history import History
+from indexer_svc.core.subscriber import CaughtUp, LoadTold, StatusTold, Subscriber, Told
+
+PARTITION = Partition("m", 16, 1)
+A, B, C = Source(1), Source(2), Source(3)
+CAP = 10**7
+
+
+def array(keys: Iterable[int]) -> Hashes:
+    return np.array(list(keys), dtype=np.uint64)
+
+
+class Index:
+    """An indexer without its wire: a feed whose news go to subscribers."""
+
+    def __init__(self) -> None:
+        self.feed = IndexFeed()
+        self.histories: dict[Source, History] = {}
+        self.subscribers: list[Subscriber] = []
+
+    def add(self, source: Source, *keys: int) -> None:
+        """A source that holds these blocks since its first batch."""
+        self.feed.announce(PARTITION, SourceState(source, 1, 0), 0.0)
+        self.tell()
+        if keys:
+            self.store(source, *keys)
+
+    def store(self, source: Source, *keys: int) -> None:
+        self.change(source, Event(EventKind.STORED, array(keys)))
+
+    def change(self, source: Source, *events: Event, epoch: int | None = None) -> None:
+        at = self.feed.position(source)
+        sequence = at.sequence + 1 if epoch in (None, at.epoch) else 1
+        batch = EventBatch(source, epoch or at.epoch, sequence, events)
+        exhaust(self.feed.apply(batch, 0.0))
+        self.tell()
+
+    def subscribe(self, *resume: SourceState, cap: int = CAP) -> Subscriber:
+        subscriber = Subscriber(self.feed, self.histories, resume, None, cap)
+        self.subscribers.append(subscriber)
+        return subscriber
+
+    def tell(self) -> None:
+        for news in self.feed.take_news():
+            match news:
+                case Applied(batch):
+                    self.histories.setdefault(batch.source, History()).add(batch)
+                    for subscriber in self.subscribers:
+                        subscriber.batch(batch)
+                case Replaced(source):
+                    self.histories.pop(source, None)
+                    for subscriber in self.subscribers:
+                        subscriber.replaced(source)
+                case Changed(source, partition, status):
+                    for subscriber in self.subscribers:
+                        subscriber.changed(source, partition, status)
+
+
+def give(copy: IndexFeed, told: Iterable[Told]) -> None:
+    for one in told:
+        match one:
+            case StatusTold(source, partition, status):
+                copy.follow(partition, source, status, 0.0)
+            case EventBatch():
+                exhaust(copy.apply(one, 0.0))
+            case SnapshotChunk():
+                exhaust(copy.load(one, 0.0))
+            case _:
+                pass
+
+
+def everything(subscriber: Subscriber) -> list[Told]:
+    told: list[Told] = []
+    while subscriber.has_more:
+        told += subscriber.take()
+    return told
+
+
+def held(feed: IndexFeed, source: Source) -> set[int]:
+    index, claims = feed.claims(source)
+    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+
+
+def chunks(told: Iterable[Told]) -> list[SnapshotChunk]:
+    return [one for one in told if isinstance(one, SnapshotChunk)]
+
+
+def test_a_newcomer_gets_each_source_in_parts_then_its_status_then_the_end() -> None:
+    index = Index()
+    index.add(A, *range(1, CHUNK_BLOCKS + 10))
+    told = everything(index.subscribe())
+    kinds = [type(one) for one in told]
+    assert kinds == [StatusTold, SnapshotChunk, SnapshotChunk, StatusTold, CaughtUp]
+    assert isinstance(told[0], StatusTold)
+    assert told[0].status.state == "gapped", "not before it is a copy"
+    assert isinstance(told[3], StatusTold)
+    assert told[3].status.state == "exact"
+    assert [len(chunk.hashes) for chunk in chunks(told)] == [CHUNK_BLOCKS, 9]
+
+
+def test_an_empty_index_is_caught_up_at_once() -> None:
+    assert everything(Index().subscribe()) == [CaughtUp()]
+
+
+def test_at_most_two_snapshots_are_read_at_once_and_live_batches_go_first() -> None:
+    index = Index()
+    for source in (A, B, C):
+        index.add(source, *range(1, 3 * CHUNK_BLOCKS))
+    subscriber = index.subscribe()
+    subscriber.take()
+    index.store(A, 10**6)
+    second = subscriber.take()
+    assert isinstance(second[0], EventBatch)
+    order = [chunk.source for chunk in chunks([*second, *everything(subscriber)])]
+    assert order.index(C) > max(len(order) - 1 - order[::-1].index(B) - 3, 2)
+    assert order[:4] == [B, A, B, A]
+
+
+def test_who_has_all_gets_nothing_but_the_status() -> None:
+    index = Index()
+    index.add(A, 1, 2)
+    told = everything(index.subscribe(index.feed.position(A)))
+    assert [type(one) for one in told] == [StatusTold, CaughtUp]
+
+
+def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
+    index = Index()
+    index.add(A, 1)
+    behind = index.feed.position(A)
+    index.store(A, 2)
+    index.store(A, 4)
+    told = everything(index.subscribe(behind))
+    assert [type(one) for one in told] == [EventBatch, EventBatch, StatusTold, CaughtUp]
+
+
+def test_who_is_of_another_epoch_gets_a_snapshot() -> None:
+    index = Index()
+    index.add(A, 1)
+    told = everything(index.subscribe(SourceState(A, 0, 9)))
+    assert len(chunks(told)) == 1
+
+
+def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
+    index = Index()
+    index.add(A, 1)
+    subscriber = index.subscribe(SourceState(A, 1, 2))
+    everything(subscriber)
+    index.store(A, 2)
+    assert everything(subscriber) == []
+    index.store(A, 4)
+    assert [type(one) for one in everything(subscriber)] == [EventBatch]
+
+
+def test_a_gapped_source_is_not_sent_before_it_is_right() -> None:
+    index = Index()
+    index.feed.announce(PARTITION, SourceState(A, 1, 5), 0.0)
+    subscriber = index.subscribe()
+    assert [type(one) for one in everything(subscriber)] == [StatusTold, CaughtUp]
+    snapshot = SnapshotChunk(A, 1, 5, array([1, 2]), first=True, last=True)
+    exhaust(index.feed.load(snapshot, 0.0))
+    index.tell()
+    told = everything(subscriber)
+    assert [chunk.hashes.tolist() for chunk in chunks(told)] == [[1, 2]]
+    assert told[-1] == StatusTold(A, PARTITION, SourceStatus("exact"))
+
+
+def test_a_source_that_goes_while_it_is_read_is_told_to_be_gone() -> None:
+    index = Index()
+    index.add(A, *range(1, 3 * CHUNK_BLOCKS))
+    subscriber = index.subscribe()
+    subscriber.take()
+    index.feed.forget(A, "left")
+    index.tell()
+    told = everything(subscriber)
+    assert chunks(told) == []
+    assert StatusTold(A, PARTITION, SourceStatus("gone", "left")) in told
+
+
+def test_only_the_latest_load_of_a_source_waits() -> None:
+    index = Index()
+    subscriber = index.subscribe()
+    for number in range(1000):
+        subscriber.load(A, PARTITION, Load(running=number))
+    assert [one for one in everything(subscriber) if isinstance(one, LoadTold)] == [
+        LoadTold(A, Load(running=999))
+    ]
+
+
+def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
+    index = Index()
+    index.add(A)
+    subscriber = index.subscribe(cap=10_000)
+    for start in range(0, 3000, 100):
+        index.store(A, *range(start + 1, start + 101))
+    assert subscriber.is_cut
+    assert not subscriber._waiting
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_copy_is_never_wrong_and_right_in_the_end(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sets that change while they are read in parts of three blocks; frames of any size."""
+    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
+    rng, index, copy = Random(seed), Index(), IndexFeed()
+    sources = [A, B, C]
+    for source in sources:
+        index.add(source, *rng.sample(range(1, 200), 40))
+    past = {(s, 1, 1): frozenset(held(index.feed, s)) for s in sources}
+    past.update({(s, 1, 0): frozenset() for s in sources})
+    past.update({(s, 0, 0): frozenset() for s in sources})
+    subscriber = index.subscribe()
+    for _ in range(400):
+        source = rng.choice(sources)
+        match rng.choices(
+            ("store", "remove", "clear", "epoch", "take", "again"), (9, 9, 1, 1, 20, 1)
+        )[0]:
+            case "store":
+                index.store(source, *rng.sample(range(1, 200), 3))
+            case "remove":
+                keys = rng.sample(range(1, 200), 5)
+                index.change(source, Event(EventKind.REMOVED, array(keys)))
+            case "clear":
+                index.change(source, Event(EventKind.CLEARED))
+            case "epoch":
+                epoch = index.feed.position(source).epoch + 1
+                index.change(source, Event(EventKind.STORED, array([5, 6])), epoch=epoch)
+                past[source, epoch, 0] = frozenset()
+            case "again":
+                index.subscribers.remove(subscriber)
+                copy.lose_all(0.0, "the stream ended")
+                subscriber = index.subscribe(*copy.positions())
+            case _:
+                give(copy, subscriber.take(rng.choice([1, 200, 10_000])))
+        at = index.feed.position(source)
+        past[source, at.epoch, at.sequence] = frozenset(held(index.feed, source))
+        for mine in copy.positions():
+            if copy.counts(mine.source):
+                expected = past[mine.source, mine.epoch, mine.sequence]
+                assert held(copy, mine.source) == expected
+        index.feed.sweep(256)
+        copy.sweep(256)
+    give(copy, everything(subscriber))
+    for source in sources:
+        assert copy.status(source) == SourceStatus("exact")
+        assert held(copy, source) == held(index.feed, source)
