@@ -15,7 +15,7 @@ TEST_JOBS ?= 2
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
 
-run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, 2 sim workers), show one answer
+run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, indexer, 2 sim workers), show one answer
 	@$(BIN)/python -m meshctl up --sample $(ARGS)
 
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests

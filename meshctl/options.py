@@ -199,7 +199,7 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
         type=_count_or_none,
         default=_DEFAULT.indexers,
         metavar="N",
-        help="how many indexers; without one, routers go by load alone (default 0)",
+        help="how many indexers; without one, routers go by load alone (default 1)",
     )
     mesh.add_argument(
         "--workers",

@@ -43,7 +43,7 @@ class MeshOptions:
 
     frontends: int = 1
     routers: int = 1
-    indexers: int = 0
+    indexers: int = 1
     workers: int = 2
     prefill: int = 0
     decode: int = 0

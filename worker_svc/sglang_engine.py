@@ -373,11 +373,10 @@ class SglangEngine:
         limit_s = max(1, round(self.config.handoff_timeout_s))
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
         envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
-
-        class HostIp:
-            SGLANG_HOST_IP = EnvStr("")
-
-        HostIp.SGLANG_HOST_IP.set(socket.gethostbyname(self._bootstrap_host))
+        # Not among SGLang's own list, so made here; else it would bind another interface.
+        host_ip = EnvStr("")
+        host_ip.name = "SGLANG_HOST_IP"
+        host_ip.set(socket.gethostbyname(self._bootstrap_host))
 
     @property
     def _bootstrap_host(self) -> str:

@@ -141,7 +141,17 @@ def folder(tmp_path: Path) -> Path:
 @asynccontextmanager
 async def meshctl(folder: Path, *flags: str, port: int = 0) -> AsyncIterator[Mesh]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "meshctl", "up", "--http-port", str(port), *flags),
+        *(
+            sys.executable,
+            "-m",
+            "meshctl",
+            "up",
+            "--indexers",
+            "0",
+            "--http-port",
+            str(port),
+            *flags,
+        ),
         cwd=folder,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
         stdin=asyncio.subprocess.DEVNULL,

@@ -207,7 +207,7 @@ async def test_values_out_of_range_are_refused_with_their_field(engine: SglangEn
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(
-    engine: SglangEngine, parts: dict[str, object], field: str
+    engine: SglangEngine, parts: dict[str, Any], field: str
 ) -> None:
     error = await refusal(engine, asked(PROMPT, **parts))
     assert isinstance(error, Unsupported)

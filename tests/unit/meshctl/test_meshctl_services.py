@@ -12,6 +12,7 @@ import pytest
 from common.config import ServiceConfig, read_config
 from frontend_svc.config import FrontendConfig
 from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services
+from indexer_svc.config import IndexerConfig
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
@@ -22,15 +23,22 @@ def flag(spec: ServiceSpec, name: str) -> str:
     return dict(pairwise(spec.args))[name]
 
 
-def test_the_default_mesh_is_one_frontend_one_router_and_two_workers() -> None:
+def test_the_default_mesh_is_one_frontend_router_and_indexer_and_two_workers() -> None:
     names = [spec.name for spec in mesh_services(MeshOptions())]
-    assert names == ["frontend-0", "router-0", "worker-0", "worker-1"]
+    assert names == ["frontend-0", "router-0", "indexer-0", "worker-0", "worker-1"]
+
+
+def test_prefill_and_decode_workers_are_told_their_role() -> None:
+    specs = mesh_services(MeshOptions(workers=0, prefill=1, decode=2))
+    roles = {s.name: flag(s, "--role") for s in specs if s.module == "worker_svc"}
+    assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
 
 def test_services_take_exactly_the_flags_they_are_given() -> None:
     rooms: dict[str, tuple[type[ServiceConfig], str]] = {
         "frontend_svc": (FrontendConfig, "FRONTEND"),
         "router_svc": (RouterConfig, "ROUTER"),
+        "indexer_svc": (IndexerConfig, "INDEXER"),
         "worker_svc": (WorkerConfig, "WORKER"),
     }
     for spec in mesh_services(OPTIONS):
@@ -53,7 +61,7 @@ def test_no_two_services_share_a_name_or_a_stable_name() -> None:
     for spec in specs:
         with contextlib.suppress(KeyError):
             stable.append(flag(spec, "--stable-name"))
-    assert len({spec.name for spec in specs}) == len(specs) == 7
+    assert len({spec.name for spec in specs}) == len(specs) == 8
     assert len(set(stable)) == len(stable) == 5
 
 

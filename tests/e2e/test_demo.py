@@ -1,0 +1,37 @@
+"""`make demo`: the whole vertical, from the SDK to the linked spans, on real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.row("S2-25")
+def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill() -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "meshctl", "demo"],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["answers"] == 2
+    assert facts["kv_hit_tokens"] >= 64
+    assert facts["linked_span"] == facts["prefill_span"] != facts["decode_span"]
+    second = done.stdout.split("cache    ")[2]
+    assert second.startswith(
+        f"predicted {facts['kv_hit_tokens']}, actual {facts['kv_hit_tokens']} of"
+    )
