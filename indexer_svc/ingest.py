@@ -101,6 +101,7 @@ class Ingest:
             if used_s >= SLICE_S:
                 self.slow_slices += used_s >= 2 * SLICE_S
                 await asyncio.sleep(0)
+                self._begin_turn()
 
     def _begin_turn(self) -> float:
         """When this turn of the loop did its first work here."""

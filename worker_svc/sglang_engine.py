@@ -413,8 +413,8 @@ class SglangEngine:
         )
 
     async def _warm_up(self) -> None:
-        """One token, from a prompt too short to be cached."""
-        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        """One token, from a prompt too short to be cached. The penalty is compiled by its use."""
+        sampling = {"max_new_tokens": 1, "ignore_eos": True, "repetition_penalty": 1.1}
         arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
         if self.config.role != "aggregated":
             arguments |= {

@@ -22,6 +22,11 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
         """Which variant of SGLang's operators to take."""
         return "native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        """No compiler: the first repetition penalty would stop all requests for ten seconds, or end
+        the scheduler where there is no C++ compiler."""
+        return "eager"
+
     def is_pin_memory_available(self, device: object = None) -> bool:
         """Pinned memory needs an accelerator."""
         return False

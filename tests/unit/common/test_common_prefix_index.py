@@ -272,6 +272,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, database=None)
 @given(operations)
 def test_the_index_holds_what_plain_sets_hold(

@@ -11,8 +11,8 @@ import pytest
 
 from common.config import ServiceConfig, read_config
 from frontend_svc.config import FrontendConfig
-from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services
 from indexer_svc.config import IndexerConfig
+from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
