@@ -1,0 +1,338 @@
+"""SGLang's KV events, from its real cache and from a publisher that loses some."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from common.blocks import PrefixHasher
+from common.kv import EventKind, Source, Tier
+from tests.sglang.sglang_workers import asked, until
+from worker_svc.core.kv_events import (
+    Canonicaliser,
+    ExternalEvent,
+    Feed,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from worker_svc.engine import EngineContext, GenerateContext, PreprocessedRequest
+
+if TYPE_CHECKING:
+    from worker_svc.sglang_engine import SglangEngine
+    from worker_svc.sglang_events import Endpoints, KvReader
+
+BLOCK = 16
+
+
+def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+    return PrefixHasher(
+        mesh_key=b"", model="tiny", block_size=block_size, lora_name=lora, cache_salt=salt
+    )
+
+
+class Index:
+    """A sink that keeps the published set, and objects when it is not prefix-closed.
+
+    `chains` are the prefix hashes of all that was ever computed; after every single hash that is
+    announced or withdrawn, what the set has of a chain must be a beginning of it.
+    """
+
+    def __init__(self, engine: SglangEngine) -> None:
+        self.feed = Feed(Source(1), Canonicaliser(engine.kv_rules, hasher_of))
+        self.held: set[int] = set()
+        self.chains: list[list[int]] = []
+        self.kinds: set[type] = set()
+        self.lost: list[str] = []
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        for event in events:
+            self.kinds.add(type(event))
+            self.feed.apply(event)
+            for batch in self.feed.cut():
+                for change in batch.events:
+                    assert change.tier is Tier.DEVICE
+                    self._change(change.kind, change.hashes.tolist())
+
+    def lose(self, rank: int, why: str) -> None:
+        self.lost.append(why)
+
+    def _change(self, kind: EventKind, hashes: list[int]) -> None:
+        if kind is EventKind.CLEARED:
+            self.held.clear()
+        for one in hashes:
+            if kind is EventKind.STORED:
+                self.held.add(one)
+            else:
+                self.held.remove(one)
+            for chain in self.chains:
+                if one in chain:
+                    present = [name in self.held for name in chain]
+                    assert present == sorted(present, reverse=True), "not prefix-closed"
+
+    def matched(self, tokens: Sequence[int]) -> int:
+        """Blocks of the prompt that are held."""
+        count = 0
+        for name in chain_of(tokens):
+            if name not in self.held:
+                return count
+            count += 1
+        return count
+
+
+def chain_of(tokens: Sequence[int]) -> list[int]:
+    hashes: list[int] = hasher_of("", "", BLOCK).prefix_hashes(list(tokens)).tolist()
+    return hashes
+
+
+@asynccontextmanager
+async def following(engine: SglangEngine) -> AsyncIterator[Index]:
+    """An index that follows the engine until the end."""
+    index = Index(engine)
+    before = len(engine._tasks)
+    engine.publish_to(index)
+    (reader,) = engine._tasks[before:]
+    try:
+        yield index
+    finally:
+        engine._tasks.remove(reader)
+        reader.cancel()
+        with suppress(asyncio.CancelledError):
+            await reader
+
+
+async def computed(
+    engine: SglangEngine, index: Index, request: PreprocessedRequest
+) -> tuple[list[int], int]:
+    """Its tokens and how many of the prompt's were cached; the index has heard of all of it."""
+    ctx = GenerateContext(EngineContext("kv"))
+    tokens: list[int] = []
+    cached = -1
+    async for output in engine.generate(request, ctx):
+        tokens += output.token_ids
+        if (usage := output.completion_usage) and usage.prompt_tokens_details:
+            cached = usage.prompt_tokens_details.cached_tokens or 0
+    whole = [*request.token_ids, *tokens[:-1]]  # the last one's KV is never computed
+    index.chains.append(chain_of(whole))
+    await until(lambda: index.matched(whole) == len(whole) // BLOCK, "all blocks are announced")
+    return tokens, cached
+
+
+def random_prompt(seed: int, tokens: int) -> list[int]:
+    rng = Random(seed)
+    return [rng.randrange(3, 4000) for _ in range(tokens)]
+
+
+def predicted(index: Index, prompt: Sequence[int]) -> int:
+    """Cached tokens: whole blocks, and at least one token is always computed."""
+    return min(index.matched(prompt), (len(prompt) - 1) // BLOCK) * BLOCK
+
+
+async def test_what_the_cache_holds_is_announced_and_predicts_cached_tokens(
+    engine: SglangEngine,
+) -> None:
+    async with following(engine) as index:
+        base = random_prompt(1, 96)
+        prompts = [
+            base,
+            base,  # a multiple of the block size: the last block must be computed again
+            [*base, *random_prompt(2, 40)],
+            [*base[:50], *random_prompt(3, 30)],
+            base[:40],
+            random_prompt(4, 7),
+        ]
+        for prompt in prompts:
+            expected = predicted(index, prompt)
+            _, cached = await computed(engine, index, asked(prompt, 20))
+            assert cached == expected
+        assert index.lost == []
+        assert index.feed.canonicaliser.is_incomplete is False
+
+
+async def test_a_later_listener_hears_of_what_is_held_already(engine: SglangEngine) -> None:
+    async with following(engine) as first:
+        prompt = random_prompt(11, 64)
+        await computed(engine, first, asked(prompt, 4))
+        async with following(engine) as second:
+            await until(lambda: second.held == first.held, "the second has replayed all")
+        assert first.held
+
+
+async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine) -> None:
+    async with following(engine) as index:
+        shared = random_prompt(20, 320)
+        for seed in range(14):
+            prompt = [*shared, *random_prompt(100 + seed, 680)]
+            await computed(engine, index, asked(prompt, 2))
+        await until(lambda: PagesRemoved in index.kinds, "something is evicted")
+        assert index.matched(shared) == 20  # used by all, so the last to go
+        expected = predicted(index, prompt)
+        _, cached = await computed(engine, index, asked(prompt, 2))
+        assert cached == expected > 900
+        assert index.lost == []
+        counts = index.feed.canonicaliser.counts
+        # What the rule for duplicates rests on: a page is reported once until it is removed.
+        assert (counts["duplicates"], counts["unknown_removals"]) == (0, 0)
+
+
+async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
+    async with following(engine) as index:
+        await computed(engine, index, asked(random_prompt(30, 64), 4))
+        assert await engine.flush_cache()
+        await until(lambda: not index.held, "all is withdrawn")
+        assert PagesCleared in index.kinds
+
+
+async def test_a_salted_or_adapted_block_is_told_apart_by_the_event(engine: SglangEngine) -> None:
+    """Which identity SGLang's events carry: here the salt; the adapter travels beside it."""
+    prompt = random_prompt(40, 64)
+    sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
+    stored: list[PagesStored] = []
+
+    class Keep(Index):
+        def take(self, events: Iterable[ExternalEvent]) -> None:
+            known = list(events)
+            stored.extend(one for one in known if isinstance(one, PagesStored))
+            super().take(known)
+
+    sink = Keep(engine)
+    before = len(engine._tasks)
+    engine.publish_to(sink)
+    (reader,) = engine._tasks[before:]
+    for salt in (None, "tenant-a"):
+        await engine._engine.async_generate(
+            input_ids=prompt, sampling_params=sampling, cache_salt=salt
+        )
+    salted = chain_of(prompt)
+    with_salt = hasher_of("", "tenant-a", BLOCK).prefix_hashes(prompt).tolist()
+    await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, under their names")
+    of_prompt = [one for one in stored if one.token_ids == asked(prompt).token_ids.le]
+    assert [one.salt for one in of_prompt[-2:]] == ["", "tenant-a"]
+    assert set(of_prompt[-2].hashes).isdisjoint(of_prompt[-1].hashes)
+    engine._tasks.remove(reader)
+    reader.cancel()
+
+
+class LossyPublisher:
+    """Publishes as SGLang does, but what is told not to reach subscribers; `kept` can replay."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        import zmq.asyncio  # type: ignore[import-not-found]
+
+        self._context = zmq.asyncio.Context()
+        self._live = self._context.socket(zmq.PUB)
+        self._live.bind(f"tcp://127.0.0.1:{endpoints.port}")
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.bind(f"tcp://127.0.0.1:{endpoints.replay_port}")
+        self.kept: dict[int, bytes] = {}
+        self.replays = 0
+
+    async def publish(self, seq: int, *, reaches: bool = True, keep: bool = True) -> None:
+        import msgspec  # type: ignore[import-not-found]
+
+        payload = msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": [seq]}]])
+        if keep:
+            self.kept[seq] = payload
+        if reaches:
+            await self._live.send_multipart([b"kv-events", seq.to_bytes(8, "big"), payload])
+
+    async def serve(self) -> None:
+        while True:
+            client, _, first = await self._router.recv_multipart()
+            self.replays += 1
+            for seq, payload in self.kept.items():
+                if seq >= int.from_bytes(first, "big"):
+                    number = seq.to_bytes(8, "big")
+                    await self._router.send_multipart([client, b"", b"kv-events", number, payload])
+            end = (-1).to_bytes(8, "big", signed=True)
+            await self._router.send_multipart([client, b"", b"", end, b""])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class Heard:
+    """A sink that notes."""
+
+    def __init__(self) -> None:
+        self.removed: list[int] = []
+        self.lost: list[str] = []
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        for event in events:
+            assert isinstance(event, PagesRemoved)
+            self.removed += event.hashes
+
+    def lose(self, rank: int, why: str) -> None:
+        self.lost.append(why)
+
+
+@asynccontextmanager
+async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvReader]]:
+    from worker_svc.sglang_events import Endpoints, KvReader
+
+    endpoints = Endpoints.free(1)
+    publisher, heard = LossyPublisher(endpoints), Heard()
+    reader = KvReader(0, endpoints, heard)
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(publisher.serve()),
+        asyncio.create_task(reader.run()),
+    ]
+    try:
+        yield publisher, heard, reader
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        publisher.close()
+
+
+async def test_batches_that_did_not_arrive_are_replayed_in_order() -> None:
+    async with lossy() as (publisher, heard, reader):
+        await publisher.publish(0)
+        await publisher.publish(1, reaches=False)
+        await until(lambda: heard.removed == [0, 1], "the beginning is replayed")
+        await publisher.publish(2, reaches=False)
+        await publisher.publish(3, reaches=False)
+        await publisher.publish(4)
+        await until(lambda: heard.removed == [0, 1, 2, 3, 4], "the gap is closed")
+        # Nothing follows it that would show the gap: the silence does.
+        await publisher.publish(5, reaches=False)
+        await until(lambda: heard.removed == [0, 1, 2, 3, 4, 5], "the end is asked for")
+        assert heard.lost == []
+        assert reader.counts["losses"] == 0
+
+
+async def test_batches_that_are_kept_no_more_are_told_as_a_loss() -> None:
+    async with lossy() as (publisher, heard, _):
+        await publisher.publish(0)
+        await until(lambda: heard.removed == [0], "it listens")
+        await publisher.publish(1, reaches=False, keep=False)
+        await publisher.publish(2)
+        await until(lambda: heard.removed == [0, 2], "it goes on")
+        assert len(heard.lost) == 1
+        assert "1 to 1" in heard.lost[0]
+
+
+async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
+    async with lossy() as (publisher, heard, reader):
+        await publisher.publish(0)
+        await until(lambda: heard.removed == [0], "it listens")
+        reader._accept(1, b"\xc1")
+        assert len(heard.lost) == 1
+        await publisher.publish(2)
+        await until(lambda: heard.removed == [0, 2], "it goes on")
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+async def test_ports_are_given_in_a_row(ranks: int) -> None:
+    from worker_svc.sglang_events import Endpoints
+
+    endpoints = Endpoints.free(ranks)
+    assert endpoints.replay_port == endpoints.port + ranks
+    assert f"tcp://127.0.0.1:{endpoints.port}" in endpoints.config()

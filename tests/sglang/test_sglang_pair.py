@@ -1,0 +1,198 @@
+"""Prefill and decode in two worker processes, KV moving between them; then one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from common.errors import InvalidRequest, MeshError, WorkerLost
+from common.file_registry import FileRegistry
+from common.preprocessed import FinishReason, PreprocessedRequest, StopConditions
+from common.preprocessed_proto import finish_reason_from_proto
+from kvmesh.engine.v1 import engine_pb2 as pb
+from tests.sglang.conftest import Trio
+from tests.sglang.sglang_workers import (
+    HANDOFF_S,
+    WAIT_S,
+    Generated,
+    asked,
+    bootstrap_of,
+    until,
+)
+from worker_svc.engine import EngineContext, GenerateContext
+from worker_svc.sglang_engine import SglangEngine
+
+NS = "default"
+PROMPT = list(range(100, 140))
+
+
+async def alone(engine: SglangEngine, request: PreprocessedRequest) -> list[int]:
+    ctx = GenerateContext(EngineContext("alone"))
+    return [token async for one in engine.generate(request, ctx) for token in one.token_ids]
+
+
+async def together(
+    trio: Trio, request: PreprocessedRequest, room: int
+) -> tuple[Generated, Generated]:
+    """Both legs as a frontend starts them: at once, prefill with one token to give."""
+    request = replace(request, bootstrap_info=bootstrap_of(await trio.prefill.info(), room))
+    stop = replace(request.stop_conditions, max_tokens=1, min_tokens=None)
+    first = replace(request, stop_conditions=stop)
+    async with asyncio.timeout(WAIT_S):
+        return tuple(  # type: ignore[return-value]
+            await asyncio.gather(
+                trio.prefill.generate(first, f"p{room}"), trio.decode.generate(request, f"d{room}")
+            )
+        )
+
+
+@pytest.mark.row("S4-16", "S4-17", "S4-18", "S4-19")
+async def test_prefill_alone_advertises_where_decode_finds_it(trio: Trio) -> None:
+    prefill, decode = await trio.prefill.info(), await trio.decode.info()
+    assert (prefill.role, decode.role) == ("prefill", "decode")
+    assert prefill.bootstrap_host == "127.0.0.1"
+    assert prefill.bootstrap_port > 0
+    assert not decode.HasField("bootstrap_host")
+    assert not decode.HasField("bootstrap_port")
+    assert prefill.transfer_group == decode.transfer_group != ""
+    assert prefill.card_checksum == decode.card_checksum
+
+
+async def test_the_decode_worker_says_why_it_publishes_no_blocks(trio: Trio) -> None:
+    prefill, decode = await trio.prefill.info(), await trio.decode.info()
+    assert prefill.kv_index == "events"
+    assert decode.kv_index == "none"
+    assert "keeps no prefixes" in decode.kv_index_reason
+    assert not decode.local_prefill
+
+
+async def test_a_pair_says_what_one_engine_says(trio: Trio) -> None:
+    rng = Random(1)
+    for turn, length in enumerate([5, 16, 33, 200, 700, 5, 16, 33, 64, 129, 480, 700]):
+        prompt = [rng.randrange(3, 4000) for _ in range(length)]
+        request = asked(prompt, 24)
+        expected = await alone(trio.aggregated, request)
+        prefill, decode = await together(trio, request, rng.getrandbits(62))
+        assert decode.token_ids == expected, f"turn {turn}, {length} tokens"
+        assert prefill.token_ids == expected[:1]
+        assert prefill.last.usage.prompt_tokens == length
+        assert finish_reason_from_proto(prefill.last.finish_reason) is FinishReason.LENGTH
+        assert prefill.last.HasField("prefill_result")
+        assert not decode.last.HasField("prefill_result")
+    await trio.prefill.settled()
+    await trio.decode.settled()
+
+
+async def test_sixteen_pairs_at_once_do_not_mix(trio: Trio) -> None:
+    requests = [asked([500 + i] * (20 + 7 * i), 16) for i in range(16)]
+    expected = [await alone(trio.aggregated, one) for one in requests]
+    pairs = await asyncio.gather(*(together(trio, one, 7000 + i) for i, one in enumerate(requests)))
+    assert [decode.token_ids for _, decode in pairs] == expected
+    await trio.prefill.settled()
+    await trio.decode.settled()
+
+
+async def test_an_answer_that_ends_at_its_first_token_ends_at_decode_too(trio: Trio) -> None:
+    request = asked(PROMPT, 8)
+    first = (await alone(trio.aggregated, request))[0]
+    stop = StopConditions(stop_token_ids_hidden=(first,), max_tokens=8)
+    _, decode = await together(trio, replace(request, stop_conditions=stop), 8001)
+    assert decode.token_ids == []
+    assert finish_reason_from_proto(decode.last.finish_reason) is FinishReason.STOP
+    await trio.prefill.settled()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_without_a_rendezvous_a_leg_is_refused(trio: Trio, role: str) -> None:
+    worker = getattr(trio, role)
+    with pytest.raises(InvalidRequest) as caught:
+        await worker.generate(asked(PROMPT, 4), "lonely")
+    assert caught.value.field == "bootstrap_info"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_probe_needs_no_partner(trio: Trio, role: str) -> None:
+    probe = replace(asked([7]), is_probe=True)
+    answer = await getattr(trio, role).generate(probe, "probe", timeout_s=10)
+    assert len(answer.token_ids) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_room(
+    trio: Trio, role: str
+) -> None:
+    worker = getattr(trio, role)
+    info = await trio.prefill.info()
+    request = replace(asked(PROMPT, 4), bootstrap_info=bootstrap_of(info, 9000 + len(role)))
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    with pytest.raises(WorkerLost) as caught:
+        await worker.generate(request, "alone")
+    assert caught.value.retryable
+    assert loop.time() - began < HANDOFF_S + 4
+    await worker.settled()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: str) -> None:
+    worker = getattr(trio, role)
+    info = await trio.prefill.info()
+    request = replace(asked(PROMPT, 4), bootstrap_info=bootstrap_of(info, 9100 + len(role)))
+    leg = asyncio.create_task(worker.generate(request, f"waits-{role}"))
+    loop = asyncio.get_running_loop()
+    while await worker.rooms_open() == 0:
+        await asyncio.sleep(0.02)
+    began = loop.time()
+    await worker.stub.Abort(pb.AbortRequest(request_id=f"waits-{role}"), timeout=WAIT_S)
+    answer = await leg
+    assert finish_reason_from_proto(answer.last.finish_reason) is FinishReason.CANCELLED
+    assert loop.time() - began < 0.5
+    await worker.settled()
+
+
+async def failure(work: asyncio.Task[Generated]) -> MeshError:
+    with pytest.raises(MeshError) as caught:
+        await work
+    return caught.value
+
+
+async def names(trio: Trio) -> Sequence[int]:
+    """Instances in the registry."""
+    async with FileRegistry(trio.registry).watch(NS) as watch:
+        return [one.id for one in watch.current.instances]
+
+
+async def test_a_scheduler_that_dies_fails_its_requests_at_once_and_ends_the_worker(
+    trio: Trio,
+) -> None:
+    """The last test: it needs the decode worker no more."""
+    decode = trio.decode
+    info = await trio.prefill.info()
+    request = replace(asked(PROMPT, 3000), bootstrap_info=bootstrap_of(info, 9200))
+    stop = replace(request.stop_conditions, max_tokens=1)
+    legs = [
+        asyncio.create_task(decode.generate(request, "d")),
+        asyncio.create_task(trio.prefill.generate(replace(request, stop_conditions=stop), "p")),
+    ]
+    await legs[1]  # the KV has arrived: decode is computing
+    pids = decode.scheduler_pids()
+    assert pids
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    error = await failure(legs[0])
+    assert isinstance(error, WorkerLost)
+    assert error.retryable
+    assert loop.time() - began < 1.0
+    assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 1
+    assert decode.instance_id not in await names(trio)
+    await until(lambda: not decode.scheduler_pids_alive(pids), "nothing is left of it")
+    # Its partner serves on.
+    assert (await trio.prefill.generate(replace(asked([7]), is_probe=True), "probe")).token_ids
