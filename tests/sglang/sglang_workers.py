@@ -158,13 +158,13 @@ class WorkerProcess:
         )
         return sum(load.rooms_open for load in answer.loads)
 
-    async def settled(self) -> None:
-        """Returns once no handoff is open."""
+    async def settled(self, rooms: int = 0) -> None:
+        """Returns once so many handoffs are open."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        while rooms := await self.rooms_open():
-            assert loop.time() - began < WAIT_S, f"{rooms} rooms stay open"
-            await asyncio.sleep(0.05)
+        while (found := await self.rooms_open()) != rooms:
+            assert loop.time() - began < WAIT_S, f"{found} rooms stay open, not {rooms}"
+            await asyncio.sleep(0.02)
 
     async def generate(
         self, request: PreprocessedRequest, request_id: str, timeout_s: float = 60.0
@@ -192,6 +192,16 @@ class WorkerProcess:
             for child in psutil.Process(self.process.pid).children(recursive=True)
             if "scheduler" in " ".join(child.cmdline())
         ]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    import psutil
+
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def bootstrap_of(info: pb.GetInfoResponse, room: int) -> BootstrapInfo:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -23,10 +24,13 @@ from tests.sglang.sglang_workers import (
     Generated,
     asked,
     bootstrap_of,
+    is_alive,
     until,
 )
 from worker_svc.engine import EngineContext, GenerateContext
-from worker_svc.sglang_engine import SglangEngine
+
+if TYPE_CHECKING:
+    from worker_svc.sglang_engine import SglangEngine
 
 NS = "default"
 PROMPT = list(range(100, 140))
@@ -145,9 +149,8 @@ async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: 
     info = await trio.prefill.info()
     request = replace(asked(PROMPT, 4), bootstrap_info=bootstrap_of(info, 9100 + len(role)))
     leg = asyncio.create_task(worker.generate(request, f"waits-{role}"))
+    await worker.settled(rooms=1)
     loop = asyncio.get_running_loop()
-    while await worker.rooms_open() == 0:
-        await asyncio.sleep(0.02)
     began = loop.time()
     await worker.stub.Abort(pb.AbortRequest(request_id=f"waits-{role}"), timeout=WAIT_S)
     answer = await leg
@@ -164,8 +167,9 @@ async def failure(work: asyncio.Task[Generated]) -> MeshError:
 
 async def names(trio: Trio) -> Sequence[int]:
     """Instances in the registry."""
-    async with FileRegistry(trio.registry).watch(NS) as watch:
-        return [one.id for one in watch.current.instances]
+    registry = FileRegistry(trio.registry)
+    async with registry.watch(NS) as watch:
+        return list(watch.current.instances)
 
 
 async def test_a_scheduler_that_dies_fails_its_requests_at_once_and_ends_the_worker(
@@ -193,6 +197,6 @@ async def test_a_scheduler_that_dies_fails_its_requests_at_once_and_ends_the_wor
     assert loop.time() - began < 1.0
     assert await asyncio.wait_for(decode.process.wait(), WAIT_S) == 1
     assert decode.instance_id not in await names(trio)
-    await until(lambda: not decode.scheduler_pids_alive(pids), "nothing is left of it")
+    await until(lambda: not any(map(is_alive, pids)), "nothing is left of it")
     # Its partner serves on.
     assert (await trio.prefill.generate(replace(asked([7]), is_probe=True), "probe")).token_ids

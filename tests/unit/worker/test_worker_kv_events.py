@@ -195,6 +195,7 @@ class Cache(RuleBasedStateMachine):
     def store(self, path: tuple[int, ...], start: int, tier: int, alias: int) -> None:
         """Pages from `start` on; alias 5 names them by hashes of their own."""
         start %= len(path)
+        self._free_values()
         values = [self._value(path[:end], alias == 5) for end in range(start + 1, len(path) + 1)]
         parent = self._value(path[:start], False) if start else None
         self._store(values, parent, path[start:], tier)
@@ -226,11 +227,13 @@ class Cache(RuleBasedStateMachine):
         records = list(self.model.records.items())
         return records[which % len(records)]
 
-    def _value(self, content: tuple[int, ...], is_alias: bool) -> int:
-        """The external hash of a prefix: the one in use, or the first that nothing uses."""
+    def _free_values(self) -> None:
         used = {value for _, value in self.model.records}
         used |= {r.parent for r in self.model.records.values() if r.content is None and r.parent}
         self.meanings = {v: c for v, c in self.meanings.items() if v in used}
+
+    def _value(self, content: tuple[int, ...], is_alias: bool) -> int:
+        """The external hash of a prefix: the one in use, or the first that nothing uses."""
         known = [value for value, meaning in self.meanings.items() if meaning == content]
         if known and not is_alias:
             return known[0]
