@@ -42,9 +42,19 @@ class ReportedLoad(NamedTuple):
 
 
 class Ingest:
-    """Feed, histories, subscribers and publishers of one indexer."""
+    """Feed, histories, subscribers and publishers of one indexer.
 
-    def __init__(self, feed: IndexFeed, budget: Budget, clock: Callable[[], float]) -> None:
+    stopwatch: by which slices are measured, in seconds.
+    """
+
+    def __init__(
+        self,
+        feed: IndexFeed,
+        budget: Budget,
+        clock: Callable[[], float],
+        *,
+        stopwatch: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.feed = feed
         self.budget = budget
         self.histories: dict[Source, History] = {}
@@ -54,6 +64,7 @@ class Ingest:
         self.first_published = asyncio.Event()
         self.slow_slices = 0
         self._clock = clock
+        self._stopwatch = stopwatch
         self._lock = asyncio.Lock()
         self._turn_began: float | None = None
 
@@ -97,7 +108,7 @@ class Ingest:
         self._begin_turn()
         for _ in steps:
             began = self._begin_turn()
-            used_s = time.perf_counter() - began
+            used_s = self._stopwatch() - began
             if used_s >= SLICE_S:
                 self.slow_slices += used_s >= 2 * SLICE_S
                 await asyncio.sleep(0)
@@ -106,7 +117,7 @@ class Ingest:
     def _begin_turn(self) -> float:
         """When this turn of the loop did its first work here."""
         if self._turn_began is None:
-            self._turn_began = time.perf_counter()
+            self._turn_began = self._stopwatch()
             asyncio.get_running_loop().call_soon(self._end_turn)
         return self._turn_began
 

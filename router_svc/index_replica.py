@@ -20,6 +20,7 @@ import grpc.aio
 import structlog
 
 from common import rpc
+from common.attach_proto import load_from_proto
 from common.blocks import hashes_from_bytes
 from common.errors import MeshError, Unavailable
 from common.index_feed import Demand, IndexFeed
@@ -30,6 +31,7 @@ from common.kv_proto import (
     batch_from_proto,
     chunk_from_proto,
     partition_from_proto,
+    parts_of,
     source_from_proto,
     state_to_proto,
     status_from_proto,
@@ -37,7 +39,6 @@ from common.kv_proto import (
 from common.load import Load
 from common.prefix_index import Matched
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from kvmesh.types.v1 import load_pb2
 from router_svc.core.fleet import Placement
 from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
@@ -55,7 +56,7 @@ SWEEP_BLOCKS = 4096
 # A source that was stale for this long has no indexer that knows it.
 FORGET_S = 60.0
 
-_EXACT = SourceStatus("exact")
+_UNTOLD = SourceStatus("gapped", "the indexer has not said how far to trust it")
 
 # Takes (worker id, rank, load, now): `LoadBook.report`.
 Report = Callable[[int, int, Load, float], None]
@@ -76,7 +77,8 @@ Subscribe = Callable[
 class IndexReplica:
     """The replica, and the task that keeps it (`run`).
 
-    indexers: those of discovery now. report: where loads go. clock: seconds, as decisions see them.
+    indexers: those of discovery now. report: where loads go. clock: seconds, as decisions see them;
+    stopwatch: those by which slices are measured.
     """
 
     def __init__(
@@ -88,18 +90,21 @@ class IndexReplica:
         feed: IndexFeed | None = None,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
+        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexers = indexers
         self._report = report
         self._subscribe = subscribe or grpc_subscriptions()
         self._rng = rng or Random()
         self._clock = clock
+        self._stopwatch = stopwatch
         self._partitions: dict[tuple[str, int, int], tuple[Partition, ...]] = {}
         self._heard: dict[Source, float] = {}
         self._heard_any = 0.0
         # While something is being applied, nobody else may touch its source.
         self._is_applying = False
         self._is_tick_due = False
+        self._slice_began = 0.0
         self.feed = IndexFeed() if feed is None else feed
         self.indexer_id: int | None = None
         self.is_caught_up = False
@@ -179,7 +184,10 @@ class IndexReplica:
             if self.indexer_id is None:
                 self.indexer_id = indexer.id
                 LOG.info("following an indexer", indexer_id=indexer.id)
-            await self._take(message)
+            self._slice_began = time.perf_counter()
+            for part in parts_of(message):
+                await self._take(part)
+                await self._let_others_run()
             if self._is_tick_due:
                 self.tick(self._clock())
             for news in self.feed.take_news():
@@ -187,40 +195,43 @@ class IndexReplica:
                     raise Unavailable(f"batches of {news.source} are missing", reason="INDEX_GAP")
         raise Unavailable("the indexer closed the stream")
 
-    async def _take(self, message: indexer_pb2.SubscribeResponse) -> None:
-        """The parts of a message: what it says of the source first, then what the source holds."""
+    async def _take(self, part: indexer_pb2.SubscribeResponse) -> None:
+        """What a part of a message says of its source first, then what the source holds."""
         now = self._clock()
-        if message.HasField("source"):
-            source = source_from_proto(message.source)
+        if part.HasField("source"):
+            source = source_from_proto(part.source)
             self._heard[source] = now
-            if message.HasField("partition") or message.HasField("status"):
-                self._heed(source, message, now)
-            if message.HasField("snapshot"):
-                chunk = chunk_from_proto(message.snapshot)
-                await self._apply(self.feed.load(chunk, now))
-            if message.HasField("batch"):
-                batch = batch_from_proto(message.batch, source.worker_id)
+            if part.HasField("partition") or part.HasField("status"):
+                self._heed(source, part, now)
+            if part.HasField("batch"):
+                batch = batch_from_proto(part.batch, source.worker_id)
                 await self._apply(self.feed.apply(batch, now))
-            if message.HasField("load"):
-                self._report(source.worker_id, source.dp_rank, _load(message.load), now)
-        if message.caught_up:
+            if part.HasField("snapshot"):
+                await self._apply(self.feed.load(chunk_from_proto(part.snapshot), now))
+            if part.HasField("load"):
+                load = load_from_proto(part.load)
+                self._report(source.worker_id, source.dp_rank, load, now)
+        if part.caught_up:
             self.is_caught_up = True
 
-    def _heed(self, source: Source, message: indexer_pb2.SubscribeResponse, now: float) -> None:
-        """What the indexer says of a source; a new one of which it says nothing is exact."""
-        partition = None
-        if message.HasField("partition"):
-            partition = partition_from_proto(message.partition)
-        has_status = message.HasField("status")
-        status = status_from_proto(message.status) if has_status else _EXACT
+    def _heed(self, source: Source, part: indexer_pb2.SubscribeResponse, now: float) -> None:
+        """What the indexer says of a source; until it says how far to trust it, it is gapped."""
+        is_known = source in self.feed
+        if part.HasField("status"):
+            status = status_from_proto(part.status)
+        elif is_known:
+            return  # Unchanged.
+        else:
+            status = _UNTOLD
         if status.state == "gone":
             self._heard.pop(source, None)
             self.feed.forget(source, status.reason)
             return
-        if partition is None and source not in self.feed:
+        if not (is_known or part.HasField("partition")):
             LOG.debug("status of an unknown source ignored", source=source, state=status.state)
             return
-        self.feed.follow(partition, source, status, now)
+        told = partition_from_proto(part.partition) if part.HasField("partition") else None
+        self.feed.follow(told, source, status, now)
         partition = self.feed.partition(source)
         key = _name_of(partition)
         if partition not in self._partitions.get(key, ()):
@@ -231,13 +242,16 @@ class IndexReplica:
         self._is_applying = True
         try:
             with closing(steps):
-                began = time.perf_counter()
                 for _ in steps:
-                    if time.perf_counter() - began >= SLICE_S:
-                        await asyncio.sleep(0)
-                        began = time.perf_counter()
+                    await self._let_others_run()
         finally:
             self._is_applying = False
+
+    async def _let_others_run(self) -> None:
+        """Between two steps, once they have taken SLICE_S together."""
+        if time.perf_counter() - self._slice_began >= SLICE_S:
+            await asyncio.sleep(0)
+            self._slice_began = time.perf_counter()
 
     async def _end_when_silent(self) -> None:
         while True:
@@ -325,19 +339,6 @@ class _GrpcSubscription:
 def _name_of(partition: Partition) -> tuple[str, int, int]:
     """What a query says of its partition."""
     return (partition.model, partition.block_size, partition.hash_scheme)
-
-
-def _load(message: load_pb2.Load) -> Load:
-    return Load(
-        engine_step=message.engine_step,
-        running=message.running,
-        waiting=message.waiting,
-        waiting_tokens=message.waiting_tokens,
-        kv_used_blocks=message.kv_used_blocks,
-        kv_total_blocks=message.kv_total_blocks if message.HasField("kv_total_blocks") else None,
-        dp_rank=message.dp_rank,
-        rooms_open=message.rooms_open,
-    )
 
 
 def _first(group: ExceptionGroup[MeshError]) -> BaseException:

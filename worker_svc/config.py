@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from common.config import ServiceConfig, at_least, between, knob
+from common.errors import InvalidRequest
+from worker_svc.sglang_options import page_size_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,13 +129,19 @@ class WorkerConfig(ServiceConfig):
 
     def _sglang_problems(self) -> list[str]:
         found = []
-        if find_spec("sglang") is None:
+        module = find_spec("sglang")
+        if module is None or module.origin is None:
             found.append("engine: SGLang is not installed here; see deploy/sglang_venv.sh")
         if self.role != "aggregated" and self.handoff != "bootstrap":
             found.append("handoff: SGLang's legs start at once, so it must be bootstrap")
         try:
-            if not isinstance(json.loads(self.engine_args or "{}"), dict):
+            arguments = json.loads(self.engine_args or "{}")
+            if isinstance(arguments, dict):
+                page_size_of(arguments, self.block_size)
+            else:
                 found.append("engine_args: must be a JSON object")
         except ValueError as error:
             found.append(f"engine_args: is not JSON: {error}")
+        except InvalidRequest as error:
+            found.append(f"{error.field}: {error.message}")
         return found

@@ -8,9 +8,9 @@ output stream; a framework which forwards a stream always goes through it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import Bug, MeshError
 from common.load import Load
@@ -286,6 +286,15 @@ class LLMEngine(Protocol):
 
     def loads(self) -> Sequence[Load]:
         """Load of every rank now. Cheap: called many times a second."""
+
+
+@runtime_checkable
+class CountingEngine(Protocol):
+    """An engine that counts what it does: shown by GetInfo and /metrics as `engine_<name>`."""
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Counts since start, by name."""
 
 
 async def validated(

@@ -42,6 +42,13 @@ class RunnerCollector(Collector):
         yield GaugeMetricFamily(
             f"{PREFIX}_open_requests", "Requests inside", self._runner.open_requests
         )
+        engine = CounterMetricFamily(
+            f"{PREFIX}_engine", "What the engine counts, by name", labels=("name",)
+        )
+        for name, count in sorted(self._runner.counts().items()):
+            if name.startswith("engine_"):
+                engine.add_metric((name.removeprefix("engine_"),), count)
+        yield engine
         loads = self._runner.engine.loads()
         for name, (text, value) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}_{name}", text, labels=("dp_rank",))

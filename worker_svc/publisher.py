@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
-import grpc.aio
 import structlog
 
 from common import rpc
@@ -56,15 +55,49 @@ PAUSE_MAX_S = 5.0
 
 log = structlog.get_logger()
 
-_Call: TypeAlias = grpc.aio.StreamStreamCall[
-    indexer_pb2.PublishRequest, indexer_pb2.PublishResponse
-]
+
+class PublishCall(Protocol):
+    """One Publish call, as grpc.aio has it."""
+
+    async def write(self, request: indexer_pb2.PublishRequest, /) -> None:
+        """Sends a frame; returns when the next one can be taken."""
+
+    async def done_writing(self) -> None:
+        """Ends our side of the stream."""
+
+    def done(self) -> bool:
+        """Whether the call is over."""
+
+    def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
+        """What the indexer says, until it ends the stream."""
+
+
+# Opens a Publish call with an indexer; leaving the context ends it.
+OpenCall: TypeAlias = Callable[[Instance], AbstractAsyncContextManager[PublishCall]]
+
+
+def grpc_calls(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
+    """Publish over gRPC. The channel belongs to the call and dies with it."""
+
+    @asynccontextmanager
+    async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
+        channel = rpc.channel(indexer.address, security=security)
+        try:
+            stub = indexer_pb2_grpc.IndexerServiceStub(channel)
+            call = stub.Publish(metadata=rpc.call_metadata(security))
+            async with rpc.cancelling(call):
+                yield call
+        finally:
+            await channel.close()
+
+    return open_call
 
 
 class Publisher:
     """Publishes the feeds of one worker's ranks.
 
     feeds: by rank. loads: the ranks' load, asked for every LOAD_EVERY_S while somebody listens.
+    open_call: how to reach an indexer; by default over gRPC.
     counters: streams opened; snapshots, replays begun; batches cut; events_lost; shrunk_blocks;
     unknown_rank events, dropped.
     """
@@ -80,11 +113,12 @@ class Publisher:
         *,
         security: rpc.Security = rpc.PLAINTEXT,
         rng: Random | None = None,
+        open_call: OpenCall | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.partition = partition
         self.feeds = feeds
-        self.security = security
+        self.open_call = open_call or grpc_calls(security)
         self.rng = rng or Random()
         self.counters: Counter[str] = Counter()
         self._loads = loads
@@ -296,18 +330,11 @@ class Link:
 
     async def _stream(self) -> bool:
         """One stream from hello to end; whether it ended to begin anew. Raises MeshError."""
-        security = self._publisher.security
-        channel = rpc.channel(self.indexer.address, security=security)
-        try:
-            stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-            call: _Call = stub.Publish(metadata=rpc.call_metadata(security))
+        async with self._publisher.open_call(self.indexer) as call:
             self._publisher.counters["streams"] += 1
-            async with rpc.cancelling(call):
-                return await self._converse(call)
-        finally:
-            await channel.close()
+            return await self._converse(call)
 
-    async def _converse(self, call: _Call) -> bool:
+    async def _converse(self, call: PublishCall) -> bool:
         loop = asyncio.get_running_loop()
         ends_to_begin_anew = False
         hello = self._hello()
@@ -359,7 +386,7 @@ class Link:
 
     # The writer.
 
-    async def _write(self, call: _Call, hello: indexer_pb2.PublishRequest) -> None:
+    async def _write(self, call: PublishCall, hello: indexer_pb2.PublishRequest) -> None:
         """Sends what there is; returns when hello has to be said anew."""
         await call.write(hello)
         while not self._must_begin_anew():
@@ -420,7 +447,7 @@ class Link:
 
     # The reader.
 
-    async def _read(self, call: _Call) -> None:
+    async def _read(self, call: PublishCall) -> None:
         """Obeys the indexer until it ends the stream."""
         with _ending_with(call):
             async for response in call:
@@ -473,7 +500,7 @@ class Link:
 
 
 @contextmanager
-def _ending_with(call: _Call) -> Iterator[None]:
+def _ending_with(call: PublishCall) -> Iterator[None]:
     """Inside, the end of the call raises its MeshError, or _Ended where the reader knows why."""
     try:
         with raising_mesh_errors():

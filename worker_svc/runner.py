@@ -26,6 +26,7 @@ from common.errors import (
     Unsupported,
 )
 from worker_svc.engine import (
+    CountingEngine,
     EngineContext,
     FinishReason,
     GenerateContext,
@@ -77,6 +78,13 @@ class Runner:
         self._last_key = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def counts(self) -> dict[str, int]:
+        """Its own counters, and the engine's as `engine_<name>`."""
+        counts = dict(self.counters)
+        if isinstance(self.engine, CountingEngine):
+            counts |= {f"engine_{name}": n for name, n in self.engine.counters.items()}
+        return counts
 
     @property
     def open_requests(self) -> int:

@@ -188,7 +188,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             kv_index_reason=config.kv_index_reason,
             draining=self._runner.is_draining,
             counters={
-                **self._runner.counters,
+                **self._runner.counts(),
                 **(self._publisher.figures() if self._publisher is not None else {}),
             },
         )

@@ -32,7 +32,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,6 +69,7 @@ from worker_svc.sglang_options import (
     kv_index_of,
     kv_silence_of,
     load_of,
+    page_size_of,
     server_arguments,
 )
 
@@ -124,11 +124,12 @@ class SglangEngine:
     """
 
     def __init__(self, config: SglangConfig) -> None:
+        """Raises InvalidRequest for arguments that the worker itself can judge."""
         self.config = config
         self.counters: Counter[str] = Counter()
         self.kv_rules = KvRules(
             config.block_size,
-            int(config.engine_args.get("page_size", config.block_size)),
+            page_size_of(config.engine_args, config.block_size),
             # A block is in the radix tree or not; it is reported when it enters and when it leaves.
             Duplicates.IDEMPOTENT,
             tiers=3 if config.engine_args.get("enable_hierarchical_cache") else 1,
@@ -138,7 +139,7 @@ class SglangEngine:
         self._endpoints: Endpoints | None = None
         # Any: SGLang's Engine, which has no types that are known here.
         self._engine: Any = None
-        self._launch: Future[Any] | asyncio.Future[Any] | None = None
+        self._launch: asyncio.Future[Any] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         self._lost: asyncio.Future[WorkerLost] | None = None
         self._sentinels: list[int] = []
@@ -280,7 +281,7 @@ class SglangEngine:
         # Last: what dies of it may still send one.
         loop.remove_signal_handler(signal.SIGQUIT)
 
-    async def _give_up_launch(self, launch: Future[Any] | asyncio.Future[Any]) -> None:
+    async def _give_up_launch(self, launch: asyncio.Future[Any]) -> None:
         until = time.monotonic() + GIVE_UP_S
         while True:
             await asyncio.to_thread(_kill_children)
@@ -330,6 +331,8 @@ class SglangEngine:
                 CustomLogitProcessor,
             )
 
+            # What it says at its start is of use to its developers.
+            logging.getLogger("sglang").setLevel(logging.WARNING)
             self._min_tokens = CustomLogitProcessor.to_str.__func__(MinTokens)
             arguments = server_arguments(
                 self.config.role,

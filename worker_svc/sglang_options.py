@@ -491,6 +491,23 @@ _CPU: Final[Arguments] = MappingProxyType(
 )
 
 
+def page_size_of(extra: Arguments, block_size: int) -> int:
+    """Tokens a page, once the operator's arguments are found good.
+
+    Raises InvalidRequest naming an argument that is not the operator's to set, or pages that do
+    not fill blocks.
+    """
+    for name in sorted(OWNED & extra.keys()):
+        raise InvalidRequest(f"{name} is set by the worker itself", f"engine_args.{name}")
+    page = extra.get("page_size", block_size)
+    if type(page) is not int or page < 1 or block_size % page:
+        raise InvalidRequest(
+            f"pages of {page} tokens do not divide routing blocks of {block_size}",
+            "engine_args.page_size",
+        )
+    return page
+
+
 def server_arguments(
     role: Role,
     extra: Arguments,
@@ -501,11 +518,9 @@ def server_arguments(
 ) -> dict[str, Any]:
     """All arguments SGLang is started with: the defaults here, `extra` over them, then `owned`.
 
-    Raises InvalidRequest naming an argument of `extra` that is not the operator's to set, or pages
-    that do not fill blocks.
+    Raises InvalidRequest as `page_size_of`.
     """
-    for name in sorted(OWNED & extra.keys()):
-        raise InvalidRequest(f"{name} is set by the worker itself", f"engine_args.{name}")
+    page_size_of(extra, block_size)
     arguments: dict[str, Any] = {
         "log_level": "error",
         "page_size": block_size,
@@ -521,12 +536,6 @@ def server_arguments(
         if role == "decode":
             arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     arguments |= extra
-    page = arguments["page_size"]
-    if type(page) is not int or page < 1 or block_size % page:
-        raise InvalidRequest(
-            f"pages of {page} tokens do not divide routing blocks of {block_size}",
-            "engine_args.page_size",
-        )
     return {**arguments, **owned}
 
 
@@ -543,8 +552,8 @@ def kv_silence_of(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
     """Why a worker reports nothing although the model's prefixes could be shared; "": it does."""
     if not kv_events:
         return "kv_events is off"
-    if resolved.get("disable_radix_cache"):
-        return "prefix caching is off"
     if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
         return "a decode worker keeps no prefixes"
+    if resolved.get("disable_radix_cache"):
+        return "prefix caching is off"
     return ""

@@ -43,8 +43,10 @@ from common.preprocessed import (
     usage,
 )
 
-# A decode leg that fails so blames its prefill worker, and the other way round.
-PEER_LOST = "PEER_LOST"
+# A leg that fails so blames the other leg's worker, not its own.
+PEER_LOST = frozenset(
+    {"HANDOFF_NO_PARTNER", "HANDOFF_PEER_ABORTED", "HANDOFF_PEER_LOST", "TRANSFER_EXPIRED"}
+)
 # The router's word for "all that could serve it are excluded".
 ALL_EXCLUDED = "ALL_EXCLUDED"
 
@@ -357,8 +359,8 @@ class RequestMachine:
         if self._main is not None:
             return  # with a bootstrap: decode is under way and has it all
         reason = terminal.finish_reason
-        if reason is not FinishReason.LENGTH or self._remaining() == 1:
-            # It was the whole answer: nothing is left for decode.
+        if reason is not FinishReason.LENGTH:
+            # It was the whole answer: nothing is handed over.
             if self._prefill_tokens:
                 self.generated += self._prefill_tokens
                 self._ports.emit(self._prefill_tokens, self._prefill_logprobs)
@@ -387,7 +389,7 @@ class RequestMachine:
     def _blamed(self, leg: Leg, error: MeshError) -> int:
         """The worker not to be asked again."""
         placed = self._placed
-        if error.reason != PEER_LOST or placed is None or placed.prefill is None:
+        if error.reason not in PEER_LOST or placed is None or placed.prefill is None:
             return leg.worker_id
         return placed.worker_id if leg.phase == "prefill" else placed.prefill.worker_id
 
@@ -437,7 +439,10 @@ class RequestMachine:
 
     def _submit_prefill(self, place: Place, now: float) -> None:
         request = self._continued_request()
-        stop = replace(request.stop_conditions, max_tokens=1, min_tokens=None)
+        stop = request.stop_conditions
+        # The first token may be EOS for prefill exactly when it may be for decode.
+        min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
+        stop = replace(stop, max_tokens=1, min_tokens=min_tokens)
         request = self._bound_for(replace(request, stop_conditions=stop), place.dp_rank)
         leg = self._prefill = self._new_leg(place.worker_id, "prefill")
         self._origin_span = leg.span_id  # decode begins with a link to it

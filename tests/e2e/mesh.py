@@ -42,6 +42,9 @@ WAIT_S = 15.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
 MODEL = "kvmesh-sim"
+# Kinds of service, in the order in which they are started; the room is what a kind runs.
+KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
+ROLES = ("prefill", "decode")
 
 T = TypeVar("T")
 
@@ -56,10 +59,24 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = WAIT_S) -
 
 
 class Service:
-    """One process, from its start to its end. room: frontend, router or worker."""
+    """One process, from its start to its end.
 
-    def __init__(self, room: str, flags: Sequence[str], folder: Path, name: str) -> None:
+    room: frontend, router, indexer or worker. kind: the room, or a worker's role. module: what is
+    run; empty: the room's.
+    """
+
+    def __init__(
+        self,
+        room: str,
+        flags: Sequence[str],
+        folder: Path,
+        name: str,
+        *,
+        kind: str = "",
+        module: str = "",
+    ) -> None:
         self.room = room
+        self.kind = kind or room
         self.name = name
         self.log_path = folder / f"{name}.log"
         self.instance_id = 0
@@ -71,7 +88,8 @@ class Service:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(LEASH), str(os.getpid())),
-                    *(sys.executable, "-m", f"{room}_svc", f"--ready-fd={write_fd}", *flags),
+                    *(sys.executable, "-m", module or f"{room}_svc"),
+                    *(f"--ready-fd={write_fd}", *flags),
                 ],
                 cwd=ROOT,
                 env=_environment(),
@@ -182,7 +200,8 @@ class Service:
 class Mesh:
     """A frontend, a router and workers. Use as a context manager.
 
-    folder: an empty one, for registry and logs. Flags are those of each room's command line.
+    folder: an empty one, for registry and logs. workers: aggregated ones; prefill, decode: those of
+    these roles. Flags are those of each room's command line. worker_module: what runs as a worker.
     """
 
     def __init__(
@@ -190,26 +209,35 @@ class Mesh:
         folder: Path,
         *,
         workers: int = 2,
+        prefill: int = 0,
+        decode: int = 0,
+        routers: int = 1,
+        indexers: int = 0,
+        frontends: int = 1,
         worker_flags: Sequence[str] = (),
         frontend_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
+        worker_module: str = "",
     ) -> None:
         self._folder = folder
-        self._workers_wanted = workers
+        counts = (indexers, workers, prefill, decode, routers, frontends)
+        self._wanted = dict(zip(KINDS, counts, strict=True))
         self._flags = {
             "frontend": ["--http-port=0", *frontend_flags],
             "router": list(router_flags),
+            "indexer": [],
             "worker": ["--notice-s=0.3", *worker_flags],
         }
+        self._modules = {"worker": worker_module}
         self._started: dict[str, int] = {}
         self.services: list[Service] = []
         self.http = httpx.Client(timeout=WAIT_S, trust_env=False)
 
     def __enter__(self) -> Mesh:
         try:
-            for room, count in (("worker", self._workers_wanted), ("router", 1), ("frontend", 1)):
+            for kind, count in self._wanted.items():
                 for _ in range(count):
-                    self.spawn(room)
+                    self.spawn(kind)
             for service in self.services:
                 service.wait_ready()
             wait_for(self.is_complete, "the frontend knows router and workers")
@@ -227,12 +255,19 @@ class Mesh:
         for service in self.services:
             service.close()
 
-    def spawn(self, room: str, *flags: str) -> Service:
+    def spawn(self, kind: str, *flags: str) -> Service:
         """Starts one more process; call its `wait_ready`. flags: beside those of the mesh."""
-        number = self._started[room] = self._started.get(room, 0) + 1
+        number = self._started[kind] = self._started.get(kind, 0) + 1
+        room = "worker" if kind in ROLES else kind
+        role = [f"--role={kind}"] if kind in ROLES else []
         registry = f"--registry-path={self._folder / 'registry'}"
         service = Service(
-            room, [registry, *self._flags[room], *flags], self._folder, f"{room}-{number}"
+            room,
+            [registry, *self._flags[room], *role, *flags],
+            self._folder,
+            f"{kind}-{number}",
+            kind=kind,
+            module=self._modules.get(room, ""),
         )
         self.services.append(service)
         return service
@@ -240,6 +275,10 @@ class Mesh:
     def running(self, room: str) -> list[Service]:
         """The processes of a room that have not ended, oldest first."""
         return [s for s in self.services if s.room == room and s.process.poll() is None]
+
+    def of(self, kind: str) -> list[Service]:
+        """The same, by kind: of workers those of one role."""
+        return [s for s in self.services if s.kind == kind and s.process.poll() is None]
 
     @property
     def frontend(self) -> Service:
@@ -261,16 +300,24 @@ class Mesh:
         """Where the OpenAI API is, without /v1."""
         return self.frontend.addresses["http"]
 
-    def known(self, room: str) -> set[int]:
-        """Instance ids of a room that the frontend knows of now."""
-        instances = self.http.get(f"{self.url}/health").json()["instances"]
+    @property
+    def urls(self) -> list[str]:
+        """The same of every frontend, oldest first."""
+        return [frontend.addresses["http"] for frontend in self.running("frontend")]
+
+    def known(self, room: str, url: str = "") -> set[int]:
+        """Instance ids of a room that the frontend (at that URL) knows of now."""
+        instances = self.http.get(f"{url or self.url}/health").json()["instances"]
         return {i["id"] for i in instances if i["service"] == room}
 
     def is_complete(self) -> bool:
-        """Whether the frontend serves, by a router, all workers that run and no others."""
-        ready = self.http.get(f"{self.url}/ready").json()
+        """Whether each frontend serves, by a router, all workers that run and no others."""
         workers = {worker.instance_id for worker in self.workers}
-        return ready["ready"] and not ready["reasons"] and self.known("worker") == workers
+        for url in self.urls:
+            ready = self.http.get(f"{url}/ready").json()
+            if not ready["ready"] or ready["reasons"] or self.known("worker", url) != workers:
+                return False
+        return True
 
     def logs(self) -> str:
         """The ends of all logs, for people."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from random import Random
 from typing import Any
@@ -25,6 +25,8 @@ from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
 from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
 from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
+from indexer_svc.app import IndexerApp
+from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
@@ -218,7 +220,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) ->
         assert (booking.prefill_tokens, booking.decode_blocks) == (2 * B, 10)
 
 
-@pytest.mark.row("S1-67", "S1-68", "S1-72")
+@pytest.mark.row("S1-67", "S1-72")
 async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> None:
     prompt = tokens(10 * B + 3)
     async with indexer() as fake:
@@ -250,6 +252,8 @@ async def test_potential_loads_know_what_each_worker_holds(bed: Bed) -> None:
         request = pb.PotentialLoadsRequest(query=pb.Query(model="m", token_ids=prompt))
         rows = (await bed.unary("PotentialLoads", request)).loads
         assert {r.worker.worker_id: r.potential_prefill_tokens for r in rows} == {1: 96, 2: 160}
+        answer = await bed.explain(request.query)
+        assert {r.worker.worker_id: r.overlap_blocks for r in answer.candidates} == {1: 4, 2: 0}
 
 
 async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
@@ -469,3 +473,57 @@ async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: Bed) -> None
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):
         assert (await bed.place(number, query(tokens(B)))).decision.worker.worker_id == 1
+
+
+@asynccontextmanager
+async def real_indexer(bed: Bed) -> AsyncIterator[IndexerApp]:
+    """An indexer of the mesh's own, in the bed's registry."""
+    life = Life(Health())
+    app = IndexerApp(IndexerConfig(registry="memory"), registry=bed.registry)
+    await app.start(life)
+    await app.register()
+    try:
+        yield app
+    finally:
+        await app.deregister()
+        await app.drain(0)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: Bed) -> None:
+    prompt = tokens(10 * B)
+    hashes = HASHER.prefix_hashes(prompt)
+    async with AsyncExitStack() as stack:
+        app = await stack.enter_async_context(real_indexer(bed))
+        await bed.add(worker(1), worker(2))
+        channel = rpc.channel(app.address)
+        stack.push_async_callback(channel.close)
+        call: Any = indexer_pb2_grpc.IndexerServiceStub(channel).Publish()
+        await stack.enter_async_context(rpc.cancelling(call))
+        hello = indexer_pb2.PublishHello(
+            worker_id=2,
+            partition=partition_to_proto(PART),
+            sources=[indexer_pb2.SourceState(source=source_to_proto(Source(2)))],
+        )
+        batches = [
+            batch_to_proto(EventBatch(Source(2), 0, n, [Event(EventKind.STORED, part)]))
+            for n, part in enumerate((hashes[:3], hashes[3:7]), 1)
+        ]
+        await call.write(indexer_pb2.PublishRequest(hello=hello))
+        await call.write(indexer_pb2.PublishRequest(batch=batches[0]))
+        await until(lambda: bed.depth(2, hashes) == 3, "the first batch has come through")
+        load = load_pb2.Load(running=1, kv_used_blocks=3)
+        await call.write(indexer_pb2.PublishRequest(batch=batches[1], loads=[load]))
+        await until(lambda: bed.depth(2, hashes) == 7, "so has the second")
+        book = bed.app.router.book
+        at = Placement(2, 0)
+        await until(lambda: book.load(at, bed.clock[0]).requests == 1, "and the load")
+        answer = await bed.explain(query(prompt))
+        assert answer.decision.worker.worker_id == 2
+        assert (answer.candidates[0].overlap_blocks, answer.candidates[0].source_state) == (
+            7,
+            "exact",
+        )
+        assert bed.app.index.is_caught_up

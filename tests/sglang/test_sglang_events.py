@@ -180,6 +180,16 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
         assert (counts["duplicates"], counts["unknown_removals"]) == (0, 0)
 
 
+async def test_requests_at_once_that_share_a_prefix_report_it_once(engine: SglangEngine) -> None:
+    async with following(engine) as index:
+        shared = random_prompt(50, 80)
+        prompts = [[*shared, *random_prompt(200 + seed, 10 * seed)] for seed in range(8)]
+        index.chains += [chain_of(one) for one in prompts]
+        await asyncio.gather(*(computed(engine, index, asked(one, 8)) for one in prompts))
+        assert index.lost == []
+        assert index.feed.canonicaliser.counts["duplicates"] == 0
+
+
 async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
     async with following(engine) as index:
         await computed(engine, index, asked(random_prompt(30, 64), 4))

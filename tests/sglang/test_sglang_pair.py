@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,10 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from tests.sglang.conftest import Trio
 from tests.sglang.sglang_workers import (
     HANDOFF_S,
+    START_S,
     WAIT_S,
     Generated,
+    WorkerProcess,
     asked,
     bootstrap_of,
     is_alive,
@@ -157,6 +160,20 @@ async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: 
     assert finish_reason_from_proto(answer.last.finish_reason) is FinishReason.CANCELLED
     assert loop.time() - began < 0.5
     await worker.settled()
+
+
+@pytest.mark.row("S4-44")
+async def test_a_start_that_sglang_refuses_says_why_and_leaves_nothing(
+    trio: Trio, tmp_path: Path
+) -> None:
+    model = trio.aggregated.config.model_dir
+    async with WorkerProcess.started(
+        "aggregated", model=model, folder=tmp_path, engine_args={"no_such_argument": 1}
+    ) as worker:
+        assert await asyncio.wait_for(worker.process.wait(), START_S) == 1
+    log = (tmp_path / "aggregated.log").read_text()
+    assert "SGLang refuses its arguments" in log
+    assert "no_such_argument" in log
 
 
 async def failure(work: asyncio.Task[Generated]) -> MeshError:

@@ -114,6 +114,7 @@ class End:
         self._inbox: deque[bytes] = deque()
         self._end: MeshError | None = None  # behind the inbox, once `_has_ended`
         self._has_ended = False
+        self._is_half_closed = False
         self._arrived = asyncio.Event()
         self._room = asyncio.Event()
         self._under_way = 0
@@ -132,6 +133,8 @@ class End:
                 if self._end is not None:
                     raise self._end
                 return None
+            if self._is_half_closed:
+                return None
             self._arrived.clear()
             await self._arrived.wait()
         message = self._inbox.popleft()
@@ -141,15 +144,34 @@ class End:
             self.peer._freed(len(message))
         return message
 
+    @property
+    def is_open(self) -> bool:
+        """Whether neither side has ended it, as far as this one knows."""
+        return not (self._has_ended or self.is_over)
+
     async def write(self, message: bytes) -> None:
         """Sends a message once the window has room. Raises WorkerLost on an ended stream."""
-        while self._under_way >= self._window_bytes and not self._has_ended and not self.is_over:
+        await self.room()
+        self.push(message)
+
+    async def room(self) -> None:
+        """Returns when the window has room. Raises WorkerLost on an ended stream."""
+        while self._under_way >= self._window_bytes and self.is_open:
             self._room.clear()
             await self._room.wait()
-        if self._has_ended or self.is_over:
+        if not self.is_open:
             raise WorkerLost("the stream has ended", retryable=True)
-        self._under_way += len(message)
-        self._send(lambda peer: peer._take(message))
+
+    def push(self, message: bytes) -> None:
+        """Sends a message whether or not there is room; an ended stream swallows it."""
+        if self.is_open:
+            self._under_way += len(message)
+            self._send(lambda peer: peer._take(message))
+
+    def half_close(self) -> None:
+        """The other side reads what is left, then None; it may go on writing."""
+        if self.is_open:
+            self._send(lambda peer: peer._half_closed())
 
     def finish(self, error: MeshError | None) -> None:
         """Ends the stream from this side: the other one reads what is left, then this."""
@@ -214,6 +236,10 @@ class End:
         self._inbox.append(message)
         self._arrived.set()
 
+    def _half_closed(self) -> None:
+        self._is_half_closed = True
+        self._arrived.set()
+
     def _freed(self, count: int) -> None:
         self._under_way -= count
         if self._under_way < self._window_bytes:
@@ -229,15 +255,22 @@ class Net:
     def __init__(self, path: Callable[[str, str], Path], window_bytes: int = WINDOW_BYTES) -> None:
         self._path = path
         self._window_bytes = window_bytes
-        self._listeners: dict[str, tuple[Process, Handler]] = {}
+        self._listeners: dict[str, tuple[Process, Handler, bool]] = {}
         self.refused_after_s = 0.05
 
-    def listen(self, address: str, process: Process, handler: Handler) -> None:
+    def listen(
+        self, address: str, process: Process, handler: Handler, *, is_cancelled: bool = True
+    ) -> None:
         """Streams to `address` are given to `handler`; it ends the stream by returning or raising.
 
-        A successor on the same address replaces its predecessor.
+        A successor on the same address replaces its predecessor. is_cancelled: whether a handler is
+        cancelled when its client leaves, as grpc.aio does; else it reads of it.
         """
-        self._listeners[address] = process, handler
+        self._listeners[address] = process, handler, is_cancelled
+
+    def answers(self, address: str) -> bool:
+        """Whether somebody alive listens there."""
+        return address in self._listeners and self._listeners[address][0].is_alive
 
     def close(self, address: str, process: Process) -> None:
         """Nobody listens there any more, unless it is somebody else by now."""
@@ -246,7 +279,7 @@ class Net:
 
     def dial(self, caller: Process, address: str) -> End:
         """The client's end of a new stream; whether anybody is there shows when it is read."""
-        process, handler = self._listeners.get(address, (None, None))
+        process, handler, is_cancelled = self._listeners.get(address, (None, None, True))
         path = self._path(caller.name, address)
         client = End(caller, path, self._window_bytes)
         if process is None or handler is None or not process.is_alive:
@@ -256,12 +289,13 @@ class Net:
             return client
         server = End(process, path, self._window_bytes)
         client.peer, server.peer = server, client
-        process.do(lambda: self._serve(process, handler, server))
+        process.do(lambda: self._serve(process, handler, server, is_cancelled=is_cancelled))
         return client
 
-    def _serve(self, process: Process, handler: Handler, end: End) -> None:
+    def _serve(self, process: Process, handler: Handler, end: End, *, is_cancelled: bool) -> None:
         task = process.spawn(_handle(handler, end))
-        # As grpc.aio does with a handler whose client has left.
+        if not is_cancelled:
+            return
         end.on_cut = task.cancel
         if end._has_ended:
             task.cancel()

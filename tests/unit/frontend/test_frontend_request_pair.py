@@ -24,7 +24,6 @@ from common.preprocessed import (
     usage,
 )
 from frontend_svc.core.request import (
-    PEER_LOST,
     Leg,
     Outcome,
     Place,
@@ -33,6 +32,7 @@ from frontend_svc.core.request import (
     RequestMachine,
 )
 
+PEER_LOST = "HANDOFF_PEER_LOST"
 PREFILL, DECODE = 21, 22
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 ROOM = BootstrapInfo(bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=77)
@@ -127,7 +127,7 @@ def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() 
     assert prefill is not None
     assert decode is not None
     assert prefill.bootstrap_info == decode.bootstrap_info == ROOM
-    assert prefill.stop_conditions == StopConditions(max_tokens=1)
+    assert prefill.stop_conditions == StopConditions(max_tokens=1, min_tokens=1)
     assert decode.stop_conditions == StopConditions(max_tokens=8, min_tokens=2)
     assert ports.wake == 1.0, "a pair has a second to accept"
 
@@ -182,13 +182,20 @@ def test_a_prefill_that_finished_at_token_one_is_the_whole_answer(reason: Finish
     assert len(ports.legs) == 1
 
 
-def test_an_answer_of_one_token_needs_no_decode() -> None:
+def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> (
+    None
+):
     _, ports = begin(IN_TURN, max_tokens=1)
     prefill = ports.legs[0][0]
     prefill.tokens([5], ())
     prefill.terminal(replace(end(), prefill_result=HANDLE))
+    assert ports.emitted == []
+    decode, order = ports.legs[1]
+    assert order.request is not None
+    assert order.request.stop_conditions.max_tokens == 1
+    decode.tokens([5], ())
+    decode.terminal(end())
     assert ports.emitted == [5]
-    assert ports.outcomes[0].finish_reason is FinishReason.LENGTH
 
 
 def test_a_prefill_that_hands_nothing_over_is_tried_elsewhere() -> None:

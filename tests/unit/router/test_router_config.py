@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 
 from common.config import ConfigError, read_config
 from router_svc.config import RouterConfig, load_selector
+from router_svc.core.cost import DEFAULT_KNOBS
 from router_svc.core.select import SELECTORS, LeastLoaded
 
 
@@ -64,3 +66,37 @@ def test_a_selector_that_cannot_be_had_refuses_to_start(
     assert len(refused.value.problems) == 1
     assert complaint in refused.value.problems[0]
     assert "--selector" in refused.value.problems[0]
+
+
+def test_knobs_of_the_cost_have_the_defaults_of_the_cost_and_reach_it() -> None:
+    assert read().cost_knobs == DEFAULT_KNOBS
+    config = read("--overlap-score-credit", "0.5", "--assume-kv-reuse", "--router-temperature=2")
+    assert config.cost_knobs == replace(
+        DEFAULT_KNOBS, overlap_score_credit=0.5, assume_kv_reuse=True, router_temperature=2.0
+    )
+
+
+@pytest.mark.row("S1-102")
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--overlap-score-credit", "-1"),
+        ("--overlap-score-credit-decay", "nan"),
+        ("--prefill-load-scale", "-0.1"),
+        ("--router-temperature", "-1"),
+        ("--host-cache-hit-weight", "1.5"),
+        ("--disk-cache-hit-weight", "-0.5"),
+        ("--recent-miss-weight", "-2"),
+        ("--recent-miss-half-life-s", "0"),
+        ("--decode-active-request-weight", "inf"),
+    ],
+)
+def test_a_knob_out_of_range_refuses_to_start_and_is_named(flag: str, value: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(f"{flag}={value}")
+    (problem,) = refused.value.problems
+    assert problem.startswith(flag)
+
+
+def test_the_mesh_key_is_never_shown() -> None:
+    assert "hush" not in repr(read("--mesh-key", "hush"))

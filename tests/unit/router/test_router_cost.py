@@ -212,7 +212,6 @@ def test_costs_are_the_formula_and_the_sum_of_their_terms(
 # Knobs of one request.
 
 
-@pytest.mark.row("S1-65")
 def test_a_request_overrides_the_knobs_it_names() -> None:
     override = RouterConfigOverride(
         overlap_score_credit=0.5,

@@ -351,6 +351,32 @@ async def test_decisions_run_while_a_large_batch_is_applied(
     assert len({d for d in depths if 0 < d < len(blocks)}) > 5, "it was applied in slices"
 
 
+async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_svc.index_replica, "SLICE_S", 0.0)
+    blocks = chain(50)
+    message = told(ONE)
+    message.more.extend(stored(ONE, n + 1, blocks[n : n + 1]) for n in range(50))
+    bed.fake.messages.put_nowait(message)
+    depths: list[int] = []
+    while not depths or depths[-1] < len(blocks):
+        depths.append(bed.depth(blocks))
+        await asyncio.sleep(0)
+    assert len(set(depths)) > 20, depths
+
+
+async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) -> None:
+    blocks = chain(4)
+    untold = pb.SubscribeResponse(source=source_to_proto(ONE), partition=partition_to_proto(PART))
+    await bed.feed(untold, stored(ONE, 1, blocks))
+    assert (bed.depth(blocks), bed.state(ONE)) == (0, "gapped")
+    await bed.feed(told(ONE))
+    assert bed.depth(blocks) == 4
+    await bed.feed(untold)
+    assert (bed.depth(blocks), bed.state(ONE)) == (4, "exact"), "unchanged"
+
+
 async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
     bed = Bed(())
     assert bed.replica.standing(Placement(1, 0), 0.0).reason == "no indexer was heard yet"

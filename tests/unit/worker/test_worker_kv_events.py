@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.blocks import PrefixHasher
-from common.kv import CHUNK_BLOCKS, Event, EventKind, Source, SourceState, Tier
+from common.blocks import ChainState, PrefixHasher, TokenIds
+from common.kv import CHUNK_BLOCKS, Event, EventKind, Hashes, Source, SourceState, Tier
 from worker_svc.core.kv_events import (
     RING_BATCHES,
     Canonicaliser,
@@ -65,6 +65,10 @@ class Listener:
         for parent, name in zip((None, *names), names, strict=False):
             self.parents[name] = parent
 
+    def hasher_of(self, lora: str, salt: str, block_size: int) -> PrefixHasher:
+        """A hasher that tells which block it names after which."""
+        return _Telling(self, block_size)
+
     def hear(self, events: Iterable[Event]) -> None:
         for event in events:
             match event.kind:
@@ -90,6 +94,23 @@ class Listener:
         assert all(name not in narrower for narrower in self.sets[:tier]), "sets are cumulative"
         self.sets[tier].remove(name)
         assert all(self.parents[one] != name for one in self.sets[tier]), "children go before"
+
+
+class _Telling(PrefixHasher):
+    """Makes the parents of all names known, however wrong the chain."""
+
+    def __init__(self, listener: Listener, block_size: int) -> None:
+        super().__init__(mesh_key=b"", model="m", block_size=block_size)
+        self._listener = listener
+        self._named: dict[int, int | None] = {0: None}
+
+    def extend(self, state: ChainState, token_ids: TokenIds) -> tuple[Hashes, Hashes]:
+        hashes, sums = super().extend(state, token_ids)
+        parent = self._named[state.total]
+        for name, total in zip(hashes.tolist(), sums.tolist(), strict=True):
+            self._listener.parents[name] = parent
+            self._named[total] = parent = name
+        return hashes, sums
 
 
 @dataclass(slots=True)
@@ -186,8 +207,8 @@ class Cache(RuleBasedStateMachine):
     def begin(self, page_size: int, tiers: int, duplicates: Duplicates) -> None:
         rules = KvRules(BLOCK, page_size, duplicates, tiers)
         self.model = Model(rules)
-        self.canonicaliser = Canonicaliser(rules, hasher_of)
         self.listener = Listener(tiers)
+        self.canonicaliser = Canonicaliser(rules, self.listener.hasher_of)
         self.blocks_max: int | None = None
         self.meanings: dict[int, tuple[int, ...]] = {}
 
@@ -259,18 +280,12 @@ class Cache(RuleBasedStateMachine):
                     (token,) = struct.unpack_from("<I", event.token_ids, index * size)
                     self.model.store(event.tier, _u64(value), parent, token)
                     parent = _u64(value)
-                    self._know()
             case PagesRemoved():
                 for value in event.hashes:
                     self.model.remove(event.tier, _u64(value))
             case PagesCleared():
                 self.model.records.clear()
         self.listener.hear(self.canonicaliser.take())
-
-    def _know(self) -> None:
-        for record in self.model.records.values():
-            if record.content:
-                self.listener.know(names_of(self.model.tokens(record.content), block=BLOCK))
 
     @invariant()
     def the_sets_are_the_closure(self) -> None:

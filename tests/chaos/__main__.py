@@ -1,0 +1,45 @@
+"""Strikes real processes under load: `python -m tests.chaos [--list] [--logs DIR] [CASE ...]`.
+
+CASE is a name or a part of one; all by default. One JSON line a case; exit status 1 when a case
+misses a bar. `load` is the machine's one-minute average before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tests.chaos.cases import all_cases
+from tests.chaos.drive import run_case
+
+
+def main(argv: list[str]) -> int:
+    """Runs the cases; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--list", action="store_true", help="only name the cases")
+    parser.add_argument("--logs", type=Path, help="keep the services' logs in folders under DIR")
+    options = parser.parse_args(argv)
+    wanted = options.cases or [""]
+    cases = [case for case in all_cases() if any(one in case.name for one in wanted)]
+    if not cases:
+        parser.error(f"no case is called {' or '.join(wanted)}")
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    missed = 0
+    for case in cases:
+        folder = None
+        if options.logs is not None:
+            folder = options.logs / case.name.replace("/", "-")
+            folder.mkdir(parents=True)
+        line = run_case(case, keep_logs=folder)
+        missed += bool(line["missed"])
+        print(json.dumps(line), flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

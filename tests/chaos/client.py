@@ -1,0 +1,186 @@
+"""A cheap HTTP client that notes when each piece of a streamed answer came.
+
+A general client spends more on a token than the whole mesh does; on a small machine its own pauses
+would be taken for the mesh's. This one keeps the bytes and the longest gap, and reads them at the
+end. Each call has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tests.e2e.mesh import MODEL
+
+_EVENT = b"data: {"
+_DONE = "data: [DONE]"
+CALL_S = 30.0
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a client has of one answer. Times are of `time.monotonic`, 0: has not happened.
+
+    error: why it is no good answer; "" while it runs and when it is one. events: pieces that came
+    so far. pause_s: the longest time between two of them, pause_at when it ended.
+    """
+
+    prompt: str
+    tokens: int
+    begun_at: float = 0.0
+    first_at: float = 0.0
+    ended_at: float = 0.0
+    status: int = 0
+    events: int = 0
+    pause_s: float = 0.0
+    pause_at: float = 0.0
+    text: str = ""
+    finish_reason: str = ""
+    error: str = ""
+    raw: bytearray = field(default_factory=bytearray, repr=False)
+
+
+def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
+    """A completion request of exactly `tokens` tokens."""
+    return {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+
+
+def request_of(url: str, body: dict[str, Any]) -> bytes:
+    """The bytes of a request whose answer ends with its connection."""
+    data = json.dumps(body).encode()
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    ).encode() + data
+
+
+class Call(asyncio.Protocol):
+    """One request on a connection of its own. `over` is set when the connection has ended."""
+
+    def __init__(self, request: bytes, reply: Reply) -> None:
+        self.reply = reply
+        self.over = asyncio.Event()
+        self._request = request
+        self._event_at = 0.0
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """See Protocol."""
+        reply = self.reply
+        reply.raw += data
+        count = data.count(_EVENT)
+        if count == 0:
+            return
+        now = time.monotonic()
+        reply.events += count
+        if not reply.first_at:
+            reply.first_at = now
+        elif now - self._event_at > reply.pause_s:
+            reply.pause_s, reply.pause_at = now - self._event_at, now
+        self._event_at = now
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See Protocol."""
+        if exc is not None:
+            self.reply.error = f"the connection broke: {exc!r}"
+        self.over.set()
+
+    def hang_up(self) -> None:
+        """The client goes away, at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def connect(url: str, reply: Reply, *, stream: bool) -> Call:
+    """Sends the request. Raises OSError when nobody listens there."""
+    host, _, port = urlsplit(url).netloc.rpartition(":")
+    request = request_of(url, body_of(reply.prompt, reply.tokens, stream=stream))
+    reply.begun_at = time.monotonic()
+    _, call = await asyncio.get_running_loop().create_connection(
+        lambda: Call(request, reply), host, int(port)
+    )
+    return call
+
+
+async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
+    """The whole answer, read and judged; never raises for what the mesh does."""
+    call = None
+    try:
+        async with asyncio.timeout(CALL_S):
+            call = await connect(url, reply, stream=stream)
+            await call.over.wait()
+    except OSError as error:  # TimeoutError is one
+        reply.error = f"no answer: {error!r}"
+        if call is not None:
+            call.hang_up()
+    reply.ended_at = time.monotonic()
+    if not reply.error:
+        _read(reply)
+    return reply
+
+
+def _read(reply: Reply) -> None:
+    """Fills in what the bytes say."""
+    head, blank, body = bytes(reply.raw).partition(b"\r\n\r\n")
+    if not blank:
+        reply.error = "the connection ended without an answer"
+        return
+    reply.status = int(head.split(b" ", 2)[1])
+    try:
+        text = (_dechunked(body) if b"chunked" in head.lower() else body).decode()
+    except ValueError as error:
+        reply.error = f"the answer was cut: {error}"
+        return
+    if reply.status != 200:
+        reply.error = f"{reply.status} {json.loads(text)['error']['message']}"
+    elif text.startswith("data: "):
+        _read_events(reply, text)
+    else:
+        choice = json.loads(text)["choices"][0]
+        reply.text, reply.finish_reason = choice["text"], choice["finish_reason"]
+
+
+def _read_events(reply: Reply, text: str) -> None:
+    lines = [line for line in text.split("\n") if line]
+    for line in lines:
+        if line == _DONE:
+            break
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            reply.error = event["error"]["message"]
+            return
+        for choice in event["choices"]:
+            reply.text += choice["text"]
+            reply.finish_reason = choice["finish_reason"] or reply.finish_reason
+    if lines[-1] != _DONE:
+        reply.error = "the stream ended without its end"
+
+
+def _dechunked(body: bytes) -> bytes:
+    """Raises ValueError when the last chunk is missing."""
+    parts: list[bytes] = []
+    at = 0
+    while True:
+        line_end = body.index(b"\r\n", at)
+        size = int(body[at:line_end], 16)
+        if size == 0:
+            return b"".join(parts)
+        at = line_end + 2
+        parts.append(body[at : at + size])
+        at += size + 2

@@ -1,0 +1,313 @@
+"""Runs one case: starts its mesh, loads it, strikes, and reports what the clients saw.
+
+The load: the case's streams, which have all begun when the fault comes, and fresh requests every
+FRESH_EVERY_S from the first stream on until the last has ended and a request that was begun after
+the fault was answered. Every answer is compared with the truth, which follows from its prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.cases import Case
+from tests.chaos.client import Reply, fetch
+from tests.chaos.frozen_worker import FREEZE, THAW
+from tests.e2e.mesh import Mesh, Oracle, Service
+
+FRESH_EVERY_S = 0.05
+FRESH_TOKENS = 8
+# The fault comes when this share of the streams' tokens has arrived.
+STRIKE_AT = 0.4
+RECOVERY_MAX_S = 20.0
+REST_S = 15.0
+# How long a load balancer takes to learn that a frontend drains; below the frontend's notice.
+BALANCER_S = 0.2
+# The clients of a frontend that is killed; nobody can help them, they are there to leave work.
+LOST_STREAMS = 16
+WORKER_MODULE = "tests.chaos.frozen_worker"
+STALL_TICK_S = 0.005
+
+_SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "freeze": FREEZE,
+    "term": signal.SIGTERM,
+}
+_UNDO = {"stop": signal.SIGCONT, "freeze": THAW}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients saw of a case. streams: judged for pauses; fresh: begun around the fault."""
+
+    streams: list[Reply] = field(default_factory=list)
+    fresh: list[Reply] = field(default_factory=list)
+    struck_at: float = 0.0
+    stall_s: float = 0.0
+    left: str = ""
+    migrations: int = 0
+    statuses: list[int] = field(default_factory=list)
+
+
+def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
+    """The case's JSON line. keep_logs: a folder for the logs of the mesh; None: not kept."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="kvmesh-chaos-") as name:
+        folder = Path(name) if keep_logs is None else keep_logs
+        shape = case.shape
+        with Mesh(
+            folder,
+            workers=shape.workers,
+            prefill=shape.prefill,
+            decode=shape.decode,
+            routers=shape.routers,
+            indexers=shape.indexers,
+            frontends=shape.frontends,
+            worker_flags=case.worker_flags,
+            worker_module=WORKER_MODULE,
+        ) as mesh:
+            seen = asyncio.run(_Drive(case, mesh).run())
+    line = report(case, seen, Oracle())
+    return {**line, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
+
+
+def report(case: Case, seen: Seen, oracle: Oracle) -> dict[str, Any]:
+    """The figures, and which bars they miss."""
+    everything = [*seen.streams, *seen.fresh]
+    failed = [reply for reply in everything if reply.error]
+    inexact = [reply for reply in everything if not reply.error and not _is_exact(reply, oracle)]
+    longest = max(seen.streams, key=lambda reply: reply.pause_s)
+    after = [r for r in seen.fresh if r.begun_at >= seen.struck_at and not r.error]
+    recovered_at = min((r.ended_at for r in after), default=None)
+    line: dict[str, Any] = {
+        "case": case.name,
+        "streams": len(seen.streams),
+        "errors": len(failed),
+        "inexact": len(inexact),
+        "longest_pause_ms": round(longest.pause_s * 1000),
+        "recovery_s": None if recovered_at is None else round(recovered_at - seen.struck_at, 3),
+        "fresh": len(seen.fresh),
+        "slowest_fresh_ms": round(max((_took_s(r) for r in seen.fresh), default=0.0) * 1000),
+        "migrations": seen.migrations,
+        "client_stall_ms": round(seen.stall_s * 1000),
+    }
+    missed = list(_missed(case, seen, line))
+    whys = sorted({reply.error for reply in failed})[:3]
+    return {**line, "missed": missed, **({"why": whys} if whys else {})}
+
+
+def _missed(case: Case, seen: Seen, line: dict[str, Any]) -> Iterable[str]:
+    for name in ("errors", "inexact"):
+        if line[name]:
+            yield name
+    if case.pause_s is not None and line["longest_pause_ms"] > case.pause_s * 1000:
+        yield "longest_pause_ms"
+    if line["recovery_s"] is None:
+        yield "recovery_s"
+    if line["migrations"] and not case.migrates:
+        yield "migrations"
+    if seen.left:
+        yield f"left behind: {seen.left}"
+
+
+def _took_s(reply: Reply) -> float:
+    return reply.ended_at - reply.begun_at
+
+
+def _is_exact(reply: Reply, oracle: Oracle) -> bool:
+    truth = oracle.completion(reply.prompt, reply.tokens, ignore_eos=True)
+    return (reply.text, reply.finish_reason) == (truth.text, truth.finish_reason)
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+    """Waits for a condition. AssertionError saying `what` when it is late."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.002)
+
+
+class _Drive:
+    def __init__(self, case: Case, mesh: Mesh) -> None:
+        self._case = case
+        self._mesh = mesh
+        self._seen = Seen()
+        self._urls = mesh.urls
+        self._sent = 0
+        self._stopping = False
+        self._respawned: list[Service] = []
+
+    async def run(self) -> Seen:
+        await fetch(self._urls[0], Reply("Warm up", 4))
+        async with self._stall_watched(), asyncio.TaskGroup() as tasks:
+            if self._case.rolling:
+                await self._roll(tasks)
+            else:
+                await self._strike_amid(tasks)
+        await asyncio.to_thread(self._await_rest)
+        return self._seen
+
+    # -- one fault ------------------------------------------------------------------------------
+
+    async def _strike_amid(self, tasks: asyncio.TaskGroup) -> None:
+        case, seen = self._case, self._seen
+        frontends = [self._mesh.of("frontend")[-1]] if "frontend" in case.who else []
+        safe = self._safe_urls(frontends)
+        seen.streams = [Reply(f"Stream number {n}", case.tokens) for n in range(case.streams)]
+        streams = [
+            tasks.create_task(fetch(safe[n % len(safe)], reply))
+            for n, reply in enumerate(seen.streams)
+        ]
+        for frontend in frontends if case.how == "kill" else []:
+            for n in range(LOST_STREAMS):
+                lost = Reply(f"Lost stream {n}", case.tokens)
+                tasks.create_task(fetch(frontend.addresses["http"], lost))
+        fresh = tasks.create_task(self._fresh(tasks, safe))
+        wanted = STRIKE_AT * case.streams * case.tokens
+        await until(lambda: sum(r.events for r in seen.streams) >= wanted, "streams run", 30.0)
+        victims = await asyncio.to_thread(self._busiest)
+        seen.struck_at = time.monotonic()
+        await self._strike(victims)
+        await asyncio.wait(streams)
+        await self._await_recovery()
+        self._stopping = True
+        await fresh
+        for victim in victims:
+            if case.how in _UNDO:
+                victim.send(_UNDO[case.how])
+
+    def _safe_urls(self, frontends: list[Service]) -> list[str]:
+        """Frontends whose clients are to see nothing; one that drains is among them."""
+        lost = set() if self._case.how == "term" else {f.addresses["http"] for f in frontends}
+        return [url for url in self._urls if url not in lost]
+
+    def _busiest(self) -> list[Service]:
+        """One of each kind: the worker with most to do, else the youngest."""
+
+        def work(service: Service) -> int:
+            return service.open_slots() if service.room == "worker" else 0
+
+        return [max(reversed(self._mesh.of(kind)), key=work) for kind in self._case.who]
+
+    async def _strike(self, victims: list[Service]) -> None:
+        case = self._case
+        for victim in victims:
+            victim.send(_SIGNALS[case.how])
+        if case.respawn:
+            self._respawned = [self._mesh.spawn(kind) for kind in case.who]
+        if case.how == "term":
+            await asyncio.sleep(BALANCER_S)
+            gone = {v.addresses["http"] for v in victims if v.room == "frontend"}
+            self._urls = [url for url in self._urls if url not in gone]
+
+    async def _fresh(self, tasks: asyncio.TaskGroup, safe: list[str]) -> None:
+        """Sends new requests all the while."""
+        words = "able about above accept " * (self._case.fresh_words // 4)
+        while not self._stopping:
+            self._sent += 1
+            urls = [url for url in safe if url in self._urls]
+            reply = Reply(f"Fresh {self._sent}: {words}", FRESH_TOKENS)
+            self._seen.fresh.append(reply)
+            tasks.create_task(fetch(urls[self._sent % len(urls)], reply))
+            await asyncio.sleep(FRESH_EVERY_S)
+
+    async def _await_recovery(self) -> None:
+        """Returns in any case; that nothing was answered is the report's to say."""
+        struck_at = self._seen.struck_at
+
+        def recovered() -> bool:
+            answered = (r for r in reversed(self._seen.fresh) if r.ended_at and not r.error)
+            return any(r.begun_at >= struck_at for r in answered)
+
+        with contextlib.suppress(AssertionError):
+            await until(recovered, "a request is answered", RECOVERY_MAX_S)
+
+    # -- rolling --------------------------------------------------------------------------------
+
+    async def _roll(self, tasks: asyncio.TaskGroup) -> None:
+        case, seen = self._case, self._seen
+        clients = [tasks.create_task(self._loop(n)) for n in range(case.streams)]
+        await until(lambda: all(r.events for r in seen.streams), "streams run", 30.0)
+        seen.struck_at = time.monotonic()
+        for old in list(self._mesh.services):
+            await self._replace(old)
+        self._stopping = True
+        await asyncio.wait(clients)
+        seen.fresh = [r for r in seen.streams if r.begun_at >= seen.struck_at]
+        seen.streams = [r for r in seen.streams if r.begun_at < seen.struck_at]
+
+    async def _loop(self, client: int) -> None:
+        """One stream after the other."""
+        count = 0
+        while not self._stopping:
+            count += 1
+            reply = Reply(f"Client {client}, stream {count}", self._case.tokens)
+            self._seen.streams.append(reply)
+            await fetch(self._urls[client % len(self._urls)], reply)
+
+    async def _replace(self, old: Service) -> None:
+        new = self._mesh.spawn(old.kind)
+        await asyncio.to_thread(new.wait_ready)
+        await until(self._mesh.is_complete, f"the mesh knows {new.name}", REST_S)
+        if old.room == "frontend":
+            self._urls = [url for url in self._mesh.urls if url != old.addresses["http"]]
+        old.send(signal.SIGTERM)
+        status = await asyncio.to_thread(old.wait, REST_S)
+        assert status == 0, old.tail()
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _await_rest(self) -> None:
+        """Everything is given back, by everybody who lives."""
+        for service in self._respawned:
+            service.wait_ready()
+        deadline = time.monotonic() + REST_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._seen.left = left
+        frontends = [s for s in self._mesh.services if s.room == "frontend"]
+        lines = [line for frontend in frontends for line in frontend.events("request")]
+        self._seen.migrations = sum(max(0, line.get("attempts", 1) - 1) for line in lines)
+
+    def _left(self) -> str:
+        left = []
+        for worker in self._mesh.workers:
+            load = worker.load()
+            held = {
+                "slots": load.open_slots,
+                "running": sum(row.running + row.waiting for row in load.loads),
+                "blocks": sum(row.kv_used_blocks for row in load.loads),
+                "rooms": sum(row.rooms_open for row in load.loads),
+            }
+            left += [f"{worker.name}: {n} {what}" for what, n in held.items() if n]
+        for router in self._mesh.running("router"):
+            if count := router.bookings():
+                left.append(f"{router.name}: {count} bookings")
+        return ", ".join(left)
+
+    @asynccontextmanager
+    async def _stall_watched(self) -> AsyncIterator[None]:
+        """How late this process itself is: no pause below that says anything of the mesh."""
+
+        async def watch() -> None:
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(STALL_TICK_S)
+                late_s = time.monotonic() - before - STALL_TICK_S
+                self._seen.stall_s = max(self._seen.stall_s, late_s)
+
+        task = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            task.cancel()

@@ -1,0 +1,44 @@
+"""A worker whose engine hangs upon SIGUSR1 while the service lives on, and moves upon SIGUSR2.
+
+    python -m tests.chaos.frozen_worker FLAGS...
+
+The flags are those of `python -m worker_svc`; the engine is the sim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from random import SystemRandom
+
+from common import env
+from common.config import read_config_or_exit
+from common.instances import new_instance_id
+from common.lifecycle import run_service
+from worker_svc.app import WorkerApp, build_engine
+from worker_svc.config import WorkerConfig
+from worker_svc.sim_engine import SimEngine
+
+FREEZE = signal.SIGUSR1
+THAW = signal.SIGUSR2
+
+
+def main() -> None:
+    """Runs a worker until it is told to stop."""
+    config, warnings = read_config_or_exit(WorkerConfig, "WORKER", env.environ(), sys.argv[1:])
+    instance_id = new_instance_id(SystemRandom())
+
+    def build() -> WorkerApp:
+        engine = build_engine(config)
+        assert isinstance(engine, SimEngine), "only the sim can be frozen"
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(FREEZE, engine.freeze)
+        loop.add_signal_handler(THAW, engine.thaw)
+        return WorkerApp(config, instance_id=instance_id, engine=engine)
+
+    run_service("worker", config, build, instance_id=str(instance_id), warnings=warnings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What joins the parts of the KV plane in a simulation: handoffs, publications, subscriptions.
+
+The real ones are TCP between engines and two gRPC calls to the indexer. Batches of KV events may
+also be garbled here, as no gRPC stream does it: lost, doubled and overtaken by the next one. Only a
+batch that another one follows is lost, since nobody could notice the loss of the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from random import Random
+
+from google.protobuf.message import Message
+
+from common.errors import MeshError
+from common.instances import Instance
+from kvmesh.indexer.v1 import indexer_pb2
+from router_svc.index_replica import Subscribe, Subscription
+from tests.sim.net import End, Net, Process
+from worker_svc.publisher import OpenCall, PublishCall
+from worker_svc.sim_handoff import Connection, Listener, Serve
+
+# Where the streams of an indexer and the handoffs of an engine are listened for.
+PUBLISH = "{}/publish"
+SUBSCRIBE = "{}/subscribe"
+KV_HOST = "kv"
+# How long a batch is held back for another one to overtake it, in seconds.
+_HELD_S = 1.0
+
+
+def kv_address(host: str, port: int) -> str:
+    """Where the handoffs to a prefill engine go."""
+    return f"{host}:{port}"
+
+
+class _HandoffConnection:
+    """See Connection."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        self._is_closed = False
+
+    def send(self, frame: bytes) -> None:
+        self.end.push(frame)
+
+    async def flushed(self) -> None:
+        try:
+            await self.end.room()
+        except MeshError as error:
+            raise ConnectionResetError(str(error)) from None
+
+    async def receive(self) -> bytes | None:
+        try:
+            frame = None if self._is_closed else await self.end.read()
+        except MeshError:
+            return None
+        return None if self._is_closed else frame
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self.end.finish(None)
+            self.end.cut(None)  # whoever waits here to receive something
+
+
+class _HandoffListener:
+    def __init__(self, net: Net, process: Process, host: str, port: int) -> None:
+        self.port = port
+        self._net = net
+        self._process = process
+        self._address = kv_address(host, port)
+
+    async def close(self) -> None:
+        self._net.close(self._address, self._process)
+
+
+class HandoffNetwork:
+    """The Network of one engine: its streams live and die with its process.
+
+    refused: addresses whose dials fail for now. dialed: told of each new connection of this engine.
+    """
+
+    def __init__(self, net: Net, process: Process, refused: set[str], rng: Random) -> None:
+        self._net = net
+        self._process = process
+        self._refused = refused
+        self._rng = rng
+
+    async def listen(self, host: str, port: int, serve: Serve) -> Listener:
+        """See Network; connections are served until they end, whatever the peer does."""
+        assert port, "a simulated engine is told its port"
+
+        async def handle(end: End) -> None:
+            connection = _HandoffConnection(end)
+            try:
+                await serve(connection)
+            finally:
+                connection.close()
+
+        self._net.listen(kv_address(host, port), self._process, handle, is_cancelled=False)
+        return _HandoffListener(self._net, self._process, host, port)
+
+    async def dial(self, host: str, port: int) -> Connection:
+        """See Network."""
+        address = kv_address(host, port)
+        await asyncio.sleep(self._rng.uniform(0.0, 0.01))
+        refused = address in self._refused or not self._net.answers(address)
+        if refused or not self._process.is_alive:
+            raise ConnectionRefusedError(f"nobody listens at {address}")
+        return _HandoffConnection(self._net.dial(self._process, address))
+
+
+class Garble:
+    """How many of all batches go wrong for now, 0..1: 0 is a network that works."""
+
+    def __init__(self, rng: Random) -> None:
+        self.rate = 0.0
+        self.count = 0
+        self.rng = rng
+
+
+class _Garbler:
+    """Batches of one stream. send: puts one frame on the stream, if it is still there."""
+
+    def __init__(self, garble: Garble, send: Callable[[bytes], None]) -> None:
+        self._garble = garble
+        self._send = send
+        self._held: bytes | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def pass_on(self, frame: bytes) -> list[bytes]:
+        """What is to be sent now that this batch comes."""
+        garble, held = self._garble, self._held
+        frames = [frame]
+        if held is not None:
+            self._forget()
+            match garble.rng.randrange(3):
+                case 0:
+                    frames = [frame]  # the one before is lost
+                case 1:
+                    frames = [frame, held]
+                case _:
+                    frames = [held, frame, held]
+        elif garble.rate and garble.rng.random() < garble.rate:
+            garble.count += 1
+            self._held = frame
+            self._timer = asyncio.get_running_loop().call_later(_HELD_S, self._let_go)
+            frames = []
+        return frames
+
+    def _let_go(self) -> None:
+        held = self._held
+        self._forget()
+        if held is not None:
+            self._send(held)
+
+    def _forget(self) -> None:
+        self._held = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+class _Call:
+    """See PublishCall."""
+
+    def __init__(self, end: End, garble: Garble) -> None:
+        self._end = end
+        self._garbler = _Garbler(garble, end.push)
+
+    async def write(self, request: indexer_pb2.PublishRequest, /) -> None:
+        frame = request.SerializeToString()
+        frames = self._garbler.pass_on(frame) if request.HasField("batch") else [frame]
+        for one in frames:
+            await self._end.write(one)
+
+    async def done_writing(self) -> None:
+        self._end.half_close()
+
+    def done(self) -> bool:
+        return not self._end.is_open
+
+    async def __aiter__(self) -> AsyncIterator[indexer_pb2.PublishResponse]:
+        while (message := await self._end.read()) is not None:
+            yield indexer_pb2.PublishResponse.FromString(message)
+
+
+def publications(net: Net, process: Process, garble: Garble) -> OpenCall:
+    """How a worker reaches indexers."""
+
+    @asynccontextmanager
+    async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
+        end = net.dial(process, PUBLISH.format(indexer.address))
+        try:
+            yield _Call(end, garble)
+        finally:
+            end.finish(None)
+
+    return open_call
+
+
+class _Subscription:
+    """See Subscription. Messages whose batches are garbled come as several."""
+
+    def __init__(self, end: End, garble: Garble) -> None:
+        self._end = end
+        self._ready: list[bytes] = []
+        self._garbler = _Garbler(garble, self._overtaken)
+        self._garble = garble
+
+    def _overtaken(self, frame: bytes) -> None:
+        self._ready.append(frame)  # read with whatever comes next
+
+    async def read(self) -> indexer_pb2.SubscribeResponse | None:
+        while not self._ready:
+            message = await self._end.read()
+            if message is None:
+                return None
+            response = indexer_pb2.SubscribeResponse.FromString(message)
+            if not self._garble.rate and self._garbler._held is None:
+                return response
+            self._ready += self._garbled(response)
+        return indexer_pb2.SubscribeResponse.FromString(self._ready.pop(0))
+
+    def _garbled(self, response: indexer_pb2.SubscribeResponse) -> Iterable[bytes]:
+        parts = [*response.more]
+        del response.more[:]
+        for part in (response, *parts):
+            frame = part.SerializeToString()
+            if part.HasField("batch"):
+                yield from self._garbler.pass_on(frame)
+            else:
+                yield frame
+
+
+def subscriptions(net: Net, process: Process, garble: Garble) -> Subscribe:
+    """How a router reaches indexers."""
+
+    @asynccontextmanager
+    async def subscribe(
+        indexer: Instance, request: indexer_pb2.SubscribeRequest
+    ) -> AsyncIterator[Subscription]:
+        end = net.dial(process, SUBSCRIBE.format(indexer.address))
+        try:
+            end.push(request.SerializeToString())
+            yield _Subscription(end, garble)
+        finally:
+            end.finish(None)
+
+    return subscribe
+
+
+class StreamContext:
+    """As much of a servicer's context as a stream needs."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+
+    async def write(self, message: Message) -> None:
+        """Sends a message; returns when there is room for it."""
+        await self._end.write(message.SerializeToString())
