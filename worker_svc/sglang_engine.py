@@ -12,7 +12,7 @@ speaks to them, and our event loop. What a request means is in `sglang_options`,
   ended first, and a worker has no children but SGLang's.
 - The scheduler aborts every request whose id *begins* with the given one, so ids here are of equal
   length up to a separator.
-- It replaces the handlers of Python's root logger; they are put back.
+- It replaces the handlers of Python's root logger, and asyncio's policy; both are put back.
 - Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
   thread, so that only the figures stand still then.
 - Its time-outs for handoffs are process-wide environment variables, set before it starts.
@@ -321,7 +321,7 @@ class SglangEngine:
 
     def _launch_engine(self) -> Any:
         """Runs in a thread: imports take seconds, the start up to minutes."""
-        with _root_logger_kept():
+        with _process_kept():
             # A CUDA machine has no need of the platform package, and SGLang no choice without.
             import torch  # type: ignore[import-not-found]
             from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
@@ -331,8 +331,8 @@ class SglangEngine:
                 CustomLogitProcessor,
             )
 
-            # What it says at its start is of use to its developers.
-            logging.getLogger("sglang").setLevel(logging.WARNING)
+            level = str(self.config.engine_args.get("log_level", "error")).upper()
+            logging.getLogger("sglang").setLevel(level)
             self._min_tokens = CustomLogitProcessor.to_str.__func__(MinTokens)
             arguments = server_arguments(
                 self.config.role,
@@ -555,12 +555,14 @@ async def _tell_progress(worker_id: int) -> None:
 
 
 @contextlib.contextmanager
-def _root_logger_kept() -> Iterator[None]:
-    root = logging.getLogger()
+def _process_kept() -> Iterator[None]:
+    """Puts back what SGLang replaces: the root logger's handlers, asyncio's policy."""
+    root, policy = logging.getLogger(), asyncio.get_event_loop_policy()
     handlers, level = root.handlers[:], root.level
     try:
         yield
     finally:
+        asyncio.set_event_loop_policy(policy)
         for handler in root.handlers[:]:
             if handler not in handlers:
                 root.removeHandler(handler)

@@ -77,7 +77,7 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         replace(case("freeze-decode", "freeze", decode), pause_s=HANG_PAUSE_S),
         case("stop-router", "stop", "router"),
         case("stop-indexer", "stop", "indexer"),
-        replace(case("term-decode", "term", decode), worker_flags=("--drain-s=0.5",)),
+        replace(case("term-decode", "term", decode), worker_flags=("--drain-s=0.2",)),
         replace(case("term-router", "term", "router"), respawn=True),
         replace(case("term-indexer", "term", "indexer"), respawn=True),
         replace(case("term-frontend", "term", "frontend"), shape=two_frontends),

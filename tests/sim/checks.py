@@ -2,8 +2,12 @@
 
 Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as the model says);
 `errors`, `retries` (each has a fault that explains it); `placed` (soon, whatever routers do);
-`submit`, `admit` (no work for who left); `bounded` (all end soon after the last fault); `rest`
-(nothing is left open anywhere); `log` (nobody X
+`submit`, `admit`, `role` (no work for who left, and none that is not its role's); `pair` (a pair is
+one transaction: when a leg fails before decode has delivered, the other ends soon); `abort` (work
+ends soon after its client left); `pages` (no KV page holds what is not its owner's); `credit` (a
+stalled frontend stalls its streams); `bounded` (all end soon after the last fault); `index`,
+`predicted`, `healed` (then the index is the truth, it predicts, and all is served at once); `rest`
+(nothing is left open anywhere); `log` (nobody logged a mistake of ours).
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ from typing import Any
 
 from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
 from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
+from common.index_feed import IndexFeed
+from common.kv import Source
 from common.preprocessed import FinishReason
 from frontend_svc.core.request import Outcome
 from frontend_svc.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
-from tests.sim.fleet import Peer, SimFrontend, SimRouter, SimWorker
+from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
 
 ATTEMPTS_MAX = 4
 # Of a frontend's retry budget of 64, so many must show before it may say that it is used up.
@@ -37,6 +43,15 @@ ABORT_S = 0.7
 # Whatever routers do, a request has a place by then (DESIGN §5): one may have begun to hang
 # just when the silence of another was over.
 PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
+
+# Stands for routers, and for the links and the registry by which they are reached.
+CONTROL = 0
+
+# Each room of an engine ends in one of these ways.
+ROOM_ENDS = (
+    *("rooms_handed_over", "rooms_aborted", "rooms_failed", "rooms_timed_out"),
+    *("leases_expired", "aborts_forced"),
+)
 
 # Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
 SERVICES = frozenset(
@@ -60,6 +75,16 @@ SERVICES = frozenset(
         "AttachStream._write_frames",
         "AttachStream._tick",
         "_handle",
+        "Publisher.run",
+        "Publisher._report_loads",
+        "Link.run",
+        "Link._read",
+        "IndexReplica.run",
+        "IndexReplica._keep_tidy",
+        "IndexReplica._end_when_silent",
+        "SimIndexer._tick",
+        "IndexerService._read_publisher",
+        "Event.wait",  # of an outbox, whose wait has an end
     }
 )
 
@@ -86,15 +111,21 @@ class Checks:
         # Who was touched by a fault, and when; ids of workers and frontends.
         self.retries = 0
         self._troubles: dict[int, list[tuple[float, float]]] = {}
+        # Who was asked, by request and attempt; attempts whose decode has delivered.
+        self._asked: dict[tuple[str, int], list[int]] = {}
+        self._delivered: set[tuple[str, int]] = set()
+        self._corrupt: Counter[int] = Counter()
+        self.pairs_failed = 0
 
     def breach(self, rule: str, what: str) -> None:
         """Notes one."""
         self.breaches.append(Breach(self._loop.time(), rule, what))
 
-    def trouble(self, peer: Peer, lasts_s: float) -> None:
-        """A fault strikes a process, or a link to it, for that long."""
+    def trouble(self, peer: Peer | None, lasts_s: float) -> None:
+        """A fault strikes a process, or a link to it, for that long. None: what places requests."""
         now = self._loop.time()
-        self._troubles.setdefault(peer.id, []).append((now, now + lasts_s + AFTERMATH_S))
+        id = CONTROL if peer is None else peer.id
+        self._troubles.setdefault(id, []).append((now, now + lasts_s + AFTERMATH_S))
 
     def _had_trouble(self, id: int, since: float) -> bool:
         now = self._loop.time()
@@ -111,6 +142,13 @@ class Checks:
         """A frontend gave a worker an order."""
         now = self._loop.time()
         self.retries += order.attempt > 0
+        self._asked.setdefault((order.request_id, order.attempt), []).append(
+            worker.id if worker is not None else 0
+        )
+        if worker is not None and order.phase not in _phases_of(worker):
+            self.breach(
+                "role", f"{order.request_id}: {order.phase or 'all'} went to a {worker.role} worker"
+            )
         if worker is None or worker.id not in frontend.snapshot.instances:
             self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
             return
@@ -124,6 +162,44 @@ class Checks:
         """A worker took an order in."""
         if worker.runner.is_draining:
             self.breach("admit", f"{worker.stable_name} took an order in while it drained")
+
+    def delivered(self, order: Order) -> None:
+        """A leg of a pair brought tokens."""
+        if order.phase == "decode":
+            self._delivered.add((order.request_id, order.attempt))
+
+    def leg_failed(self, frontend: SimFrontend, order: Order, workers: Sequence[SimWorker]) -> None:
+        """A leg of a pair failed: unless decode has delivered, the other one is to end."""
+        if (order.request_id, order.attempt) not in self._delivered:
+            self.pairs_failed += 1
+            since = self._loop.time()
+            self._loop.call_later(ABORT_S, self._check_pair, frontend, order, workers, since)
+
+    def _check_pair(
+        self, frontend: SimFrontend, failed: Order, workers: Sequence[SimWorker], since: float
+    ) -> None:
+        if not frontend.process.is_alive or self._had_trouble(frontend.id, since):
+            return
+        for worker in workers:
+            if not worker.process.is_alive or self._had_trouble(worker.id, since):
+                continue
+            for running in worker.runner._running.values():
+                order = running.order
+                if (order.request_id, order.attempt) == (failed.request_id, failed.attempt):
+                    self.breach(
+                        "pair",
+                        f"{order.request_id}: {order.phase} runs on at {worker.stable_name} "
+                        f"{ABORT_S} s after its {failed.phase} failed",
+                    )
+
+    def pages(self, workers: Sequence[SimWorker]) -> None:
+        """What engines found on their pages, the dead ones' too."""
+        for worker in workers:
+            counters = worker.engine.counters
+            corrupt = counters["corrupt_pages"] + counters["corrupt_tokens"]
+            if corrupt > self._corrupt[worker.id]:
+                self._corrupt[worker.id] = corrupt
+                self.breach("pages", f"{worker.stable_name} found {corrupt} pages or tokens spoilt")
 
     def credit(self, name: str, unacked_bytes: int) -> None:
         """What a worker has sent to one frontend without a word from it."""
@@ -198,26 +274,35 @@ class Checks:
             return
         if not wish.migratable and client.delivered:
             return  # `_check_retries` asks for the fault
-        untried = [w.stable_name for w in serving if w.id not in outcome.worker_ids]
-        if untried:
-            self.breach("errors", f"{name}: {error} although {untried} would have served")
+        if error.reason == "NO_ROUTER" and self._had_trouble(CONTROL, client.began_at):
+            return
+        untried = [w for w in serving if w.id not in outcome.worker_ids]
+        if can_serve(untried):
+            names = [worker.stable_name for worker in untried]
+            self.breach("errors", f"{name}: {error} although {names} would have served")
 
     def _check_retries(self, client: Client, outcome: Outcome) -> None:
         assert client.frontend is not None
         is_cut = outcome.error is not None and not isinstance(
             outcome.error, RequestCancelled | DeadlineExceeded
         )
-        failed = outcome.worker_ids if is_cut else outcome.worker_ids[:-1]
         if self._had_trouble(client.frontend.id, client.began_at):
             return
-        known = client.frontend.discovery.seen
-        for worker_id in failed:
-            if known.get(worker_id, client.began_at + 1) > client.began_at:
-                continue  # the router had heard of it before the frontend did
-            if not self._had_trouble(worker_id, client.began_at):
+        for attempt in range(outcome.attempts if is_cut else outcome.attempts - 1):
+            asked = self._asked.get((client.wish.request_id, attempt), ())
+            if asked and not any(self._explains(client, worker_id) for worker_id in asked):
                 self.breach(
-                    "retries", f"{client.wish.request_id} left worker {worker_id:x} without a fault"
+                    "retries",
+                    f"{client.wish.request_id} left {[f'{id:x}' for id in asked]} without a fault",
                 )
+
+    def _explains(self, client: Client, worker_id: int) -> bool:
+        """Whether something befell a worker since a client began."""
+        assert client.frontend is not None
+        began_at = client.began_at
+        if client.frontend.discovery.seen.get(worker_id, began_at + 1) > began_at:
+            return True  # the router had heard of it before the frontend did
+        return self._had_trouble(worker_id, began_at)
 
     def serving(self, workers: Sequence[SimWorker], observers: Sequence[Peer]) -> list[SimWorker]:
         """Workers that are well, and that every process has known for a while."""
@@ -238,6 +323,66 @@ class Checks:
                 self.breach("abort", f"{client.wish.request_id} runs on after its client left")
 
     # -- after it -------------------------------------------------------------------------------
+
+    def index(
+        self,
+        indexers: Sequence[SimIndexer],
+        routers: Sequence[SimRouter],
+        workers: Sequence[SimWorker],
+    ) -> None:
+        """Everybody's index is what the engines hold, long after the last fault."""
+        for indexer in indexers:
+            feed = indexer.ingest.feed
+            self._check_feed(indexer.process.name, feed, workers)
+            known = {source.worker_id for source in feed.sources()}
+            for worker_id in sorted(known - {worker.id for worker in workers}):
+                self.breach("index", f"{indexer.process.name} remembers {worker_id:x}, which left")
+        for router in routers:
+            if router.index is not None:
+                self._check_feed(router.process.name, router.index.feed, workers)
+                if not router.index.is_caught_up:
+                    self.breach("index", f"{router.process.name} has not caught up")
+
+    def _check_feed(self, name: str, feed: IndexFeed, workers: Sequence[SimWorker]) -> None:
+        by_id = {worker.id: worker for worker in workers}
+        for source in feed.sources():
+            if source.worker_id not in by_id and feed.counts(source):
+                self.breach("index", f"{name} counts {source.worker_id:x}, which left")
+        for worker in workers:
+            source = Source(worker.id)
+            where = f"{name}, {worker.stable_name}"
+            state = feed.status(source).state if source in feed else "unknown"
+            wanted = {"exact", "degraded"} if worker.has_forgotten else {"exact"}
+            if state not in wanted or not feed.counts(source):
+                self.breach("index", f"{where}: it is {state} when all is well")
+                continue
+            index, claims = feed.claims(source)
+            claimed = {int(one) for _, part in index.chunks(claims) for one in part}
+            held = set(worker.engine.blocks.names())
+            if claimed - held:
+                self.breach("index", f"{where}: {len(claimed - held)} blocks are not held")
+            if held - claimed and not worker.has_forgotten:
+                self.breach("index", f"{where}: {len(held - claimed)} blocks are not claimed")
+
+    def quiescent(self, client: Client, workers: Sequence[SimWorker]) -> None:
+        """A request that had the mesh for itself, long after the last fault."""
+        name = client.wish.request_id
+        if not client.outcomes:
+            self.breach("healed", f"{name} has not ended, in a mesh that is well")
+            return
+        outcome = client.outcomes[0]
+        if outcome.error is not None or outcome.attempts != 1 or outcome.placed is None:
+            self.breach("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
+            return
+        placed = outcome.placed
+        id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
+        computed_by = next((worker for worker in workers if worker.id == id), None)
+        details = outcome.usage.prompt_tokens_details
+        actual = details.cached_tokens if details is not None else None
+        predicted = placed.predicted_cached_tokens
+        is_subset = computed_by is not None and computed_by.has_forgotten
+        if actual is None or not (predicted <= actual if is_subset else predicted == actual):
+            self.breach("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
 
     def unfinished(self, clients: Sequence[Client]) -> None:
         """These have not ended, long after the last fault."""
@@ -284,6 +429,26 @@ class Checks:
                 self.breach("log", str(dict(event)))
 
 
+def can_serve(workers: Sequence[SimWorker]) -> bool:
+    """Whether they are enough to serve a request."""
+    roles = {worker.role for worker in workers}
+    return (
+        "aggregated" in roles
+        or {"prefill", "decode"} <= roles
+        or any(worker.role == "decode" and worker.local_prefill for worker in workers)
+    )
+
+
+def _phases_of(worker: SimWorker) -> tuple[str, ...]:
+    """What orders a worker may be given; "" is a whole request."""
+    match worker.role:
+        case "aggregated":
+            return ("",)
+        case "prefill":
+            return ("prefill",)
+    return ("decode", "") if worker.local_prefill else ("decode",)
+
+
 def coroutine_of(task: asyncio.Task[Any]) -> str:
     """The qualified name of what a task runs."""
     return str(getattr(task.get_coro(), "__qualname__", "?"))
@@ -302,7 +467,10 @@ def _frontend_rest(frontend: SimFrontend) -> dict[str, bool]:
 def _worker_rest(worker: SimWorker) -> dict[str, bool]:
     runner, engine = worker.runner.counters, worker.engine.counters
     load = worker.engine.loads()[0]
-    worker.engine.blocks.check()
+    blocks = worker.engine.blocks
+    blocks.check()
+    opened = engine.get("rooms_opened", 0)
+    rooms_ended = sum(engine.get(how, 0) for how in ROOM_ENDS)
     ended = sum(runner[how] for how in ("finished", "stopped", "failed", "closed"))
     engine_ended = sum(engine[how] for how in ("finished", "cancelled", "closed", "failed"))
     streams = worker.attach._streams.values()
@@ -314,6 +482,9 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
         f"the engine lost count: {dict(engine)}": engine["accepted"] == engine_ended,
         "sequences are scheduled": load.running == load.waiting == load.waiting_tokens == 0,
         f"{load.kv_used_blocks} KV blocks are held": load.kv_used_blocks == 0,
+        f"{load.rooms_open} rooms are open": load.rooms_open == 0,
+        f"{blocks.open_transfers} transfers hold pages": blocks.open_transfers == 0,
+        f"the rooms lost count: {dict(engine)}": opened == rooms_ended,
     }
 
 
@@ -329,9 +500,14 @@ def _router_rest(router: SimRouter) -> dict[str, bool]:
     }
 
 
+def _indexer_rest(indexer: SimIndexer) -> dict[str, bool]:
+    return {"a registration is missing": indexer.lease is not None}
+
+
 # Any: each takes its own kind of process.
 _REST: Mapping[type[Any], Any] = {
     SimFrontend: _frontend_rest,
     SimWorker: _worker_rest,
     SimRouter: _router_rest,
+    SimIndexer: _indexer_rest,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
 
@@ -25,6 +25,8 @@ from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.core.truth import Truth
 
 DEADLINE_S = 120.0
+# Conversations are cut there, so that every engine has room for them.
+_TURN_TOKENS_MAX = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +188,22 @@ def _draw(
     prompt = openings[rng.randrange(len(openings))] + _ids(rng, rng.randrange(1, 40))
     if long_prompts and rng.random() < 0.03:  # travels in parts
         prompt += _ids(rng, rng.randrange(16_000, 20_000))
+    return _draw_manners(rng, number, None, prompt, truth, until=until)
+
+
+def _draw_manners(
+    rng: Random,
+    number: int,
+    at: float | None,
+    prompt: tuple[int, ...],
+    truth: Truth,
+    *,
+    until: float = 0.0,
+) -> Wish:
     limit = rng.choice((1, 2, 8, 24, 24, 60, 150))
     return Wish(
         number=number,
-        at=rng.uniform(0.0, until),
+        at=rng.uniform(0.0, until) if at is None else at,
         prompt=prompt,
         stop=_draw_stop(rng, prompt, limit, truth),
         deadline_s=rng.uniform(0.05, 3.0) if rng.random() < 0.08 else DEADLINE_S,
@@ -200,6 +214,26 @@ def _draw(
         logprobs=rng.randrange(2) if rng.random() < 0.1 else None,
         pick=rng.random(),
     )
+
+
+def draw_conversations(rng: Random, count: int, until: float, truth: Truth) -> tuple[Wish, ...]:
+    """`count` clients that come before `until`: the turns of a few conversations.
+
+    A turn's prompt is the one before it, its answer, and some words more. Clients leave early
+    oftener than others, so that some do in each phase of a handoff.
+    """
+    said = [_ids(rng, rng.randrange(1, 150)) for _ in range(rng.randrange(2, 9))]
+    wishes = []
+    for number, at in enumerate(sorted(rng.uniform(0.0, until) for _ in range(count))):
+        which = rng.randrange(len(said))
+        prompt = said[which] + _ids(rng, rng.randrange(1, 50))
+        wish = _draw_manners(rng, number, at, prompt, truth)
+        if rng.random() < 0.15:
+            wish = replace(wish, leaves_s=rng.expovariate(3.0))
+        wishes.append(wish)
+        answer, _ = expected_answer(wish, truth)
+        said[which] = (prompt + tuple(answer))[:_TURN_TOKENS_MAX]
+    return tuple(wishes)
 
 
 def _draw_stop(rng: Random, prompt: tuple[int, ...], limit: int, truth: Truth) -> StopConditions:

@@ -9,7 +9,11 @@ from random import Random
 
 
 class FaultKind(StrEnum):
-    """What happens. Attach is the token plane, session the link to a router."""
+    """What happens. Attach is the token plane, session the link to a router.
+
+    Handoffs are the links between engines; feeds those from workers over indexers to routers. From
+    PREFILL_KILL on, what strikes a role strikes amid a handoff, if there is one soon.
+    """
 
     ATTACH_CUT = auto()
     ATTACH_HOLD = auto()
@@ -26,6 +30,22 @@ class FaultKind(StrEnum):
     FRONTEND_KILL = auto()
     REGISTRY_LOST = auto()
     REGISTRY_STALE = auto()
+    PREFILL_KILL = auto()
+    PREFILL_HANG = auto()
+    DECODE_KILL = auto()
+    DECODE_HANG = auto()
+    PAIR_KILL = auto()
+    HANDOFF_CUT = auto()
+    HANDOFF_HOLD = auto()
+    HANDOFF_REFUSED = auto()
+    INDEXER_KILL = auto()
+    INDEXER_STOP = auto()
+    FEED_CUT = auto()
+    FEED_HOLD = auto()
+    EVENTS_GARBLED = auto()
+    EVENTS_LOST = auto()
+    CACHE_RESET = auto()
+    REGISTRY_FLAP = auto()
 
 
 LINK_FAULTS = (
@@ -50,18 +70,54 @@ CONTROL_FAULTS = (
     FaultKind.SESSION_CUT,
     FaultKind.FRONTEND_KILL,
 )
+# Those of a mesh without a KV plane.
+ALL_FAULTS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.PREFILL_KILL)]
 PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (),
     LINK_FAULTS,
     WORKER_FAULTS,
     CONTROL_FAULTS,
+    ALL_FAULTS,
+    ALL_FAULTS,
+)
+HANDOFF_FAULTS = (
+    FaultKind.PREFILL_KILL,
+    FaultKind.PREFILL_HANG,
+    FaultKind.DECODE_KILL,
+    FaultKind.DECODE_HANG,
+    FaultKind.PAIR_KILL,
+    FaultKind.HANDOFF_CUT,
+    FaultKind.HANDOFF_HOLD,
+    FaultKind.HANDOFF_REFUSED,
+)
+INDEX_FAULTS = (
+    FaultKind.INDEXER_KILL,
+    FaultKind.INDEXER_STOP,
+    FaultKind.FEED_CUT,
+    FaultKind.FEED_HOLD,
+    FaultKind.EVENTS_GARBLED,
+    FaultKind.EVENTS_LOST,
+    FaultKind.CACHE_RESET,
+)
+FLAPS = (FaultKind.REGISTRY_FLAP, FaultKind.REGISTRY_LOST, FaultKind.REGISTRY_STALE)
+# Where prefill and decode are apart, and there is an index.
+VERTICAL_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
+    (),
+    HANDOFF_FAULTS,
+    INDEX_FAULTS,
+    (*FLAPS, FaultKind.INDEXER_KILL, FaultKind.WORKER_KILL),
+    (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS),
     tuple(FaultKind),
+)
+VERTICAL_STORMS: tuple[tuple[FaultKind, ...], ...] = (
+    HANDOFF_FAULTS,
+    (*INDEX_FAULTS, *FLAPS, *WORKER_FAULTS),
     tuple(FaultKind),
 )
 # What there may be very much of at once.
 STORMS: tuple[tuple[FaultKind, ...], ...] = (
     LINK_FAULTS,
-    tuple(FaultKind),
+    ALL_FAULTS,
     (FaultKind.ATTACH_CUT, FaultKind.FRONTEND_STALL, FaultKind.WORKER_DRAIN),
     (*CONTROL_FAULTS, FaultKind.SESSION_HOLD, FaultKind.FRONTEND_STALL),
 )

@@ -6,35 +6,62 @@ Each class here stands for one room's `app.py`, and wires the room's real parts 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from random import Random
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from common.attach import LegSink, Order, ToFrontend, ToWorker
+from common import rpc
+from common.attach import LegSink, Order, Terminal, ToFrontend, ToWorker
 from common.attach_proto import (
     to_frontend_from_proto,
     to_frontend_to_proto,
     to_worker_from_proto,
     to_worker_to_proto,
 )
+from common.blocks import SCHEME_ID, PrefixHasher
 from common.errors import MeshError
+from common.index_feed import IndexFeed
 from common.instances import Instance, Snapshot, new_instance_id
+from common.kv import Partition, Source
+from common.preprocessed import TokenLogprob
 from common.registry import Lease, MemoryRegistry, MemoryStore, Watch
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, Submission, Transport
 from frontend_svc.gateway import Gateway, place_alone
 from frontend_svc.router_client import Answer, Key, Query, RouterClient, Session
+from indexer_svc.core.budget import Budget
+from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
+from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
+from indexer_svc.ingest import Ingest
+from indexer_svc.metrics import Metrics as IndexerMetrics
+from indexer_svc.service import IndexerService
 from kvmesh.engine.v1 import engine_pb2
+from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.load import LoadBook
 from router_svc.core.route import Router
 from router_svc.core.select import SELECTORS
 from router_svc.fleet_watch import FleetWatch
+from router_svc.index_replica import IndexReplica
 from router_svc.metrics import Metrics
 from router_svc.service import RouterService
 from tests.sim.net import End, Net, Process
+from tests.sim.wire import (
+    PUBLISH,
+    SUBSCRIBE,
+    Garble,
+    HandoffNetwork,
+    StreamContext,
+    publications,
+    subscriptions,
+)
+from worker_svc.app import kv_index_of, sim_events
 from worker_svc.attach_server import AttachServer
+from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
+from worker_svc.engine import EngineConfig
+from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
 from worker_svc.sim_engine import SimConfig, SimEngine, SimModel
 
@@ -120,33 +147,81 @@ class _LateWatch:
         return self.current
 
 
-Submitted = Callable[["SimFrontend", int, Order], None]
-PlacedAfter = Callable[[Key, float], None]
+class Witness(Protocol):
+    """Who is told what frontends do."""
+
+    def submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+        """A frontend gives a worker an order."""
+
+    def placed_after(self, key: Key, took_s: float) -> None:
+        """A frontend got a placement."""
+
+    def delivered(self, order: Order) -> None:
+        """A leg of a pair brought its first tokens."""
+
+    def leg_failed(self, frontend: SimFrontend, order: Order) -> None:
+        """A leg of a pair was refused, failed or lost."""
+
+
+class _WatchedLeg:
+    """The sink of a leg of a pair."""
+
+    def __init__(self, sink: LegSink, frontend: SimFrontend, order: Order) -> None:
+        self._sink = sink
+        self._frontend = frontend
+        self._order = order
+
+    def accepted(self) -> None:
+        self._sink.accepted()
+
+    def rejected(self, error: MeshError) -> None:
+        self._failed()
+        self._sink.rejected(error)
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        self._frontend.witness.delivered(self._order)
+        self._sink.tokens(token_ids, logprobs)
+
+    def chunk(self, json: bytes) -> None:
+        self._sink.chunk(json)
+
+    def terminal(self, terminal: Terminal) -> None:
+        if terminal.error is not None:
+            self._failed()
+        self._sink.terminal(terminal)
+
+    def lost(self, error: MeshError) -> None:
+        self._failed()
+        self._sink.lost(error)
+
+    def _failed(self) -> None:
+        self._frontend.witness.leg_failed(self._frontend, self._order)
 
 
 class WatchedEngines(EngineClient):
     """An EngineClient that tells the checkers of every order."""
 
     frontend: SimFrontend
-    submitted: Submitted
 
     def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
         """See EngineClient."""
-        self.submitted(self.frontend, worker_id, order)
+        self.frontend.witness.submitted(self.frontend, worker_id, order)
+        if order.phase:
+            sink = _WatchedLeg(sink, self.frontend, order)
         return super().submit(worker_id, address, order, sink)
 
 
 class WatchedRouterClient(RouterClient):
     """A RouterClient that tells the checkers how long each placement took, in seconds."""
 
-    placed_after: PlacedAfter
+    witness: Witness
 
     def place(self, key: Key, query: Query, answer: Answer) -> None:
         """See RouterClient."""
         asked_at = self._loop.time()
 
         def answered(placed: Placed | MeshError) -> None:
-            self.placed_after(key, self._loop.time() - asked_at)
+            self.witness.placed_after(key, self._loop.time() - asked_at)
             answer(placed)
 
         super().place(key, query, answered)
@@ -174,10 +249,21 @@ class Parts:
     runner: type[WatchedRunner] = WatchedRunner
     engine: type[SimEngine] = SimEngine
     router: type[Router] = Router
+    publisher: type[Publisher] = Publisher
+    feed: type[IndexFeed] = IndexFeed
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlane:
+    """What the KV plane of a mesh shares, where it has one. refused: handoff addresses out of
+    order; garble: batches of events that go wrong."""
+
+    refused: set[str]
+    garble: Garble
 
 
 class SimWorker:
-    """A worker process; see `worker_svc/app.py`."""
+    """A worker process; see `worker_svc/app.py`. kv: None publishes nothing."""
 
     def __init__(
         self,
@@ -191,13 +277,24 @@ class SimWorker:
         admitted: Callable[[SimWorker], None] = lambda _: None,
         parts: Parts | None = None,
         requests_max: int = 4096,
+        kv: KvPlane | None = None,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(stable_name)
         self.id = new_instance_id(rng)
         self.stable_name = stable_name
         self.address = address
-        self.engine = parts.engine(config, model=model)
+        self.role = config.handoff.role
+        self.local_prefill = True
+        self.publisher: Publisher | None = None
+        # Whether its claims were ever dropped although the blocks are held.
+        self.has_forgotten = False
+        self._kv = kv
+        self._parts = parts
+        network = None
+        if kv is not None:
+            network = HandoffNetwork(net, self.process, kv.refused, Random(rng.random()))
+        self.engine = parts.engine(config, model=model, network=network)
         self.runner = parts.runner(self.engine, max_requests=requests_max)
         self.runner.admitted = lambda: admitted(self)
         self.attach = AttachServer(self.id, self.runner)
@@ -215,8 +312,13 @@ class SimWorker:
     async def start(self) -> None:
         """Starts the engine, serves, and becomes known."""
         config = await self.engine.start(self.id)
+        self.local_prefill = config.local_prefill
+        if self._kv is not None:
+            self.publisher = self._build_publisher(config, self._kv)
+            self.process.spawn(self.publisher.run())
         self._net.listen(self.address, self.process, self._serve)
         await self.discovery.reached()
+        endpoint = config.disaggregated_endpoint or (None, None)
         self.lease = await self.discovery.register(
             Instance(
                 id=self.id,
@@ -225,12 +327,39 @@ class SimWorker:
                 stable_name=self.stable_name,
                 address=self.address,
                 model=MODEL,
+                role=self.role,
                 block_size=config.kv_cache_block_size,
+                transfer_group=config.transfer_group,
+                bootstrap_host=endpoint[0],
+                bootstrap_port=endpoint[1],
+                local_prefill=config.local_prefill,
                 total_kv_blocks=config.total_kv_blocks,
                 context_length=config.context_length,
+                kv_index="none" if self.publisher is None else kv_index_of(config),
             )
         )
         self.registered_at = asyncio.get_running_loop().time()
+
+    def _build_publisher(self, engine: EngineConfig, kv: KvPlane) -> Publisher:
+        """As `WorkerApp` does."""
+        block_size = self.engine.config.block_size
+
+        def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+            return PrefixHasher(mesh_key=b"", model=MODEL, block_size=block_size, lora_name=lora)
+
+        rules = KvRules(block_size, block_size, Duplicates.IDEMPOTENT)
+        publisher = self._parts.publisher(
+            self.id,
+            Partition(MODEL, block_size, SCHEME_ID),
+            {0: Feed(Source(self.id, 0), Canonicaliser(rules, hasher_of))},
+            self.engine.loads,
+            self.discovery,
+            NAMESPACE,
+            rng=Random(self.id),
+            open_call=publications(self._net, self.process, kv.garble),
+        )
+        self.engine.kv_event_sink = lambda events: publisher.take(sim_events(events, block_size))
+        return publisher
 
     async def _serve(self, end: End) -> None:
         async def read() -> ToWorker | None:
@@ -256,6 +385,7 @@ class SimWorker:
             await asyncio.wait_for(self.runner.idle(), DRAIN_S)
         except TimeoutError:
             await asyncio.sleep(0)  # the rest is cut by the end of the process
+        await self.engine.drain()
         self._net.close(self.address, self.process)
 
 
@@ -312,8 +442,7 @@ class SimFrontend:
         stable_name: str,
         address: str,
         rng: Random,
-        submitted: Submitted,
-        placed_after: PlacedAfter,
+        witness: Witness,
         parts: Parts | None = None,
     ) -> None:
         parts = parts or Parts()
@@ -325,7 +454,7 @@ class SimFrontend:
         self.registered_at: float | None = None
         self.lease: Lease | None = None
         self.engines = parts.engines(self.id, _Dialer(net, self.process), rng)
-        self.engines.frontend, self.engines.submitted = self, submitted
+        self.engines.frontend, self.witness = self, witness
         self._rng = rng
         self._net = net
         self._address = address
@@ -337,7 +466,7 @@ class SimFrontend:
             open_session=self._open_session,
             rng=rng,
         )
-        self.router.placed_after = placed_after
+        self.router.witness = witness
         self.gateway = parts.gateway(self.router, self.engines, lambda: self.snapshot, rng)
 
     @property
@@ -397,18 +526,8 @@ class SimFrontend:
         return place_alone(self.snapshot, self.engines.open_slots, query, self._rng)
 
 
-class _Context:
-    """As much of a servicer's context as a Session needs."""
-
-    def __init__(self, end: End) -> None:
-        self._end = end
-
-    async def write(self, frame: router_pb2.SessionResponse) -> None:
-        await self._end.write(frame.SerializeToString())
-
-
 class SimRouter:
-    """A router process; see `router_svc/app.py`."""
+    """A router process; see `router_svc/app.py`. kv: None follows no index."""
 
     def __init__(
         self,
@@ -418,6 +537,7 @@ class SimRouter:
         selector: str,
         rng: Random,
         parts: Parts | None = None,
+        kv: KvPlane | None = None,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(f"router@{address}")
@@ -425,9 +545,21 @@ class SimRouter:
         self.discovery = discovery
         self.address = address
         self.lease: Lease | None = None
-        self.router = parts.router(SELECTORS[selector]())
         self._net = net
         self._clock = asyncio.get_running_loop().time
+        book = LoadBook()
+        self.index: IndexReplica | None = None
+        if kv is not None:
+            self.index = IndexReplica(
+                lambda: self.router.fleet.indexers,
+                book.report,
+                subscribe=subscriptions(net, self.process, kv.garble),
+                feed=parts.feed(),
+                rng=Random(self.id),
+                clock=self._clock,
+                stopwatch=_stopwatch(Random(self.id)),
+            )
+        self.router = parts.router(SELECTORS[selector](), index=self.index, book=book)
         self._service = RouterService(
             self.router, self.id, Metrics(self.router), rng=rng, clock=self._clock
         )
@@ -437,6 +569,8 @@ class SimRouter:
         watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock)
         self.process.spawn(watch.run())
         self.process.spawn(self._tick())
+        if self.index is not None:
+            self.process.spawn(self.index.run())
         await watch.first_seen.wait()
         self._net.listen(self.address, self.process, self._serve)
         await self.discovery.reached()
@@ -456,7 +590,7 @@ class SimRouter:
                 yield router_pb2.SessionRequest.FromString(message)
 
         # Any: a context of grpc.aio has no public constructor.
-        await self._service.Session(frames(), cast(Any, _Context(end)))
+        await self._service.Session(frames(), cast(Any, StreamContext(end)))
 
     async def _tick(self) -> None:
         while True:
@@ -464,4 +598,84 @@ class SimRouter:
             self.router.book.expire(self._clock())
 
 
-Peer = SimWorker | SimFrontend | SimRouter
+class SimIndexer:
+    """An indexer process; see `indexer_svc/app.py`."""
+
+    def __init__(
+        self,
+        net: Net,
+        discovery: Discovery,
+        address: str,
+        rng: Random,
+        parts: Parts | None = None,
+    ) -> None:
+        parts = parts or Parts()
+        self.process = Process(f"indexer@{address}")
+        self.id = new_instance_id(rng)
+        self.discovery = discovery
+        self.address = address
+        self.lease: Lease | None = None
+        self._net = net
+        clock = asyncio.get_running_loop().time
+        self.ingest = Ingest(
+            parts.feed(), Budget(0), clock, stopwatch=_stopwatch(Random(rng.random()))
+        )
+        self._fleet = IndexerFleetWatch(discovery, NAMESPACE, clock)
+        self._service = IndexerService(
+            self.ingest,
+            self._fleet,
+            IndexerMetrics(self.ingest),
+            security=rpc.PLAINTEXT,
+            subscriber_bytes=1 << 20,
+            clock=clock,
+        )
+
+    async def start(self) -> None:
+        """Follows the fleet, serves and becomes known."""
+        self.process.spawn(self._fleet.run())
+        self.process.spawn(self._tick())
+        self._net.listen(PUBLISH.format(self.address), self.process, self._publish)
+        self._net.listen(SUBSCRIBE.format(self.address), self.process, self._subscribe)
+        await self.discovery.reached()
+        self.lease = await self.discovery.register(
+            Instance(
+                id=self.id,
+                namespace=NAMESPACE,
+                service="indexer",
+                stable_name=self.process.name,
+                address=self.address,
+            )
+        )
+
+    async def _publish(self, end: End) -> None:
+        async def frames() -> AsyncIterator[indexer_pb2.PublishRequest]:
+            while (message := await end.read()) is not None:
+                yield indexer_pb2.PublishRequest.FromString(message)
+
+        # Any: a context of grpc.aio has no public constructor.
+        await self._service.Publish(frames(), cast(Any, StreamContext(end)))
+
+    async def _subscribe(self, end: End) -> None:
+        message = await end.read()
+        request = indexer_pb2.SubscribeRequest.FromString(message or b"")
+        await self._service.Subscribe(request, cast(Any, StreamContext(end)))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(INDEXER_TICK_S)
+            await self.ingest.tick(self._fleet)
+
+
+def _stopwatch(rng: Random) -> Callable[[], float]:
+    """One by which each slice takes a moment, and some far too long."""
+    shown = 0.0
+
+    def read() -> float:
+        nonlocal shown
+        shown += 0.01 if rng.random() < 0.2 else 0.0
+        return shown
+
+    return read
+
+
+Peer = SimWorker | SimFrontend | SimRouter | SimIndexer

@@ -659,6 +659,17 @@ def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
     assert worker.published == set(NAMES), "a clear ends the bound"
 
 
+def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room() -> None:
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.store([9], [9] * 4)
+    worker.canonicaliser.shrink(2)
+    worker.listener.hear(worker.canonicaliser.take())
+    worker.remove(9, 2)
+    worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1)
+    assert worker.published == set(NAMES[:2]), "the third was not stored anew"
+
+
 # The ledger.
 
 
