@@ -10,13 +10,21 @@ back by itself when it vanished or the store returns.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
+
+import structlog
 
 from common.card import ModelCard, decode_card, encode_card
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.instances import Instance, Snapshot, card_rival, check_namespace
+
+LOG = structlog.get_logger(__name__)
+
+# Between attempts to open a failing watch again: first, and at most.
+FOLLOW_PAUSE_S = 0.1
+FOLLOW_PAUSE_MAX_S = 5.0
 
 
 class Lease(Protocol):
@@ -89,6 +97,31 @@ class Registry(Protocol):
 
     async def close(self) -> None:
         """End all leases and watches of this client. Idempotent."""
+
+
+async def follow(registry: Registry, namespace: str, take: Callable[[Snapshot], None]) -> NoReturn:
+    """Hands every snapshot of `namespace` to `take`, for ever; ends by cancellation only.
+
+    A lost or failing registry stops nobody: `take` is not called then, and the watch is opened
+    again with growing pauses.
+    """
+    pause_s = FOLLOW_PAUSE_S
+    is_first = True
+    while True:
+        try:
+            async with registry.watch(namespace) as watch:
+                snapshot = watch.current
+                while True:
+                    # Revision 0 has seen nothing yet, so it cannot take anybody away.
+                    if is_first or snapshot.revision > 0:
+                        take(snapshot)
+                        is_first, pause_s = False, FOLLOW_PAUSE_S
+                    snapshot = await watch.next()
+        except Exception as error:
+            # Whatever ails the registry, everybody goes on with what was seen last.
+            LOG.warning("registry_watch_failed", error=repr(error), pause_s=pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(FOLLOW_PAUSE_MAX_S, 2 * pause_s)
 
 
 def refuse_rival(rival: Instance | None, newcomer: Instance) -> None:

@@ -21,7 +21,7 @@ from common.errors import Conflict, MeshError, Unavailable
 from common.instances import Instance, Snapshot, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
-from common.registry import Lease, Registry
+from common.registry import Lease, Registry, follow
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, GrpcDialer
@@ -58,6 +58,7 @@ class FrontendApp:
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self._rng = Random()
         self._snapshot = Snapshot()
+        self._changed = asyncio.Event()
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
         self._models = Models(
@@ -95,7 +96,8 @@ class FrontendApp:
         self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
         await self._stack.enter_async_context(self._engines)
         seen = asyncio.Event()
-        life.spawn(self._follow(seen), name="mesh watch")
+        life.spawn(follow(self._registry, self._config.namespace, self._see), name="mesh watch")
+        life.spawn(self._follow_models(seen), name="models")
         life.spawn(self._router.run(), name="router session")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(seen.wait(), RETRY_S)
@@ -168,20 +170,22 @@ class FrontendApp:
         await self._server.stop(None)
         await self._registry.close()
 
-    async def _follow(self, seen: asyncio.Event) -> None:
-        """Keeps snapshot and models current. Losing the registry changes nothing."""
-        async with self._registry.watch(self._config.namespace) as watch:
-            self._snapshot = watch.current
-            complete = await self._models.follow(self._snapshot)
+    def _see(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._engines.keep(snapshot.instances)
+        self._changed.set()
+
+    async def _follow_models(self, seen: asyncio.Event) -> None:
+        """Keeps the served models current; what could not be loaded is tried again."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            while not await self._models.follow(self._snapshot):
+                seen.set()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), RETRY_S)
+                self._changed.clear()
             seen.set()
-            while True:
-                try:
-                    async with asyncio.timeout(None if complete else RETRY_S):
-                        self._snapshot = await watch.next()
-                except TimeoutError:
-                    log.info("models_retried", models=sorted(self._models.not_ready))
-                self._engines.keep(self._snapshot.instances)
-                complete = await self._models.follow(self._snapshot)
 
     def _place_alone(self, query: Query) -> Placed | MeshError:
         return place_alone(self._snapshot, self._engines.open_slots, query, self._rng)

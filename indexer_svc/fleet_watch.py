@@ -1,23 +1,11 @@
-"""Discovery: one task that keeps the last snapshot of the fleet.
-
-A lost or failing registry leaves the fleet as it was last seen; the watch is opened again with
-growing pauses.
-"""
+"""Discovery: the last snapshot of the fleet, and who has been missed since when."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
-import structlog
-
 from common.instances import Instance, Snapshot
-from common.registry import Registry
-
-LOG = structlog.get_logger(__name__)
-
-PAUSE_FIRST_S = 0.1
-PAUSE_MAX_S = 5.0
+from common.registry import Registry, follow
 
 
 class FleetWatch:
@@ -51,21 +39,7 @@ class FleetWatch:
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""
-        pause_s = PAUSE_FIRST_S
-        while True:
-            try:
-                async with self._registry.watch(self._namespace) as watch:
-                    self._take(watch.current)
-                    pause_s = PAUSE_FIRST_S
-                    while True:
-                        self._take(await watch.next())
-            except Exception as error:
-                # Whatever ails the registry, the index goes on with the fleet as it was.
-                LOG.warning("fleet watch failed", error=repr(error), pause_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+        await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:
-        # Revision 0 has seen nothing yet, so it cannot take anybody away.
-        if snapshot.revision > 0:
-            self.snapshot = snapshot
+        self.snapshot = snapshot

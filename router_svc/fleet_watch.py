@@ -1,8 +1,4 @@
-"""Discovery to core: one task that hands every snapshot to the router.
-
-A lost or failing registry leaves the fleet as it was last seen; the watch is opened again with
-growing pauses.
-"""
+"""Discovery to core: hands every snapshot to the router."""
 
 from __future__ import annotations
 
@@ -12,13 +8,10 @@ from collections.abc import Callable
 import structlog
 
 from common.instances import Changes, Snapshot
-from common.registry import Registry
+from common.registry import Registry, follow
 from router_svc.core.route import Router
 
 LOG = structlog.get_logger(__name__)
-
-PAUSE_FIRST_S = 0.1
-PAUSE_MAX_S = 5.0
 
 
 class FleetWatch:
@@ -35,25 +28,11 @@ class FleetWatch:
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""
-        pause_s = PAUSE_FIRST_S
-        while True:
-            try:
-                async with self._registry.watch(self._namespace) as watch:
-                    self._take(watch.current)
-                    pause_s = PAUSE_FIRST_S
-                    while True:
-                        self._take(await watch.next())
-            except Exception as error:
-                # Whatever ails the registry, decisions go on with the fleet as it was.
-                LOG.warning("fleet watch failed", error=repr(error), pause_s=pause_s)
-            await asyncio.sleep(pause_s)
-            pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+        await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:
-        # Revision 0 has seen nothing yet, so it cannot take anybody away.
-        if snapshot.revision > 0 or not self.first_seen.is_set():
-            changes = self._router.update(snapshot, self._clock())
-            self._log(changes)
+        changes = self._router.update(snapshot, self._clock())
+        self._log(changes)
         self.first_seen.set()
 
     def _log(self, changes: Changes) -> None:

@@ -16,6 +16,8 @@ speaks to them, and our event loop. What a request means is in `sglang_options`,
 - Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
   thread, so that only the figures stand still then.
 - Its time-outs for handoffs are process-wide environment variables, set before it starts.
+- Whatever the host, torch's store and the transfer engine listen on all interfaces, at ports of the
+  system's choice and without authentication. Where that matters, a firewall has to see to it.
 """
 
 from __future__ import annotations
@@ -376,7 +378,7 @@ class SglangEngine:
         limit_s = max(1, round(self.config.handoff_timeout_s))
         envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
         envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
-        # Not among SGLang's own list, so made here; else it would bind another interface.
+        # Not on SGLang's own list, so made here; else another interface would be used.
         host_ip = EnvStr("")
         host_ip.name = "SGLANG_HOST_IP"
         host_ip.set(socket.gethostbyname(self._bootstrap_host))

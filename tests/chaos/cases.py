@@ -77,7 +77,8 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         replace(case("freeze-decode", "freeze", decode), pause_s=HANG_PAUSE_S),
         case("stop-router", "stop", "router"),
         case("stop-indexer", "stop", "indexer"),
-        replace(case("term-decode", "term", decode), worker_flags=("--drain-s=0.2",)),
+        # Longer streams than the drain has patience for: some end, the others go on elsewhere.
+        replace(case("term-decode", "term", decode), tokens=500, worker_flags=("--drain-s=0.2",)),
         replace(case("term-router", "term", "router"), respawn=True),
         replace(case("term-indexer", "term", "indexer"), respawn=True),
         replace(case("term-frontend", "term", "frontend"), shape=two_frontends),
@@ -94,7 +95,8 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
 
 
 def _pd_only() -> list[Case]:
-    long = 1200  # words whose prefill takes long enough to be hit
+    # Words whose prefill takes long enough to be hit, and that one worker can still keep up with.
+    long = 240
     return [
         Case("pd/kill-prefill", DISAGGREGATED, "kill", ("prefill",), fresh_words=long),
         Case("pd/kill-only-prefill", ONE_PREFILL, "kill", ("prefill",), fresh_words=long),

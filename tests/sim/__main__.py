@@ -1,4 +1,4 @@
-"""Runs seeds: `python -m tests.sim N [--first S] [--storm] [--trace]`."""
+"""Runs seeds: `python -m tests.sim N [--first S] [--vertical] [--storm] [--trace]`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 
-from tests.sim.world import draw_scenario, run_scenario
+from tests.sim.world import draw_scenario, draw_vertical, run_scenario
 
 
 def main() -> int:
@@ -15,13 +15,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("count", type=int, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--vertical", action="store_true", help="with pairs and a KV index")
     parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--trace", action="store_true", help="print what happened, event by event")
     args = parser.parse_args()
     began = time.perf_counter()
     virtual_s, failed = 0.0, 0
     for seed in range(args.first, args.first + args.count):
-        scenario = draw_scenario(seed, storm=args.storm)
+        draw = draw_vertical if args.vertical else draw_scenario
+        scenario = draw(seed, storm=args.storm)
         try:
             report = run_scenario(scenario)
         except Exception:

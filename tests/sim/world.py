@@ -7,37 +7,59 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from structlog.testing import capture_logs
 
 from common.attach import Order
 from common.blocks import PrefixHasher
 from common.errors import Unavailable, WorkerLost
+from common.instances import Role
+from common.preprocessed import StopConditions
 from common.registry import MemoryStore
 from frontend_svc.core.request import Outcome
 from frontend_svc.engine_client import IDLE_S
+from frontend_svc.router_client import Key
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
-from tests.sim.clients import Client, Wish, draw_wishes, expected_answer
-from tests.sim.faults import KEEPALIVE_S, PROFILES, STORMS, Fault, draw_faults
+from tests.sim.clients import (
+    Client,
+    Wish,
+    draw_conversations,
+    draw_wishes,
+    expected_answer,
+)
+from tests.sim.faults import (
+    KEEPALIVE_S,
+    PROFILES,
+    STORMS,
+    VERTICAL_PROFILES,
+    VERTICAL_STORMS,
+    Fault,
+    draw_faults,
+)
 from tests.sim.fleet import (
     MODEL,
     NAMESPACE,
     Discovery,
+    KvPlane,
     Parts,
     Peer,
     SimFrontend,
+    SimIndexer,
     SimRouter,
     SimWorker,
 )
 from tests.sim.loop import run_virtually
 from tests.sim.net import WINDOW_BYTES, End, Net, Path, Process
+from tests.sim.wire import KV_HOST, Garble, kv_address
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import Truth
 from worker_svc.sim_engine import SimConfig, SimModel
+from worker_svc.sim_handoff import SimHandoffConfig
 
 T = TypeVar("T")
 
@@ -51,6 +73,19 @@ REST_S = KEEPALIVE_S + 6.0
 _UNTIL_S = 1_000.0
 _CREDIT_LOOK_S = 0.1
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
+# As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
+HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
+# What strikes amid a handoff waits so long for one.
+AMID_S = 2.0
+LOOK_S = 0.005
+# Requests that have the mesh for themselves, once it is well.
+QUIESCENT = 6
+# KV events and bookings have settled by then.
+SETTLE_S = 1.0
+# Whom no fault strikes where the first worker (of each role) is spared.
+SPARED = frozenset({"w0", "p0", "d0"})
+
+Mode = Literal["bootstrap", "completed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +95,23 @@ class Scenario:
     delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
     strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: how
     long the mesh is left alone after the last request; past IDLE_S, streams must be closed.
+
+    With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
+    worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
+    prefill_token_s: see `Timing`.
     """
 
     seed: int
     is_storm: bool = False
+    is_vertical: bool = False
     workers: int = 3
+    prefills: tuple[Mode, ...] = ()
+    decodes: int = 0
+    indexers: int = 0
+    gb_per_s: float = 25.0
+    chunk_pages: int = 64
+    local_prefill: bool = True
+    prefill_token_s: float = 2e-5
     routers: int = 1
     frontends: int = 1
     selector: str = "least_loaded"
@@ -85,7 +132,8 @@ class Scenario:
     def command(self) -> str:
         """How to run it again."""
         storm = " --storm" if self.is_storm else ""
-        return f"python -m tests.sim 1 --first {self.seed}{storm} --trace"
+        vertical = " --vertical" if self.is_vertical else ""
+        return f"python -m tests.sim 1 --first {self.seed}{vertical}{storm} --trace"
 
 
 def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
@@ -117,9 +165,43 @@ def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
     )
 
 
+def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
+    """The scenario of a seed with a KV plane: pairs of prefill and decode, and an index."""
+    rng = Random(f"vertical {seed}")
+    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    until = rng.uniform(6.0, 12.0)
+    profiles = VERTICAL_STORMS if storm else VERTICAL_PROFILES
+    kinds = profiles[rng.randrange(len(profiles))]
+    modes: tuple[Mode, ...] = ("bootstrap", "bootstrap", "completed")
+    return Scenario(
+        seed=seed,
+        is_storm=storm,
+        is_vertical=True,
+        workers=rng.choice((0, 0, 0, 1, 2)),
+        prefills=tuple(rng.choices(modes, k=rng.randrange(1, 4))),
+        decodes=rng.randrange(2, 5),
+        indexers=rng.randrange(1, 3),
+        routers=rng.randrange(1, 3),
+        frontends=rng.randrange(1, 3),
+        selector=rng.choice(("kv", "kv", "kv", "round_robin")),
+        step_s=rng.uniform(0.02, 0.06),
+        prefill_token_s=rng.choice((2e-5, 1e-3)),
+        gb_per_s=rng.choice((25.0, 0.5, 0.1)),
+        chunk_pages=rng.choice((1, 4, 64)),
+        local_prefill=rng.random() < 0.5,
+        blocks=rng.choice((200, 2048, 2048)),
+        delay_s=rng.choice((0.0, 0.002, 0.05)),
+        jitter_s=rng.choice((0.0, 0.002, 0.02)),
+        quantum_s=rng.choice((0.0, 0.01, 0.05)),
+        spares_first=rng.random() < 0.7,
+        wishes=draw_conversations(rng, rng.randrange(20, 70), until, truth),
+        faults=draw_faults(rng, kinds, 20 if storm else rng.randrange(2, 9), until),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run went. digest: of all its events, in order."""
+    """How a run went. digest: of all its events, in order. counters: the engines' sums."""
 
     scenario: Scenario
     breaches: tuple[Breach, ...]
@@ -129,6 +211,10 @@ class Report:
     migrated: int
     failed: int
     unacked_max: int
+    pairs_failed: int
+    cached_tokens: int
+    garbled: int
+    counters: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [f"seed {self.scenario.seed}: {len(self.breaches)} breaches"]
@@ -136,9 +222,10 @@ class Report:
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
 
-def run_seed(seed: int, *, storm: bool = False) -> Report:
-    """Runs the scenario of a seed; see `draw_scenario`."""
-    return run_scenario(draw_scenario(seed, storm=storm))
+def run_seed(seed: int, *, storm: bool = False, vertical: bool = False) -> Report:
+    """Runs the scenario of a seed; see `draw_scenario`, `draw_vertical`."""
+    draw = draw_vertical if vertical else draw_scenario
+    return run_scenario(draw(seed, storm=storm))
 
 
 def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:
@@ -164,7 +251,16 @@ async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any
         migrated=sum(outcome.attempts > 1 for outcome in outcomes),
         failed=sum(outcome.error is not None for outcome in outcomes),
         unacked_max=world.unacked_max,
+        pairs_failed=world.checks.pairs_failed,
+        cached_tokens=sum(_cached_tokens(outcome) for outcome in outcomes),
+        garbled=world.garbled,
+        counters=sum((Counter(w.engine.counters) for w in world.workers), Counter()),
     )
+
+
+def _cached_tokens(outcome: Outcome) -> int:
+    details = outcome.usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
 
 
 class Trace:
@@ -195,6 +291,7 @@ class World:
         self.workers: list[SimWorker] = []
         self.routers: list[SimRouter] = []
         self.frontends: list[SimFrontend] = []
+        self.indexers: list[SimIndexer] = []
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._rng = Random(f"world {scenario.seed}")
@@ -205,6 +302,10 @@ class World:
         self._outages = 0
         self._paths = 0
         self._last_port = 1000
+        self._handoffs: dict[str, SimHandoffConfig] = {}
+        self._kv: KvPlane | None = None
+        if scenario.indexers:
+            self._kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
         self._tasks: asyncio.TaskGroup | None = None
         self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
         self._hasher = PrefixHasher(mesh_key=b"", model=MODEL, block_size=16)
@@ -220,6 +321,9 @@ class World:
         self.trace.note("healed")
         await self._until_ended()
         await asyncio.sleep(self.scenario.rest_s)
+        if self._kv is not None:
+            await self._try_out()
+        self.checks.pages(self.workers)
         self.checks.at_rest(self._alive(), idle=self.scenario.rest_s > IDLE_S + AFTERMATH_S)
         await self._end()
         watch.cancel()
@@ -232,13 +336,57 @@ class World:
             await self._start_router(self._address())
         for number in range(scenario.frontends):
             await self._start_frontend(f"f{number}", self._address())
-        for number in range(scenario.workers):
-            await self._start_worker(f"w{number}", self._address())
+        for _ in range(scenario.indexers):
+            await self._start_indexer(self._address())
+        for name, handoff in self._roles():
+            self._handoffs[name] = handoff
+            await self._start_worker(name, self._address())
         await asyncio.sleep(2 * LAG_MAX_S)
+
+    def _roles(self) -> list[tuple[str, SimHandoffConfig]]:
+        """All workers by name, and what each does."""
+        scenario = self.scenario
+        handoff = replace(
+            HANDOFF,
+            gb_per_s=scenario.gb_per_s,
+            chunk_pages=scenario.chunk_pages,
+            local_prefill=scenario.local_prefill,
+        )
+        prefills = [replace(handoff, role="prefill", mode=mode) for mode in scenario.prefills]
+        decode = replace(handoff, role="decode")
+        return [
+            *((f"w{number}", HANDOFF) for number in range(scenario.workers)),
+            *((f"p{number}", one) for number, one in enumerate(prefills)),
+            *((f"d{number}", decode) for number in range(scenario.decodes)),
+        ]
+
+    @property
+    def garbled(self) -> int:
+        """Batches of KV events that went wrong on the wire."""
+        return 0 if self._kv is None else self._kv.garble.count
+
+    async def _try_out(self) -> None:
+        """The mesh is well: its index is the truth, and predicts what single requests find."""
+        workers = [worker for worker in self.workers if worker.is_serving]
+        routers = [router for router in self.routers if router.process.is_alive]
+        self.checks.index([i for i in self.indexers if i.process.is_alive], routers, workers)
+        frontend = next(frontend for frontend in self.frontends if frontend.is_serving)
+        stop = StopConditions(max_tokens=4, ignore_eos=True)
+        for number in range(QUIESCENT):
+            earlier = self._rng.choice(self.scenario.wishes)
+            wish = Wish(1_000_000 + number, 0.0, (*earlier.prompt, 11), stop, deadline_s=20.0)
+            client = self._let_in(wish, frontend)
+            for _ in range(300):
+                if client.outcomes:
+                    break
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(SETTLE_S)
+            self.checks.quiescent(client, workers)
 
     async def _watch_credit(self) -> None:
         while True:
             await asyncio.sleep(_CREDIT_LOOK_S)
+            self.checks.pages(self.workers)
             for worker in self.workers:
                 for stream in worker.attach._streams.values():
                     self.unacked_max = max(self.unacked_max, stream.link.unacked_bytes)
@@ -251,15 +399,18 @@ class World:
             serving = [f for f in self.frontends if f.is_serving]
             if not serving:
                 continue
-            frontend = _picked(serving, wish.pick)
-            expected, finish = expected_answer(wish, self._truth)
-            client = Client(wish, expected, finish, self._tokens, self._finished)
-            self.clients.append(client)
-            self.trace.note("asks", wish.request_id, frontend.stable_name)
-            frontend.process.spawn(client.run(frontend, self._hasher))
+            client = self._let_in(wish, _picked(serving, wish.pick))
             if wish.leaves_s is not None and not self.scenario.faults:
                 at = self._loop.time() + wish.leaves_s + ABORT_S
                 self._loop.call_at(at, self.checks.aborted, client, self.workers)
+
+    def _let_in(self, wish: Wish, frontend: SimFrontend) -> Client:
+        expected, finish = expected_answer(wish, self._truth)
+        client = Client(wish, expected, finish, self._tokens, self._finished)
+        self.clients.append(client)
+        self.trace.note("asks", wish.request_id, frontend.stable_name)
+        frontend.process.spawn(client.run(frontend, self._hasher))
+        return client
 
     async def _until_ended(self) -> None:
         for _ in range(round(BOUND_S / 0.5)):
@@ -296,7 +447,9 @@ class World:
             total_kv_blocks=scenario.blocks,
             max_num_seqs=scenario.seqs,
             eos_one_in=EOS_ONE_IN,
-            timing=Timing(base_s=scenario.step_s, prefill_token_s=2e-5),
+            timing=Timing(base_s=scenario.step_s, prefill_token_s=scenario.prefill_token_s),
+            # A successor on the same address takes the same port for handoffs.
+            handoff=replace(self._handoffs[stable_name], port=int(address.split(":")[1])),
         )
         worker = SimWorker(
             self._net,
@@ -309,6 +462,7 @@ class World:
             self.checks.admitted,
             self._parts,
             scenario.requests_max,
+            self._kv,
         )
         self.workers.append(worker)
         self._by_id[worker.id] = worker
@@ -317,7 +471,9 @@ class World:
 
     async def _start_router(self, address: str) -> None:
         selector = self.scenario.selector
-        router = SimRouter(self._net, self._discovery(), address, selector, self._rng, self._parts)
+        router = SimRouter(
+            self._net, self._discovery(), address, selector, self._rng, self._parts, self._kv
+        )
         self.routers.append(router)
         self.trace.note("starts", router.process.name, router.id)
         await router.start()
@@ -329,16 +485,21 @@ class World:
             stable_name,
             address,
             Random(self._rng.random()),
-            self._submitted,
-            self.checks.placed_after,
+            self,
             self._parts,
         )
         self.frontends.append(frontend)
         self.trace.note("starts", stable_name, frontend.id)
         await frontend.start()
 
+    async def _start_indexer(self, address: str) -> None:
+        indexer = SimIndexer(self._net, self._discovery(), address, self._rng, self._parts)
+        self.indexers.append(indexer)
+        self.trace.note("starts", indexer.process.name, indexer.id)
+        await indexer.start()
+
     def _everybody(self) -> list[Peer]:
-        return [*self.frontends, *self.routers, *self.workers]
+        return [*self.frontends, *self.routers, *self.indexers, *self.workers]
 
     def _alive(self) -> list[Peer]:
         return [peer for peer in self._everybody() if peer.process.is_alive]
@@ -362,11 +523,25 @@ class World:
 
     # -- what the checkers hear -----------------------------------------------------------------
 
-    def _submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+    def submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+        """See Witness."""
         worker = self._by_id.get(worker_id)
         name = worker.stable_name if worker is not None else "?"
-        self.trace.note("submits", order.request_id, order.attempt, name)
+        self.trace.note("submits", order.request_id, order.attempt, order.phase, name)
         self.checks.submitted(frontend, worker, order)
+
+    def placed_after(self, key: Key, took_s: float) -> None:
+        """See Witness."""
+        self.checks.placed_after(key, took_s)
+
+    def delivered(self, order: Order) -> None:
+        """See Witness."""
+        self.checks.delivered(order)
+
+    def leg_failed(self, frontend: SimFrontend, order: Order) -> None:
+        """See Witness."""
+        self.trace.note("loses", order.request_id, order.attempt, order.phase)
+        self.checks.leg_failed(frontend, order, self.workers)
 
     def _tokens(self, client: Client, token_ids: list[int]) -> None:
         self.trace.note("tokens", client.wish.request_id, len(token_ids))
@@ -375,7 +550,7 @@ class World:
     def _finished(self, client: Client, outcome: Outcome) -> None:
         error = "" if outcome.error is None else outcome.error.reason
         self.trace.note("ends", client.wish.request_id, outcome.finish_reason, error)
-        observers = [peer for peer in self._alive() if not isinstance(peer, SimWorker)]
+        observers = [p for p in self._alive() if isinstance(p, SimFrontend | SimRouter)]
         serving = self.checks.serving(self.workers, observers)
         self.checks.finished(client, outcome, serving)
 
@@ -387,8 +562,26 @@ class World:
         await strike(fault)
 
     def _some_worker(self, fault: Fault) -> SimWorker | None:
-        spared = "w0" if self.scenario.spares_first else ""
-        there = [w for w in self.workers if w.is_serving and w.stable_name != spared]
+        there = self._strikable()
+        return _picked(there, fault.pick) if there else None
+
+    def _strikable(self, role: Role | None = None) -> list[SimWorker]:
+        spared = SPARED if self.scenario.spares_first else ()
+        return [
+            worker
+            for worker in self.workers
+            if worker.is_serving and worker.stable_name not in spared
+            if role in (None, worker.role)
+        ]
+
+    async def _amid_handoff(self, fault: Fault, role: Role) -> SimWorker | None:
+        """Some worker of a role, one with an open room if there is one within AMID_S."""
+        for _ in range(round(AMID_S / LOOK_S)):
+            there = [w for w in self._strikable(role) if w.engine.loads()[0].rooms_open]
+            if there:
+                return _picked(there, fault.pick)
+            await asyncio.sleep(LOOK_S)
+        there = self._strikable(role)
         return _picked(there, fault.pick) if there else None
 
     def _some_frontend(self, fault: Fault) -> SimFrontend | None:
@@ -430,6 +623,8 @@ class World:
             peer.die()
         else:
             peer.process.kill()
+        if isinstance(peer, SimRouter):
+            self.checks.trouble(None, fault.lasts_s + fault.notice_s)
         members = self._store.members(NAMESPACE)
         self._loop.call_later(fault.notice_s, members.remove, peer.id)
         if isinstance(peer, SimWorker):
@@ -472,12 +667,15 @@ class World:
         if frontend is None:
             return []
         self._note(fault, frontend.stable_name)
+        self.checks.trouble(None, fault.lasts_s + KEEPALIVE_S)
         routers = [router.process for router in self.routers]
         return [end for router in routers for end in _ends_between(frontend.process, router)]
 
     async def worker_kill(self, fault: Fault) -> None:
         """A worker dies, and another takes its place."""
-        worker = self._some_worker(fault)
+        await self._replace(self._some_worker(fault), fault)
+
+    async def _replace(self, worker: SimWorker | None, fault: Fault) -> None:
         if worker is None:
             return
         self._note(fault, worker.stable_name)
@@ -492,8 +690,10 @@ class World:
     async def worker_stop(self, fault: Fault) -> None:
         """A worker's whole process stands still. Its health check sees that after two seconds."""
         worker = self._some_worker(fault)
-        if worker is None:
-            return
+        if worker is not None:
+            await self._stop_worker(worker, fault)
+
+    async def _stop_worker(self, worker: SimWorker, fault: Fault) -> None:
         self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
         self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
         worker.process.stop()
@@ -511,8 +711,10 @@ class World:
     async def worker_freeze(self, fault: Fault) -> None:
         """A worker's accelerator hangs; its process is well."""
         worker = self._some_worker(fault)
-        if worker is None:
-            return
+        if worker is not None:
+            await self._freeze_worker(worker, fault)
+
+    async def _freeze_worker(self, worker: SimWorker, fault: Fault) -> None:
         self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
         self.checks.trouble(worker, fault.lasts_s)
         worker.engine.freeze()
@@ -563,6 +765,7 @@ class World:
         if router is None:
             return
         self._note(fault, router.process.name, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(None, fault.lasts_s)
         router.process.stop()
         await asyncio.sleep(fault.lasts_s)
         router.process.go_on()
@@ -574,6 +777,7 @@ class World:
             return
         self._note(fault, frontend.stable_name, f"{fault.lasts_s:.3f}")
         self.checks.trouble(frontend, fault.lasts_s)
+        self.checks.trouble(None, fault.lasts_s)
         await self._hold(tuple(frontend.process.ends), fault)
 
     async def frontend_kill(self, fault: Fault) -> None:
@@ -589,6 +793,7 @@ class World:
     async def registry_lost(self, fault: Fault) -> None:
         """Nobody can reach the registry."""
         self._note(fault, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(None, fault.lasts_s)
         self._outages += 1
         for peer in self._everybody():
             peer.discovery.lose()
@@ -599,12 +804,187 @@ class World:
 
     async def registry_stale(self, fault: Fault) -> None:
         """One frontend or router hears nothing from the registry."""
-        there: list[Peer] = [*self.frontends, *self.routers]
+        there: list[Peer] = [*self.frontends, *self.routers, *self.indexers]
+        if self._kv is not None:
+            there += self.workers  # their publishers follow the indexers
         peer = _picked(there, fault.pick)
         self._note(fault, peer.process.name, f"{fault.lasts_s:.3f}")
+        self.checks.trouble(None, fault.lasts_s)
         peer.discovery.lose()
         await asyncio.sleep(fault.lasts_s)
         peer.discovery.find()
+
+    async def registry_flap(self, fault: Fault) -> None:
+        """Some processes vanish from the registry for a while, though they live."""
+        members = self._store.members(NAMESPACE)
+        rng = Random(fault.pick)
+        gone = [peer for peer in self._alive() if peer.lease is not None and rng.random() < 0.5]
+        self._note(fault, *(peer.process.name for peer in gone), f"{fault.lasts_s:.3f}")
+        self.checks.trouble(None, fault.lasts_s)
+        for peer in gone:
+            members.remove(peer.id)
+        await asyncio.sleep(fault.lasts_s)
+        for peer in gone:
+            has_left = isinstance(peer, SimWorker) and peer.left_at is not None
+            if peer.process.is_alive and peer.lease is not None and not has_left:
+                members.put(peer.lease.instance)
+
+    # -- faults of the KV plane -----------------------------------------------------------------
+
+    async def prefill_kill(self, fault: Fault) -> None:
+        """A prefill worker dies amid a handoff."""
+        await self._replace(await self._amid_handoff(fault, "prefill"), fault)
+
+    async def decode_kill(self, fault: Fault) -> None:
+        """A decode worker dies while it waits for KV."""
+        await self._replace(await self._amid_handoff(fault, "decode"), fault)
+
+    async def pair_kill(self, fault: Fault) -> None:
+        """A prefill and a decode worker die at once."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._replace(await self._amid_handoff(fault, "decode"), fault))
+            there = self._strikable("prefill")
+            if there:
+                prefill = _picked(there, fault.pick_too)
+                tasks.create_task(self._replace(prefill, fault))
+
+    async def prefill_hang(self, fault: Fault) -> None:
+        """A prefill worker hangs amid a handoff: its accelerator, or all of it."""
+        await self._hang(await self._amid_handoff(fault, "prefill"), fault)
+
+    async def decode_hang(self, fault: Fault) -> None:
+        """A decode worker hangs while it waits for KV."""
+        await self._hang(await self._amid_handoff(fault, "decode"), fault)
+
+    async def _hang(self, worker: SimWorker | None, fault: Fault) -> None:
+        if worker is not None:
+            strike = self._freeze_worker if fault.pick_too < 0.5 else self._stop_worker
+            await strike(worker, fault)
+
+    def _handoff_end(self, fault: Fault) -> End | None:
+        """The decode side of some handoff that is under way."""
+        engines = [worker.process for worker in self._strikable("prefill")]
+        ends = [
+            end
+            for worker in self._strikable("decode")
+            for engine in engines
+            for end in _ends_between(worker.process, engine)
+        ]
+        return _picked(ends, fault.pick) if ends else None
+
+    async def _soon(self, fault: Fault) -> End | None:
+        for _ in range(round(AMID_S / LOOK_S)):
+            if (end := self._handoff_end(fault)) is not None:
+                break
+            await asyncio.sleep(LOOK_S)
+        if end is not None and end.peer is not None:
+            self._note(fault, end.owner.name, end.peer.owner.name)
+            for worker in self.workers:
+                if worker.process in (end.owner, end.peer.owner):
+                    self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
+        return end
+
+    async def handoff_cut(self, fault: Fault) -> None:
+        """The link of one handoff breaks."""
+        end = await self._soon(fault)
+        if end is not None and end.peer is not None:
+            self._cut(end, fault)
+
+    async def handoff_hold(self, fault: Fault) -> None:
+        """The link of one handoff stands still, one way or both ways, then goes on."""
+        end = await self._soon(fault)
+        if end is not None and end.peer is not None:
+            await self._hold([end, end.peer] if fault.near_s < 1 else [end], fault)
+
+    async def handoff_refused(self, fault: Fault) -> None:
+        """A prefill worker's handoffs are out of reach."""
+        there = self._strikable("prefill")
+        if not there or self._kv is None:
+            return
+        worker = _picked(there, fault.pick)
+        handoff = worker.engine.config.handoff
+        address = kv_address(handoff.host, handoff.port)
+        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
+        # Whoever was with it, or would have been, fails with it.
+        for one in self.workers:
+            self.checks.trouble(one, fault.lasts_s)
+        self._kv.refused.add(address)
+        await asyncio.sleep(fault.lasts_s)
+        self._kv.refused.discard(address)
+
+    async def indexer_kill(self, fault: Fault) -> None:
+        """An indexer dies, and an empty one takes its place."""
+        indexer = self._some_indexer(fault)
+        if indexer is None:
+            return
+        self._note(fault, indexer.process.name)
+        await self._crash(indexer, fault)
+        await asyncio.sleep(fault.lasts_s)
+        same = fault.pick_too < 0.5
+        await self._start_indexer(indexer.address if same else self._address())
+
+    async def indexer_stop(self, fault: Fault) -> None:
+        """An indexer stands still."""
+        indexer = self._some_indexer(fault)
+        if indexer is None:
+            return
+        self._note(fault, indexer.process.name, f"{fault.lasts_s:.3f}")
+        indexer.process.stop()
+        await asyncio.sleep(fault.lasts_s)
+        indexer.process.go_on()
+
+    def _some_indexer(self, fault: Fault) -> SimIndexer | None:
+        there = [i for i in self.indexers if i.process.is_alive and i.lease is not None]
+        return _picked(there, fault.pick) if there else None
+
+    def _feed_end(self, fault: Fault) -> End | None:
+        """Some stream from a worker to an indexer, or from there to a router."""
+        indexer = self._some_indexer(fault)
+        ends = [end for end in indexer.process.ends if end.peer is not None] if indexer else []
+        if not ends:
+            return None
+        end = _picked(ends, fault.pick_too)
+        assert end.peer is not None, "those without were left out"
+        self._note(fault, end.owner.name, end.peer.owner.name)
+        return end
+
+    async def feed_cut(self, fault: Fault) -> None:
+        """A stream of KV events breaks."""
+        end = self._feed_end(fault)
+        if end is not None:
+            self._cut(end, fault)
+
+    async def feed_hold(self, fault: Fault) -> None:
+        """A stream of KV events stands still."""
+        end = self._feed_end(fault)
+        if end is not None:
+            await self._hold([end], fault)
+
+    async def events_garbled(self, fault: Fault) -> None:
+        """Batches of KV events are lost, doubled and overtaken."""
+        if self._kv is None:
+            return
+        self._note(fault, f"{fault.lasts_s:.3f}")
+        self._kv.garble.rate += 0.3
+        await asyncio.sleep(fault.lasts_s)
+        self._kv.garble.rate = max(0.0, self._kv.garble.rate - 0.3)
+
+    async def events_lost(self, fault: Fault) -> None:
+        """An engine's events are lost before they are numbered."""
+        worker = self._some_worker(fault)
+        if worker is not None and worker.publisher is not None:
+            self._note(fault, worker.stable_name)
+            worker.has_forgotten = True
+            worker.publisher.lose(0, "a fault")
+
+    async def cache_reset(self, fault: Fault) -> None:
+        """An engine evicts all it can and begins a new epoch."""
+        worker = self._some_worker(fault)
+        if worker is not None and worker.publisher is not None:
+            self._note(fault, worker.stable_name)
+            worker.has_forgotten = True
+            worker.engine.flush_cache()
+            worker.publisher.reset(0)
 
 
 def _picked(there: Sequence[T], pick: float) -> T:

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from common import registry as registry_module
 from common.errors import Unavailable
 from common.instances import Instance, Snapshot
 from common.registry import Registry
-from router_svc import fleet_watch
 from router_svc.core.route import Router
 from router_svc.core.select import RoundRobin
 from router_svc.fleet_watch import FleetWatch
@@ -84,7 +84,7 @@ async def test_every_snapshot_reaches_the_router() -> None:
 async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fleet_watch, "PAUSE_FIRST_S", 0.001)
+    monkeypatch.setattr(registry_module, "FOLLOW_PAUSE_S", 0.001)
     registry = FlakyRegistry(
         [Unavailable("lost")],
         [seen(1, 1), OSError("lost as well")],
