@@ -8,15 +8,25 @@ LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-ha
 PROTOS := $(shell cd protos && find kvmesh -name '*.proto' | sort)
 SERVICES := $(shell cd protos && grep -l '^service ' $$(find kvmesh -name '*.proto') | sort)
 TEST_JOBS ?= 2
+# make run ENGINE=sglang [MODEL_PATH=folder]: the real engine, from an environment of its own.
+ENGINE ?= sim
+ifeq ($(ENGINE),sglang)
+RUN_NEEDS := setup-sglang
+RUN := .venv-sglang/bin/python -m meshctl up --sample --engine sglang --workers 1 --ready-s 300 \
+	--model-name $(if $(MODEL_PATH),$(notdir $(MODEL_PATH)) --model-path $(MODEL_PATH),tiny)
+else
+RUN_NEEDS := $(VENV)/.runtime
+RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
+endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo setup lint fmt types proto rows bench-gateway lock clean
+.PHONY: help run test demo sim chaos setup setup-sglang test-sglang lint fmt types proto rows bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
 
-run: $(VENV)/.runtime ## Set up, start a mesh (frontend, router, indexer, 2 sim workers), show one answer
-	@$(BIN)/python -m meshctl up --sample $(ARGS)
+run: $(RUN_NEEDS) ## Set up, start a mesh (frontend, router, indexer, 2 sim workers), show one answer
+	@$(RUN) $(ARGS)
 
 test: $(VENV)/.dev lint types ## Set up, then lint, type-check and run all tests
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
@@ -48,6 +58,18 @@ rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
 
 bench-gateway: $(VENV)/.dev ## Token path figures on this machine; the last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)
+
+sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
+	$(BIN)/python -m tests.sim $(or $(SEEDS),500)
+
+chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case (minutes)
+	$(BIN)/python -m tests.chaos $(ARGS)
+
+setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
+	@PYTHON=$(PY) deploy/sglang_venv.sh
+
+test-sglang: setup-sglang ## Tests on real SGLang engines (two minutes, 5 GB of memory)
+	.venv-sglang/bin/python -m pytest tests/sglang $(ARGS)
 
 lock: $(VENV)/.dev ## Compile the pinned requirements from pyproject.toml
 	$(LOCK) -o requirements/runtime.txt

@@ -27,7 +27,7 @@ from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, GrpcDialer
 from frontend_svc.gateway import Gateway, place_alone
 from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
-from frontend_svc.metrics import DeploymentState, FrontendMetrics
+from frontend_svc.metrics import DeploymentState, FrontendMetrics, ModelConfigCollector
 from frontend_svc.models import Models
 from frontend_svc.router_client import Query, RouterClient, grpc_sessions
 
@@ -110,6 +110,11 @@ class FrontendApp:
     def _serve_http(self, life: Life, listener: socket.socket) -> None:
         metrics = CollectorRegistry()
         self._state.register(metrics)
+        metrics.register(
+            ModelConfigCollector(
+                lambda: self._snapshot, self._models.names, self._config.metrics_prefix
+            )
+        )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=metrics)
         api = build_api(

@@ -33,6 +33,9 @@ TICK_S = 0.1
 PROBE_S = 1.0
 # How long an engine may stand still with work before its requests go elsewhere.
 HANG_S = 2.0
+# So much less than HANG_S between two heartbeats will do: one that was late, on a busy frontend,
+# shortens the time to the next, and waiting for yet another would cost a second.
+LATE_S = 0.2
 # Ends of a stream that say nothing bad about its worker.
 _HARMLESS = frozenset({"IDLE", "CLOSED", "REPLACED"})
 
@@ -192,7 +195,7 @@ class WorkerConnection:
         now = self._loop.time()
         hung = False
         for load in loads:
-            watch = self._hang_watches.setdefault(load.dp_rank, HangWatch(HANG_S))
+            watch = self._hang_watches.setdefault(load.dp_rank, HangWatch(HANG_S - LATE_S))
             hung = watch.heard(load.engine_step, load.running, now) or hung
         worker_id = self.link.worker_id
         if not hung:

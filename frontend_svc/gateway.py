@@ -246,14 +246,19 @@ class Gateway:
 def place_alone(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
 ) -> Placed | MeshError:
-    """A placement without a router: power of two on our own requests in flight (DESIGN §5)."""
+    """A placement without a router: power of two on our own requests in flight (DESIGN §5).
+
+    Among aggregated workers; without one, among decode workers that can prefill by themselves.
+    """
     workers = snapshot.serving(query.model)
     if not workers:
         return no_worker(query.model)
-    fit = [w for w in workers if w.role == "aggregated" and w.id not in query.excluded]
+    left = [w for w in workers if w.id not in query.excluded]
+    fit = [w for w in left if w.role == "aggregated"]
+    fit = fit or [w for w in left if w.role == "decode" and w.local_prefill]
     if not fit:
         return Unavailable(
-            "no router answers, and without one only aggregated workers can be chosen",
+            "no router answers, and without one only workers that need no other can be chosen",
             1.0,
             reason="NO_ROUTER",
         )

@@ -136,6 +136,7 @@ def _mesh(given: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
         decode=given.decode,
         engine=given.engine,
         model_name=given.model_name,
+        model_path=given.model_path,
         http_port=given.http_port,
         namespace=given.namespace,
         registry=given.registry,
@@ -216,7 +217,16 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
             help=f"how many workers for {name} alone (default 0)",
         )
     mesh.add_argument(
-        "--engine", choices=("sim", "echo"), default="sim", help="of the workers (default sim)"
+        "--engine",
+        choices=("sim", "echo", "sglang"),
+        default="sim",
+        help="of the workers (default sim); sglang needs its own environment: make setup-sglang",
+    )
+    mesh.add_argument(
+        "--model-path",
+        type=Path,
+        metavar="DIR",
+        help="folder of a Hugging Face model for sglang (default: a tiny one that talks noise)",
     )
     mesh.add_argument(
         "--model-name",

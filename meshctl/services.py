@@ -37,6 +37,7 @@ class MeshOptions:
 
     workers: aggregated ones; prefill, decode: workers of these roles, beside or instead of them.
     http_port: of the first frontend, the others get the ones after it; 0: any.
+    model_path: a Hugging Face folder for sglang, None = its own tiny model.
     speedup: of the sim engine's clock, None = its default. drain_s: seconds streams may take.
     name_prefix: makes stable names unique where several hosts share a registry.
     """
@@ -47,8 +48,9 @@ class MeshOptions:
     workers: int = 2
     prefill: int = 0
     decode: int = 0
-    engine: Literal["sim", "echo"] = "sim"
+    engine: Literal["sim", "echo", "sglang"] = "sim"
     model_name: str = "sim"
+    model_path: Path | None = None
     http_port: int = 8000
     namespace: str = "default"
     registry: Literal["file", "consul"] = "file"
@@ -65,6 +67,8 @@ def mesh_services(options: MeshOptions) -> list[ServiceSpec]:
     `--ready-fd` is not among the flags: it is the launcher's to add.
     """
     engine = ["--engine", options.engine, "--model-name", options.model_name]
+    if options.model_path is not None:
+        engine += ["--model-path", str(options.model_path)]
     if options.speedup is not None:
         engine += ["--speedup", f"{options.speedup:g}"]
     specs = [

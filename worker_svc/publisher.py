@@ -96,7 +96,7 @@ def grpc_calls(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
 class Publisher:
     """Publishes the feeds of one worker's ranks.
 
-    feeds: by rank. loads: the ranks' load, asked for every LOAD_EVERY_S while somebody listens.
+    feeds: by rank. loads: the ranks' load, asked for every load_every_s while somebody listens.
     open_call: how to reach an indexer; by default over gRPC.
     counters: streams opened; snapshots, replays begun; batches cut; events_lost; shrunk_blocks;
     unknown_rank events, dropped.
@@ -114,6 +114,7 @@ class Publisher:
         security: rpc.Security = rpc.PLAINTEXT,
         rng: Random | None = None,
         open_call: OpenCall | None = None,
+        load_every_s: float = LOAD_EVERY_S,
     ) -> None:
         self.worker_id = worker_id
         self.partition = partition
@@ -122,6 +123,7 @@ class Publisher:
         self.rng = rng or Random()
         self.counters: Counter[str] = Counter()
         self._loads = loads
+        self._load_every_s = load_every_s
         self._registry = registry
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
@@ -232,7 +234,7 @@ class Publisher:
     async def _report_loads(self) -> None:
         is_failing = False
         while True:
-            await asyncio.sleep(LOAD_EVERY_S)
+            await asyncio.sleep(self._load_every_s)
             if not self._links:
                 continue
             try:

@@ -11,6 +11,7 @@ How = Literal["kill", "stop", "freeze", "term", "none"]
 # heartbeats of a second, or when the engine stands still for two seconds.
 DEATH_PAUSE_S = 1.0
 HANG_PAUSE_S = 3.5
+RECOMPUTE_PAUSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +78,14 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         replace(case("freeze-decode", "freeze", decode), pause_s=HANG_PAUSE_S),
         case("stop-router", "stop", "router"),
         case("stop-indexer", "stop", "indexer"),
-        # Longer streams than the drain has patience for: some end, the others go on elsewhere.
-        replace(case("term-decode", "term", decode), tokens=500, worker_flags=("--drain-s=0.2",)),
+        # Longer streams than the drain has patience for: all go on elsewhere, where the sim needs
+        # about a second to compute their 13,000 tokens again.
+        replace(
+            case("term-decode", "term", decode),
+            tokens=500,
+            pause_s=RECOMPUTE_PAUSE_S,
+            worker_flags=("--drain-s=0.2",),
+        ),
         replace(case("term-router", "term", "router"), respawn=True),
         replace(case("term-indexer", "term", "indexer"), respawn=True),
         replace(case("term-frontend", "term", "frontend"), shape=two_frontends),
@@ -96,7 +103,7 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
 
 def _pd_only() -> list[Case]:
     # Words whose prefill takes long enough to be hit, and that one worker can still keep up with.
-    long = 240
+    long = 400
     return [
         Case("pd/kill-prefill", DISAGGREGATED, "kill", ("prefill",), fresh_words=long),
         Case("pd/kill-only-prefill", ONE_PREFILL, "kill", ("prefill",), fresh_words=long),

@@ -135,15 +135,19 @@ async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
     return reply
 
 
+def content_of(raw: bytes | bytearray) -> tuple[int, str]:
+    """Status and body of an answer. Raises ValueError when it is not whole."""
+    head, blank, body = bytes(raw).partition(b"\r\n\r\n")
+    if not blank:
+        raise ValueError("the connection ended before a body")
+    text = (_dechunked(body) if b"chunked" in head.lower() else body).decode()
+    return int(head.split(b" ", 2)[1]), text
+
+
 def _read(reply: Reply) -> None:
     """Fills in what the bytes say."""
-    head, blank, body = bytes(reply.raw).partition(b"\r\n\r\n")
-    if not blank:
-        reply.error = "the connection ended without an answer"
-        return
-    reply.status = int(head.split(b" ", 2)[1])
     try:
-        text = (_dechunked(body) if b"chunked" in head.lower() else body).decode()
+        reply.status, text = content_of(reply.raw)
     except ValueError as error:
         reply.error = f"the answer was cut: {error}"
         return

@@ -12,7 +12,7 @@ import pytest
 
 from common.blocks import PrefixHasher
 from common.kv import EventKind, Source, Tier
-from tests.sglang.sglang_workers import asked, until
+from tests.sglang.sglang_workers import WAIT_S, asked, until
 from worker_svc.core.kv_events import (
     Canonicaliser,
     ExternalEvent,
@@ -193,7 +193,11 @@ async def test_requests_at_once_that_share_a_prefix_report_it_once(engine: Sglan
 async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
     async with following(engine) as index:
         await computed(engine, index, asked(random_prompt(30, 64), 4))
-        assert await engine.flush_cache()
+        # Refused while the scheduler has not put the last request away yet.
+        async with asyncio.timeout(WAIT_S):
+            while not await engine.flush_cache():
+                await asyncio.sleep(0.02)
+                assert index.held, "a refused flush leaves all as it is"
         await until(lambda: not index.held, "all is withdrawn")
         assert PagesCleared in index.kinds
 

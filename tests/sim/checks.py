@@ -19,11 +19,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
-from common.errors import DeadlineExceeded, RequestCancelled, Unavailable, WorkerLost
+from common.errors import (
+    DeadlineExceeded,
+    MeshError,
+    RequestCancelled,
+    Unavailable,
+    WorkerLost,
+)
 from common.index_feed import IndexFeed
 from common.kv import Source
 from common.preprocessed import FinishReason
-from frontend_svc.core.request import Outcome
+from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
@@ -111,9 +117,9 @@ class Checks:
         # Who was touched by a fault, and when; ids of workers and frontends.
         self.retries = 0
         self._troubles: dict[int, list[tuple[float, float]]] = {}
-        # Who was asked, by request and attempt; attempts whose decode has delivered.
-        self._asked: dict[tuple[str, int], list[int]] = {}
-        self._delivered: set[tuple[str, int]] = set()
+        # Who was to serve an attempt; attempts whose decode has delivered.
+        self._asked: dict[Key, list[int]] = {}
+        self._delivered: set[Key] = set()
         self._corrupt: Counter[int] = Counter()
         self.pairs_failed = 0
 
@@ -133,8 +139,11 @@ class Checks:
 
     # -- while it runs --------------------------------------------------------------------------
 
-    def placed_after(self, key: Key, took_s: float) -> None:
-        """A frontend got a placement."""
+    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
+        """A frontend got a placement, or none."""
+        if isinstance(placed, Placed):
+            legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
+            self._asked[key] = [leg.worker_id for leg in legs]
         if took_s > PLACED_S:
             self.breach("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
 
@@ -142,9 +151,6 @@ class Checks:
         """A frontend gave a worker an order."""
         now = self._loop.time()
         self.retries += order.attempt > 0
-        self._asked.setdefault((order.request_id, order.attempt), []).append(
-            worker.id if worker is not None else 0
-        )
         if worker is not None and order.phase not in _phases_of(worker):
             self.breach(
                 "role", f"{order.request_id}: {order.phase or 'all'} went to a {worker.role} worker"

@@ -71,6 +71,8 @@ MODEL = "kvmesh-sim"
 NOTICE_S = 1.0
 DRAIN_S = 5.0
 _ROUTER_TICK_S = 0.5
+# Longer than in a real mesh, since half of all events would be reports; short enough to count.
+_LOAD_EVERY_S = 0.4
 
 
 class Discovery(MemoryRegistry):
@@ -153,8 +155,8 @@ class Witness(Protocol):
     def submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
         """A frontend gives a worker an order."""
 
-    def placed_after(self, key: Key, took_s: float) -> None:
-        """A frontend got a placement."""
+    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
+        """A frontend got a placement, or none."""
 
     def delivered(self, order: Order) -> None:
         """A leg of a pair brought its first tokens."""
@@ -221,7 +223,7 @@ class WatchedRouterClient(RouterClient):
         asked_at = self._loop.time()
 
         def answered(placed: Placed | MeshError) -> None:
-            self.witness.placed_after(key, self._loop.time() - asked_at)
+            self.witness.placed(key, self._loop.time() - asked_at, placed)
             answer(placed)
 
         super().place(key, query, answered)
@@ -357,6 +359,7 @@ class SimWorker:
             NAMESPACE,
             rng=Random(self.id),
             open_call=publications(self._net, self.process, kv.garble),
+            load_every_s=_LOAD_EVERY_S,
         )
         self.engine.kv_event_sink = lambda events: publisher.take(sim_events(events, block_size))
         return publisher

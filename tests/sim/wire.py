@@ -8,6 +8,7 @@ batch that another one follows is lost, since nobody could notice the loss of th
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from random import Random
@@ -206,11 +207,11 @@ class _Subscription:
     def __init__(self, end: End, garble: Garble) -> None:
         self._end = end
         self._ready: list[bytes] = []
-        self._garbler = _Garbler(garble, self._overtaken)
+        # By source: each has an order of its own. What is let go is read with what comes next.
+        self._garblers: dict[int, _Garbler] = defaultdict(
+            lambda: _Garbler(garble, self._ready.append)
+        )
         self._garble = garble
-
-    def _overtaken(self, frame: bytes) -> None:
-        self._ready.append(frame)  # read with whatever comes next
 
     async def read(self) -> indexer_pb2.SubscribeResponse | None:
         while not self._ready:
@@ -218,7 +219,7 @@ class _Subscription:
             if message is None:
                 return None
             response = indexer_pb2.SubscribeResponse.FromString(message)
-            if not self._garble.rate and self._garbler._held is None:
+            if not (self._garble.rate or self._garblers):
                 return response
             self._ready += self._garbled(response)
         return indexer_pb2.SubscribeResponse.FromString(self._ready.pop(0))
@@ -229,7 +230,7 @@ class _Subscription:
         for part in (response, *parts):
             frame = part.SerializeToString()
             if part.HasField("batch"):
-                yield from self._garbler.pass_on(frame)
+                yield from self._garblers[part.source.worker_id].pass_on(frame)
             else:
                 yield frame
 

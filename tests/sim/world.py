@@ -17,11 +17,11 @@ from structlog.testing import capture_logs
 
 from common.attach import Order
 from common.blocks import PrefixHasher
-from common.errors import Unavailable, WorkerLost
+from common.errors import MeshError, Unavailable, WorkerLost
 from common.instances import Role
 from common.preprocessed import StopConditions
 from common.registry import MemoryStore
-from frontend_svc.core.request import Outcome
+from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.engine_client import IDLE_S
 from frontend_svc.router_client import Key
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
@@ -98,7 +98,7 @@ class Scenario:
 
     With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
     worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
-    prefill_token_s: see `Timing`.
+    prefill_token_s: see `Timing`; with batched_tokens, a step must not take as long as a hang.
     """
 
     seed: int
@@ -112,6 +112,7 @@ class Scenario:
     chunk_pages: int = 64
     local_prefill: bool = True
     prefill_token_s: float = 2e-5
+    batched_tokens: int = 8192
     routers: int = 1
     frontends: int = 1
     selector: str = "least_loaded"
@@ -127,6 +128,11 @@ class Scenario:
     rest_s: float = REST_S
     wishes: tuple[Wish, ...] = ()
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether workers refuse requests, or let handoffs wait too long, for want of room."""
+        return self.requests_max < 100 or (self.decodes > 0 and self.blocks < 1000)
 
     @property
     def command(self) -> str:
@@ -186,6 +192,7 @@ def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
         selector=rng.choice(("kv", "kv", "kv", "round_robin")),
         step_s=rng.uniform(0.02, 0.06),
         prefill_token_s=rng.choice((2e-5, 1e-3)),
+        batched_tokens=600,
         gb_per_s=rng.choice((25.0, 0.5, 0.1)),
         chunk_pages=rng.choice((1, 4, 64)),
         local_prefill=rng.random() < 0.5,
@@ -285,7 +292,7 @@ class World:
 
     def __init__(self, scenario: Scenario, parts: Parts) -> None:
         self.scenario = scenario
-        self.checks = Checks(attempts_explained=scenario.requests_max > 100)
+        self.checks = Checks(attempts_explained=not scenario.is_tight)
         self.trace = Trace()
         self.clients: list[Client] = []
         self.workers: list[SimWorker] = []
@@ -371,7 +378,7 @@ class World:
         routers = [router for router in self.routers if router.process.is_alive]
         self.checks.index([i for i in self.indexers if i.process.is_alive], routers, workers)
         frontend = next(frontend for frontend in self.frontends if frontend.is_serving)
-        stop = StopConditions(max_tokens=4, ignore_eos=True)
+        stop = StopConditions(max_tokens=24, ignore_eos=True)
         for number in range(QUIESCENT):
             earlier = self._rng.choice(self.scenario.wishes)
             wish = Wish(1_000_000 + number, 0.0, (*earlier.prompt, 11), stop, deadline_s=20.0)
@@ -446,6 +453,7 @@ class World:
         config = SimConfig(
             total_kv_blocks=scenario.blocks,
             max_num_seqs=scenario.seqs,
+            max_num_batched_tokens=scenario.batched_tokens,
             eos_one_in=EOS_ONE_IN,
             timing=Timing(base_s=scenario.step_s, prefill_token_s=scenario.prefill_token_s),
             # A successor on the same address takes the same port for handoffs.
@@ -530,9 +538,9 @@ class World:
         self.trace.note("submits", order.request_id, order.attempt, order.phase, name)
         self.checks.submitted(frontend, worker, order)
 
-    def placed_after(self, key: Key, took_s: float) -> None:
+    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
         """See Witness."""
-        self.checks.placed_after(key, took_s)
+        self.checks.placed(key, took_s, placed)
 
     def delivered(self, order: Order) -> None:
         """See Witness."""

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from starlette.routing import Router
 
 from common.errors import Conflict
+from common.instances import Instance, Snapshot
 from frontend_svc import metrics as metrics_module
 from frontend_svc.core.openai_errors import ErrorType
 from frontend_svc.metrics import (
@@ -23,6 +24,7 @@ from frontend_svc.metrics import (
     InflightGuard,
     LoopHistogram,
     Metrics,
+    ModelConfigCollector,
     RequestType,
     Status,
     log_buckets,
@@ -607,3 +609,34 @@ def test_the_current_prefix_is_an_argument(registry: CollectorRegistry) -> None:
     for collector in FrontendMetrics("mine").collectors:
         registry.register(collector)
     assert {family.name.split("_")[0] for family in registry.collect()} == {"mine"}
+
+
+@pytest.mark.row("S3-43")
+def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none() -> None:
+    def worker(number: int, **sizes: int) -> Instance:
+        return Instance(
+            id=number,
+            namespace="n",
+            service="worker",
+            stable_name=f"w{number}",
+            address="127.0.0.1:1",
+            model="m",
+            **sizes,  # type: ignore[arg-type]
+        )
+
+    members = Snapshot().following(
+        [
+            worker(1, total_kv_blocks=100, context_length=4096),
+            worker(2, total_kv_blocks=50, context_length=2048),
+        ]
+    )
+    registry = CollectorRegistry()
+    registry.register(ModelConfigCollector(lambda: members, lambda: {"m"}, "kvmesh_frontend"))
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(f"kvmesh_frontend_model_{name}", {"model": "m"})
+
+    assert value("workers") == 2
+    assert value("total_kv_blocks") == 150
+    assert value("context_length") == 2048
+    assert value("max_num_seqs") is None

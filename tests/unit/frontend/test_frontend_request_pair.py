@@ -182,9 +182,7 @@ def test_a_prefill_that_finished_at_token_one_is_the_whole_answer(reason: Finish
     assert len(ports.legs) == 1
 
 
-def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> (
-    None
-):
+def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> None:
     _, ports = begin(IN_TURN, max_tokens=1)
     prefill = ports.legs[0][0]
     prefill.tokens([5], ())

@@ -1,0 +1,269 @@
+"""Clients that go away in droves: `python -m tests.chaos.storm [--requests 2000]`.
+
+Half of them in a mesh of aggregated workers, half where prefill and decode are apart. Each leaves
+at a moment drawn by chance, in one of these ways: amid a stream, before a unary answer, before the
+first token of a long prompt, or amid a gRPC Generate call at a worker. Meanwhile control requests
+are sent; their answers must be byte-identical to those from before the storm.
+
+One JSON line a mesh. Afterwards everything is counted: slots, KV blocks, rooms, bookings, requests
+in flight, open files, memory; then all services are told to leave, and none may have a call left to
+cut. Exit status 1 when something is not back where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import grpc.aio
+
+from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.preprocessed_proto import to_proto
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from tests.chaos.cases import AGGREGATED, DISAGGREGATED, Shape
+from tests.chaos.client import Call, Reply, connect, content_of, fetch
+from tests.chaos.drive import until
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service
+
+AT_ONCE = 64
+REST_S = 15.0
+# Memory is compared from here on: before, caches and allocators still fill.
+SETTLED_AT = 0.5
+RSS_GROWTH_MAX_MB = 6.0
+OPEN_FILES_GROWTH_MAX = 8
+# What an answer has of its own: its id and when it was made.
+_OWN = re.compile(r'"id":"[^"]*"|"created":\d+')
+_INFLIGHT = re.compile(r"^\w*inflight_requests\{[^}]*\} (\d+)", re.MULTILINE)
+# Who leaves before whom at the end, so that nobody is waited for.
+_ENDS = ("frontend", "router", "worker", "indexer")
+
+
+async def _hang_up_at(call: Call, events: int, after_s: float) -> None:
+    """Hangs up once so many events came, after so many seconds, or with the answer's end."""
+    with contextlib.suppress(AssertionError):
+        await until(lambda: call.reply.events >= events or call.over.is_set(), "it ends", after_s)
+    call.hang_up()
+
+
+class Storm:
+    """One mesh's storm. rng: draws ways and moments."""
+
+    def __init__(self, mesh: Mesh, requests: int, rng: Random) -> None:
+        self._mesh = mesh
+        self._requests = requests
+        self._rng = rng
+        self._sent = 0
+        self._ways: Counter[str] = Counter()
+        self._controls: Counter[str] = Counter()
+        self._expected: dict[bool, str] = {}
+        self._over = False
+        self._settled: dict[str, dict[str, float]] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def run(self) -> dict[str, Any]:
+        """Warms up, storms, waits for rest; what was found."""
+        self._expected = {stream: await self._control(stream) for stream in (True, False)}
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as tasks:
+            control = tasks.create_task(self._check_controls())
+            clients = [tasks.create_task(self._client()) for _ in range(AT_ONCE)]
+            await asyncio.wait(clients)
+            self._over = True
+            await control
+        took_s = time.monotonic() - began
+        for channel in self._channels.values():
+            await channel.close()
+        left = await asyncio.to_thread(self._await_rest)
+        return {
+            "cancelled": dict(sorted(self._ways.items())),
+            "s": round(took_s, 1),
+            "controls": dict(self._controls),
+            "left": left,
+            "growth": self._growth(),
+        }
+
+    # -- those who leave ------------------------------------------------------------------------
+
+    async def _client(self) -> None:
+        while self._sent < self._requests:
+            self._sent += 1
+            if self._sent == int(self._requests * SETTLED_AT):
+                self._settled = {s.name: _figures(s) for s in self._mesh.services}
+            await self._leave(self._sent)
+
+    async def _leave(self, number: int) -> None:
+        way = self._rng.choice(("stream", "unary", "before_first_token", "grpc"))
+        self._ways[way] += 1
+        rng = self._rng
+        match way:
+            case "stream":
+                await self._hang_up(number, 4, rng.randrange(1, 40), WAIT_S, stream=True)
+            case "unary":
+                await self._hang_up(number, 4, 1, rng.uniform(0.0, 0.3), stream=False)
+            case "before_first_token":
+                await self._hang_up(number, 1200, 1, rng.uniform(0.0, 0.1), stream=True)
+            case _:
+                await self._cancel_generate(number)
+
+    async def _hang_up(
+        self, number: int, words: int, events: int, after_s: float, *, stream: bool
+    ) -> None:
+        prompt = f"Gone {number}: " + "able about above accept " * (words // 4)
+        call = await connect(self._mesh.url, Reply(prompt, 200), stream=stream)
+        await _hang_up_at(call, events, after_s)
+
+    async def _cancel_generate(self, number: int) -> None:
+        workers = [w for w in self._mesh.workers if w.kind != "prefill"]
+        address = self._rng.choice(workers).address
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = grpc.aio.insecure_channel(address)
+        request = PreprocessedRequest(
+            model=MODEL,
+            token_ids=TokenIds.of([5, 6, 7, number]),
+            stop_conditions=StopConditions(max_tokens=200, ignore_eos=True),
+        )
+        call = engine_pb2_grpc.EngineServiceStub(channel).Generate(
+            engine_pb2.GenerateRequest(request=to_proto(request), request_id=f"gone-{number}")
+        )
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._rng.uniform(0.0, 0.2)):
+                async for _ in call:
+                    pass
+        call.cancel()
+
+    # -- those who stay -------------------------------------------------------------------------
+
+    async def _check_controls(self) -> None:
+        while not self._over:
+            for stream, expected in self._expected.items():
+                answer = await self._control(stream)
+                self._controls["same" if answer == expected else "different"] += 1
+
+    async def _control(self, stream: bool) -> str:
+        """The answer's bytes without what is its own; why, if there is none."""
+        reply = await fetch(self._mesh.url, Reply("A control", 20), stream=stream)
+        return reply.error or _OWN.sub("", content_of(reply.raw)[1])
+
+    # -- rest -----------------------------------------------------------------------------------
+
+    def _await_rest(self) -> dict[str, int]:
+        deadline = time.monotonic() + REST_S
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> dict[str, int]:
+        """What is still held, by whom; empty when nothing is."""
+        left: Counter[str] = Counter()
+        for worker in self._mesh.workers:
+            load, counts = worker.load(), worker.counters()
+            ended = sum(counts.get(how, 0) for how in ("finished", "stopped", "failed", "closed"))
+            left[f"{worker.name} slots"] = load.open_slots
+            left[f"{worker.name} uncounted"] = counts.get("accepted", 0) - ended
+            for row in load.loads:
+                left[f"{worker.name} requests"] += row.running + row.waiting
+                left[f"{worker.name} blocks"] += row.kv_used_blocks
+                left[f"{worker.name} rooms"] += row.rooms_open
+        for router in self._mesh.running("router"):
+            left[f"{router.name} bookings"] = router.bookings()
+        for url in self._mesh.urls:
+            shown = self._mesh.http.get(f"{url}/metrics").text
+            left["in flight"] += sum(map(int, _INFLIGHT.findall(shown)))
+        return {what: count for what, count in left.items() if count}
+
+    def _growth(self) -> dict[str, dict[str, float]]:
+        """By service, from the middle of the storm to now."""
+        found = {}
+        for service in self._mesh.services:
+            before, now = self._settled[service.name], _figures(service)
+            found[service.name] = {name: round(now[name] - before[name], 1) for name in now}
+        return found
+
+
+def _figures(service: Service) -> dict[str, float]:
+    """Resident memory in MB, threads and open files, as the kernel says."""
+    status = Path(f"/proc/{service.pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in status.splitlines())
+    return {
+        "rss_mb": int(values["VmRSS"].split()[0]) / 1024,
+        "threads": float(values["Threads"]),
+        "files": float(len(os.listdir(f"/proc/{service.pid}/fd"))),
+    }
+
+
+def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
+    """Runs one; its JSON line."""
+    load = os.getloadavg()[0]
+    with (
+        tempfile.TemporaryDirectory(prefix="kvmesh-storm-") as folder,
+        Mesh(
+            Path(folder),
+            workers=shape.workers,
+            prefill=shape.prefill,
+            decode=shape.decode,
+            indexers=shape.indexers,
+        ) as mesh,
+    ):
+        found = asyncio.run(Storm(mesh, requests, Random(seed)).run())
+        cut = _end_all(mesh)
+    line = {"case": f"storm/{name}", "requests": requests, **found, "calls_cut": cut}
+    load_now = os.getloadavg()[0]
+    return {**line, "missed": _missed(line), "load": [round(load, 1), round(load_now, 1)]}
+
+
+def _end_all(mesh: Mesh) -> list[str]:
+    """Tells everybody to leave; what had to be cut, or did not end well."""
+    cut = []
+    for room in _ENDS:
+        services = mesh.running(room)
+        for service in services:
+            service.send(signal.SIGTERM)
+        for service in services:
+            if (status := service.wait()) != 0:
+                cut.append(f"{service.name} ended with {status}")
+            events = service.events("cut at the end of the drain")
+            cut += [f"{service.name}: {event}" for event in events]
+    return cut
+
+
+def _missed(line: dict[str, Any]) -> list[str]:
+    missed = [name for name in ("left", "calls_cut") if line[name]]
+    if line["controls"].get("different") or not line["controls"].get("same"):
+        missed.append("controls")
+    for service, grown in line["growth"].items():
+        if grown["rss_mb"] > RSS_GROWTH_MAX_MB:
+            missed.append(f"{service} memory")
+        if grown["files"] > OPEN_FILES_GROWTH_MAX:
+            missed.append(f"{service} files")
+    return missed
+
+
+def main(argv: list[str]) -> int:
+    """Both meshes; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.storm", description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000, help="cancelled ones in all")
+    parser.add_argument("--seed", type=int, default=1, help="draws ways and moments")
+    options = parser.parse_args(argv)
+    missed = 0
+    for name, shape in (("agg", AGGREGATED), ("pd", DISAGGREGATED)):
+        line = storm(name, shape, options.requests // 2, options.seed)
+        missed += bool(line["missed"])
+        print(json.dumps(line), flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
