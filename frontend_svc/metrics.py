@@ -25,10 +25,11 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from common.errors import Conflict
+from common.instances import Instance, Snapshot
 from frontend_svc.core.openai_errors import ErrorType
 
 Registry = CollectorRegistry
@@ -562,6 +563,46 @@ class DeploymentState:
         """A meter of both families, for a model as a body names it."""
         guard = self.create_inflight_guard(model, endpoint, streaming)
         return RequestMeter(guard, self.frontend, self.clock)
+
+
+class ModelConfigCollector(Collector):
+    """What the workers of each served model advertise, read when it is scraped.
+
+    Capacities are summed over workers, limits of one request are the smallest; a size that nobody
+    advertises has no sample, never zero.
+    """
+
+    SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
+    LEAST = ("context_length", "block_size")
+
+    def __init__(self, snapshot: Callable[[], Snapshot], served: Served, prefix: str) -> None:
+        self._snapshot = snapshot
+        self._served = served
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See prometheus_client."""
+        served = self._served()
+        workers: dict[str, list[Instance]] = {}
+        for worker in self._snapshot().of("worker"):
+            if worker.model in served:
+                workers.setdefault(worker.model, []).append(worker)
+        count = GaugeMetricFamily(
+            f"{self._prefix}_model_workers", "Workers that serve the model", labels=("model",)
+        )
+        for model, found in workers.items():
+            count.add_metric((model,), len(found))
+        yield count
+        for name in (*self.SUMS, *self.LEAST):
+            how = "summed over its workers" if name in self.SUMS else "the least of its workers'"
+            gauge = GaugeMetricFamily(
+                f"{self._prefix}_model_{name}", f"{name} of the model, {how}", labels=("model",)
+            )
+            for model, found in workers.items():
+                values = [v for w in found if (v := getattr(w, name)) is not None]
+                if values:
+                    gauge.add_metric((model,), sum(values) if name in self.SUMS else min(values))
+            yield gauge
 
 
 def _register(registry: Registry, collectors: Sequence[Collector]) -> None:
