@@ -20,7 +20,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo sim chaos setup setup-sglang test-sglang lint fmt types proto rows bench-gateway lock clean
+.PHONY: help run test demo status sim chaos setup setup-sglang test-sglang lint fmt types proto rows bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ rows: $(VENV)/.dev ## Mission rows with a passing test, group by group
 
 bench-gateway: $(VENV)/.dev ## Token path figures on this machine; the last line is JSON
 	$(BIN)/python -m bench.gateway $(ARGS)
+
+status: $(VENV)/.runtime ## Who is in the mesh of make run: health, load, KV use
+	@$(BIN)/python -m meshctl status $(ARGS)
 
 sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
 	$(BIN)/python -m tests.sim $(or $(SEEDS),500)

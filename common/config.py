@@ -143,7 +143,7 @@ class ServiceConfig:
         metadata=knob("Where instances find each other: consul once there is more than one host."),
     )
     registry_path: Path = field(
-        default=Path(".kvmesh/registry"),
+        default=Path(".run/registry"),
         metadata=knob("Folder of the file registry; one local folder for all of a mesh."),
     )
     consul_url: str = field(
@@ -184,6 +184,11 @@ class ServiceConfig:
     )
     log_format: Literal["json", "console"] = field(
         default="json", metadata=knob("console when people read the log directly.")
+    )
+    mesh_key: str = field(
+        default="",
+        repr=False,
+        metadata=knob("Secret behind block identities; must be the same in the whole mesh."),
     )
     otlp_endpoint: str | None = field(
         default=None,

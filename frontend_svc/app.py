@@ -76,7 +76,6 @@ class FrontendApp:
         self._state = DeploymentState(
             self._models.names, frontend=FrontendMetrics(config.metrics_prefix)
         )
-        self._stack = contextlib.AsyncExitStack()
         self._http: uvicorn.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
@@ -94,7 +93,9 @@ class FrontendApp:
         listener = _listen(config.http_host, config.http_port)
         http_port = listener.getsockname()[1]
         self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
-        await self._stack.enter_async_context(self._engines)
+        entered = asyncio.Event()
+        life.spawn(self._run_engines(entered), name="engine client")
+        await entered.wait()
         seen = asyncio.Event()
         life.spawn(follow(self._registry, self._config.namespace, self._see), name="mesh watch")
         life.spawn(self._follow_models(seen), name="models")
@@ -171,9 +172,14 @@ class FrontendApp:
 
     async def close(self) -> None:
         """Close clients and files."""
-        await self._stack.aclose()
         await self._server.stop(None)
         await self._registry.close()
+
+    async def _run_engines(self, entered: asyncio.Event) -> None:
+        """Owns the streams to workers, in the task that also ends them."""
+        async with self._engines:
+            entered.set()
+            await asyncio.get_running_loop().create_future()
 
     def _see(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot

@@ -46,11 +46,6 @@ class FrontendConfig(ServiceConfig):
     metrics_prefix: str = field(
         default="kvmesh_frontend", metadata=knob("First part of metric names; match dashboards.")
     )
-    mesh_key: str = field(
-        default="",
-        repr=False,
-        metadata=knob("Secret behind block identities, the same in the whole mesh."),
-    )
 
     def problems(self) -> list[str]:
         """See ServiceConfig."""

@@ -296,6 +296,9 @@ class EngineClient:
         self._hung &= present
         for worker_id in [w for w in self._addresses if w not in present]:
             del self._addresses[worker_id]
+        for worker_id in [w for w in self._stream_seq if w not in present]:
+            if worker_id not in self._open:  # its next incarnation has another id
+                del self._stream_seq[worker_id]
 
     def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
         """See Witness."""

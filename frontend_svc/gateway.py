@@ -246,13 +246,19 @@ class Gateway:
 def place_alone(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
 ) -> Placed | MeshError:
-    """A placement without a router: power of two on our own requests in flight (DESIGN §5).
+    """A placement without a router: power of two on our own requests in flight.
 
     Among aggregated workers; without one, among decode workers that can prefill by themselves.
     """
     workers = snapshot.serving(query.model)
     if not workers:
         return no_worker(query.model)
+    if query.routing is not None:
+        return Unavailable(
+            "no router answers, and without one no request can be sent where it asks to run",
+            1.0,
+            reason="NO_ROUTER",
+        )
     left = [w for w in workers if w.id not in query.excluded]
     fit = [w for w in left if w.role == "aggregated"]
     fit = fit or [w for w in left if w.role == "decode" and w.local_prefill]

@@ -19,7 +19,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from common.blocks import SCHEME_ID, hashes_to_bytes
-from common.errors import Bug, InvalidRequest, MeshError, Overloaded
+from common.errors import (
+    Bug,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    RequestCancelled,
+)
 from common.preprocessed import CompletionUsage, PreprocessedRequest
 from frontend_svc.answer import Answer
 from frontend_svc.config import FrontendConfig
@@ -35,7 +42,7 @@ from frontend_svc.core.openai import (
     text_completion,
     to_preprocessed,
 )
-from frontend_svc.core.openai_errors import BODY_TOO_LARGE, error_type, http_error
+from frontend_svc.core.openai_errors import BODY_TOO_LARGE, error_event, error_type, http_error
 from frontend_svc.core.prompt import TemplateError
 from frontend_svc.core.request import Outcome, Plan, is_migratable
 from frontend_svc.core.sse import DONE, ChunkWriter, Kind
@@ -54,6 +61,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 
 OWNER = "kvmesh"
+# How long a client may take to send its body.
+BODY_S = 60.0
 _JSON = (b"content-type", b"application/json")
 # The last two keep caches and proxies from gathering events.
 _STREAM: Headers = (
@@ -84,6 +93,7 @@ class Call:
     answer: Answer | None = None
     status: int = 0
     error: MeshError | None = None
+    is_ended: bool = False
 
     @property
     def answer_id(self) -> str:
@@ -115,6 +125,7 @@ class GenerationEndpoint:
         self._state = state
         self._config = config
         self._start_span = request_spans()
+        self._inside = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request; it counts in the metrics, and gets a log line, however it ends."""
@@ -131,9 +142,12 @@ class GenerationEndpoint:
             began_s=self._state.clock(),
         )
         meter: RequestMeter | None = None
+        self._inside += 1
         try:
             try:
-                call.body = self._parse(await self._read_body(headers, receive))
+                if self._inside > self._config.requests_max:
+                    raise Overloaded(1.0, "this frontend has all the requests it can hold")
+                call.body = self._parse(await self._body_in_time(headers, receive))
             finally:
                 name = call.body.model if call.body is not None else ""
                 is_stream = call.body is not None and call.body.is_stream
@@ -145,10 +159,18 @@ class GenerationEndpoint:
             log.exception("request_failed", request_id=request_id)
             await self._refuse(call, meter, Bug("see the frontend's log"), send)
         finally:
+            self._inside -= 1
             if meter is not None:
                 meter.close()
             self._tell_span(call)
             self._log(call)
+
+    async def _body_in_time(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
+        try:
+            async with asyncio.timeout(BODY_S):
+                return await self._read_body(headers, receive)
+        except TimeoutError:
+            raise DeadlineExceeded(f"The body was not complete within {BODY_S:g} s.") from None
 
     async def _read_body(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         limit = self._config.body_limit_mb << 20
@@ -163,7 +185,7 @@ class GenerationEndpoint:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise InvalidRequest("The client went away before its body was complete.")
+                raise RequestCancelled("The client went away before its body was complete.")
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > limit:
@@ -174,8 +196,6 @@ class GenerationEndpoint:
     async def _serve(self, call: Call, meter: RequestMeter, receive: Receive, send: Send) -> None:
         body = call.body
         assert body is not None
-        if self._gateway.open_requests >= self._config.requests_max:
-            raise Overloaded(1.0, "this frontend has all the requests it can hold")
         model = self._models.get(body.model)
         call.request = await self._prepare(body, model)
         meter.prompt(len(call.request.token_ids))
@@ -255,12 +275,16 @@ class GenerationEndpoint:
             plan, self._query(model, request, loop.time(), call.span.traceparent), answer
         )
         answer.ticket = ticket
+        # Not a TaskGroup: it would wrap what the body raises.
         watch = loop.create_task(_await_disconnect(receive, ticket, meter))
         try:
             yield ticket
         finally:
-            watch.cancel()
             ticket.client_gone()
+            watch.cancel()
+            await asyncio.wait([watch])
+            if not watch.cancelled() and watch.exception() is not None:
+                log.error("disconnect_watch_failed", exc_info=watch.exception())
 
     def _query(
         self, model: ServedModel, request: PreprocessedRequest, now: float, traceparent: str
@@ -313,6 +337,7 @@ class GenerationEndpoint:
         assert outcome is not None
         events += _last_events(writer, flow, outcome)
         await send(_body(b"".join(events)))
+        call.is_ended = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _answer_whole(
@@ -344,7 +369,7 @@ class GenerationEndpoint:
             _finish_word(flow, outcome),
             _usage(flow, outcome),
         )
-        call.status = 200
+        call.status, call.is_ended = 200, True
         await _send_whole(send, 200, (_JSON, call.id_header), whole)
 
     async def _refuse(
@@ -353,8 +378,12 @@ class GenerationEndpoint:
         call.error = error
         if meter is not None:
             meter.mark_failed(error_type(error))
-        if call.status:
-            return  # the answer has begun; its last event has said so
+        if call.is_ended:
+            return
+        if call.status:  # the answer has begun: its last event says how it ended
+            await send(_body(error_event(error)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            return
         answer = http_error(error)
         call.status = answer.status
         headers = tuple((k.encode(), v.encode()) for k, v in answer.headers)
@@ -369,7 +398,9 @@ class GenerationEndpoint:
         if call.body is not None:
             facts |= {
                 "model": call.body.model,
-                "gen_ai.operation.name": "chat",
+                "gen_ai.operation.name": (
+                    "chat" if self._endpoint is Endpoint.CHAT_COMPLETIONS else "text_completion"
+                ),
                 "gen_ai.provider.name": OWNER,
                 "gen_ai.request.model": call.body.model,
                 "gen_ai.request.stream": call.body.is_stream,

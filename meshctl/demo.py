@@ -153,7 +153,11 @@ def demo(registry: str, environ: Mapping[str, str]) -> int:
             "KVMESH_REGISTRY_PATH": str(folder / "registry"),
         }
         if registry == "consul":
-            env["KVMESH_CONSUL_URL"] = stack.enter_context(consul_agent(folder))
+            try:
+                env["KVMESH_CONSUL_URL"] = stack.enter_context(consul_agent(folder))
+            except RuntimeError as error:
+                print(f"no Consul: {error}", file=sys.stderr)
+                return _report([], [])
             print(f"consul at {env['KVMESH_CONSUL_URL']}")
         out = folder / "turns.json"
         status = subprocess.run(

@@ -14,10 +14,12 @@ from common.discovery import health_meta, open_registry
 from common.instances import Instance, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
+from common.load import Load
 from common.registry import Lease, Registry
 from common.scrape import serve_metrics
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
+from router_svc.core.fleet import Placement
 from router_svc.core.load import LoadBook
 from router_svc.core.route import Router
 from router_svc.fleet_watch import FleetWatch
@@ -55,7 +57,7 @@ class RouterApp:
         book = LoadBook()
         self.index = IndexReplica(
             lambda: self.router.fleet.indexers,
-            book.report,
+            self._report,
             subscribe=grpc_subscriptions(self._security),
             rng=rng,
             clock=clock,
@@ -79,6 +81,11 @@ class RouterApp:
         self._close_metrics: Callable[[], Awaitable[None]] | None = None
         self.address = ""
         self.metrics_address = ""
+
+    def _report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+        """A rank's load, as the indexer tells it; those of workers that have left are void."""
+        if self.router.fleet.has(Placement(worker_id, dp_rank)):
+            self.router.book.report(worker_id, dp_rank, load, now)
 
     async def start(self, life: Life) -> Ready:
         """Bind; follow the fleet; serve once it was seen, or after FIRST_SNAPSHOT_S."""

@@ -124,11 +124,6 @@ class RouterConfig(ServiceConfig):
         default=DEFAULT_KNOBS.recent_miss_half_life_s,
         metadata=knob("After this, recent prefill counts half.", check=_positive),
     )
-    mesh_key: str = field(
-        default="",
-        repr=False,
-        metadata=knob("Secret behind block identities, the same in the whole mesh."),
-    )
     metrics_port: int | None = field(
         default=None,
         metadata=knob(

@@ -304,6 +304,7 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
             total_kv_blocks=config.total_kv_blocks,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_waiting=config.requests_max,
             timing=Timing(
                 base_s=config.step_ms / 1000,
                 prefill_token_s=1 / config.prefill_tokens_per_s,

@@ -53,7 +53,7 @@ class WorkerConfig(ServiceConfig):
         metadata=knob("Decode: compute prompts that come without a handoff; else refuse them."),
     )
     model_name: str = field(
-        default="kvmesh-sim", metadata=knob("What clients put in `model`; the same on replicas.")
+        default="sim", metadata=knob("What clients put in `model`; the same on replicas.")
     )
     model_path: Path | None = field(
         default=None,
@@ -109,11 +109,6 @@ class WorkerConfig(ServiceConfig):
     engine_args: str = field(
         default="",
         metadata=knob('More arguments of SGLang, a JSON object: {"tp_size": 2}.'),
-    )
-    mesh_key: str = field(
-        default="",
-        repr=False,
-        metadata=knob("Secret behind block identities, the same in the whole mesh."),
     )
 
     def problems(self) -> list[str]:

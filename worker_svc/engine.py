@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import Bug, MeshError
@@ -137,7 +137,7 @@ class GenerateContext:
     """An EngineContext with what only the framework adds; usable wherever a context is.
 
     first_token: set on decode legs; fires when the first token is there, from whichever side.
-    span_id, traceparent: of the caller; empty when not traced.
+    traceparent: of the caller; empty when not traced.
     """
 
     def __init__(
@@ -245,14 +245,6 @@ class chunk:
     def error(message: str) -> LLMEngineOutput:
         """The end by a failure whose type is not known; raise a MeshError where it is."""
         return LLMEngineOutput(finish_reason=FinishReason.ERROR, error=message)
-
-
-@dataclass(slots=True)
-class PassThrough:
-    """A request that engine-side OpenAI handling takes as it is. kind: chat | completion."""
-
-    kind: str
-    body: dict[str, Any] = field(default_factory=dict)
 
 
 class LLMEngine(Protocol):

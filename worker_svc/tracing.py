@@ -1,4 +1,4 @@
-"""The `engine.generate` span of a leg, observed from outside the engine (reference §6.3).
+"""The `engine.generate` span of a leg, observed from outside the engine.
 
 A leg whose caller is not sampled makes no span at all. Prefill's span has the id that the frontend
 assigned at routing, so decode's can begin with a link to it although both run at once.

@@ -115,7 +115,7 @@ class Outcome:
 
 
 def is_migratable(request: PreprocessedRequest) -> bool:
-    """Whether prompt + generated tokens say all that an engine needs to go on (DESIGN §6).
+    """Whether prompt + generated tokens say all that an engine needs to go on.
 
     Not so with guided decoding (the grammar's state), several choices or beams, penalties (they
     count the output apart from the prompt) and prompt_embeds.

@@ -18,8 +18,8 @@ host, and beyond those on disk):
 On the decode leg of a pair, which computes no prompt: prefill = misses = 0, and decode =
 max(0, D + R - reused - credit).
 
-All but `misses` is the cost of reference 4.6. The credit is never more than the work it saves: the
-prefill term stops at zero.
+All but `misses` is the cost that NVIDIA Dynamo 1.6 documents. The credit is never more than the
+work it saves: the prefill term stops at zero.
 
 Misses. Idle workers have no load to tell them apart, so overlap alone decides, and whoever got the
 first of many short prompts with a common beginning gets all of them for ever. M is what w had to
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostKnobs:
-    """The knobs of the cost; names and defaults as in reference 4.7 where it has them.
+    """The knobs of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
 
     overlap_score_credit: blocks of work that a block held on the device saves.
     overlap_score_credit_decay: how fast that credit falls with queued prefill; 1 halves it for one
@@ -106,7 +106,7 @@ class CostKnobs:
         )
 
     def for_decode_leg(self) -> CostKnobs:
-        """Those of the decode leg of a pair: its cache comes from prefill (reference 5.2)."""
+        """Those of the decode leg of a pair: its cache comes from prefill."""
         return replace(
             self, overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False
         )

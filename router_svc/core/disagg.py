@@ -27,7 +27,7 @@ def bootstrap_of(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
 def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
     """A random room in 0..2^63-1 with room mod dp_size == dp_rank: engines read the rank from it.
 
-    dp_rank: counted from the worker's first rank. Formula: reference 5.3.
+    dp_rank: counted from the worker's first rank. Formula: SGLang takes the rank from the room.
     """
     assert 0 <= dp_rank < dp_size, "a rank is one of the worker's"
     quotient = rng.randrange(ROOM_MAX + 1) % ((ROOM_MAX - dp_rank) // dp_size + 1)

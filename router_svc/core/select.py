@@ -274,7 +274,7 @@ def load_cost(load: Totals, block_size: int, taint_factor: float) -> float:
 def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | None) -> float:
     """exp(-tanh(sum of weights of the preferred taints that the worker has)), in [1/e, e].
 
-    Formula: reference 4.6.
+    Formula: as NVIDIA Dynamo 1.6 documents it.
     """
     if constraints is None or not constraints.preferred_taints:
         return 1.0

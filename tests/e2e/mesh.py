@@ -41,7 +41,7 @@ START_S = 30.0
 WAIT_S = 15.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
-MODEL = "kvmesh-sim"
+MODEL = "sim"
 # Kinds of service, in the order in which they are started; the room is what a kind runs.
 KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
 ROLES = ("prefill", "decode")

@@ -10,15 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.consul_agent import consul_binary
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
 @pytest.mark.row("S2-25")
-def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill() -> None:
+@pytest.mark.parametrize("registry", ["file", "consul"])
+def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> None:
+    if registry == "consul":
+        consul_binary()  # skips, saying why, where there is none
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     done = subprocess.run(
-        [sys.executable, "-m", "meshctl", "demo"],
+        [sys.executable, "-m", "meshctl", "demo", "--registry", registry],
         cwd=ROOT,
         env={**env, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
         capture_output=True,

@@ -81,8 +81,11 @@ def test_make_run_serves_and_the_curl_and_the_sdk_example_stream(tmp_path: Path)
         except subprocess.TimeoutExpired:
             os.killpg(mesh.pid, signal.SIGKILL)
             raise
-    assert status in (0, 2, -signal.SIGINT, 130), out.read_text()
-    assert "stopped" in out.read_text()
+    # make itself is interrupted too, so what counts is what meshctl says of its services.
+    said = out.read_text()
+    assert said.count("stopped") >= 5, said
+    assert said.count("exit status 0") >= 5, said
+    assert status in (0, 2, -signal.SIGINT), said
 
 
 def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:

@@ -59,7 +59,7 @@ from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_
 
 NS = "default"
 WAIT_S = 10.0
-FREED_S = 0.25  # DESIGN §6: slot and compute stop within this time
+FREED_S = 0.25  # Slot and compute stop within this time
 FRONTEND = 99
 
 

@@ -30,7 +30,7 @@ from worker_svc.runner import Runner
 if TYPE_CHECKING:
     from worker_svc.sglang_engine import SglangEngine
 
-FREED_S = 0.25  # DESIGN §6: slot and compute stop within this time
+FREED_S = 0.25  # Slot and compute stop within this time
 PROMPT = list(range(100, 140))
 
 

@@ -46,7 +46,7 @@ SETTLED_S = 5.0
 # A client's end reaches the worker and takes effect within this, without faults: 250 ms and trips.
 ABORT_S = 0.7
 
-# Whatever routers do, a request has a place by then (DESIGN §5): one may have begun to hang
+# Whatever routers do, a request has a place by then: one may have begun to hang
 # just when the silence of another was over.
 PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
 
@@ -370,25 +370,31 @@ class Checks:
             if held - claimed and not worker.has_forgotten:
                 self.breach("index", f"{where}: {len(held - claimed)} blocks are not claimed")
 
-    def quiescent(self, client: Client, workers: Sequence[SimWorker]) -> None:
-        """A request that had the mesh for itself, long after the last fault."""
+    def quiescent(self, client: Client, workers: Sequence[SimWorker]) -> int:
+        """A request that had the mesh for itself, long after the last fault.
+
+        Returns the cached tokens that were predicted for it, and found.
+        """
         name = client.wish.request_id
         if not client.outcomes:
             self.breach("healed", f"{name} has not ended, in a mesh that is well")
-            return
+            return 0
         outcome = client.outcomes[0]
         if outcome.error is not None or outcome.attempts != 1 or outcome.placed is None:
             self.breach("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
-            return
+            return 0
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
         computed_by = next((worker for worker in workers if worker.id == id), None)
         details = outcome.usage.prompt_tokens_details
         actual = details.cached_tokens if details is not None else None
         predicted = placed.predicted_cached_tokens
+        if actual is None:  # decode's last words came before prefill's, who knows
+            return 0
         is_subset = computed_by is not None and computed_by.has_forgotten
-        if actual is None or not (predicted <= actual if is_subset else predicted == actual):
+        if not (predicted <= actual if is_subset else predicted == actual):
             self.breach("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
+        return predicted
 
     def unfinished(self, clients: Sequence[Client]) -> None:
         """These have not ended, long after the last fault."""

@@ -220,11 +220,15 @@ def draw_conversations(rng: Random, count: int, until: float, truth: Truth) -> t
     """`count` clients that come before `until`: the turns of a few conversations.
 
     A turn's prompt is the one before it, its answer, and some words more. Clients leave early
-    oftener than others, so that some do in each phase of a handoff.
+    oftener than others, so that some do in each phase of a handoff; some worlds have them come in
+    bursts.
     """
+    burst_s = rng.choice((0.0, 1.0))
     said = [_ids(rng, rng.randrange(1, 150)) for _ in range(rng.randrange(2, 9))]
     wishes = []
     for number, at in enumerate(sorted(rng.uniform(0.0, until) for _ in range(count))):
+        if burst_s:
+            at = at // burst_s * burst_s + rng.uniform(0.0, 0.05)
         which = rng.randrange(len(said))
         prompt = said[which] + _ids(rng, rng.randrange(1, 50))
         wish = _draw_manners(rng, number, at, prompt, truth)
@@ -233,7 +237,7 @@ def draw_conversations(rng: Random, count: int, until: float, truth: Truth) -> t
         wishes.append(wish)
         answer, _ = expected_answer(wish, truth)
         said[which] = (prompt + tuple(answer))[:_TURN_TOKENS_MAX]
-    return tuple(wishes)
+    return tuple(sorted(wishes, key=lambda wish: wish.at))
 
 
 def _draw_stop(rng: Random, prompt: tuple[int, ...], limit: int, truth: Truth) -> StopConditions:

@@ -1,0 +1,215 @@
+"""The rules about pairs and the index can fail: a part with a deliberate mistake is caught."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.attach import LegSink, Order
+from common.errors import MeshError, Overloaded
+from common.index_feed import IndexFeed
+from common.kv import EventBatch
+from common.preprocessed import StopConditions
+from frontend_svc.core.request import Placed
+from frontend_svc.engine_client import Submission
+from frontend_svc.router_client import Answer, Key, Query
+from router_svc.core.load import BookingKey
+from router_svc.core.query import Query as RouterQuery
+from router_svc.core.route import Decision, Router
+from router_svc.core.select import Matches
+from tests.sim.clients import Wish, draw_conversations
+from tests.sim.faults import Fault, FaultKind
+from tests.sim.fleet import Parts, WatchedEngines, WatchedRouterClient
+from tests.sim.world import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Scenario, run_scenario
+from worker_svc.core.block_manager import Holding
+from worker_svc.core.handoff import Action, DecodeRoom, Release
+from worker_svc.core.handoff import Outcome as RoomOutcome
+from worker_svc.core.kv_events import ExternalEvent, PagesRemoved
+from worker_svc.core.truth import Truth
+from worker_svc.engine import GenerateContext, LLMEngineOutput, PreprocessedRequest
+from worker_svc.publisher import Publisher
+from worker_svc.sim_engine import SimEngine
+
+pytestmark = pytest.mark.slow
+
+
+def fault(kind: FaultKind, at: float, *, lasts_s: float = 1.0) -> Fault:
+    return Fault(at, kind, 0.0, 0.0, lasts_s, near_s=0.1, far_s=0.1, notice_s=0.5)
+
+
+CALM = Scenario(
+    seed=7,
+    is_vertical=True,
+    workers=0,
+    prefills=("bootstrap", "completed"),
+    decodes=2,
+    indexers=1,
+    selector="kv",
+    gb_per_s=0.2,
+    chunk_pages=2,
+    spares_first=False,
+    rest_s=SHORT_REST_S,
+    wishes=draw_conversations(Random(7), 30, 6.0, Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)),
+)
+DEATHS = replace(
+    CALM,
+    prefills=("bootstrap",),
+    prefill_token_s=4e-3,
+    batched_tokens=300,
+    faults=tuple(fault(FaultKind.DECODE_KILL, 1.0 + n) for n in range(4)),
+)
+# Batches of events go wrong while caches are too small for all conversations.
+GARBLED = replace(CALM, blocks=64, faults=(fault(FaultKind.EVENTS_GARBLED, 0.2, lasts_s=5.0),))
+# One decode worker, far away, whose clients leave amid transfers of one page after another.
+LEAVING = replace(
+    CALM,
+    prefills=("bootstrap",),
+    decodes=1,
+    delay_s=0.3,
+    gb_per_s=0.2,
+    chunk_pages=1,
+    step_s=0.01,
+    wishes=tuple(
+        Wish(
+            n,
+            0.05 * n,
+            tuple(Random(n).choices(WORDS, k=150)),
+            StopConditions(max_tokens=300, ignore_eos=True),
+            leaves_s=0.8 + 0.05 * (n % 13) if n % 2 else None,
+        )
+        for n in range(60)
+    ),
+)
+
+
+@pytest.mark.parametrize("scenario", [CALM, DEATHS, GARBLED, LEAVING])
+def test_the_real_parts_break_no_rule_about_pairs_in_these_scenarios(scenario: Scenario) -> None:
+    report = run_scenario(scenario)
+    assert not report.breaches, str(report)
+
+
+class DecodesAtPrefill(WatchedRouterClient):
+    """Thinks that whoever prefills can do the rest as well."""
+
+    def place(self, key: Key, query: Query, answer: Answer) -> None:
+        def answered(placed: Placed | MeshError) -> None:
+            if isinstance(placed, Placed) and placed.prefill is not None:
+                placed = replace(placed, worker_id=placed.prefill.worker_id)
+            answer(placed)
+
+        super().place(key, query, answered)
+
+
+class _Deaf(Submission):
+    def abort(self, reason: str) -> None:
+        pass
+
+
+class NeverAborts(WatchedEngines):
+    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
+        submission = super().submit(worker_id, address, order, sink)
+        return _Deaf(submission.connection, submission.slot)
+
+
+class EagerRoom(DecodeRoom):
+    """Gives its pages back when its leg leaves, whoever still writes to them."""
+
+    def _leave(self, now: float, outcome: RoomOutcome) -> list[Action]:
+        actions = super()._leave(now, outcome)
+        return [*actions, Release()] if self.is_aborting else actions
+
+
+class GivesPagesBackTooSoon(SimEngine):
+    decode_room = EagerRoom
+
+
+class PinsForEver(SimEngine):
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        self.blocks.pin(Holding())
+        async for output in super().generate(request, ctx):
+            yield output
+
+
+class ForgetsRooms(SimEngine):
+    """Never learns that a room is over."""
+
+    async def _open_handoffs(self, *args: Any) -> Any:
+        handoffs = await super()._open_handoffs(*args)
+        handoffs._over = lambda side, actions: None  # type: ignore[method-assign]
+        return handoffs
+
+
+class ForgetsRemovals(Publisher):
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        super().take(event for event in events if not isinstance(event, PagesRemoved))
+
+
+class IgnoresGaps(IndexFeed):
+    """Takes any batch for the next one."""
+
+    def apply(self, batch: EventBatch, now: float) -> Iterator[None]:
+        track = self._known(batch.source)
+        track.sequence, track.head = batch.sequence - 1, batch.sequence
+        yield from super().apply(batch, now)
+
+
+class SeesMoreThanThereIs(Router):
+    def match(self, query: RouterQuery) -> Matches:
+        rows = super().match(query).items()
+        return {key: row._replace(device_blocks=row.device_blocks + 1) for key, row in rows}
+
+
+class LeavesPrefillCharged(Router):
+    def decide(
+        self, query: RouterQuery, key: BookingKey | None, *args: Any, **others: Any
+    ) -> Decision:
+        decision = super().decide(query, key, *args, **others)
+        if decision.prefill is not None:
+            self.book._rank(decision.prefill).booked.add(1, 0, 0)
+        return decision
+
+
+class RefusesWhenAllIsWell(WatchedEngines):
+    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
+        if order.request_id.startswith("r1000000") and order.attempt == 0:
+            sink.rejected(Overloaded(1.0))
+        return super().submit(worker_id, address, order, sink)
+
+
+@pytest.mark.parametrize(
+    ("rule", "scenario", "parts"),
+    [
+        ("role", CALM, Parts(placer=DecodesAtPrefill)),
+        ("pair", DEATHS, Parts(engines=NeverAborts)),
+        ("pages", LEAVING, Parts(engine=GivesPagesBackTooSoon)),
+        ("rest", CALM, Parts(engine=PinsForEver)),
+        ("rest", CALM, Parts(engine=ForgetsRooms)),
+        ("index", GARBLED, Parts(publisher=ForgetsRemovals)),
+        ("index", GARBLED, Parts(feed=IgnoresGaps)),
+        ("predicted", CALM, Parts(router=SeesMoreThanThereIs)),
+        ("rest", CALM, Parts(router=LeavesPrefillCharged)),
+        ("healed", CALM, Parts(engines=RefusesWhenAllIsWell)),
+    ],
+    ids=lambda value: _mistake(value) if isinstance(value, Parts) else None,
+)
+def test_a_mistake_about_pairs_is_caught_by_its_rule(
+    rule: str, scenario: Scenario, parts: Parts
+) -> None:
+    assert rule in {breach.rule for breach in run_scenario(scenario, parts).breaches}
+
+
+def _mistake(parts: Parts) -> str | None:
+    real = Parts()
+    names = ("placer", "engines", "engine", "router", "publisher", "feed")
+    changed: Sequence[type[Any]] = [getattr(parts, name) for name in names]
+    return next((one.__name__ for one in changed if one not in _all(real)), None)
+
+
+def _all(parts: Parts) -> list[type[Any]]:
+    return [parts.placer, parts.engines, parts.engine, parts.router, parts.publisher, parts.feed]
