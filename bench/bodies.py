@@ -23,19 +23,30 @@ def write_bodies(
     osl: int,
     count: int,
     stream: bool,
+    shared: int = 0,
+    prefixes: int = 1,
     seed: int = 1,
 ) -> None:
-    """Prompts are random slices of Python's standard library, cut at token offsets."""
+    """Prompts are random slices of Python's standard library, cut at token offsets.
+
+    shared: so many of the tokens are one of `prefixes` common beginnings.
+    """
     rng = random.Random(seed)
     tokenizer = Tokenizer.from_file(str(tokenizer_json))
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "".join(source.read_text("utf-8", "ignore") for source in sources)[:TEXT_CHARS]
     offsets = tokenizer.encode(text).offsets
     length = isl - TEMPLATE_TOKENS
+
+    def cut(tokens: int) -> str:
+        first = rng.randrange(len(offsets) - tokens)
+        return text[offsets[first][0] : offsets[first + tokens - 1][1]]
+
+    heads = [cut(shared) if shared else "" for _ in range(prefixes)]
     with out.open("w") as file:
         for _ in range(count):
-            first = rng.randrange(len(offsets) - length)
-            content = text[offsets[first][0] : offsets[first + length - 1][1]]
+            head = heads[rng.randrange(prefixes)]
+            content = head + cut(length - shared)
             body = {
                 "model": model,
                 "messages": [{"role": "user", "content": content}],

@@ -1,11 +1,14 @@
 """The token path under load: frontend, router and two sim workers against bench/loadgen.c.
 
 usage: python -m bench.gateway [--seconds 4] [--repeat 3] [--concurrency 1,16,64,256]
-                               [--modes burst,paced,burst-unary] [--out FILE]
+                               [--modes burst,paced,burst-unary] [--shape agg|pd]
+                               [--selector kv|round_robin|...] [--shared N] [--out FILE]
 
 burst: the sim's time costs nothing, tokens come as fast as the path takes them; paced: the sim runs
-in real time (steps of 6 ms and more, prompts nearly free). All bodies differ. The last line is one
-JSON object.
+in real time (steps of 6 ms and more, prompts nearly free); real: the sim as it is, prompts at 12k
+tokens a second. agg: two aggregated workers; pd: one prefill and one decode worker. All bodies
+differ; with --shared, the first N tokens are one of SHARED_PREFIXES. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -36,21 +39,29 @@ MODES = {
     "burst": (_BURST, True),
     "burst-unary": (_BURST, False),
     # Prompts cost little, so that the pace of tokens is the load, not the sim's prefill.
+    "real": (("--speedup", "1"), True),
     "paced": (("--speedup", "1", "--prefill-tokens-per-s", "10000000"), True),
 }
+ROLES = {"agg": ("aggregated", "aggregated"), "pd": ("prefill", "decode")}
+SHARED_PREFIXES = 16
 READY_S = 30.0
 
 
 @contextlib.contextmanager
-def mesh(sim: Sequence[str], extra: Sequence[str]) -> Iterator[tuple[int, dict[str, int]]]:
-    """A frontend, a router and two sim workers; the HTTP port and the pids."""
+def mesh(
+    sim: Sequence[str], extra: Sequence[str], shape: str = "agg", selector: str = "kv"
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """A frontend, a router, an indexer and two sim workers; the HTTP port and the pids."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
         worker = [*common, *sim, "--model-name", MODEL, "--notice-s", "0"]
         commands = {
-            "router": ["router_svc", *common, "--notice-s", "0"],
-            "worker0": ["worker_svc", *worker],
-            "worker1": ["worker_svc", *worker],
+            "indexer": ["indexer_svc", *common, "--notice-s", "0"],
+            "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
+            **{
+                f"worker{i}": ["worker_svc", *worker, "--role", role]
+                for i, role in enumerate(ROLES[shape])
+            },
             "frontend": ["frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *extra],
         }
         running: dict[str, subprocess.Popen[bytes]] = {}
@@ -142,6 +153,11 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,16,64,256")
     parser.add_argument("--modes", default=",".join(MODES))
     parser.add_argument("--frontend", default="", help="more flags for the frontend")
+    parser.add_argument("--shape", choices=sorted(ROLES), default="agg")
+    parser.add_argument("--selector", default="kv")
+    parser.add_argument("--shared", type=int, default=0, help="tokens of common beginnings")
+    parser.add_argument("--isl", type=int, default=ISL)
+    parser.add_argument("--osl", type=int, default=OSL)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     loadgen = build_loadgen()
@@ -152,9 +168,18 @@ def main() -> None:
             bodies = Path(folder) / f"{mode}.jsonl"
             tokenizer = ROOT / "worker_svc/sim_model/tokenizer.json"
             write_bodies(
-                bodies, tokenizer, model=MODEL, isl=ISL, osl=OSL, count=BODIES, stream=stream
+                bodies,
+                tokenizer,
+                model=MODEL,
+                isl=args.isl,
+                osl=args.osl,
+                count=BODIES,
+                stream=stream,
+                shared=args.shared,
+                prefixes=SHARED_PREFIXES,
             )
-            with mesh(sim, args.frontend.split()) as (port, pids):
+            flags = args.frontend.split()
+            with mesh(sim, flags, args.shape, args.selector) as (port, pids):
                 for concurrency in map(int, args.concurrency.split(",")):
                     runs = [
                         run_load(
@@ -165,7 +190,7 @@ def main() -> None:
                             args.seconds,
                             pids,
                             offset=997 * i,
-                            tokens_a_request=OSL,
+                            tokens_a_request=args.osl,
                         )
                         for i in range(args.repeat)
                     ]
@@ -176,7 +201,7 @@ def main() -> None:
         "bench": "gateway",
         "commit": commit(),
         "machine": machine(),
-        "settings": {"isl": ISL, "osl": OSL, "seconds": args.seconds, "repeat": args.repeat},
+        "settings": {k: str(v) for k, v in vars(args).items() if k != "out"},
         "rows": rows,
     }
     line = json.dumps(result)

@@ -24,6 +24,7 @@ from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry, follow
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.request import Placed
+from frontend_svc.core.routable import missing_role
 from frontend_svc.engine_client import EngineClient, GrpcDialer
 from frontend_svc.gateway import Gateway, place_alone
 from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
@@ -210,13 +211,19 @@ class FrontendApp:
             reasons.append("no model is served: no worker is known")
         if not self._router.is_connected:
             reasons.append("no router answers: requests wait, then go by this frontend's own load")
+        missing = {
+            name: why
+            for name in self._models.names()
+            if (why := missing_role(self._snapshot.serving(name)))
+        }
+        reasons += [f"model {name}: {why}" for name, why in missing.items()]
         for worker_id, why in self._engines.why_left_alone().items():
             reasons.append(f"worker {worker_id} gets no requests for now: {why}")
         return Readiness(
-            is_ready=not is_draining and bool(self._models.names()),
+            is_ready=not is_draining and bool(self._models.names() - missing.keys()),
             is_draining=is_draining,
             reasons=tuple(reasons),
-            models_not_ready=self._models.not_ready,
+            models_not_ready={**self._models.not_ready, **missing},
             instances=tuple(map(_shown, self._snapshot.instances.values())),
         )
 

@@ -539,7 +539,7 @@ def build_api(
             {
                 "status": "healthy" if now.is_ready else "unhealthy",
                 "reasons": now.reasons,
-                "models": sorted(models.names()),
+                "models": sorted(models.names() - now.models_not_ready.keys()),
                 "models_not_ready": dict(now.models_not_ready),
                 "instances": now.instances,
             },
@@ -556,7 +556,9 @@ def build_api(
         return _json_response({"status": "live"}, 200)
 
     async def list_models(_: Request) -> Response:
-        entries = [model_value(m.name, m.created, OWNER) for m in models.all()]
+        missing = readiness().models_not_ready
+        served = [m for m in models.all() if m.name not in missing]
+        entries = [model_value(m.name, m.created, OWNER) for m in served]
         return Response(model_list(entries), media_type="application/json")
 
     async def one_model(request: Request) -> Response:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure, wait_for
 
 # Scripts of an environment lie beside its python.
 GRPCURL = Path(sys.executable).with_name("grpcurl")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not GRPCURL.exists(), reason="grpcurl is not ins
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, worker_flags=["--speedup=0"]) as mesh:
+    with Mesh(folder, workers=1, indexers=1, worker_flags=["--speedup=0"]) as mesh:
         yield mesh
 
 
@@ -70,7 +70,12 @@ def _snake(value: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("room", "services"),
-    [("worker", {ENGINE, HEALTH}), ("router", {ROUTER, HEALTH}), ("frontend", {HEALTH})],
+    [
+        ("worker", {ENGINE, HEALTH}),
+        ("router", {ROUTER, HEALTH}),
+        ("indexer", {INDEXER, HEALTH}),
+        ("frontend", {HEALTH}),
+    ],
 )
 def test_every_service_lists_itself_and_is_healthy(
     mesh: Mesh, room: str, services: set[str]
@@ -88,6 +93,7 @@ def test_every_service_lists_itself_and_is_healthy(
     [
         ("worker", ENGINE, ("Attach", "Generate", "Abort", "GetInfo", "GetLoad", "GetArtifact")),
         ("router", ROUTER, ("Session", "Route", "PotentialLoads", "Explain", "Dump")),
+        ("indexer", INDEXER, ("Publish", "Subscribe", "Match", "Dump", "Verify", "Stats")),
     ],
 )
 def test_services_and_messages_can_be_described(
@@ -99,6 +105,23 @@ def test_services_and_messages_can_be_described(
         assert f"rpc {method} (" in described
     hints = grpcurl(address, "describe", "kvmesh.types.v1.RoutingHints")
     assert "priority" in hints, "messages of imported files can be described too"
+
+
+def test_the_indexer_tells_what_it_holds_and_that_it_is_true(mesh: Mesh) -> None:
+    message = {"request": {"token_ids": PROMPT * 20, "stop_conditions": {"max_tokens": 1}}}
+    call(mesh.workers[0], f"{ENGINE}/Generate", message)
+    indexer = mesh.running("indexer")[0]
+
+    def held() -> list[dict[str, Any]]:
+        (stats,) = call(indexer, f"{INDEXER}/Stats", {})
+        return stats["sources"] if int(stats.get("blocks", 0)) else []
+
+    (source,) = wait_for(held, "the worker's blocks are in the index")
+    assert source["status"]["state"] == "exact"
+    (verified,) = call(indexer, f"{INDEXER}/Verify", {})
+    (row,) = verified["sources"]
+    assert int(row["equal"]) > 0
+    assert int(row.get("extra", 0)) == int(row.get("missing", 0)) == 0
 
 
 def test_generate_streams_the_models_truth(mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""Seeded runs of the whole mesh. More of them: `make sim`, or `python -m tests.sim N`."""
+"""Seeded runs of the mesh of aggregated workers. More of them: `python -m tests.sim N`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.world import run_seed
 
-SEEDS = 50
+SEEDS = 45
 
 
 @pytest.mark.slow

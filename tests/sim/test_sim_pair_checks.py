@@ -162,7 +162,7 @@ class IgnoresGaps(IndexFeed):
 class SeesMoreThanThereIs(Router):
     def match(self, query: RouterQuery) -> Matches:
         rows = super().match(query).items()
-        return {key: row._replace(device_blocks=row.device_blocks + 1) for key, row in rows}
+        return {key: row._replace(disk_blocks=row.disk_blocks + 1) for key, row in rows}
 
 
 class LeavesPrefillCharged(Router):

@@ -1,0 +1,109 @@
+"""Scenarios of pairs and the index that once broke a rule, or that chance draws too seldom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from common.preprocessed import StopConditions
+from tests.sim.clients import Wish, draw_conversations
+from tests.sim.faults import Fault, FaultKind
+from tests.sim.world import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Mode, Report, Scenario
+from tests.sim.world import run_scenario as run
+from worker_svc.core.truth import Truth
+
+TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+LONG = StopConditions(max_tokens=60, ignore_eos=True)
+FAULT = Fault(
+    at=1.5,
+    kind=FaultKind.PAIR_KILL,
+    pick=0.0,
+    pick_too=0.0,
+    lasts_s=1.0,
+    near_s=0.1,
+    far_s=0.1,
+    notice_s=0.5,
+)
+# A prompt takes about half a second to compute, and as long to hand over.
+SLOW = Scenario(
+    seed=1,
+    is_vertical=True,
+    workers=0,
+    prefills=("bootstrap", "bootstrap"),
+    decodes=2,
+    indexers=1,
+    selector="kv",
+    prefill_token_s=3e-3,
+    batched_tokens=600,
+    gb_per_s=0.05,
+    chunk_pages=1,
+    spares_first=False,
+    rest_s=SHORT_REST_S,
+)
+WISHES = draw_conversations(Random(3), 30, 6.0, TRUTH)
+
+pytestmark = pytest.mark.slow
+
+
+def passed(scenario: Scenario) -> Report:
+    report = run(scenario)
+    assert not report.breaches, str(report)
+    return report
+
+
+@pytest.mark.parametrize("mode", ["bootstrap", "completed"])
+def test_a_client_may_leave_in_any_phase_of_a_handoff(mode: Mode) -> None:
+    """Nobody waits for it longer than the rules allow, and no page is kept or spoilt."""
+    wishes = tuple(
+        Wish(n, 0.4 * n, tuple(Random(n).choices(WORDS, k=160)), LONG, leaves_s=0.05 * n)
+        for n in range(40)
+    )
+    report = passed(replace(SLOW, prefills=(mode,), wishes=wishes))
+    ended = report.counters["rooms_aborted"] + report.counters["rooms_failed"]
+    assert ended >= 8
+    assert report.counters["rooms_handed_over"] >= 8
+
+
+@pytest.mark.parametrize(
+    "kind", [FaultKind.PREFILL_KILL, FaultKind.DECODE_KILL, FaultKind.PAIR_KILL]
+)
+@pytest.mark.parametrize("mode", ["bootstrap", "completed"])
+def test_requests_survive_the_death_of_either_worker_or_both(mode: Mode, kind: FaultKind) -> None:
+    faults = tuple(replace(FAULT, kind=kind, at=1.0 + 1.7 * n) for n in range(3))
+    report = passed(replace(SLOW, prefills=(mode, mode), wishes=WISHES, faults=faults))
+    assert report.migrated > 0
+
+
+@pytest.mark.parametrize("kind", [FaultKind.PREFILL_HANG, FaultKind.DECODE_HANG])
+@pytest.mark.parametrize("pick_too", [0.0, 0.9], ids=["accelerator", "process"])
+def test_requests_survive_a_worker_that_hangs_amid_a_handoff(
+    kind: FaultKind, pick_too: float
+) -> None:
+    hang = replace(FAULT, kind=kind, pick_too=pick_too, lasts_s=7.0)
+    passed(replace(SLOW, wishes=WISHES, faults=(hang,)))
+
+
+def test_an_indexer_that_comes_back_empty_is_told_all_again() -> None:
+    """Its workers publish snapshots, and routers take them for what they are."""
+    kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=3.0)
+    report = passed(
+        replace(SLOW, wishes=WISHES, faults=(kill, replace(kill, at=5.0, pick_too=0.9)))
+    )
+    assert report.predicted > 0
+
+
+def test_an_indexer_dies_while_batches_are_lost_and_doubled() -> None:
+    garbled = replace(FAULT, kind=FaultKind.EVENTS_GARBLED, at=0.1, lasts_s=7.0)
+    kill = replace(FAULT, kind=FaultKind.INDEXER_KILL, at=3.0, lasts_s=0.2)
+    report = passed(replace(SLOW, blocks=64, wishes=WISHES, faults=(garbled, kill)))
+    assert report.garbled > 0
+
+
+def test_a_mesh_that_vanishes_from_the_registry_and_returns_serves_again() -> None:
+    flaps = tuple(
+        replace(FAULT, kind=FaultKind.REGISTRY_FLAP, at=0.5 + n, pick=n / 5, lasts_s=1.2)
+        for n in range(5)
+    )
+    passed(replace(SLOW, routers=2, indexers=2, wishes=WISHES, faults=flaps))
