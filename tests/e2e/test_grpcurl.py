@@ -17,6 +17,7 @@ from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
 # Scripts of an environment lie beside its python.
 GRPCURL = Path(sys.executable).with_name("grpcurl")
 ENGINE, ROUTER = "kvmesh.engine.v1.EngineService", "kvmesh.router.v1.RouterService"
+INDEXER = "kvmesh.indexer.v1.IndexerService"
 HEALTH = "grpc.health.v1.Health"
 PROMPT = [5, 6, 7]
 

@@ -42,6 +42,7 @@ SLOW = Scenario(
     spares_first=False,
     rest_s=SHORT_REST_S,
 )
+DEATHS = (FaultKind.PREFILL_KILL, FaultKind.DECODE_KILL, FaultKind.PAIR_KILL)
 WISHES = draw_conversations(Random(3), 30, 6.0, TRUTH)
 
 pytestmark = pytest.mark.slow
@@ -57,7 +58,7 @@ def passed(scenario: Scenario) -> Report:
 def test_a_client_may_leave_in_any_phase_of_a_handoff(mode: Mode) -> None:
     """Nobody waits for it longer than the rules allow, and no page is kept or spoilt."""
     wishes = tuple(
-        Wish(n, 0.4 * n, tuple(Random(n).choices(WORDS, k=160)), LONG, leaves_s=0.05 * n)
+        Wish(n, 0.7 * n, tuple(Random(n).choices(WORDS, k=160)), LONG, leaves_s=0.05 * n)
         for n in range(40)
     )
     report = passed(replace(SLOW, prefills=(mode,), wishes=wishes))
