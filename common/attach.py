@@ -456,10 +456,6 @@ class FrontendLink:
             self._parts.append((slot, prompt, end))
         return end - offset
 
-    def silent_for(self, now: float) -> float:
-        """Seconds since the worker was last heard."""
-        return now - self._heard_at
-
     def tick(self, now: float) -> MeshError | None:
         """The error to `lose` the stream with, once three heartbeats were missed (e)."""
         limit = MISSED_HEARTBEATS * self._heartbeat_s

@@ -203,8 +203,6 @@ class Gateway:
         self.retries = RetryBudget()
         self._loop = asyncio.get_running_loop()
         self._open: set[Ticket] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def open_requests(self) -> int:
@@ -216,7 +214,6 @@ class Gateway:
         self.retries.request(self._loop.time())
         ticket = Ticket(self, plan, query, listener)
         self._open.add(ticket)
-        self._idle.clear()
         ticket.machine.start()
         return ticket
 
@@ -228,12 +225,6 @@ class Gateway:
     def closed(self, ticket: Ticket) -> None:
         """A ticket's request has ended."""
         self._open.discard(ticket)
-        if not self._open:
-            self._idle.set()
-
-    async def idle(self) -> None:
-        """Returns once no request is under way."""
-        await self._idle.wait()
 
     def cut(self, error: MeshError) -> list[str]:
         """Ends every request under way with `error`; their ids."""

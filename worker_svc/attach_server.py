@@ -40,7 +40,6 @@ class AttachStream:
         self.link = WorkerLink(worker_id, self._loop.time())
         self._wake = asyncio.Event()
         self._keys: dict[int, int] = {}
-        self._slots: dict[int, asyncio.Task[None]] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._why: Exception | None = None
         self._is_ending = False
@@ -117,7 +116,6 @@ class AttachStream:
         self._keys[start.slot] = key
         task = self._tasks.create_task(self._run(start.slot, key))
         task.add_done_callback(lambda _: self._runner.forget(key))
-        self._slots[start.slot] = task
 
     async def _run(self, slot: int, key: int) -> None:
         link, wake = self.link, self._wake
@@ -144,7 +142,6 @@ class AttachStream:
             )
         finally:
             self._keys.pop(slot, None)
-            self._slots.pop(slot, None)
         wake.set()
 
     async def _write_frames(self) -> None:

@@ -263,8 +263,8 @@ class Raises(SimEngine):
 
 
 class LosesFrees(Router):
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **others)
         self.book.free = self.keep  # type: ignore[method-assign]
 
     def keep(self, key: BookingKey) -> bool:
