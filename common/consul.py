@@ -67,7 +67,8 @@ HEALTH = "health"
 
 TTL_S = 10.0
 TEND_S = 1.0
-RECONCILE_S = 30.0
+# A blocking query now and then sleeps through a change of a check: this bounds how long.
+RECONCILE_S = 8.0
 # How soon those are asked again who answer although they are not listed.
 HELD_AGAIN_S = 1.0
 CALL_TIMEOUT_S = 2.0

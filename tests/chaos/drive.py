@@ -1,8 +1,9 @@
 """Runs one case: starts its mesh, loads it, strikes, and reports what the clients saw.
 
 The load: the case's streams, which have all begun when the fault comes, and fresh requests every
-FRESH_EVERY_S from the first stream on until the last has ended and a request that was begun after
-the fault was answered. Every answer is compared with the truth, which follows from its prompt.
+FRESH_EVERY_S from the first stream on until the last has ended, a request that was begun after the
+fault was answered, and the fault has lasted LASTS_S. A hang ends when all are answered. Every
+answer is compared with the truth, which follows from its prompt.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ FRESH_TOKENS = 8
 # The fault comes when this share of the streams' tokens has arrived.
 STRIKE_AT = 0.4
 RECOVERY_MAX_S = 20.0
+# How long requests go on being sent into the fault: for a hang, well beyond its discovery.
+LASTS_S = {"kill": 2.0, "term": 2.0, "stop": 6.0, "freeze": 6.0, "none": 0.0}
 REST_S = 15.0
 # How long a load balancer takes to learn that a frontend drains; below the frontend's notice.
 BALANCER_S = 0.2
@@ -146,6 +149,7 @@ class _Drive:
         self._sent = 0
         self._stopping = False
         self._respawned: list[Service] = []
+        self._answers: list[asyncio.Task[Reply]] = []
 
     async def run(self) -> Seen:
         await fetch(self._urls[0], Reply("Warm up", 4))
@@ -180,8 +184,11 @@ class _Drive:
         await self._strike(victims)
         await asyncio.wait(streams)
         await self._await_recovery()
+        # A fault that is over before it is noticed proves nothing.
+        await asyncio.sleep(seen.struck_at + LASTS_S[case.how] - time.monotonic())
         self._stopping = True
         await fresh
+        await asyncio.gather(*self._answers)
         for victim in victims:
             if case.how in _UNDO:
                 victim.send(_UNDO[case.how])
@@ -218,7 +225,8 @@ class _Drive:
             urls = [url for url in safe if url in self._urls]
             reply = Reply(f"Fresh {self._sent}: {words}", FRESH_TOKENS)
             self._seen.fresh.append(reply)
-            tasks.create_task(fetch(urls[self._sent % len(urls)], reply))
+            answer = fetch(urls[self._sent % len(urls)], reply)
+            self._answers.append(tasks.create_task(answer))
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _await_recovery(self) -> None:

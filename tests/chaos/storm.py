@@ -223,6 +223,8 @@ def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
             decode=shape.decode,
             indexers=shape.indexers,
             worker_flags=[f"--total-kv-blocks={KV_BLOCKS}"],
+            frontend_flags=["--notice-s=0.3"],
+            router_flags=["--notice-s=0.3"],
         ) as mesh,
     ):
         found = asyncio.run(Storm(mesh, requests, Random(seed)).run())

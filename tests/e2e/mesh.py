@@ -225,7 +225,7 @@ class Mesh:
         self._flags = {
             "frontend": ["--http-port=0", *frontend_flags],
             "router": list(router_flags),
-            "indexer": [],
+            "indexer": ["--notice-s=0.3"],
             "worker": ["--notice-s=0.3", *worker_flags],
         }
         self._modules = {"worker": worker_module}

@@ -62,7 +62,7 @@ ROOM_ENDS = (
 # Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
 SERVICES = frozenset(
     {
-        "World._watch_credit",
+        "World._watch",
         "_run",
         "RouterClient.run",
         "RouterClient._place_unrouted",

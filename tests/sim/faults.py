@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from random import Random
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class FaultKind(StrEnum):
@@ -124,6 +127,7 @@ STORMS: tuple[tuple[FaultKind, ...], ...] = (
 
 # A side of a broken link that is told nothing learns of it by the transport's own pings.
 KEEPALIVE_S = 15.0
+FAULT_MAX_S = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +174,13 @@ def _draw(rng: Random, kinds: Sequence[FaultKind], until: float) -> Fault:
 
 def _duration(rng: Random) -> float:
     """A blink, most of the time below what a heartbeat tolerates, sometimes well above."""
-    return rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.2, 2.5), rng.uniform(2.5, 8.0)))
+    return rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.2, 2.5), rng.uniform(2.5, FAULT_MAX_S)))
 
 
 def _notice(rng: Random) -> float:
     return rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.3, 3.5), KEEPALIVE_S))
+
+
+def picked(there: Sequence[T], pick: float) -> T:
+    """The one of them that a number of 0..1 chooses."""
+    return there[int(pick * len(there))]

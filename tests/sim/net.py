@@ -177,8 +177,9 @@ class End:
         """Ends the stream from this side: the other one reads what is left, then this."""
         if self.is_over:
             return
-        self._leave()
-        self._send(lambda peer: peer.cut(error))
+        self.is_over = True
+        self._room.set()
+        self.owner.do(lambda: self._leave(error))
 
     def cut(self, error: MeshError | None) -> None:
         """This side learns that the stream is over."""
@@ -207,10 +208,10 @@ class End:
         if peer is not None and peer.peer is self:
             peer.sever()
 
-    def _leave(self) -> None:
-        self.is_over = True
-        self._room.set()
+    def _leave(self, error: MeshError | None) -> None:
+        # Not before: should its owner die in a stop, the other side hears of that.
         self.owner.ends.pop(self, None)
+        self._depart(lambda peer: peer.cut(error))
 
     def _send(self, arrive: Callable[[End], None]) -> None:
         """Hands something to the network; it arrives after all that was handed to it before."""
@@ -309,3 +310,8 @@ async def _handle(handler: Handler, end: End) -> None:
         error = raised
     finally:
         end.finish(error)
+
+
+def ends_between(near: Process, far: Process) -> list[End]:
+    """The near ends of the streams between two processes."""
+    return [end for end in near.ends if end.peer is not None and end.peer.owner is far]

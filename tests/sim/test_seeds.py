@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.world import run_seed
 
-SEEDS = 45
+SEEDS = 60
 
 
 @pytest.mark.slow
@@ -17,7 +17,7 @@ def test_a_seeded_run_breaks_no_rule(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 4, 13])
+@pytest.mark.parametrize("seed", [4, 13])
 def test_a_seed_gives_the_same_run_event_for_event(seed: int) -> None:
     first, again = run_seed(seed), run_seed(seed)
     assert first.trace == again.trace

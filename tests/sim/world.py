@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -17,8 +18,7 @@ from structlog.testing import capture_logs
 
 from common.attach import Order
 from common.blocks import PrefixHasher
-from common.errors import MeshError, Unavailable, WorkerLost
-from common.instances import Role
+from common.errors import MeshError
 from common.preprocessed import StopConditions
 from common.registry import MemoryStore
 from frontend_svc.core.request import Outcome, Placed
@@ -33,6 +33,7 @@ from tests.sim.clients import (
     expected_answer,
 )
 from tests.sim.faults import (
+    FAULT_MAX_S,
     KEEPALIVE_S,
     PROFILES,
     STORMS,
@@ -40,10 +41,10 @@ from tests.sim.faults import (
     VERTICAL_STORMS,
     Fault,
     draw_faults,
+    picked,
 )
 from tests.sim.fleet import (
     MODEL,
-    NAMESPACE,
     Discovery,
     KvPlane,
     Parts,
@@ -54,8 +55,9 @@ from tests.sim.fleet import (
     SimWorker,
 )
 from tests.sim.loop import run_virtually
-from tests.sim.net import WINDOW_BYTES, End, Net, Path, Process
-from tests.sim.wire import KV_HOST, Garble, kv_address
+from tests.sim.net import WINDOW_BYTES, Net, Path
+from tests.sim.strikes import Strikes
+from tests.sim.wire import KV_HOST, Garble
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import Truth
 from worker_svc.sim_engine import SimConfig, SimModel
@@ -71,22 +73,19 @@ BOUND_S = 45.0
 # By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
 REST_S = KEEPALIVE_S + 6.0
 _UNTIL_S = 1_000.0
-_CREDIT_LOOK_S = 0.1
+_LOOK_S = 0.1
+# Counting spoilt pages takes a while, and no count is ever forgotten.
+_PAGES_EVERY = 10
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
 # As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
 HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
-# What strikes amid a handoff waits so long for one.
-AMID_S = 2.0
-LOOK_S = 0.005
 # Requests that have the mesh for themselves, once it is well.
-QUIESCENT = 5
+QUIESCENT = 4
 # KV events and bookings have settled by then.
 SETTLE_S = 0.5
 # As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
 SHORT_REST_S = 13.0
 SOON_S = 3.0
-# Whom no fault strikes where the first worker (of each role) is spared.
-SPARED = frozenset({"w0", "p0", "d0"})
 
 Mode = Literal["bootstrap", "completed"]
 
@@ -212,7 +211,7 @@ def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
         quantum_s=rng.choice((0.0, 0.01, 0.05)),
         spares_first=rng.random() < 0.7,
         rest_s=SHORT_REST_S if is_quick else REST_S,
-        wishes=draw_conversations(rng, rng.randrange(20, 70), until, truth),
+        wishes=draw_conversations(rng, rng.randrange(20, 50), until, truth),
         faults=faults,
     )
 
@@ -320,37 +319,37 @@ class World:
         self._parts = parts
         self._loop = asyncio.get_running_loop()
         self._rng = Random(f"world {scenario.seed}")
-        self._store = MemoryStore()
-        self._net = Net(self._path, scenario.window_bytes)
+        self.store = MemoryStore()
+        self.net = Net(self._path, scenario.window_bytes)
         self._by_id: dict[int, SimWorker] = {}
         self.unacked_max = 0
         self.predicted = 0
-        self._outages = 0
+        self.outages = 0
         self._paths = 0
         self._last_port = 1000
         self._handoffs: dict[str, SimHandoffConfig] = {}
-        self._kv: KvPlane | None = None
+        self.kv: KvPlane | None = None
         if scenario.indexers:
-            self._kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
-        self._tasks: asyncio.TaskGroup | None = None
+            self.kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
         self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
         self._hasher = PrefixHasher(mesh_key=b"", model=MODEL, block_size=16)
 
     async def run(self) -> None:
         """From the start of the first process to the end of the last."""
         await self._start()
-        watch = self._loop.create_task(self._watch_credit())
-        async with asyncio.TaskGroup() as self._tasks:
+        watch = self._loop.create_task(self._watch())
+        strikes = Strikes(self)
+        async with asyncio.TaskGroup() as tasks:
             for fault in self.scenario.faults:
-                self._tasks.create_task(self._strike(fault))
+                tasks.create_task(strikes.strike(fault))
             await self._let_clients_come()
         self.trace.note("healed")
         await self._until_ended()
         await asyncio.sleep(self.scenario.rest_s)
-        if self._kv is not None:
+        if self.kv is not None:
             await self._try_out()
         self.checks.pages(self.workers)
-        self.checks.at_rest(self._alive(), idle=self.scenario.rest_s > IDLE_S + AFTERMATH_S)
+        self.checks.at_rest(self.alive(), idle=self.scenario.rest_s > IDLE_S + AFTERMATH_S)
         await self._end()
         watch.cancel()
         await asyncio.wait([watch])
@@ -359,14 +358,14 @@ class World:
     async def _start(self) -> None:
         scenario = self.scenario
         for _ in range(scenario.routers):
-            await self._start_router(self._address())
+            await self.start_router(self.new_address())
         for number in range(scenario.frontends):
-            await self._start_frontend(f"f{number}", self._address())
+            await self.start_frontend(f"f{number}", self.new_address())
         for _ in range(scenario.indexers):
-            await self._start_indexer(self._address())
+            await self.start_indexer(self.new_address())
         for name, handoff in self._roles():
             self._handoffs[name] = handoff
-            await self._start_worker(name, self._address())
+            await self.start_worker(name, self.new_address())
         await asyncio.sleep(2 * LAG_MAX_S)
 
     def _roles(self) -> list[tuple[str, SimHandoffConfig]]:
@@ -389,7 +388,7 @@ class World:
     @property
     def garbled(self) -> int:
         """Batches of KV events that went wrong on the wire."""
-        return 0 if self._kv is None else self._kv.garble.count
+        return 0 if self.kv is None else self.kv.garble.count
 
     async def _try_out(self) -> None:
         """The mesh is well: its index is the truth, and predicts what single requests find."""
@@ -412,10 +411,11 @@ class World:
             await asyncio.sleep(SETTLE_S)
             self.predicted += self.checks.quiescent(client, workers)
 
-    async def _watch_credit(self) -> None:
-        while True:
-            await asyncio.sleep(_CREDIT_LOOK_S)
-            self.checks.pages(self.workers)
+    async def _watch(self) -> None:
+        for look in count():
+            await asyncio.sleep(_LOOK_S)
+            if look % _PAGES_EVERY == 0:
+                self.checks.pages(self.workers)
             for worker in self.workers:
                 for stream in worker.attach._streams.values():
                     self.unacked_max = max(self.unacked_max, stream.link.unacked_bytes)
@@ -428,7 +428,7 @@ class World:
             serving = [f for f in self.frontends if f.is_serving]
             if not serving:
                 continue
-            client = self._let_in(wish, _picked(serving, wish.pick))
+            client = self._let_in(wish, picked(serving, wish.pick))
             if wish.leaves_s is not None and not self.scenario.faults:
                 at = self._loop.time() + wish.leaves_s + ABORT_S
                 self._loop.call_at(at, self.checks.aborted, client, self.workers)
@@ -461,16 +461,16 @@ class World:
     async def _end(self) -> None:
         for frontend in self.frontends:
             frontend.end()
-        for peer in self._alive():
+        for peer in self.alive():
             if isinstance(peer, SimWorker):
                 await peer.engine.cleanup()
             peer.process.kill()
-        for process in [peer.process for peer in self._everybody()]:
+        for process in [peer.process for peer in self.everybody()]:
             await process.gone()
 
     # -- processes ------------------------------------------------------------------------------
 
-    async def _start_worker(self, stable_name: str, address: str) -> None:
+    async def start_worker(self, stable_name: str, address: str) -> None:
         scenario = self.scenario
         config = SimConfig(
             total_kv_blocks=scenario.blocks,
@@ -482,7 +482,7 @@ class World:
             handoff=replace(self._handoffs[stable_name], port=int(address.split(":")[1])),
         )
         worker = SimWorker(
-            self._net,
+            self.net,
             self._discovery(),
             stable_name,
             address,
@@ -492,25 +492,27 @@ class World:
             self.checks.admitted,
             self._parts,
             scenario.requests_max,
-            self._kv,
+            self.kv,
         )
         self.workers.append(worker)
         self._by_id[worker.id] = worker
         self.trace.note("starts", stable_name, worker.id)
+        if self.kv is not None and self.kv.refused:
+            self.checks.trouble(worker, FAULT_MAX_S)  # it may be on an address out of reach
         await worker.start()
 
-    async def _start_router(self, address: str) -> None:
+    async def start_router(self, address: str) -> None:
         selector = self.scenario.selector
         router = SimRouter(
-            self._net, self._discovery(), address, selector, self._rng, self._parts, self._kv
+            self.net, self._discovery(), address, selector, self._rng, self._parts, self.kv
         )
         self.routers.append(router)
         self.trace.note("starts", router.process.name, router.id)
         await router.start()
 
-    async def _start_frontend(self, stable_name: str, address: str) -> None:
+    async def start_frontend(self, stable_name: str, address: str) -> None:
         frontend = SimFrontend(
-            self._net,
+            self.net,
             self._discovery(),
             stable_name,
             address,
@@ -522,19 +524,19 @@ class World:
         self.trace.note("starts", stable_name, frontend.id)
         await frontend.start()
 
-    async def _start_indexer(self, address: str) -> None:
-        indexer = SimIndexer(self._net, self._discovery(), address, self._rng, self._parts)
+    async def start_indexer(self, address: str) -> None:
+        indexer = SimIndexer(self.net, self._discovery(), address, self._rng, self._parts)
         self.indexers.append(indexer)
         self.trace.note("starts", indexer.process.name, indexer.id)
         await indexer.start()
 
-    def _everybody(self) -> list[Peer]:
+    def everybody(self) -> list[Peer]:
         return [*self.frontends, *self.routers, *self.indexers, *self.workers]
 
-    def _alive(self) -> list[Peer]:
-        return [peer for peer in self._everybody() if peer.process.is_alive]
+    def alive(self) -> list[Peer]:
+        return [peer for peer in self.everybody() if peer.process.is_alive]
 
-    def _address(self) -> str:
+    def new_address(self) -> str:
         self._last_port += 1
         return f"sim:{self._last_port}"
 
@@ -546,8 +548,8 @@ class World:
 
     def _discovery(self) -> Discovery:
         rng = Random(self._rng.random())
-        discovery = Discovery(self._store, lambda: rng.uniform(0.0, LAG_MAX_S))
-        for _ in range(self._outages):
+        discovery = Discovery(self.store, lambda: rng.uniform(0.0, LAG_MAX_S))
+        for _ in range(self.outages):
             discovery.lose()
         return discovery
 
@@ -580,446 +582,6 @@ class World:
     def _finished(self, client: Client, outcome: Outcome) -> None:
         error = "" if outcome.error is None else outcome.error.reason
         self.trace.note("ends", client.wish.request_id, outcome.finish_reason, error)
-        observers = [p for p in self._alive() if isinstance(p, SimFrontend | SimRouter)]
+        observers = [p for p in self.alive() if isinstance(p, SimFrontend | SimRouter)]
         serving = self.checks.serving(self.workers, observers)
         self.checks.finished(client, outcome, serving)
-
-    # -- faults ---------------------------------------------------------------------------------
-
-    async def _strike(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.at)
-        strike: Callable[[Fault], Coroutine[None, None, None]] = getattr(self, fault.kind.value)
-        await strike(fault)
-
-    def _some_worker(self, fault: Fault) -> SimWorker | None:
-        there = self._strikable()
-        return _picked(there, fault.pick) if there else None
-
-    def _strikable(self, role: Role | None = None) -> list[SimWorker]:
-        spared = SPARED if self.scenario.spares_first else ()
-        return [
-            worker
-            for worker in self.workers
-            if worker.is_serving and worker.stable_name not in spared
-            if role in (None, worker.role)
-        ]
-
-    async def _amid_handoff(self, fault: Fault, role: Role) -> SimWorker | None:
-        """Some worker of a role, one with an open room if there is one within AMID_S."""
-        for _ in range(round(AMID_S / LOOK_S)):
-            there = [w for w in self._strikable(role) if w.engine.loads()[0].rooms_open]
-            if there:
-                return _picked(there, fault.pick)
-            await asyncio.sleep(LOOK_S)
-        there = self._strikable(role)
-        return _picked(there, fault.pick) if there else None
-
-    def _some_frontend(self, fault: Fault) -> SimFrontend | None:
-        there = [f for f in self.frontends if f.is_serving]
-        return _picked(there, fault.pick_too) if there else None
-
-    def _some_router(self, fault: Fault) -> SimRouter | None:
-        there = [r for r in self.routers if r.process.is_alive and r.lease is not None]
-        return _picked(there, fault.pick) if there else None
-
-    def _note(self, fault: Fault, *facts: object) -> None:
-        self.trace.note("fault", fault.kind.value, *facts)
-
-    def _cut(self, near: End, fault: Fault) -> None:
-        """Breaks a stream; each side learns of it in its own time."""
-        far = near.peer
-        assert far is not None, "a stream has two ends"
-        near.sever()
-        error = Unavailable("the connection broke")
-        self._loop.call_later(fault.near_s, near.cut, error)
-        self._loop.call_later(fault.far_s, far.cut, error)
-
-    async def _hold(self, ends: Sequence[End], fault: Fault) -> None:
-        held = [end for end in ends if end.peer is not None]
-        for end in held:
-            end.hold()
-        await asyncio.sleep(fault.lasts_s)
-        for end in held:
-            end.let_go()
-
-    async def _crash(self, peer: Peer, fault: Fault) -> None:
-        """Ends a process without a word."""
-        for end in tuple(peer.process.ends):
-            other = end.peer
-            end.sever()
-            if other is not None:
-                self._loop.call_later(fault.near_s, other.cut, Unavailable("connection reset"))
-        if isinstance(peer, SimFrontend):
-            peer.die()
-        else:
-            peer.process.kill()
-        if isinstance(peer, SimRouter):
-            self.checks.trouble(None, fault.lasts_s + fault.notice_s)
-        members = self._store.members(NAMESPACE)
-        self._loop.call_later(fault.notice_s, members.remove, peer.id)
-        if isinstance(peer, SimWorker):
-            self._net.close(peer.address, peer.process)
-            peer.left_at = peer.left_at or self._loop.time() + fault.notice_s
-            await peer.engine.cleanup()
-
-    async def attach_cut(self, fault: Fault) -> None:
-        """A token stream breaks."""
-        ends = self._attach_ends(fault)
-        if ends:
-            self._cut(ends[0], fault)
-
-    async def attach_hold(self, fault: Fault) -> None:
-        """A token stream stands still, one way or both ways, then goes on."""
-        ends = self._attach_ends(fault)
-        far = [end.peer for end in ends if end.peer is not None]
-        await self._hold([*ends, *far] if fault.near_s < 1 else ends or far, fault)
-
-    def _attach_ends(self, fault: Fault) -> list[End]:
-        """The frontend's end of one stream, if there is one between these two."""
-        worker, frontend = self._some_worker(fault), self._some_frontend(fault)
-        if worker is None or frontend is None:
-            return []
-        self._note(fault, frontend.stable_name, worker.stable_name)
-        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
-        return _ends_between(frontend.process, worker.process)[:1]
-
-    async def session_cut(self, fault: Fault) -> None:
-        """The link between a frontend and its router breaks."""
-        for end in self._session_ends(fault):
-            self._cut(end, fault)
-
-    async def session_hold(self, fault: Fault) -> None:
-        """The link between a frontend and its router stands still."""
-        await self._hold(self._session_ends(fault), fault)
-
-    def _session_ends(self, fault: Fault) -> list[End]:
-        frontend = self._some_frontend(fault)
-        if frontend is None:
-            return []
-        self._note(fault, frontend.stable_name)
-        self.checks.trouble(None, fault.lasts_s + KEEPALIVE_S)
-        routers = [router.process for router in self.routers]
-        return [end for router in routers for end in _ends_between(frontend.process, router)]
-
-    async def worker_kill(self, fault: Fault) -> None:
-        """A worker dies, and another takes its place."""
-        await self._replace(self._some_worker(fault), fault)
-
-    async def _replace(self, worker: SimWorker | None, fault: Fault) -> None:
-        if worker is None:
-            return
-        self._note(fault, worker.stable_name)
-        self.checks.trouble(worker, KEEPALIVE_S + fault.notice_s)
-        await self._crash(worker, fault)
-        await asyncio.sleep(fault.lasts_s)
-        await self._start_worker(worker.stable_name, self._next_address(worker, fault))
-
-    def _next_address(self, worker: SimWorker, fault: Fault) -> str:
-        return worker.address if fault.pick_too < 0.5 else self._address()
-
-    async def worker_stop(self, fault: Fault) -> None:
-        """A worker's whole process stands still. Its health check sees that after two seconds."""
-        worker = self._some_worker(fault)
-        if worker is not None:
-            await self._stop_worker(worker, fault)
-
-    async def _stop_worker(self, worker: SimWorker, fault: Fault) -> None:
-        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
-        worker.process.stop()
-        worker.engine.freeze()
-        await asyncio.sleep(min(2.0, fault.lasts_s))
-        members = self._store.members(NAMESPACE)
-        if fault.lasts_s > 2.0 and worker.is_serving:
-            members.remove(worker.id)
-            await asyncio.sleep(fault.lasts_s - 2.0)
-            if worker.is_serving and worker.lease is not None:
-                members.put(worker.lease.instance)
-        worker.process.go_on()
-        worker.engine.thaw()
-
-    async def worker_freeze(self, fault: Fault) -> None:
-        """A worker's accelerator hangs; its process is well."""
-        worker = self._some_worker(fault)
-        if worker is not None:
-            await self._freeze_worker(worker, fault)
-
-    async def _freeze_worker(self, worker: SimWorker, fault: Fault) -> None:
-        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(worker, fault.lasts_s)
-        worker.engine.freeze()
-        await asyncio.sleep(fault.lasts_s)
-        worker.engine.thaw()
-
-    async def worker_break(self, fault: Fault) -> None:
-        """A worker's engine fails all it has and is given, until it is replaced."""
-        worker = self._some_worker(fault)
-        if worker is None:
-            return
-        self._note(fault, worker.stable_name)
-        self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S + fault.notice_s)
-        worker.engine.break_down(WorkerLost("the accelerator is gone", retryable=True))
-        await asyncio.sleep(fault.lasts_s)
-        if worker.is_serving:
-            await self._crash(worker, fault)
-            await self._start_worker(worker.stable_name, self._next_address(worker, fault))
-
-    async def worker_drain(self, fault: Fault) -> None:
-        """A worker is replaced as in a rollout, its successor before or after it."""
-        worker = self._some_worker(fault)
-        if worker is None:
-            return
-        self._note(fault, worker.stable_name)
-        self.checks.trouble(worker, 30.0)
-        if fault.pick_too < 0.5:
-            await self._start_worker(worker.stable_name, self._address())
-        if worker.is_serving:  # still, after the wait
-            await worker.drain()
-            await self._crash(worker, replace(fault, near_s=0.0, notice_s=0.0))
-        if fault.pick_too >= 0.5:
-            await self._start_worker(worker.stable_name, worker.address)
-
-    async def router_kill(self, fault: Fault) -> None:
-        """A router dies, and another takes its place."""
-        router = self._some_router(fault)
-        if router is None:
-            return
-        self._note(fault, router.process.name)
-        await self._crash(router, fault)
-        await asyncio.sleep(fault.lasts_s)
-        await self._start_router(router.address)
-
-    async def router_stop(self, fault: Fault) -> None:
-        """A router stands still."""
-        router = self._some_router(fault)
-        if router is None:
-            return
-        self._note(fault, router.process.name, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(None, fault.lasts_s)
-        router.process.stop()
-        await asyncio.sleep(fault.lasts_s)
-        router.process.go_on()
-
-    async def frontend_stall(self, fault: Fault) -> None:
-        """A frontend does not get round to reading."""
-        frontend = self._some_frontend(fault)
-        if frontend is None:
-            return
-        self._note(fault, frontend.stable_name, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(frontend, fault.lasts_s)
-        self.checks.trouble(None, fault.lasts_s)
-        await self._hold(tuple(frontend.process.ends), fault)
-
-    async def frontend_kill(self, fault: Fault) -> None:
-        """A frontend dies with all its requests, and another takes its place."""
-        frontend = self._some_frontend(fault)
-        if frontend is None:
-            return
-        self._note(fault, frontend.stable_name)
-        await self._crash(frontend, fault)
-        await asyncio.sleep(fault.lasts_s)
-        await self._start_frontend(frontend.stable_name, self._address())
-
-    async def registry_lost(self, fault: Fault) -> None:
-        """Nobody can reach the registry."""
-        self._note(fault, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(None, fault.lasts_s)
-        self._outages += 1
-        for peer in self._everybody():
-            peer.discovery.lose()
-        await asyncio.sleep(fault.lasts_s)
-        self._outages -= 1
-        for peer in self._everybody():
-            peer.discovery.find()
-
-    async def registry_stale(self, fault: Fault) -> None:
-        """One frontend or router hears nothing from the registry."""
-        there: list[Peer] = [*self.frontends, *self.routers, *self.indexers]
-        if self._kv is not None:
-            there += self.workers  # their publishers follow the indexers
-        peer = _picked(there, fault.pick)
-        self._note(fault, peer.process.name, f"{fault.lasts_s:.3f}")
-        self.checks.trouble(None, fault.lasts_s)
-        peer.discovery.lose()
-        await asyncio.sleep(fault.lasts_s)
-        peer.discovery.find()
-
-    async def registry_flap(self, fault: Fault) -> None:
-        """Some processes vanish from the registry for a while, though they live."""
-        members = self._store.members(NAMESPACE)
-        rng = Random(fault.pick)
-        gone = [peer for peer in self._alive() if peer.lease is not None and rng.random() < 0.5]
-        self._note(fault, *(peer.process.name for peer in gone), f"{fault.lasts_s:.3f}")
-        self.checks.trouble(None, fault.lasts_s)
-        for peer in gone:
-            members.remove(peer.id)
-        await asyncio.sleep(fault.lasts_s)
-        for peer in gone:
-            has_left = isinstance(peer, SimWorker) and peer.left_at is not None
-            if peer.process.is_alive and peer.lease is not None and not has_left:
-                members.put(peer.lease.instance)
-
-    # -- faults of the KV plane -----------------------------------------------------------------
-
-    async def prefill_kill(self, fault: Fault) -> None:
-        """A prefill worker dies amid a handoff."""
-        await self._replace(await self._amid_handoff(fault, "prefill"), fault)
-
-    async def decode_kill(self, fault: Fault) -> None:
-        """A decode worker dies while it waits for KV."""
-        await self._replace(await self._amid_handoff(fault, "decode"), fault)
-
-    async def pair_kill(self, fault: Fault) -> None:
-        """A prefill and a decode worker die at once."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._replace(await self._amid_handoff(fault, "decode"), fault))
-            there = self._strikable("prefill")
-            if there:
-                prefill = _picked(there, fault.pick_too)
-                tasks.create_task(self._replace(prefill, fault))
-
-    async def prefill_hang(self, fault: Fault) -> None:
-        """A prefill worker hangs amid a handoff: its accelerator, or all of it."""
-        await self._hang(await self._amid_handoff(fault, "prefill"), fault)
-
-    async def decode_hang(self, fault: Fault) -> None:
-        """A decode worker hangs while it waits for KV."""
-        await self._hang(await self._amid_handoff(fault, "decode"), fault)
-
-    async def _hang(self, worker: SimWorker | None, fault: Fault) -> None:
-        if worker is not None:
-            strike = self._freeze_worker if fault.pick_too < 0.5 else self._stop_worker
-            await strike(worker, fault)
-
-    def _handoff_end(self, fault: Fault) -> End | None:
-        """The decode side of some handoff that is under way."""
-        engines = [worker.process for worker in self._strikable("prefill")]
-        ends = [
-            end
-            for worker in self._strikable("decode")
-            for engine in engines
-            for end in _ends_between(worker.process, engine)
-        ]
-        return _picked(ends, fault.pick) if ends else None
-
-    async def _soon(self, fault: Fault) -> End | None:
-        for _ in range(round(AMID_S / LOOK_S)):
-            if (end := self._handoff_end(fault)) is not None:
-                break
-            await asyncio.sleep(LOOK_S)
-        if end is not None and end.peer is not None:
-            self._note(fault, end.owner.name, end.peer.owner.name)
-            for worker in self.workers:
-                if worker.process in (end.owner, end.peer.owner):
-                    self.checks.trouble(worker, fault.lasts_s + KEEPALIVE_S)
-        return end
-
-    async def handoff_cut(self, fault: Fault) -> None:
-        """The link of one handoff breaks."""
-        end = await self._soon(fault)
-        if end is not None and end.peer is not None:
-            self._cut(end, fault)
-
-    async def handoff_hold(self, fault: Fault) -> None:
-        """The link of one handoff stands still, one way or both ways, then goes on."""
-        end = await self._soon(fault)
-        if end is not None and end.peer is not None:
-            await self._hold([end, end.peer] if fault.near_s < 1 else [end], fault)
-
-    async def handoff_refused(self, fault: Fault) -> None:
-        """A prefill worker's handoffs are out of reach."""
-        there = self._strikable("prefill")
-        if not there or self._kv is None:
-            return
-        worker = _picked(there, fault.pick)
-        handoff = worker.engine.config.handoff
-        address = kv_address(handoff.host, handoff.port)
-        self._note(fault, worker.stable_name, f"{fault.lasts_s:.3f}")
-        # Whoever was with it, or would have been, fails with it.
-        for one in self.workers:
-            self.checks.trouble(one, fault.lasts_s)
-        self._kv.refused.add(address)
-        await asyncio.sleep(fault.lasts_s)
-        self._kv.refused.discard(address)
-
-    async def indexer_kill(self, fault: Fault) -> None:
-        """An indexer dies, and an empty one takes its place."""
-        indexer = self._some_indexer(fault)
-        if indexer is None:
-            return
-        self._note(fault, indexer.process.name)
-        await self._crash(indexer, fault)
-        await asyncio.sleep(fault.lasts_s)
-        same = fault.pick_too < 0.5
-        await self._start_indexer(indexer.address if same else self._address())
-
-    async def indexer_stop(self, fault: Fault) -> None:
-        """An indexer stands still."""
-        indexer = self._some_indexer(fault)
-        if indexer is None:
-            return
-        self._note(fault, indexer.process.name, f"{fault.lasts_s:.3f}")
-        indexer.process.stop()
-        await asyncio.sleep(fault.lasts_s)
-        indexer.process.go_on()
-
-    def _some_indexer(self, fault: Fault) -> SimIndexer | None:
-        there = [i for i in self.indexers if i.process.is_alive and i.lease is not None]
-        return _picked(there, fault.pick) if there else None
-
-    def _feed_end(self, fault: Fault) -> End | None:
-        """Some stream from a worker to an indexer, or from there to a router."""
-        indexer = self._some_indexer(fault)
-        ends = [end for end in indexer.process.ends if end.peer is not None] if indexer else []
-        if not ends:
-            return None
-        end = _picked(ends, fault.pick_too)
-        assert end.peer is not None, "those without were left out"
-        self._note(fault, end.owner.name, end.peer.owner.name)
-        return end
-
-    async def feed_cut(self, fault: Fault) -> None:
-        """A stream of KV events breaks."""
-        end = self._feed_end(fault)
-        if end is not None:
-            self._cut(end, fault)
-
-    async def feed_hold(self, fault: Fault) -> None:
-        """A stream of KV events stands still."""
-        end = self._feed_end(fault)
-        if end is not None:
-            await self._hold([end], fault)
-
-    async def events_garbled(self, fault: Fault) -> None:
-        """Batches of KV events are lost, doubled and overtaken."""
-        if self._kv is None:
-            return
-        self._note(fault, f"{fault.lasts_s:.3f}")
-        self._kv.garble.rate += 0.3
-        await asyncio.sleep(fault.lasts_s)
-        self._kv.garble.rate = max(0.0, self._kv.garble.rate - 0.3)
-
-    async def events_lost(self, fault: Fault) -> None:
-        """An engine's events are lost before they are numbered."""
-        worker = self._some_worker(fault)
-        if worker is not None and worker.publisher is not None:
-            self._note(fault, worker.stable_name)
-            worker.has_forgotten = True
-            worker.publisher.lose(0, "a fault")
-
-    async def cache_reset(self, fault: Fault) -> None:
-        """An engine evicts all it can and begins a new epoch."""
-        worker = self._some_worker(fault)
-        if worker is not None and worker.publisher is not None:
-            self._note(fault, worker.stable_name)
-            worker.has_forgotten = True
-            worker.engine.flush_cache()
-            worker.publisher.reset(0)
-
-
-def _picked(there: Sequence[T], pick: float) -> T:
-    return there[int(pick * len(there))]
-
-
-def _ends_between(near: Process, far: Process) -> list[End]:
-    return [end for end in near.ends if end.peer is not None and end.peer.owner is far]
