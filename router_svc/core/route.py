@@ -393,14 +393,19 @@ class Router:
             bootstrap=None if prefill is None else bootstrap_of(at, ask.rng),
             overlap_blocks=overlap,
             predicted_cached_tokens=predicted_cached_tokens(query, overlap, block_size),
-            reasons=self._reasons(query, picks),
+            reasons=self._reasons(query, picks, overlap, block_size),
             fallback=picks.fallback,
             considered=tuple(rows),
         )
 
-    def _reasons(self, query: Query, picks: _Picks) -> tuple[str, ...]:
+    def _reasons(
+        self, query: Query, picks: _Picks, overlap: int, block_size: int | None
+    ) -> tuple[str, ...]:
         name = self.selector.name
         reasons = []
+        if overlap and block_size:
+            whole = query.total_tokens // block_size
+            reasons.append(f"prefix hit: {overlap} of {whole} blocks")
         for pick in (picks.prefill, picks.worker):
             if pick is not None:
                 leg = "" if pick.view.leg == "whole" else f"{pick.view.leg} by "
