@@ -351,7 +351,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             try:
                 yield
             except Exception as error:
-                span.set_attribute("error.type", type(_mesh_error_in(error) or error).__name__)
+                span.set_attribute("error.type", type(error).__name__)
                 span.set_status(trace.StatusCode.ERROR)
                 raise
 
@@ -395,7 +395,7 @@ async def _abort(method: str, error: Exception, context: Context) -> None:
     """Ends the call with the status of an error; always raises."""
     if isinstance(error, grpc.aio.AbortError) or context.done():
         raise error  # The handler has aborted by itself, or nobody is there to be told.
-    known = _mesh_error_in(error)
+    known = error if isinstance(error, MeshError) else None
     if known is None or isinstance(known, errors.Bug):
         LOG.error("rpc failed", method=method, exc_info=error)
     if known is None:
@@ -404,16 +404,6 @@ async def _abort(method: str, error: Exception, context: Context) -> None:
         known = errors.Bug("internal error", metadata={"request_id": found} if found else None)
     code, status = status_of(known)
     await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
-
-
-def _mesh_error_in(error: BaseException) -> MeshError | None:
-    """The error itself, or the first of ours in a group of nothing but ours (from a TaskGroup)."""
-    if isinstance(error, MeshError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        found = [_mesh_error_in(part) for part in error.exceptions]
-        return found[0] if all(part is not None for part in found) else None
-    return None
 
 
 def _adopt_request_id(headers: Mapping[str, str | bytes]) -> str:

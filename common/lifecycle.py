@@ -38,6 +38,7 @@ LOG = structlog.get_logger(__name__)
 DEREGISTER_S = 3.0
 DRAIN_MARGIN_S = 5.0  # `drain` may take this much longer than it was given, to clean up.
 CLOSE_S = 10.0
+RECANCEL_S = 0.5
 CANCEL_S = 1.0
 FLUSH_S = 0.9
 EXIT_STUCK = 70
@@ -233,10 +234,14 @@ class Life:
     async def cancel_tasks(self, timeout_s: float) -> list[str]:
         """Cancels what was spawned and awaits it; the names of what is still running after that."""
         tasks = tuple(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while tasks:
+            for task in tasks:
+                task.cancel()
+            # Again after a while: `asyncio.wait_for` of Python 3.11, in libraries, may lose one.
+            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            _, pending = await asyncio.wait(tasks, timeout=min(left_s, RECANCEL_S))
+            tasks = tuple(pending) if left_s > RECANCEL_S else ()
         return sorted(task.get_name() for task in self._tasks)
 
     def _ended(self, task: asyncio.Task[Any], essential: bool) -> None:

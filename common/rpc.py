@@ -11,7 +11,6 @@ server; mutual TLS when certificates are given. `bind` refuses an open port with
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from common.interceptors import (
     raising_mesh_errors,
     time_left_s,
 )
+from common.tasks import TaskGroup
 
 KEEPALIVE_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
@@ -139,7 +139,7 @@ async def stop(
 
     `calls` is what the server was made with. Returns the names of the calls that were cut.
     """
-    async with asyncio.TaskGroup() as group:
+    async with TaskGroup() as group:
         group.create_task(target.stop(grace_s + cleanup_s), name="refuse new calls")
         cut = await calls.wait_idle(grace_s)
         await target.stop(None)

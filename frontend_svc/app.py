@@ -102,7 +102,8 @@ class FrontendApp:
         life.spawn(self._follow_models(seen), name="models")
         life.spawn(self._router.run(), name="router session")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(seen.wait(), RETRY_S)
+            async with asyncio.timeout(RETRY_S):
+                await seen.wait()
         self._serve_http(life, listener)
         await self._server.start()
         return Ready(
@@ -195,7 +196,8 @@ class FrontendApp:
             while not await self._models.follow(self._snapshot):
                 seen.set()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RETRY_S)
+                    async with asyncio.timeout(RETRY_S):
+                        await self._changed.wait()
                 self._changed.clear()
             seen.set()
 

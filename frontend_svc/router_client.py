@@ -24,6 +24,7 @@ from common.instances import Instance
 from common.interceptors import from_rpc_error
 from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
+from common.tasks import TaskGroup
 from frontend_svc.core.request import Place, Placed
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
@@ -204,7 +205,7 @@ class RouterClient:
 
     async def run(self) -> None:
         """Keeps a Session open for as long as the frontend lives."""
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(self._place_unrouted())
             while True:
                 router = self._choose()
@@ -221,13 +222,13 @@ class RouterClient:
     async def _serve(self, router: Instance) -> None:
         self._heard_at = self._loop.time()
         try:
-            async with self._open_session(router) as session, asyncio.TaskGroup() as tasks:
+            async with self._open_session(router) as session, TaskGroup() as tasks:
                 tasks.create_task(self._write(session))
                 tasks.create_task(self._ping())
                 await self._read(session)
-        except* MeshError as group:
+        except MeshError as error:
             self._lost_router = router.id
-            log.warning("router_lost", router_id=router.id, why=str(group.exceptions[0]))
+            log.warning("router_lost", router_id=router.id, why=str(error))
         finally:
             self.is_connected = self._is_told = False
 

@@ -125,7 +125,8 @@ class IndexerApp:
     async def _serve_when_filled(self, life: Life) -> None:
         # There may be no workers yet, and an empty index is a right one then.
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.ingest.first_published.wait(), FIRST_PUBLISHER_S)
+            async with asyncio.timeout(FIRST_PUBLISHER_S):
+                await self.ingest.first_published.wait()
         await life.health.set(SERVICE_NAME, True)
         await life.health.set("", True)
 

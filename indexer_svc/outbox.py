@@ -67,7 +67,8 @@ class PublisherOutbox:
             left_s = self._written_at + ACK_EVERY_S - self._clock()
             # Out of time, the acknowledgements are due.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), max(0.0, left_s))
+                async with asyncio.timeout(max(0.0, left_s)):
+                    await self._urgent.wait()
         if not (self._acked or self._demands or self._shrink_blocks):
             assert self._is_closed, "woken for nothing"
             return None

@@ -34,6 +34,7 @@ from common.kv_proto import (
     state_to_proto,
     status_to_proto,
 )
+from common.tasks import TaskGroup
 from indexer_svc.core.subscriber import (
     CaughtUp,
     LoadTold,
@@ -101,7 +102,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self, request_iterator: AsyncIterator[indexer_pb2.PublishRequest], context: Context
     ) -> None:
         outbox = PublisherOutbox(self._clock)
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             reader = tasks.create_task(self._read_publisher(request_iterator, outbox))
             while (frame := await outbox.next_frame()) is not None:
                 await context.write(frame)
@@ -243,7 +244,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         if self._is_ending:
             answers.close()
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 reader = tasks.create_task(self._read_questions(request_iterator, answers))
                 while (frame := await answers.next_frame()) is not None:
                     await context.write(frame)

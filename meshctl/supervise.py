@@ -18,6 +18,7 @@ from random import Random
 from typing import Protocol
 
 from common.errors import InvalidRequest, MeshError
+from common.tasks import TaskGroup
 from meshctl.backoff import Backoff, Policy
 from meshctl.process import ReadyLine
 from meshctl.services import ServiceSpec
@@ -185,7 +186,7 @@ class Supervisor:
 
         Giving a service up stops the others, in order.
         """
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             keepers = {
                 child.spec.name: group.create_task(self._keep(child), name=child.spec.name)
                 for child in self.children
@@ -223,7 +224,8 @@ class Supervisor:
             if pause_s is None:
                 return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._stop.wait()
         self._enter(child, State.STOPPED)
 
     async def _live_once(self, child: Child) -> float | None:

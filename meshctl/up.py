@@ -27,6 +27,7 @@ from common.config import ServiceConfig
 from common.discovery import open_registry
 from common.errors import MeshError
 from common.registry import Registry
+from common.tasks import TaskGroup
 from meshctl import gateway
 from meshctl.options import UpOptions
 from meshctl.process import ProcessLauncher, on_leash
@@ -172,7 +173,7 @@ class _Up:
         counted = ", ".join(_many(count, noun) for noun, count in kinds.items() if count)
         self._screen.say(f"starting {counted} ({mesh.engine}); logs in {self._options.log_dir}")
         try:
-            async with asyncio.TaskGroup() as group:
+            async with TaskGroup() as group:
                 group.create_task(supervisor.run())
                 session = group.create_task(self._session(supervisor))
                 await supervisor.stopping()
@@ -277,7 +278,8 @@ class _Up:
         except asyncio.CancelledError:
             process.terminate()
             try:
-                await asyncio.wait_for(process.wait(), COMMAND_END_S)
+                async with asyncio.timeout(COMMAND_END_S):
+                    await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()

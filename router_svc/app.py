@@ -102,7 +102,8 @@ class RouterApp:
         life.spawn(self.index.run(), name="index replica")
         life.spawn(self._tick(), name="tick")
         try:
-            await asyncio.wait_for(watch.first_seen.wait(), FIRST_SNAPSHOT_S)
+            async with asyncio.timeout(FIRST_SNAPSHOT_S):
+                await watch.first_seen.wait()
         except TimeoutError:
             LOG.warning("serving without a fleet: the registry has not answered")
         await self._server.start()

@@ -38,6 +38,7 @@ from common.kv_proto import (
 )
 from common.load import Load
 from common.prefix_index import Matched
+from common.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from router_svc.core.fleet import Placement
 from router_svc.core.overlap import Standing
@@ -138,7 +139,7 @@ class IndexReplica:
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(self._keep_tidy())
             last: int | None = None
             while True:
@@ -160,15 +161,15 @@ class IndexReplica:
         try:
             async with (
                 self._subscribe(indexer, request) as subscription,
-                asyncio.TaskGroup() as tasks,
+                TaskGroup() as tasks,
             ):
                 self._heard_any = self._clock()
                 tasks.create_task(self._end_when_silent())
                 await self._read(subscription, indexer)
-        except* MeshError as group:
-            why = f"{why}: {_first(group)}"
-            LOG.warning("indexer lost", indexer_id=indexer.id, why=str(_first(group)))
-        except* Exception:
+        except MeshError as error:
+            why = f"{why}: {error}"
+            LOG.warning("indexer lost", indexer_id=indexer.id, why=str(error))
+        except Exception:
             # Whatever ails the index, decisions go on with what is known, and without it then.
             LOG.exception("following an indexer failed", indexer_id=indexer.id)
         finally:
@@ -339,11 +340,3 @@ class _GrpcSubscription:
 def _name_of(partition: Partition) -> tuple[str, int, int]:
     """What a query says of its partition."""
     return (partition.model, partition.block_size, partition.hash_scheme)
-
-
-def _first(group: ExceptionGroup[MeshError]) -> BaseException:
-    """The first error in a group of groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -30,6 +30,7 @@ from common.errors import (
     Overloaded,
     Unimplemented,
 )
+from common.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load import BookingKey
 from router_svc.core.query import Query, block_size_of
@@ -93,7 +94,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         outbox = _Outbox(self._router_id)
         self._outboxes.add(outbox)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 reader = tasks.create_task(self._serve(request_iterator, outbox))
                 while (frame := await outbox.next_frame()) is not None:
                     await context.write(frame)

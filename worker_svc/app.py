@@ -248,7 +248,8 @@ class WorkerApp:
         self.runner.is_draining = True
         cut = []
         try:
-            await asyncio.wait_for(self.runner.idle(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self.runner.idle()
         except TimeoutError:
             cut = [f"{self.runner.open_requests} requests"]
         try:

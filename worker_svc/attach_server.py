@@ -11,6 +11,7 @@ import structlog
 from common.attach import Start, Stop, ToFrontend, ToWorker, WorkerLink
 from common.errors import Conflict, MeshError
 from common.preprocessed import PrefillResult, TokenIds
+from common.tasks import TaskGroup
 from worker_svc.engine import LLMEngineOutput
 from worker_svc.runner import Runner
 
@@ -40,7 +41,7 @@ class AttachStream:
         self.link = WorkerLink(worker_id, self._loop.time())
         self._wake = asyncio.Event()
         self._keys: dict[int, int] = {}
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks: TaskGroup | None = None
         self._why: Exception | None = None
         self._is_ending = False
 
@@ -50,7 +51,7 @@ class AttachStream:
         opened: called once the hello is in.
         """
         try:
-            async with asyncio.TaskGroup() as self._tasks:
+            async with TaskGroup() as self._tasks:
                 self._tasks.create_task(self._write_frames())
                 self._tasks.create_task(self._tick())
                 try:
@@ -58,10 +59,8 @@ class AttachStream:
                 except MeshError as error:
                     await self._end_with(error)
                 await self._end_with(_Ended())
-        except* _Ended:
-            pass
-        except* MeshError as group:
-            raise _first(group) from None
+        except _Ended:
+            return
         finally:
             self.link.lose()
 
@@ -175,14 +174,6 @@ def _prefill_result(terminal: LLMEngineOutput) -> PrefillResult | None:
     return PrefillResult(
         terminal.disaggregated_params, usage.prompt_tokens_details if usage is not None else None
     )
-
-
-def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MeshError), error
-    return error
 
 
 class AttachServer:

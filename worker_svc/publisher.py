@@ -39,6 +39,7 @@ from common.kv_proto import (
 )
 from common.load import Load
 from common.registry import Registry
+from common.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from worker_svc.core.kv_events import ExternalEvent, Feed
 
@@ -171,7 +172,7 @@ class Publisher:
 
     async def run(self) -> None:
         """Publish for ever; ends by cancellation only."""
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             pause_s = PAUSE_FIRST_S
             while True:
@@ -249,7 +250,7 @@ class Publisher:
             for link in self.links:
                 link.report(loads)
 
-    def _follow(self, snapshot: Snapshot, tasks: asyncio.TaskGroup) -> None:
+    def _follow(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
         # Revision 0 has seen nothing yet, so it cannot take anybody away.
         if snapshot.revision == 0 and self._links:
             return
@@ -342,7 +343,7 @@ class Link:
         hello = self._hello()
         patience = loop.call_later(ANSWER_S, self._go_live)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 reader = tasks.create_task(self._read(call))
                 with _ending_with(call):
                     await self._write(call, hello)
@@ -351,13 +352,10 @@ class Link:
                     await call.done_writing()
                     await asyncio.wait([reader], timeout=END_S)
                 raise _Ended
-        except* _Ended:
-            pass
-        except* MeshError as group:
-            raise _first(group) from None
+        except _Ended:
+            return ends_to_begin_anew
         finally:
             patience.cancel()
-        return ends_to_begin_anew
 
     def _hello(self) -> indexer_pb2.PublishRequest:
         """Says where every rank stands, and starts over with the cursors."""
@@ -523,11 +521,3 @@ def jittered(pause_s: float, rng: Random) -> float:
 
 def _position(feed: Feed) -> tuple[int, int]:
     return feed.ledger.epoch, feed.ledger.sequence
-
-
-def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MeshError), "except* lets nothing else in"
-    return error

@@ -19,6 +19,7 @@ from common.interceptors import request_id, time_left_s
 from common.kv_proto import TIER_NAMES
 from common.preprocessed import PrefillResult, TokenLogprob
 from common.preprocessed_proto import finish_reason_to_proto, from_proto, part_to_proto
+from common.tasks import TaskGroup
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from worker_svc.attach_server import AttachServer
@@ -100,7 +101,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             except MeshError as error:
                 return error
 
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
             run = tasks.create_task(outcome())
             run.add_done_callback(lambda _: self._runner.forget(key))
             run.add_done_callback(lambda _: wake.set())

@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import msgspec  # type: ignore[import-not-found]
+import msgspec
 import numpy as np
 import structlog
-import zmq  # type: ignore[import-not-found]
-import zmq.asyncio  # type: ignore[import-not-found]
+import zmq
+import zmq.asyncio
 
 from common.kv import Tier
 from worker_svc.core.kv_events import ExternalEvent, PagesCleared, PagesRemoved, PagesStored

@@ -31,6 +31,7 @@ from structlog.testing import capture_logs
 from common import errors, interceptors, rpc, telemetry
 from common.config import ServiceConfig
 from common.lifecycle import HealthThread
+from common.tasks import TaskGroup
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
@@ -193,7 +194,7 @@ async def test_an_unexpected_exception_says_nothing_of_itself_but_is_logged() ->
 
 async def test_an_error_out_of_a_task_group_keeps_its_class() -> None:
     async def handle(_request: bytes, _context: object) -> bytes:
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             group.create_task(_raise(errors.Overloaded(2.0)))
         return b""
 

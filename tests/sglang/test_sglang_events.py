@@ -236,7 +236,7 @@ class LossyPublisher:
     """Publishes as SGLang does, but what is told not to reach subscribers; `kept` can replay."""
 
     def __init__(self, endpoints: Endpoints) -> None:
-        import zmq.asyncio  # type: ignore[import-not-found]
+        import zmq.asyncio
 
         self._context = zmq.asyncio.Context()
         self._live = self._context.socket(zmq.PUB)
@@ -247,7 +247,7 @@ class LossyPublisher:
         self.replays = 0
 
     async def publish(self, seq: int, *, reaches: bool = True, keep: bool = True) -> None:
-        import msgspec  # type: ignore[import-not-found]
+        import msgspec
 
         payload = msgspec.msgpack.encode([0.0, [{"type": "BlockRemoved", "block_hashes": [seq]}]])
         if keep:

@@ -1,0 +1,101 @@
+"""Groups of tasks that end with one error and never lose a cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from common.errors import MeshError
+
+T = TypeVar("T")
+
+
+class TaskGroup:
+    """Like `asyncio.TaskGroup`, in two ways simpler to live with.
+
+    It raises the error that went wrong first, not a group of errors; one that is no MeshError, a
+    bug that is, goes before those that are. And a cancellation that arrives while the group ends
+    because of an error counts: asyncio's, before Python 3.13, drops it (cpython#116720), and a loop
+    that handles the error and goes on would then never end.
+    """
+
+    def __init__(self) -> None:
+        self._parent: asyncio.Task[Any] | None = None
+        self._cancels_before = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._errors: list[BaseException] = []
+        self._is_leaving = False
+        self._has_interrupted = False
+
+    def create_task(
+        self, work: Coroutine[Any, Any, T], *, name: str | None = None
+    ) -> asyncio.Task[T]:
+        """Runs `work` until its end, which the group awaits, or until the group fails."""
+        if self._parent is None or self._errors or (self._is_leaving and not self._tasks):
+            work.close()
+            raise RuntimeError("this group of tasks has not begun, or is ending")
+        task = self._parent.get_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def __aenter__(self) -> Self:
+        self._parent = asyncio.current_task()
+        assert self._parent is not None, "inside a coroutine"
+        self._cancels_before = self._parent.cancelling()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        parent = self._parent
+        assert parent is not None, "entered"
+        self._is_leaving = True
+        if self._has_interrupted:
+            parent.uncancel()
+            if not isinstance(error, asyncio.CancelledError):
+                # The body ended by itself first; what was sent to it arrives at the next await.
+                await self._absorb(asyncio.sleep(0))
+        if error is not None:
+            self._cancel_all()
+            if not isinstance(error, asyncio.CancelledError):
+                self._errors.insert(0, error)
+        while self._tasks:
+            await self._absorb(asyncio.wait(self._tasks))
+        if parent.cancelling() > self._cancels_before:
+            raise asyncio.CancelledError from error
+        if self._errors:
+            bugs = [failure for failure in self._errors if not isinstance(failure, MeshError)]
+            worst = (bugs or self._errors)[0]
+            if worst is not error:
+                raise worst from None
+
+    async def _absorb(self, work: Coroutine[Any, Any, object]) -> None:
+        """Awaits; a cancellation on the way ends the tasks, and is raised when they have ended."""
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._cancel_all()
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        is_first = not self._errors
+        self._errors.append(error)
+        if not is_first:
+            return
+        self._cancel_all()
+        if not self._is_leaving:
+            assert self._parent is not None, "it has tasks"
+            self._has_interrupted = True
+            self._parent.cancel()
+
+    def _cancel_all(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
