@@ -18,11 +18,22 @@ import grpc.aio
 import structlog
 
 from common import rpc
-from common.attach import HEARTBEAT_S, FrontendLink, Hello, LegSink, Order, ToFrontend, ToWorker
+from common.attach import (
+    HEARTBEAT_S,
+    FrontendLink,
+    Hello,
+    LegSink,
+    Order,
+    Terminal,
+    ToFrontend,
+    ToWorker,
+)
 from common.attach_proto import to_frontend_from_proto, to_worker_to_proto
 from common.errors import MeshError, WorkerLost
 from common.interceptors import from_rpc_error
 from common.load import Load
+from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds, TokenLogprob
+from common.tasks import TaskGroup
 from frontend_svc.core.breaker import Breaker, HangWatch
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 
@@ -117,6 +128,70 @@ class Witness(Protocol):
         """The engine moves (again)."""
 
 
+class _RankWatch:
+    """What a rank's heartbeats say of its engine.
+
+    hung: it stands still with requests running. stuck: the same while all of them wait, which may
+    be right (for KV from prefill). moved: it stepped since the last one. "": nothing.
+    """
+
+    def __init__(self) -> None:
+        self._running = HangWatch(HANG_S - LATE_S)
+        self._waiting = HangWatch(HANG_S - LATE_S)
+        self._step: int | None = None
+
+    def heard(self, load: Load, now: float) -> str:
+        """A heartbeat came."""
+        is_hung = self._running.heard(load.engine_step, load.running, now)
+        idly_waiting = 0 if load.running else load.waiting
+        is_stuck = self._waiting.heard(load.engine_step, idly_waiting, now)
+        # An engine that has nothing to do has not moved by that: it may still hang.
+        has_moved = self._step is not None and load.engine_step != self._step
+        self._step = load.engine_step
+        return "hung" if is_hung else "stuck" if is_stuck else "moved" if has_moved else ""
+
+
+# One token, ahead of the queue, beside the cache.
+_PROBE = PreprocessedRequest(
+    token_ids=TokenIds.of([1]), stop_conditions=StopConditions(max_tokens=1), is_probe=True
+)
+
+
+class _Canary:
+    """The sink of a probe. Any answer is one, a refusal too: then nobody can tell by probing."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self.is_answered = False
+
+    def accepted(self) -> None:
+        """That is the service's word, not the engine's."""
+
+    def rejected(self, error: MeshError) -> None:
+        """See LegSink."""
+        self._answered()
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """See LegSink."""
+        self._answered()
+
+    def chunk(self, json: bytes) -> None:
+        """See LegSink."""
+        self._answered()
+
+    def terminal(self, terminal: Terminal) -> None:
+        """See LegSink."""
+        self._answered()
+
+    def lost(self, error: MeshError) -> None:
+        """See LegSink."""
+        self.over.set()
+
+    def _answered(self) -> None:
+        self.is_answered = True
+        self.over.set()
+
+
 class WorkerConnection:
     """One Attach stream from the first order to its end."""
 
@@ -126,7 +201,8 @@ class WorkerConnection:
         self.address = address
         self._dialer = dialer
         self._witness = witness
-        self._hang_watches: dict[int, HangWatch] = {}
+        self._ranks: dict[int, _RankWatch] = {}
+        self._examining: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self.heard = asyncio.Event()
         self._used_at = self._loop.time()
@@ -169,38 +245,61 @@ class WorkerConnection:
     async def _serve(self) -> None:
         transport = await self._dialer.dial(self.address)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 tasks.create_task(self._write(transport))
                 tasks.create_task(self._tick())
                 self._wake.set()
-                await self._read(transport)
-        except* MeshError as group:
-            raise _first(group) from None
+                await self._read(transport, tasks)
         finally:
             await transport.close()
 
-    async def _read(self, transport: Transport) -> None:
+    async def _read(self, transport: Transport, tasks: TaskGroup) -> None:
         link, loop = self.link, self._loop
         while (frame := await transport.read()) is not None:
             link.receive(frame, loop.time())
             self.heard.set()
             if frame.heartbeat:
-                self._judge(frame.heartbeat)
+                self._judge(frame.heartbeat, tasks)
             if frame.sent_bytes:
                 self._wake.set()
         raise WorkerLost("the worker closed the stream", retryable=True)
 
-    def _judge(self, loads: Sequence[Load]) -> None:
+    def _judge(self, loads: Sequence[Load], tasks: TaskGroup) -> None:
         """Hung or not, by the ranks' steps; a hung engine's requests go elsewhere."""
         now = self._loop.time()
-        hung = False
-        for load in loads:
-            watch = self._hang_watches.setdefault(load.dp_rank, HangWatch(HANG_S - LATE_S))
-            hung = watch.heard(load.engine_step, load.running, now) or hung
+        seen = [
+            self._ranks.setdefault(load.dp_rank, _RankWatch()).heard(load, now) for load in loads
+        ]
+        if "hung" in seen:
+            self._condemn()
+        elif "stuck" in seen:
+            if self._examining is None or self._examining.done():
+                self._examining = tasks.create_task(self._examine())
+        elif "moved" in seen:
+            self._witness.moved(self.link.worker_id)
+
+    async def _examine(self) -> None:
+        """Asks an engine that does not step although work waits: it may be hung, or wait for KV."""
+        answers = await self.answers(PROBE_S)
+        if not answers and not any(load.running for load in self.link.loads):
+            self._condemn()  # one that has begun something since has its two seconds for it
+
+    async def answers(self, within_s: float) -> bool:
+        """Whether the engine answers a probe, which goes ahead of its queue, in that time."""
+        canary = _Canary()
+        try:
+            # Its deadline is no answer, and comes after it was given up.
+            slot = self.submit(Order("probe", timeout_s=2 * within_s, request=_PROBE), canary)
+        except MeshError:  # the stream has ended
+            return False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await canary.over.wait()
+        self.abort(slot, "probe_late")  # a no-op for one that has ended
+        return canary.is_answered
+
+    def _condemn(self) -> None:
         worker_id = self.link.worker_id
-        if not hung:
-            self._witness.moved(worker_id)
-            return
         self._witness.failed(worker_id, "its engine stands still", is_hung=True)
         error = WorkerLost(f"worker {worker_id} stands still", retryable=True, reason="HUNG")
         self.link.abandon(error)
@@ -227,14 +326,6 @@ class WorkerConnection:
             self._wake.set()
 
 
-def _first(group: BaseExceptionGroup[MeshError]) -> MeshError:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, MeshError), error
-    return error
-
-
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A submitted order, to be aborted by whoever gave it."""
@@ -258,7 +349,7 @@ class EngineClient:
         self._hung: set[int] = set()
         self._addresses: dict[int, str] = {}
         self._prober: asyncio.Task[None] | None = None
-        self._tasks = asyncio.TaskGroup()
+        self._tasks = TaskGroup()
         self._open: dict[int, tuple[WorkerConnection, asyncio.Task[None]]] = {}
         self._stream_seq: Counter[int] = Counter()
         self._dials: deque[float] = deque([float("-inf")] * DIALS_PER_S, maxlen=DIALS_PER_S)
@@ -322,16 +413,23 @@ class EngineClient:
                 self._tasks.create_task(self._probe(worker_id))
 
     async def _probe(self, worker_id: int) -> None:
-        """Opens a stream, or waits for a heartbeat on the open one."""
+        """Opens a stream, or waits for a heartbeat on the open one; asks an engine that hung."""
         address = self._addresses.get(worker_id)
         if address is None:
             self._breaker.keep(self._addresses)  # nobody asks for it any more
             return
         connection = self._connection(worker_id, address)
+        if worker_id in self._hung:
+            # Without requests it does not step, and how it stands then says nothing.
+            if await connection.answers(PROBE_S):
+                self.moved(worker_id)
+            self._breaker.probed(worker_id, worker_id not in self._hung, self._loop.time())
+            return
         connection.heard.clear()
         with contextlib.suppress(TimeoutError):
             # On an open stream the next heartbeat is due within HEARTBEAT_S.
-            await asyncio.wait_for(connection.heard.wait(), PROBE_S + HEARTBEAT_S)
+            async with asyncio.timeout(PROBE_S + HEARTBEAT_S):
+                await connection.heard.wait()
         worked = (
             connection.heard.is_set() and not connection.is_over and worker_id not in self._hung
         )

@@ -76,6 +76,12 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         replace(case("kill-other-frontend", "kill", "frontend"), shape=two_frontends),
         replace(case("stop-decode", "stop", decode), pause_s=HANG_PAUSE_S),
         replace(case("freeze-decode", "freeze", decode), pause_s=HANG_PAUSE_S),
+        # What one frontend takes back from it, the other must not mistake for an engine at rest.
+        replace(
+            case("freeze-decode-of-two-frontends", "freeze", decode),
+            shape=two_frontends,
+            pause_s=HANG_PAUSE_S,
+        ),
         case("stop-router", "stop", "router"),
         case("stop-indexer", "stop", "indexer"),
         # Longer streams than the drain has patience for: all go on elsewhere, where the sim needs

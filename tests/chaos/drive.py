@@ -192,6 +192,9 @@ class _Drive:
         for victim in victims:
             if case.how in _UNDO:
                 victim.send(_UNDO[case.how])
+            if case.how == "term":
+                status = await asyncio.to_thread(victim.wait, REST_S)
+                assert status == 0, victim.tail()
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
         """Frontends whose clients are to see nothing; one that drains is among them."""

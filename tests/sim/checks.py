@@ -77,6 +77,7 @@ SERVICES = frozenset(
         "EngineClient._probe_tripped",
         "WorkerConnection._write",
         "WorkerConnection._tick",
+        "WorkerConnection._examine",
         "SimEngine._run",
         "AttachStream._write_frames",
         "AttachStream._tick",
@@ -158,10 +159,10 @@ class Checks:
         if worker is None or worker.id not in frontend.snapshot.instances:
             self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
             return
-        if worker.left_at is None or not frontend.discovery.is_in_reach:
+        if worker.gone_at is None or not frontend.discovery.is_in_reach:
             return
-        known_from = max(worker.left_at, frontend.discovery.found_at) + LAG_MAX_S
-        if now > known_from + 0.01 and not self._had_trouble(frontend.id, worker.left_at):
+        known_from = max(worker.gone_at, frontend.discovery.found_at) + LAG_MAX_S
+        if now > known_from + 0.01 and not self._had_trouble(frontend.id, worker.gone_at):
             self.breach("submit", f"{order.request_id} went to {worker.stable_name}, which left")
 
     def admitted(self, worker: SimWorker) -> None:

@@ -304,6 +304,8 @@ class SimWorker:
         self.lease: Lease | None = None
         self.registered_at: float | None = None
         self.left_at: float | None = None
+        # Since when the registry, for whoever can reach it, does not show it any more.
+        self.gone_at: float | None = None
         self._net = net
 
     @property
@@ -382,6 +384,7 @@ class SimWorker:
         await self.discovery.reached()
         if self.lease is not None:
             await self.lease.close()
+        self.gone_at = asyncio.get_running_loop().time()
         await asyncio.sleep(NOTICE_S)
         self.runner.is_draining = True
         try:

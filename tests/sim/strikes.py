@@ -106,7 +106,8 @@ class Strikes:
         self._loop.call_later(fault.notice_s, members.remove, peer.id)
         if isinstance(peer, SimWorker):
             self._world.net.close(peer.address, peer.process)
-            peer.left_at = peer.left_at or self._loop.time() + fault.notice_s
+            peer.gone_at = peer.gone_at or self._loop.time() + fault.notice_s
+            peer.left_at = peer.left_at or peer.gone_at
             await peer.engine.cleanup()
 
     async def attach_cut(self, fault: Fault) -> None:

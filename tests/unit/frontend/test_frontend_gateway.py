@@ -8,11 +8,12 @@ from random import Random
 
 import pytest
 
-from common.attach import HelloAck, Order, Terminal, ToFrontend, ToWorker
+from common.attach import HelloAck, Order, Start, Terminal, ToFrontend, ToWorker, WorkerLink
 from common.errors import MeshError, Unavailable
 from common.instances import Instance, Snapshot
 from common.load import Load
-from common.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
+from common.preprocessed import FinishReason, PreprocessedRequest, TokenIds, TokenLogprob
+from frontend_svc.core.breaker import PROBE_LIMIT_S
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient
 from frontend_svc.gateway import place_alone
@@ -95,27 +96,97 @@ class Frozen:
         return self
 
 
+class Engine:
+    """A worker behind a transport of its own. frozen: it takes requests and does nothing.
+
+    waits: its requests wait for KV; only a probe is answered.
+    """
+
+    def __init__(self, *, frozen: bool = False, waits: bool = False) -> None:
+        self.frozen = frozen
+        self.waits = waits
+        self.ran = 0
+        self._open: dict[int, bool] = {}
+        self._started: set[int] = set()
+        self._steps = 0
+        self._link = WorkerLink(WORKER, 0.0)
+
+    def loads(self) -> list[Load]:
+        running, waiting = len(self._started), len(self._open) - len(self._started)
+        return [Load(engine_step=self._steps, running=running, waiting=waiting)]
+
+    def _step(self) -> None:
+        due = [] if self.frozen else [slot for slot in self._open if self._may_run(slot)]
+        for slot in due:
+            self._steps += 1
+            self._started.add(slot)
+            self.ran += 1
+            self._link.tokens(slot, [1])
+            if self._open[slot]:
+                self._end(slot, FinishReason.LENGTH)
+
+    def _may_run(self, slot: int) -> bool:
+        return self._open[slot] or not self.waits
+
+    def _end(self, slot: int, reason: FinishReason) -> None:
+        del self._open[slot]
+        self._started.discard(slot)
+        self._link.end(slot, reason)
+
+    async def read(self) -> ToFrontend | None:
+        while True:
+            await asyncio.sleep(0.05)
+            self._step()
+            frame = self._link.next_frame(asyncio.get_running_loop().time(), self.loads)
+            if frame is not None:
+                return frame
+
+    async def write(self, frame: ToWorker) -> None:
+        for command in self._link.receive(frame, asyncio.get_running_loop().time()):
+            if isinstance(command, Start):
+                assert command.order.request is not None
+                self._open[command.slot] = command.order.request.is_probe
+                self._link.accept(command.slot)
+            elif command.slot in self._open:
+                self._end(command.slot, FinishReason.CANCELLED)
+
+    async def close(self) -> None:
+        pass
+
+    async def dial(self, address: str) -> Engine:
+        return self
+
+
 class Sink:
     """Notes when its leg was lost."""
 
     def __init__(self) -> None:
         self.lost_at = 0.0
+        self.begun = asyncio.Event()
         self.over = asyncio.Event()
 
     def accepted(self) -> None: ...
 
     def rejected(self, error: MeshError) -> None: ...
 
-    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        self.begun.set()
 
     def chunk(self, json: bytes) -> None: ...
 
     def terminal(self, terminal: Terminal) -> None: ...
 
     def lost(self, error: MeshError) -> None:
-        assert error.reason == "HUNG"
+        assert error.reason in ("HUNG", "CLOSED")
         self.lost_at = asyncio.get_running_loop().time()
         self.over.set()
+
+
+def submit(engines: EngineClient) -> Sink:
+    sink = Sink()
+    request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
+    engines.submit(WORKER, "127.0.0.1:1", Order("r", request=request), sink)
+    return sink
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.1])
@@ -123,11 +194,53 @@ def test_two_seconds_of_standing_still_are_enough_also_when_the_first_heartbeat_
     late_s: float,
 ) -> None:
     async def main() -> float:
-        sink = Sink()
-        request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         async with EngineClient(1, Frozen(late_s), Random(1)) as engines:
-            engines.submit(WORKER, "127.0.0.1:1", Order("r", request=request), sink)
+            sink = submit(engines)
             await asyncio.wait_for(sink.over.wait(), 8.0)
         return sink.lost_at
 
     assert run_virtually(main()) == pytest.approx(3.0, abs=0.05)
+
+
+def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.begun.wait(), 1.0)
+            engine.frozen = True
+            await asyncio.wait_for(sink.over.wait(), 4.0)
+            await asyncio.sleep(30.0)
+            assert engine.loads()[0].running == 0, "what it had was aborted"
+            assert engines.left_alone([WORKER]) == {WORKER}
+            engine.frozen = False
+            await asyncio.sleep(PROBE_LIMIT_S * 1.25 + 0.5)
+            assert engines.left_alone([WORKER]) == frozenset(), "it answers probes again"
+
+    run_virtually(main())
+
+
+def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
+    async def main() -> float:
+        engine = Engine(frozen=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.over.wait(), 6.0)
+            assert engines.left_alone([WORKER]) == {WORKER}
+        return sink.lost_at
+
+    # A heartbeat that says so, two seconds of standing still, and a probe's second.
+    assert run_virtually(main()) < 4.5
+
+
+def test_an_engine_whose_requests_wait_for_kv_is_not_hung() -> None:
+    async def main() -> None:
+        engine = Engine(waits=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.sleep(30.0)
+            assert not sink.over.is_set()
+            assert engine.ran > 0, "it was asked"
+            assert engines.left_alone([WORKER]) == frozenset()
+
+    run_virtually(main())
