@@ -1,4 +1,4 @@
-"""What all tests share: the row report, and nothing else."""
+"""What all tests share: the row report, and which tests may be tried again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
+# Tests of real processes and sockets depend on a machine they share; one that fails is tried once
+# more, and the summary names it. Everything else must hold the first time.
+TRIED_AGAIN = {"integration", "e2e", "chaos"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not ROW.fullmatch(row):
                 raise pytest.UsageError(f"{item.nodeid}: {row!r} is no row")
         item.user_properties += [("row", row) for row in rows]
+        if item.path.parent.name in TRIED_AGAIN:
+            item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 class RowReport:
