@@ -33,6 +33,9 @@ from typing import (
     runtime_checkable,
 )
 
+from common.errors import InvalidRequest
+from common.instances import check_namespace
+
 ROOMS = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "MESHCTL")
 PREFIX = "KVMESH_"
 
@@ -94,6 +97,14 @@ def between(low: float, high: float) -> Check:
     return lambda value: None if low <= value <= high else f"must be from {low} to {high}"
 
 
+def _namespace(value: str) -> str | None:
+    try:
+        check_namespace(value)
+    except InvalidRequest as error:
+        return error.message
+    return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address to bind, or a peer's, stays on this host. Other names do not."""
     if host == "localhost" or host.startswith("unix:"):
@@ -136,7 +147,10 @@ class ServiceConfig:
     )
     namespace: str = field(
         default="default",
-        metadata=knob("Separates meshes that share a registry; change it to run a second one."),
+        metadata=knob(
+            "Separates meshes that share a registry; change it to run a second one.",
+            check=_namespace,
+        ),
     )
     registry: Literal["file", "consul", "memory"] = field(
         default="file",

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from common.config import PREFIX, ServiceConfig
-from common.errors import InvalidRequest
-from common.instances import check_namespace
+from common.config import PREFIX, ConfigError, ServiceConfig, read_config
 from meshctl.services import MeshOptions
 
 _DEFAULT = MeshOptions()
@@ -27,10 +25,12 @@ class UpOptions:
 
     ready_s: seconds in which all must be ready, and each service after its start.
     sample: send one chat request once ready. then: run this command once ready.
-    once: stop after these. http_host: where frontends' HTTP binds.
+    once: stop after these. http_host: where frontends' HTTP binds. config: what all services of the
+    mesh are told, the registry first.
     """
 
     mesh: MeshOptions
+    config: ServiceConfig
     log_dir: Path
     ready_s: float = 60.0
     sample: bool = False
@@ -77,46 +77,40 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         case "health":
             return HealthOptions(given.address, given.service)
         case "status":
-            return _status_options(parser, given, environ)
+            return StatusOptions(_service_config(parser, given, environ), given.json)
         case "demo":
             return DemoOptions(given.registry)
         case _:
             return _up_options(up, given, environ)
 
 
-def _status_options(
+def _service_config(
     parser: _Parser, given: argparse.Namespace, environ: Mapping[str, str]
-) -> StatusOptions:
-    """Where to ask: as services are told, `KVMESH_REGISTRY` and the like, or by flags."""
+) -> ServiceConfig:
+    """How to reach the registry and the services: as they are told, and by flags."""
+    for name in sorted(environ):
+        if name.startswith(f"{PREFIX}MESHCTL_"):
+            parser.error(f"{name}: meshctl is told by flags only")
+    flags = ("namespace", "registry", "registry_path", "consul_url")
+    argv = [f"--{flag.replace('_', '-')}={getattr(given, flag)}" for flag in flags]
     try:
-        config = ServiceConfig(
-            namespace=given.namespace,
-            registry=given.registry,
-            registry_path=Path(given.registry_path),
-            consul_url=given.consul_url,
-            mesh_token=environ.get(f"{PREFIX}MESH_TOKEN"),
-        )
-    except InvalidRequest as error:
-        parser.error(error.message)
-    return StatusOptions(config, given.json)
+        config, _ = read_config(ServiceConfig, "MESHCTL", environ, argv)
+    except ConfigError as error:
+        parser.error("; ".join(error.problems))
+    return config
 
 
 def _up_options(up: _Parser, given: argparse.Namespace, environ: Mapping[str, str]) -> UpOptions:
-    for name in sorted(environ):
-        if name.startswith(f"{PREFIX}MESHCTL_"):
-            up.error(f"{name}: meshctl is told by flags only")
+    config = _service_config(up, given, environ)
     if given.http_port and given.http_port + given.frontends - 1 > 65535:
         up.error("--http-port: the ports of all --frontends must be below 65536")
     if given.then == []:
         up.error("--then: needs a command")
     if not (_workers(given) or (given.prefill and given.decode)):
         up.error("--workers: a mesh needs a worker, or --prefill and --decode")
-    try:
-        check_namespace(given.namespace)
-    except InvalidRequest as error:
-        up.error(f"--namespace: {error.message}")
     return UpOptions(
         mesh=_mesh(given, environ),
+        config=config,
         log_dir=given.log_dir,
         ready_s=given.ready_s,
         sample=given.sample or (given.once and not given.then),

@@ -32,7 +32,7 @@ from meshctl import gateway
 from meshctl.options import UpOptions
 from meshctl.process import ProcessLauncher, on_leash
 from meshctl.screen import Screen, hints, http_url, table, wants_colour
-from meshctl.services import MeshOptions, http_ports, mesh_services
+from meshctl.services import http_ports, mesh_services
 from meshctl.supervise import State, Supervisor
 
 SAMPLE_PROMPT = "Say hello to the mesh."
@@ -113,17 +113,11 @@ def _only_one(log_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _open_registry(mesh: MeshOptions) -> Registry:
+def _open_registry(config: ServiceConfig) -> Registry:
     try:
-        return open_registry(
-            ServiceConfig(
-                registry=mesh.registry,
-                registry_path=mesh.registry_path,
-                consul_url=mesh.consul_url,
-            )
-        )
+        return open_registry(config)
     except MeshError as error:
-        raise CannotStart(f"--registry {mesh.registry}: {error.message}") from error
+        raise CannotStart(f"--registry {config.registry}: {error.message}") from error
 
 
 @dataclass(slots=True)
@@ -149,7 +143,7 @@ class _Up:
         self._outcome = _Outcome()
 
     async def run(self) -> int:
-        registry = _open_registry(self._options.mesh)
+        registry = _open_registry(self._options.config)
         supervisor = Supervisor(
             mesh_services(self._options.mesh),
             self._launcher,
