@@ -20,6 +20,7 @@ from common.attach import (
 from common.error_proto import error_from_proto, error_to_proto
 from common.errors import InvalidRequest
 from common.load import Load
+from common.load_proto import load_from_proto, load_to_proto
 from common.preprocessed import (
     CompletionUsage,
     FinishReason,
@@ -45,36 +46,6 @@ _PHASES = {
 }
 _PHASE_NAMES = {number: name for name, number in _PHASES.items()}
 _TIMEOUT_MS_MAX = 2**32 - 1
-
-
-def load_to_proto(load: Load) -> load_pb2.Load:
-    """The message of one rank's load."""
-    message = load_pb2.Load(
-        engine_step=load.engine_step,
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        kv_used_blocks=load.kv_used_blocks,
-        dp_rank=load.dp_rank,
-        rooms_open=load.rooms_open,
-    )
-    if load.kv_total_blocks is not None:
-        message.kv_total_blocks = load.kv_total_blocks
-    return message
-
-
-def load_from_proto(message: load_pb2.Load) -> Load:
-    """One rank's load."""
-    return Load(
-        engine_step=message.engine_step,
-        running=message.running,
-        waiting=message.waiting,
-        waiting_tokens=message.waiting_tokens,
-        kv_used_blocks=message.kv_used_blocks,
-        kv_total_blocks=message.kv_total_blocks if message.HasField("kv_total_blocks") else None,
-        dp_rank=message.dp_rank,
-        rooms_open=message.rooms_open,
-    )
 
 
 def to_worker_to_proto(frame: ToWorker) -> engine_pb2.AttachRequest:

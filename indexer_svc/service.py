@@ -16,7 +16,6 @@ import grpc.aio
 import structlog
 
 from common import rpc
-from common.attach_proto import load_from_proto, load_to_proto
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded
 from common.index_feed import EXACT, STALE_S
 from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState, SourceStatus
@@ -34,6 +33,7 @@ from common.kv_proto import (
     state_to_proto,
     status_to_proto,
 )
+from common.load_proto import load_from_proto, load_to_proto
 from common.tasks import TaskGroup
 from indexer_svc.core.subscriber import (
     CaughtUp,

@@ -20,7 +20,6 @@ import grpc.aio
 import structlog
 
 from common import rpc
-from common.attach_proto import load_from_proto
 from common.blocks import hashes_from_bytes
 from common.errors import MeshError, Unavailable
 from common.index_feed import Demand, IndexFeed
@@ -37,6 +36,7 @@ from common.kv_proto import (
     status_from_proto,
 )
 from common.load import Load
+from common.load_proto import load_from_proto
 from common.prefix_index import Matched
 from common.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc

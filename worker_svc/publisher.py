@@ -25,7 +25,6 @@ from typing import Protocol, TypeAlias
 import structlog
 
 from common import rpc
-from common.attach_proto import load_to_proto
 from common.errors import MeshError
 from common.instances import Instance, Snapshot
 from common.interceptors import raising_mesh_errors
@@ -38,6 +37,7 @@ from common.kv_proto import (
     state_to_proto,
 )
 from common.load import Load
+from common.load_proto import load_to_proto
 from common.registry import Registry
 from common.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc

@@ -10,13 +10,14 @@ from typing import Any
 import grpc.aio
 
 from common.attach import Order, ToFrontend, ToWorker
-from common.attach_proto import load_to_proto, to_frontend_to_proto, to_worker_from_proto
+from common.attach_proto import to_frontend_to_proto, to_worker_from_proto
 from common.blocks import hashes_to_bytes
 from common.card import ModelCard
 from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
 from common.instances import Instance
 from common.interceptors import request_id, time_left_s
 from common.kv_proto import TIER_NAMES
+from common.load_proto import load_to_proto
 from common.preprocessed import PrefillResult, TokenLogprob
 from common.preprocessed_proto import finish_reason_to_proto, from_proto, part_to_proto
 from common.tasks import TaskGroup

@@ -27,8 +27,6 @@ from common.attach import (
     WorkerLink,
 )
 from common.attach_proto import (
-    load_from_proto,
-    load_to_proto,
     to_frontend_from_proto,
     to_frontend_to_proto,
     to_worker_from_proto,
@@ -46,6 +44,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.load import Load
+from common.load_proto import load_from_proto, load_to_proto
 from common.preprocessed import (
     BootstrapInfo,
     CompletionTokensDetails,
