@@ -39,7 +39,7 @@ def test_the_readme_names_run_and_test_and_ci_calls_the_latter() -> None:
 
 
 @pytest.mark.slow
-def test_make_run_serves_and_the_curl_and_the_sdk_example_stream(tmp_path: Path) -> None:
+def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: Path) -> None:
     port = free_port()
     flags = f"--http-port {port} --registry-path {tmp_path}/registry --log-dir {tmp_path}/logs"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KVMESH_", "MAKE", "MFLAGS"))}
@@ -74,6 +74,35 @@ def test_make_run_serves_and_the_curl_and_the_sdk_example_stream(tmp_path: Path)
             check=True,
         ).stdout
         assert len(example.split()) >= 8, example
+        status = subprocess.run(
+            [
+                "make",
+                "-s",
+                "status",
+                f"PY={sys.executable}",
+                f"ARGS=--registry-path {tmp_path}/registry",
+            ],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+        assert status.count("serving") == 5, status
+        found = re.search(r"^worker-0 +ready +\d+ +(\S+)", out.read_text(), re.MULTILINE)
+        assert found is not None, out.read_text()
+        (grpcurl,) = [block for block in SHELL if block.startswith("grpcurl")]
+        answer = subprocess.run(
+            ["bash", "-ec", grpcurl.replace("ADDRESS", found[1])],
+            env={**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout
+        assert "kvmesh.engine.v1.EngineService\n" in answer, answer
+        assert answer.count('"token_ids"') == 4, answer
     finally:
         os.killpg(mesh.pid, signal.SIGINT)
         try:
