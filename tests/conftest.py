@@ -12,7 +12,7 @@ ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a machine they share; one that fails is tried once
 # more, and the summary names it. Everything else must hold the first time.
-TRIED_AGAIN = {"integration", "e2e", "chaos"}
+TRIED_AGAIN = {"contract", "integration", "e2e", "chaos"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

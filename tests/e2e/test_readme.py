@@ -35,7 +35,8 @@ def test_the_readme_names_run_and_test_and_ci_calls_the_latter() -> None:
         for line in (ROOT / ".ci/run").read_text().splitlines()
         if line and not line.startswith(("#", "set ", "cd "))
     ]
-    assert commands == ["make test"]
+    assert commands == ["make test", "make test-sglang"]
+    assert {block.strip() for block in SHELL} >= set(commands)
 
 
 @pytest.mark.slow
@@ -74,7 +75,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             check=True,
         ).stdout
         assert len(example.split()) >= 8, example
-        status = subprocess.run(
+        listed = subprocess.run(
             [
                 "make",
                 "-s",
@@ -89,7 +90,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             timeout=20,
             check=True,
         ).stdout
-        assert status.count("serving") == 5, status
+        assert listed.count("serving") == 5, listed
         found = re.search(r"^worker-0 +ready +\d+ +(\S+)", out.read_text(), re.MULTILINE)
         assert found is not None, out.read_text()
         (grpcurl,) = [block for block in SHELL if block.startswith("grpcurl")]
