@@ -1026,16 +1026,22 @@ class GetArtifactRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name in the card, e.g. "tokenizer.json"."""
+    offset: _builtins.int
+    """Bytes to leave out at the beginning, at most its size: where a transfer is resumed, also with
+    another worker of the same card.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        offset: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1051,7 +1057,7 @@ class GetArtifactResponse(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """At most 1 MiB."""
+    """At most 1 MiB. Empty only where nothing is left from the offset on."""
     sha256: _builtins.str
     """Hex SHA-256 of the whole artifact; in the first chunk."""
     size: _builtins.int

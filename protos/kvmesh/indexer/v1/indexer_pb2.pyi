@@ -417,6 +417,9 @@ class SubscribeRequest(_message.Message):
 
     RESUME_FIELD_NUMBER: _builtins.int
     PARTITION_FIELD_NUMBER: _builtins.int
+    LOADS_ONLY_FIELD_NUMBER: _builtins.int
+    loads_only: _builtins.bool
+    """Load only: no claims are sent or kept for this subscriber, and sources are told to be gapped."""
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
         """What the subscriber has; unknown sources are sent whole."""
@@ -430,10 +433,11 @@ class SubscribeRequest(_message.Message):
         *,
         resume: _abc.Iterable[Global___SourceState] | None = ...,
         partition: Global___Partition | None = ...,
+        loads_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["partition", b"partition", "resume", b"resume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loads_only", b"loads_only", "partition", b"partition", "resume", b"resume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

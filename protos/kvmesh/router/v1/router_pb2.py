@@ -26,7 +26,7 @@ from kvmesh.types.v1 import error_pb2 as kvmesh_dot_types_dot_v1_dot_error__pb2
 from kvmesh.types.v1 import request_pb2 as kvmesh_dot_types_dot_v1_dot_request__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvmesh/router/v1/router.proto\x12\x10kvmesh.router.v1\x1a\x1bkvmesh/types/v1/error.proto\x1a\x1dkvmesh/types/v1/request.proto\"\xa5\x02\n\x0eSessionRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.kvmesh.router.v1.SessionHello\x12#\n\x04news\x18\x02 \x03(\x0b\x32\x15.kvmesh.router.v1.New\x12\x33\n\rprefills_done\x18\x03 \x03(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12/\n\x07outputs\x18\x04 \x03(\x0b\x32\x1e.kvmesh.router.v1.OutputBlocks\x12+\n\x05\x66rees\x18\x05 \x03(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12,\n\tannounced\x18\x06 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\"#\n\x0cSessionHello\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\x04\"u\n\x0fSessionResponse\x12\x34\n\thello_ack\x18\x01 \x01(\x0b\x32!.kvmesh.router.v1.SessionHelloAck\x12,\n\x07results\x18\x02 \x03(\x0b\x32\x1b.kvmesh.router.v1.NewResult\"$\n\x0fSessionHelloAck\x12\x11\n\trouter_id\x18\x01 \x01(\x04\"1\n\nBookingKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xf4\x01\n\x07\x42ooking\x12)\n\x03key\x18\x01 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x06worker\x18\x04 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12,\n\x07prefill\x18\x05 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x16\n\x0eprefill_tokens\x18\x06 \x01(\x04\x12\x15\n\rdecode_blocks\x18\x07 \x01(\x04\x12\x10\n\x08revision\x18\x08 \x01(\x04\"/\n\tPlacement\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\xdf\x02\n\x05Query\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\x04\x12\x15\n\rprefix_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12.\n\x07routing\x18\x07 \x01(\x0b\x32\x1d.kvmesh.types.v1.RoutingHints\x12>\n\x0f\x63onfig_override\x18\x08 \x01(\x0b\x32%.kvmesh.types.v1.RouterConfigOverride\x12\x1b\n\x13\x65xcluded_worker_ids\x18\t \x03(\x04\x12\x11\n\twaited_ms\x18\n \x01(\r\x12#\n\x16\x65xpected_output_tokens\x18\x0b \x01(\rH\x00\x88\x01\x01\x42\x19\n\x17_expected_output_tokens\"y\n\x03New\x12\n\n\x02id\x18\x01 \x01(\x04\x12)\n\x03key\x18\x02 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12&\n\x05query\x18\x03 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"l\n\tNewResult\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.kvmesh.types.v1.Error\"\xf5\x01\n\x08\x44\x65\x63ision\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12\x31\n\tbootstrap\x18\x04 \x01(\x0b\x32\x1e.kvmesh.types.v1.BootstrapInfo\x12\x0f\n\x07reasons\x18\x05 \x03(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x06 \x01(\x04\x12\x11\n\tqueued_ms\x18\x07 \x01(\r\"y\n\x0cOutputBlocks\x12)\n\x03key\x18\x01 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x1b\n\x0e\x64\x65\x63\x61y_fraction\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_decay_fraction\"\x84\x01\n\x0cRouteRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\x12\x0c\n\x04\x62ook\x18\x02 \x01(\x08\x12)\n\x03key\x18\x03 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x13\n\x0b\x66rontend_id\x18\x04 \x01(\x04\"=\n\rRouteResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\"?\n\x15PotentialLoadsRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\"w\n\x16PotentialLoadsResponse\x12.\n\x05loads\x18\x01 \x03(\x0b\x32\x1f.kvmesh.router.v1.PotentialLoad\x12\x15\n\rpending_count\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\"\x98\x01\n\rPotentialLoad\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12 \n\x18potential_prefill_tokens\x18\x02 \x01(\x04\x12\x1f\n\x17potential_decode_blocks\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\"L\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05query\x18\x02 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\"\x92\x01\n\x0f\x45xplainResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\x12/\n\ncandidates\x18\x02 \x03(\x0b\x32\x1b.kvmesh.router.v1.Candidate\x12\x10\n\x08selector\x18\x03 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\"\xaf\x03\n\tCandidate\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12-\n\x04load\x18\x04 \x01(\x0b\x32\x1f.kvmesh.router.v1.PotentialLoad\x12\x1a\n\rreport_age_ms\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\x0f\x65xcluded_reason\x18\x06 \x01(\t\x12\x0b\n\x03leg\x18\x07 \x01(\t\x12\x35\n\x05terms\x18\x08 \x03(\x0b\x32&.kvmesh.router.v1.Candidate.TermsEntry\x12\x14\n\x0csource_state\x18\t \x01(\t\x12\x15\n\rsource_reason\x18\n \x01(\t\x12\x1a\n\rsource_age_ms\x18\x0b \x01(\x04H\x02\x88\x01\x01\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_costB\x10\n\x0e_report_age_msB\x10\n\x0e_source_age_ms\"\x1c\n\x0b\x44umpRequest\x12\r\n\x05model\x18\x01 \x01(\t\"|\n\x0c\x44umpResponse\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12+\n\x08\x62ookings\x18\x02 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.kvmesh.router.v1.Candidate\"\x9b\x01\n\x0bSyncRequest\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x07upserts\x18\x03 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12+\n\x08removals\x18\x04 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\"v\n\x0cSyncResponse\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x02 \x01(\x04\x12\x0e\n\x06resend\x18\x03 \x01(\x08\x12+\n\x08snapshot\x18\x04 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking2\xf4\x03\n\rRouterService\x12R\n\x07Session\x12 .kvmesh.router.v1.SessionRequest\x1a!.kvmesh.router.v1.SessionResponse(\x01\x30\x01\x12H\n\x05Route\x12\x1e.kvmesh.router.v1.RouteRequest\x1a\x1f.kvmesh.router.v1.RouteResponse\x12\x63\n\x0ePotentialLoads\x12\'.kvmesh.router.v1.PotentialLoadsRequest\x1a(.kvmesh.router.v1.PotentialLoadsResponse\x12N\n\x07\x45xplain\x12 .kvmesh.router.v1.ExplainRequest\x1a!.kvmesh.router.v1.ExplainResponse\x12\x45\n\x04\x44ump\x12\x1d.kvmesh.router.v1.DumpRequest\x1a\x1e.kvmesh.router.v1.DumpResponse\x12I\n\x04Sync\x12\x1d.kvmesh.router.v1.SyncRequest\x1a\x1e.kvmesh.router.v1.SyncResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dkvmesh/router/v1/router.proto\x12\x10kvmesh.router.v1\x1a\x1bkvmesh/types/v1/error.proto\x1a\x1dkvmesh/types/v1/request.proto\"\xa5\x02\n\x0eSessionRequest\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.kvmesh.router.v1.SessionHello\x12#\n\x04news\x18\x02 \x03(\x0b\x32\x15.kvmesh.router.v1.New\x12\x33\n\rprefills_done\x18\x03 \x03(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12/\n\x07outputs\x18\x04 \x03(\x0b\x32\x1e.kvmesh.router.v1.OutputBlocks\x12+\n\x05\x66rees\x18\x05 \x03(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12,\n\tannounced\x18\x06 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\"#\n\x0cSessionHello\x12\x13\n\x0b\x66rontend_id\x18\x01 \x01(\x04\"u\n\x0fSessionResponse\x12\x34\n\thello_ack\x18\x01 \x01(\x0b\x32!.kvmesh.router.v1.SessionHelloAck\x12,\n\x07results\x18\x02 \x03(\x0b\x32\x1b.kvmesh.router.v1.NewResult\"A\n\x0fSessionHelloAck\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12\x1b\n\x13track_output_blocks\x18\x02 \x01(\x08\"1\n\nBookingKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xa4\x02\n\x07\x42ooking\x12)\n\x03key\x18\x01 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x13\n\x0b\x66rontend_id\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12+\n\x06worker\x18\x04 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12,\n\x07prefill\x18\x05 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x16\n\x0eprefill_tokens\x18\x06 \x01(\x04\x12\x15\n\rdecode_blocks\x18\x07 \x01(\x04\x12\x10\n\x08revision\x18\x08 \x01(\x04\x12\x1b\n\x0e\x64\x65\x63\x61y_fraction\x18\t \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_decay_fraction\"/\n\tPlacement\x12\x11\n\tworker_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x64p_rank\x18\x02 \x01(\r\"\xf8\x02\n\x05Query\x12\r\n\x05model\x18\x01 \x01(\t\x12\x14\n\x0ctotal_tokens\x18\x02 \x01(\x04\x12\x15\n\rprefix_hashes\x18\x03 \x01(\x0c\x12\x13\n\x0bhash_scheme\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12.\n\x07routing\x18\x07 \x01(\x0b\x32\x1d.kvmesh.types.v1.RoutingHints\x12>\n\x0f\x63onfig_override\x18\x08 \x01(\x0b\x32%.kvmesh.types.v1.RouterConfigOverride\x12\x1b\n\x13\x65xcluded_worker_ids\x18\t \x03(\x04\x12\x11\n\twaited_ms\x18\n \x01(\r\x12#\n\x16\x65xpected_output_tokens\x18\x0b \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fstrict_priority\x18\x0c \x01(\rB\x19\n\x17_expected_output_tokens\"y\n\x03New\x12\n\n\x02id\x18\x01 \x01(\x04\x12)\n\x03key\x18\x02 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12&\n\x05query\x18\x03 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"l\n\tNewResult\x12\n\n\x02id\x18\x01 \x01(\x04\x12,\n\x08\x64\x65\x63ision\x18\x02 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\x12%\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x16.kvmesh.types.v1.Error\"\xe5\x02\n\x08\x44\x65\x63ision\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12,\n\x07prefill\x18\x02 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12\x31\n\tbootstrap\x18\x04 \x01(\x0b\x32\x1e.kvmesh.types.v1.BootstrapInfo\x12\x0f\n\x07reasons\x18\x05 \x03(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x06 \x01(\x04\x12\x11\n\tqueued_ms\x18\x07 \x01(\r\x12\x16\n\x0eworker_address\x18\x08 \x01(\t\x12\x17\n\x0fprefill_address\x18\t \x01(\t\x12\x1e\n\x16\x63harged_prefill_tokens\x18\n \x01(\x04\x12\x1d\n\x15\x63harged_decode_blocks\x18\x0b \x01(\x04\"y\n\x0cOutputBlocks\x12)\n\x03key\x18\x01 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x1b\n\x0e\x64\x65\x63\x61y_fraction\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x11\n\x0f_decay_fraction\"\x84\x01\n\x0cRouteRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\x12\x0c\n\x04\x62ook\x18\x02 \x01(\x08\x12)\n\x03key\x18\x03 \x01(\x0b\x32\x1c.kvmesh.router.v1.BookingKey\x12\x13\n\x0b\x66rontend_id\x18\x04 \x01(\x04\"=\n\rRouteResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\"?\n\x15PotentialLoadsRequest\x12&\n\x05query\x18\x01 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\"w\n\x16PotentialLoadsResponse\x12.\n\x05loads\x18\x01 \x03(\x0b\x32\x1f.kvmesh.router.v1.PotentialLoad\x12\x15\n\rpending_count\x18\x02 \x01(\r\x12\x16\n\x0epending_tokens\x18\x03 \x01(\x04\"\x98\x01\n\rPotentialLoad\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12 \n\x18potential_prefill_tokens\x18\x02 \x01(\x04\x12\x1f\n\x17potential_decode_blocks\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63tive_requests\x18\x04 \x01(\r\"L\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x05query\x18\x02 \x01(\x0b\x32\x17.kvmesh.router.v1.Query\"\x92\x01\n\x0f\x45xplainResponse\x12,\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x1a.kvmesh.router.v1.Decision\x12/\n\ncandidates\x18\x02 \x03(\x0b\x32\x1b.kvmesh.router.v1.Candidate\x12\x10\n\x08selector\x18\x03 \x01(\t\x12\x0e\n\x06\x61ge_ms\x18\x04 \x01(\x04\"\xaf\x03\n\tCandidate\x12+\n\x06worker\x18\x01 \x01(\x0b\x32\x1b.kvmesh.router.v1.Placement\x12\x11\n\x04\x63ost\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\x0eoverlap_blocks\x18\x03 \x01(\r\x12-\n\x04load\x18\x04 \x01(\x0b\x32\x1f.kvmesh.router.v1.PotentialLoad\x12\x1a\n\rreport_age_ms\x18\x05 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\x0f\x65xcluded_reason\x18\x06 \x01(\t\x12\x0b\n\x03leg\x18\x07 \x01(\t\x12\x35\n\x05terms\x18\x08 \x03(\x0b\x32&.kvmesh.router.v1.Candidate.TermsEntry\x12\x14\n\x0csource_state\x18\t \x01(\t\x12\x15\n\rsource_reason\x18\n \x01(\t\x12\x1a\n\rsource_age_ms\x18\x0b \x01(\x04H\x02\x88\x01\x01\x1a,\n\nTermsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x07\n\x05_costB\x10\n\x0e_report_age_msB\x10\n\x0e_source_age_ms\"\x1c\n\x0b\x44umpRequest\x12\r\n\x05model\x18\x01 \x01(\t\"|\n\x0c\x44umpResponse\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12+\n\x08\x62ookings\x18\x02 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12,\n\x07workers\x18\x03 \x03(\x0b\x32\x1b.kvmesh.router.v1.Candidate\"\xc1\x01\n\x0bSyncRequest\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12*\n\x07upserts\x18\x03 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12+\n\x08removals\x18\x04 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x06\x12\x12\n\nbegins_all\x18\x06 \x01(\x08\x12\x10\n\x08\x65nds_all\x18\x07 \x01(\x08\"\x8d\x01\n\x0cSyncResponse\x12\x11\n\trouter_id\x18\x01 \x01(\x04\x12\x16\n\x0e\x61\x63ked_sequence\x18\x02 \x01(\x04\x12\x0e\n\x06resend\x18\x03 \x01(\x08\x12+\n\x08snapshot\x18\x04 \x03(\x0b\x32\x19.kvmesh.router.v1.Booking\x12\x15\n\rends_snapshot\x18\x05 \x01(\x08\x32\xf4\x03\n\rRouterService\x12R\n\x07Session\x12 .kvmesh.router.v1.SessionRequest\x1a!.kvmesh.router.v1.SessionResponse(\x01\x30\x01\x12H\n\x05Route\x12\x1e.kvmesh.router.v1.RouteRequest\x1a\x1f.kvmesh.router.v1.RouteResponse\x12\x63\n\x0ePotentialLoads\x12\'.kvmesh.router.v1.PotentialLoadsRequest\x1a(.kvmesh.router.v1.PotentialLoadsResponse\x12N\n\x07\x45xplain\x12 .kvmesh.router.v1.ExplainRequest\x1a!.kvmesh.router.v1.ExplainResponse\x12\x45\n\x04\x44ump\x12\x1d.kvmesh.router.v1.DumpRequest\x1a\x1e.kvmesh.router.v1.DumpResponse\x12I\n\x04Sync\x12\x1d.kvmesh.router.v1.SyncRequest\x1a\x1e.kvmesh.router.v1.SyncResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,49 +42,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONRESPONSE']._serialized_start=444
   _globals['_SESSIONRESPONSE']._serialized_end=561
   _globals['_SESSIONHELLOACK']._serialized_start=563
-  _globals['_SESSIONHELLOACK']._serialized_end=599
-  _globals['_BOOKINGKEY']._serialized_start=601
-  _globals['_BOOKINGKEY']._serialized_end=650
-  _globals['_BOOKING']._serialized_start=653
-  _globals['_BOOKING']._serialized_end=897
-  _globals['_PLACEMENT']._serialized_start=899
-  _globals['_PLACEMENT']._serialized_end=946
-  _globals['_QUERY']._serialized_start=949
-  _globals['_QUERY']._serialized_end=1300
-  _globals['_NEW']._serialized_start=1302
-  _globals['_NEW']._serialized_end=1423
-  _globals['_NEWRESULT']._serialized_start=1425
-  _globals['_NEWRESULT']._serialized_end=1533
-  _globals['_DECISION']._serialized_start=1536
-  _globals['_DECISION']._serialized_end=1781
-  _globals['_OUTPUTBLOCKS']._serialized_start=1783
-  _globals['_OUTPUTBLOCKS']._serialized_end=1904
-  _globals['_ROUTEREQUEST']._serialized_start=1907
-  _globals['_ROUTEREQUEST']._serialized_end=2039
-  _globals['_ROUTERESPONSE']._serialized_start=2041
-  _globals['_ROUTERESPONSE']._serialized_end=2102
-  _globals['_POTENTIALLOADSREQUEST']._serialized_start=2104
-  _globals['_POTENTIALLOADSREQUEST']._serialized_end=2167
-  _globals['_POTENTIALLOADSRESPONSE']._serialized_start=2169
-  _globals['_POTENTIALLOADSRESPONSE']._serialized_end=2288
-  _globals['_POTENTIALLOAD']._serialized_start=2291
-  _globals['_POTENTIALLOAD']._serialized_end=2443
-  _globals['_EXPLAINREQUEST']._serialized_start=2445
-  _globals['_EXPLAINREQUEST']._serialized_end=2521
-  _globals['_EXPLAINRESPONSE']._serialized_start=2524
-  _globals['_EXPLAINRESPONSE']._serialized_end=2670
-  _globals['_CANDIDATE']._serialized_start=2673
-  _globals['_CANDIDATE']._serialized_end=3104
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=3015
-  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=3059
-  _globals['_DUMPREQUEST']._serialized_start=3106
-  _globals['_DUMPREQUEST']._serialized_end=3134
-  _globals['_DUMPRESPONSE']._serialized_start=3136
-  _globals['_DUMPRESPONSE']._serialized_end=3260
-  _globals['_SYNCREQUEST']._serialized_start=3263
-  _globals['_SYNCREQUEST']._serialized_end=3418
-  _globals['_SYNCRESPONSE']._serialized_start=3420
-  _globals['_SYNCRESPONSE']._serialized_end=3538
-  _globals['_ROUTERSERVICE']._serialized_start=3541
-  _globals['_ROUTERSERVICE']._serialized_end=4041
+  _globals['_SESSIONHELLOACK']._serialized_end=628
+  _globals['_BOOKINGKEY']._serialized_start=630
+  _globals['_BOOKINGKEY']._serialized_end=679
+  _globals['_BOOKING']._serialized_start=682
+  _globals['_BOOKING']._serialized_end=974
+  _globals['_PLACEMENT']._serialized_start=976
+  _globals['_PLACEMENT']._serialized_end=1023
+  _globals['_QUERY']._serialized_start=1026
+  _globals['_QUERY']._serialized_end=1402
+  _globals['_NEW']._serialized_start=1404
+  _globals['_NEW']._serialized_end=1525
+  _globals['_NEWRESULT']._serialized_start=1527
+  _globals['_NEWRESULT']._serialized_end=1635
+  _globals['_DECISION']._serialized_start=1638
+  _globals['_DECISION']._serialized_end=1995
+  _globals['_OUTPUTBLOCKS']._serialized_start=1997
+  _globals['_OUTPUTBLOCKS']._serialized_end=2118
+  _globals['_ROUTEREQUEST']._serialized_start=2121
+  _globals['_ROUTEREQUEST']._serialized_end=2253
+  _globals['_ROUTERESPONSE']._serialized_start=2255
+  _globals['_ROUTERESPONSE']._serialized_end=2316
+  _globals['_POTENTIALLOADSREQUEST']._serialized_start=2318
+  _globals['_POTENTIALLOADSREQUEST']._serialized_end=2381
+  _globals['_POTENTIALLOADSRESPONSE']._serialized_start=2383
+  _globals['_POTENTIALLOADSRESPONSE']._serialized_end=2502
+  _globals['_POTENTIALLOAD']._serialized_start=2505
+  _globals['_POTENTIALLOAD']._serialized_end=2657
+  _globals['_EXPLAINREQUEST']._serialized_start=2659
+  _globals['_EXPLAINREQUEST']._serialized_end=2735
+  _globals['_EXPLAINRESPONSE']._serialized_start=2738
+  _globals['_EXPLAINRESPONSE']._serialized_end=2884
+  _globals['_CANDIDATE']._serialized_start=2887
+  _globals['_CANDIDATE']._serialized_end=3318
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_start=3229
+  _globals['_CANDIDATE_TERMSENTRY']._serialized_end=3273
+  _globals['_DUMPREQUEST']._serialized_start=3320
+  _globals['_DUMPREQUEST']._serialized_end=3348
+  _globals['_DUMPRESPONSE']._serialized_start=3350
+  _globals['_DUMPRESPONSE']._serialized_end=3474
+  _globals['_SYNCREQUEST']._serialized_start=3477
+  _globals['_SYNCREQUEST']._serialized_end=3670
+  _globals['_SYNCRESPONSE']._serialized_start=3673
+  _globals['_SYNCRESPONSE']._serialized_end=3814
+  _globals['_ROUTERSERVICE']._serialized_start=3817
+  _globals['_ROUTERSERVICE']._serialized_end=4317
 # @@protoc_insertion_point(module_scope)

@@ -135,16 +135,20 @@ class SessionHelloAck(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    TRACK_OUTPUT_BLOCKS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the router process."""
+    track_output_blocks: _builtins.bool
+    """Whether the router wants to hear of blocks that answers grow by (SessionRequest.outputs)."""
     def __init__(
         self,
         *,
         router_id: _builtins.int = ...,
+        track_output_blocks: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "track_output_blocks", b"track_output_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +194,7 @@ class Booking(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    DECAY_FRACTION_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
     """Frontend process it belongs to."""
     model: _builtins.str
@@ -200,6 +205,8 @@ class Booking(_message.Message):
     """KV blocks held on worker."""
     revision: _builtins.int
     """Grows with each change; the highest wins."""
+    decay_fraction: _builtins.float
+    """Weight of the blocks, 0..1, as OutputBlocks.decay_fraction last said. Absent: 1."""
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Its key."""
@@ -223,12 +230,15 @@ class Booking(_message.Message):
         prefill_tokens: _builtins.int = ...,
         decode_blocks: _builtins.int = ...,
         revision: _builtins.int = ...,
+        decay_fraction: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "key", b"key", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "key", b"key", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "key", b"key", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__decay_fraction: _TypeAlias = _typing.Literal["decay_fraction"]  # noqa: Y015
+    _WhichOneofArgType__decay_fraction: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decay_fraction) -> _WhichOneofReturnType__decay_fraction | None: ...
 
 Global___Booking: _TypeAlias = Booking  # noqa: Y015
 
@@ -275,6 +285,7 @@ class Query(_message.Message):
     EXCLUDED_WORKER_IDS_FIELD_NUMBER: _builtins.int
     WAITED_MS_FIELD_NUMBER: _builtins.int
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    STRICT_PRIORITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name as clients say it. Never empty."""
     total_tokens: _builtins.int
@@ -293,6 +304,10 @@ class Query(_message.Message):
     """
     expected_output_tokens: _builtins.int
     """Output tokens expected; a load hint. Absent: unknown."""
+    strict_priority: _builtins.int
+    """Level in the router's queue: a higher one always goes first, whatever the queue's policy. 0:
+    the lowest. Set by the frontend; without a queue it has no effect.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Instead of prefix_hashes, for people: the prompt's tokens."""
@@ -323,10 +338,11 @@ class Query(_message.Message):
         excluded_worker_ids: _abc.Iterable[_builtins.int] | None = ...,
         waited_ms: _builtins.int = ...,
         expected_output_tokens: _builtins.int | None = ...,
+        strict_priority: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "config_override", b"config_override", "expected_output_tokens", b"expected_output_tokens", "routing", b"routing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "block_size", b"block_size", "config_override", b"config_override", "excluded_worker_ids", b"excluded_worker_ids", "expected_output_tokens", b"expected_output_tokens", "hash_scheme", b"hash_scheme", "model", b"model", "prefix_hashes", b"prefix_hashes", "routing", b"routing", "strict_priority", b"strict_priority", "token_ids", b"token_ids", "total_tokens", b"total_tokens", "waited_ms", b"waited_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -336,7 +352,11 @@ Global___Query: _TypeAlias = Query  # noqa: Y015
 
 @_typing.final
 class New(_message.Message):
-    """Asks for a placement and books it. Idempotent by key: the same key gets the same answer."""
+    """Asks for a placement and books it. Idempotent by key: the same key gets the same answer. Where the
+    router has a queue the answer may come late; a free of the key, or the end of the session, takes
+    it out of the queue. The same key asked for again while it waits takes over its place, and the
+    earlier question is answered with an error (ASKED_AGAIN).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -421,12 +441,28 @@ class Decision(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     QUEUED_MS_FIELD_NUMBER: _builtins.int
+    WORKER_ADDRESS_FIELD_NUMBER: _builtins.int
+    PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
+    CHARGED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    CHARGED_DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     overlap_blocks: _builtins.int
     """Blocks of the prompt the prefilling worker already holds."""
     predicted_cached_tokens: _builtins.int
     """Prompt tokens predicted to be served from cache, as the engine will count them."""
     queued_ms: _builtins.int
-    """Milliseconds it waited in the router's queue."""
+    """Milliseconds it waited in the router's queue. 0 without book: only who books can wait."""
+    worker_address: _builtins.str
+    """Where worker serves gRPC, host:port, for a frontend that discovery has not told of it yet.
+    Empty: it left since.
+    """
+    prefill_address: _builtins.str
+    """The same of prefill. Empty: not split, or it left since."""
+    charged_prefill_tokens: _builtins.int
+    """What its booking is charged: prompt tokens to be computed, 0 where they are not tracked. Who
+    announces the booking to another router repeats it.
+    """
+    charged_decode_blocks: _builtins.int
+    """The same in KV blocks, of the prompt."""
     @_builtins.property
     def worker(self) -> Global___Placement:
         """Where the whole request, or its decode, runs."""
@@ -453,10 +489,14 @@ class Decision(_message.Message):
         reasons: _abc.Iterable[_builtins.str] | None = ...,
         predicted_cached_tokens: _builtins.int = ...,
         queued_ms: _builtins.int = ...,
+        worker_address: _builtins.str = ...,
+        prefill_address: _builtins.str = ...,
+        charged_prefill_tokens: _builtins.int = ...,
+        charged_decode_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "overlap_blocks", b"overlap_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "queued_ms", b"queued_ms", "reasons", b"reasons", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "charged_decode_blocks", b"charged_decode_blocks", "charged_prefill_tokens", b"charged_prefill_tokens", "overlap_blocks", b"overlap_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prefill_address", b"prefill_address", "queued_ms", b"queued_ms", "reasons", b"reasons", "worker", b"worker", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,8 +804,8 @@ class Candidate(_message.Message):
     leg: _builtins.str
     """What it was considered for: whole, prefill or decode."""
     source_state: _builtins.str
-    """How far the index can be trusted about it: exact, degraded and stale count, gapped and none do
-    not.
+    """How far the index can be trusted about it: exact, degraded, stale and approx (guessed from this
+    router's decisions) count, gapped and none do not.
     """
     source_reason: _builtins.str
     """Why it is not exact. Empty: it is, or nobody said."""
@@ -878,7 +918,11 @@ Global___DumpResponse: _TypeAlias = DumpResponse  # noqa: Y015
 
 @_typing.final
 class SyncRequest(_message.Message):
-    """Between replicas: what changed, with an anti-entropy digest each second."""
+    """From a router to a peer, on a stream that the sender opened: its own bookings, which are those of
+    its sessions and those whose session died less than 3 s ago. Each frame is answered before the next
+    one is sent; a sender that has nothing to tell sends a digest each second. When the stream ends,
+    the bookings told on it are orphans, and counted for 3 s more.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -887,19 +931,29 @@ class SyncRequest(_message.Message):
     UPSERTS_FIELD_NUMBER: _builtins.int
     REMOVALS_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    BEGINS_ALL_FIELD_NUMBER: _builtins.int
+    ENDS_ALL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the sending router."""
     sequence: _builtins.int
     """Counts the sender's frames, from 1, without gaps."""
     digest: _builtins.int
-    """Digest over the sender's own bookings after this frame. 0: not in this frame."""
+    """Digest over the sender's own bookings after this frame: the exclusive or, begun with
+    0x6b766d6573680001, of the first 8 bytes, little endian, of the BLAKE2b hash (digest size 8) of
+    each booking's frontend_id, attempt and revision (8 bytes little endian each) and request_id
+    (UTF-8); 1 where that is 0. 0: not in this frame.
+    """
+    begins_all: _builtins.bool
+    """All of the sender's bookings are told anew from this frame on, as at the beginning of a stream."""
+    ends_all: _builtins.bool
+    """All have been told with this frame: others that the peer holds of the sender have ended."""
     @_builtins.property
     def upserts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
         """Bookings as they are now."""
 
     @_builtins.property
     def removals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """Bookings that ended."""
+        """Bookings that ended, or are no longer the sender's: key and frontend_id only."""
 
     def __init__(
         self,
@@ -909,10 +963,12 @@ class SyncRequest(_message.Message):
         upserts: _abc.Iterable[Global___Booking] | None = ...,
         removals: _abc.Iterable[Global___Booking] | None = ...,
         digest: _builtins.int = ...,
+        begins_all: _builtins.bool = ...,
+        ends_all: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "upserts", b"upserts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "digest", b"digest", "ends_all", b"ends_all", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "upserts", b"upserts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -920,7 +976,7 @@ Global___SyncRequest: _TypeAlias = SyncRequest  # noqa: Y015
 
 @_typing.final
 class SyncResponse(_message.Message):
-    """Answers of the peer."""
+    """Answers of the peer. The first ones of a stream are its snapshot, before any frame is sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -928,15 +984,18 @@ class SyncResponse(_message.Message):
     ACKED_SEQUENCE_FIELD_NUMBER: _builtins.int
     RESEND_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    ENDS_SNAPSHOT_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the answering router."""
     acked_sequence: _builtins.int
     """Last sequence applied."""
     resend: _builtins.bool
-    """The digest differs: send everything once."""
+    """The digest differs, or frames are missing: send everything once."""
+    ends_snapshot: _builtins.bool
+    """The snapshot is complete."""
     @_builtins.property
     def snapshot(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """The peer's bookings, after connecting."""
+        """The peer's own bookings, after connecting; it tells of their changes on a stream that it opens."""
 
     def __init__(
         self,
@@ -945,10 +1004,11 @@ class SyncResponse(_message.Message):
         acked_sequence: _builtins.int = ...,
         resend: _builtins.bool = ...,
         snapshot: _abc.Iterable[Global___Booking] | None = ...,
+        ends_snapshot: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "resend", b"resend", "router_id", b"router_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "ends_snapshot", b"ends_snapshot", "resend", b"resend", "router_id", b"router_id", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

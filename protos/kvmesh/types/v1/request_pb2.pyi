@@ -45,9 +45,9 @@ class _SessionActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Session
     SESSION_ACTION_UNSPECIFIED: _SessionAction.ValueType  # 0
     """Not said; not a valid value where an action is given."""
     SESSION_ACTION_OPEN: _SessionAction.ValueType  # 1
-    """Bind the session to the worker chosen for this request."""
+    """Begin anew: choose freely, and bind the session to the worker chosen for this request."""
     SESSION_ACTION_CLOSE: _SessionAction.ValueType  # 2
-    """Forget the binding after this request."""
+    """Use the binding if there is one, and forget it with this request."""
 
 class SessionAction(_SessionAction, metaclass=_SessionActionEnumTypeWrapper):
     """What to do with a session's stickiness."""
@@ -55,9 +55,9 @@ class SessionAction(_SessionAction, metaclass=_SessionActionEnumTypeWrapper):
 SESSION_ACTION_UNSPECIFIED: SessionAction.ValueType  # 0
 """Not said; not a valid value where an action is given."""
 SESSION_ACTION_OPEN: SessionAction.ValueType  # 1
-"""Bind the session to the worker chosen for this request."""
+"""Begin anew: choose freely, and bind the session to the worker chosen for this request."""
 SESSION_ACTION_CLOSE: SessionAction.ValueType  # 2
-"""Forget the binding after this request."""
+"""Use the binding if there is one, and forget it with this request."""
 Global___SessionAction: _TypeAlias = SessionAction  # noqa: Y015
 
 class _FinishReason:
@@ -957,9 +957,9 @@ class SessionControl(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Name of the session, chosen by the client. Required."""
+    """Name of the session, chosen by the client, 1 to 256 characters; one of each model. Required."""
     action: Global___SessionAction.ValueType
-    """Absent: use the binding if there is one."""
+    """Absent: use the binding if there is one, else bind the session to the worker chosen."""
     def __init__(
         self,
         *,
