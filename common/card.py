@@ -143,9 +143,15 @@ class ModelCard:
         """
         return _dump(_plain(self.without_inline()))
 
-    def without_inline(self) -> ModelCard:
-        """The same card (and checksum) for stores with small values; artifacts by digest only."""
-        bare = {name: replace(a, inline=None) for name, a in self.artifacts.items()}
+    def without_inline(self, *, above_bytes: int = -1) -> ModelCard:
+        """The same card (and checksum) for stores with small values; artifacts by digest only.
+
+        above_bytes: only those that are larger; the smaller ones keep what they have inline.
+        """
+        bare = {
+            name: replace(a, inline=None) if a.size > above_bytes else a
+            for name, a in self.artifacts.items()
+        }
         return replace(self, artifacts=bare)
 
 

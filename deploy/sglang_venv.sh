@@ -1,22 +1,61 @@
 #!/bin/sh
 # Makes or brings up to date the virtual environment of SGLang workers; a second run does nothing.
 #
-#   deploy/sglang_venv.sh [FOLDER]        by default .venv-sglang; PYTHON names the interpreter
+#   deploy/sglang_venv.sh [--handoff] [FOLDER]     by default .venv-sglang; PYTHON: the interpreter
 #
 # On a machine without an NVIDIA driver it installs the CPU set of requirements/sglang-cpu.txt and
 # the platform package of this repository (about 3 GB, two minutes); torch must come from an index
 # with CPU builds, or it brings CUDA libraries that are never used (PIP_EXTRA_INDEX_URL names one).
 # On a CUDA machine it installs SGLang with its own pins. KVMesh's requirements follow in both cases;
 # what SGLang has pinned already keeps SGLang's version.
-# The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1.
+# The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1, which root gets
+# by apt here. With --handoff they must be there.
+#
+# Exit status 75, and a line that begins with SKIPPED, when this machine cannot have it: too little
+# disk or memory, or no such libraries. Whatever else goes wrong is another status.
 set -eu
 
 cd "$(dirname "$0")/.."
+needs_handoff=no
+if [ "${1:-}" = --handoff ]; then needs_handoff=yes && shift; fi
 venv=${1:-.venv-sglang}
 sglang=0.5.23
 mooncake=0.3.13.post1
 
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then kind=cuda; else kind=cpu; fi
+
+skip() {
+    echo "SKIPPED: $*"
+    exit 75
+}
+
+have_libraries() {
+    for library in libibverbs.so.1 libnuma.so.1; do
+        ldconfig -p 2>/dev/null | grep -q "$library" || return 1
+    done
+}
+
+get_libraries() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
+    echo "installing libibverbs1 and libnuma1 ..."
+    set -- -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3
+    apt-get "$@" update >/dev/null || true # what is known already may do
+    DEBIAN_FRONTEND=noninteractive apt-get "$@" install -y --no-install-recommends \
+        libibverbs1 libnuma1 >/dev/null || return 1
+    have_libraries
+}
+
+if ! have_libraries && ! get_libraries; then
+    why="libibverbs.so.1 or libnuma.so.1 is missing, so SGLang's prefill and decode cannot start"
+    [ $needs_handoff = no ] || skip "$why"
+    echo "warning: $why; on Debian: apt-get install -y --no-install-recommends" \
+        "libibverbs1 libnuma1" >&2
+fi
+# The tests run three engines at once.
+memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1000000)}' /proc/meminfo)
+if [ $needs_handoff = yes ] && [ "${memory_gb:-99}" -lt 6 ]; then
+    skip "$memory_gb GB of memory are free; SGLang's engines need 6"
+fi
 
 # What is installed follows from these; a change of any of them installs anew.
 stamp=$({
@@ -26,16 +65,19 @@ stamp=$({
 } | sha256sum)
 if [ -f "$venv/.kvmesh" ] && [ "$(cat "$venv/.kvmesh")" = "$stamp" ]; then exit 0; fi
 
-for library in libibverbs.so.1 libnuma.so.1; do
-    if ! ldconfig -p 2>/dev/null | grep -q "$library"; then
-        echo "warning: $library is missing, so prefill and decode will not start;" \
-            "on Debian: apt-get install -y --no-install-recommends libibverbs1 libnuma1" >&2
-    fi
-done
+disk_gb=$(df -Pk . | awk 'END {print int($4 / 1000000)}')
+[ "$disk_gb" -ge 8 ] || skip "$disk_gb GB of disk are free; SGLang and torch need 8 to install"
 
 echo "installing SGLang $sglang ($kind) into $venv ..."
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check; }
+pip() {
+    for pause_s in 5 20 0; do
+        "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check --retries 5 --timeout 60 &&
+            return 0
+        [ $pause_s = 0 ] || { echo "pip failed; once more in $pause_s s" >&2 && sleep $pause_s; }
+    done
+    return 1
+}
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT INT TERM
 
@@ -56,7 +98,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 here = {re.sub(r"[-_.]+", "-", one.metadata["Name"]).lower() for one in distributions()}
-tools = ("iniconfig", "pluggy", "pytest", "pytest-asyncio", "pytest-timeout")
+tools = (
+    "iniconfig",
+    "pluggy",
+    "pytest",
+    "pytest-asyncio",
+    "pytest-rerunfailures",
+    "pytest-timeout",
+)
 
 
 def pins(name):

@@ -23,7 +23,8 @@ from common.errors import (
     UnknownModel,
     Unsupported,
 )
-from common.instances import Snapshot
+from common.instances import Instance, Snapshot
+from frontend_svc.artifacts import Artifacts, OpenCall, grpc_artifacts
 from frontend_svc.core.detokenize import (
     Detokenizer,
     StreamDetokenizer,
@@ -185,7 +186,8 @@ class Engine:
 class Models:
     """The serving table, kept by snapshots of the mesh; `core/model_watch.py` decides.
 
-    get_card: fetches a card by checksum. now_s: Unix time, for `created`.
+    get_card: fetches a card by checksum. now_s: Unix time, for `created`. open_artifact: how to ask
+    a worker for what a card does not carry; by default over gRPC, without a token.
     """
 
     def __init__(
@@ -194,9 +196,11 @@ class Models:
         *,
         now_s: Callable[[], float],
         mesh_key: bytes,
+        open_artifact: OpenCall | None = None,
     ) -> None:
         self._now_s = now_s
-        self._builder = _Builder(get_card, now_s, mesh_key)
+        self.artifacts = Artifacts(self._holders, open_call=open_artifact or grpc_artifacts())
+        self._builder = _Builder(get_card, self.artifacts, now_s, mesh_key)
         self._table: ModelManager[Engine] = ModelManager()
         self._watch = ModelWatchState(PREFIX, self._table, self._builder)
         self._snapshot = Snapshot()
@@ -244,8 +248,8 @@ class Models:
         return [engine for engine in self._first_engines() if engine.model is None]
 
     def names(self) -> frozenset[str]:
-        """Names that `get` knows."""
-        return frozenset(model.name for model in self.all())
+        """Names that are served, by token ids or passed through."""
+        return frozenset(self._table.names())
 
     async def follow(self, snapshot: Snapshot) -> bool:
         """Makes the table what the snapshot says; whether all of it worked (else: try again)."""
@@ -257,6 +261,10 @@ class Models:
         for action in self._watch.retry(waiting):
             await self._execute(action)
         return not self._watch.not_ready
+
+    def _holders(self, checksum: str) -> list[Instance]:
+        workers = self._snapshot.of("worker")
+        return [worker for worker in workers if worker.card_checksum == checksum]
 
     def _absent(self, name: str) -> MeshError:
         if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
@@ -302,10 +310,12 @@ class _Builder:
     def __init__(
         self,
         get_card: Callable[[str], Awaitable[ModelCard]],
+        artifacts: Artifacts,
         now_s: Callable[[], float],
         mesh_key: bytes,
     ) -> None:
         self._get_card = get_card
+        self._artifacts = artifacts
         self._now_s = now_s
         self._mesh_key = mesh_key
 
@@ -328,6 +338,8 @@ class _Builder:
             return None, ""
         try:
             card = await self._get_card(entry.checksum)
+            if entry.model.requires_preprocessing():
+                card = await self._artifacts.complete(card)
         except MeshError as error:
             missing = isinstance(error, NotFound)
             told = card_missing(entry) if missing else card_unreadable(entry, error)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import SystemRandom
-from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -26,26 +25,19 @@ from common.registry import Lease, Registry
 from common.scrape import serve_metrics
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.attach_server import AttachServer
+from worker_svc.canary import Canary
 from worker_svc.card import card_of
 from worker_svc.config import WorkerConfig
-from worker_svc.core.block_manager import BlocksRemoved, BlocksStored, KvEvent
-from worker_svc.core.kv_events import (
-    Canonicaliser,
-    Duplicates,
-    ExternalEvent,
-    Feed,
-    KvRules,
-    PagesRemoved,
-    PagesStored,
-)
+from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
 from worker_svc.core.timing import Timing
 from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import EngineConfig, LLMEngine
+from worker_svc.engine import EngineConfig, LLMEngine, MortalEngine, PagedEngine
 from worker_svc.metrics import worker_registry
 from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
 from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.sim_engine import sim_events as sim_events
 from worker_svc.sim_handoff import SimHandoffConfig
 from worker_svc.tracing import GenerateSpans
 
@@ -54,25 +46,6 @@ SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 LAST_FRAMES_S = 1.0
 
 log = structlog.get_logger()
-
-
-@runtime_checkable
-class PagedEngine(Protocol):
-    """An engine that reports the pages of its cache. kv_silence: why it does not; "": it does."""
-
-    kv_rules: KvRules
-    kv_silence: str
-
-    def publish_to(self, sink: Publisher) -> None:
-        """From now on the sink is told, beginning with what is cached now."""
-
-
-@runtime_checkable
-class MortalEngine(Protocol):
-    """An engine that can end without having been asked to."""
-
-    async def died(self) -> None:
-        """Raises WorkerLost when it does."""
 
 
 class WorkerApp:
@@ -91,7 +64,7 @@ class WorkerApp:
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self.engine = build_engine(config) if engine is None else engine
-        self.runner = Runner(self.engine, max_requests=config.requests_max)
+        self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
         self._attach = AttachServer(self.instance_id, self.runner)
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
@@ -141,7 +114,25 @@ class WorkerApp:
         await self._server.start()
         life.spawn(self.publisher.run(), name="kv publisher")
         await life.health.set(SERVICE_NAME, True)
+        self._watch_engine(life)
         return Ready(str(self.instance_id), {"grpc": self.address, **self._serve_metrics()})
+
+    def _watch_engine(self, life: Life) -> None:
+        """An idle engine has to answer probes, or the worker says that it does not serve."""
+        if not self._config.canary_idle_s:
+            return
+
+        async def tell(is_alive: bool) -> None:
+            for service in ("", SERVICE_NAME):
+                await life.health.set(service, is_alive)
+
+        canary = Canary(
+            self.runner,
+            tell,
+            idle_s=self._config.canary_idle_s,
+            timeout_s=self._config.canary_timeout_s,
+        )
+        life.spawn(canary.run(), name="canary")
 
     def _with_kv_index(self, engine: EngineConfig) -> EngineConfig:
         """What is advertised: an engine's events count when they are published."""
@@ -149,10 +140,8 @@ class WorkerApp:
             return engine
         if not self._config.kv_events:
             return replace(engine, kv_index="none", kv_index_reason="kv_events is off")
-        silence = "unknown kind of KV events"
-        if isinstance(self.engine, SimEngine):
-            silence = ""
-        elif isinstance(self.engine, PagedEngine):
+        silence = "the engine reports no pages"
+        if isinstance(self.engine, PagedEngine):
             silence = self.engine.kv_silence
         return replace(engine, kv_index="none", kv_index_reason=silence) if silence else engine
 
@@ -170,16 +159,18 @@ class WorkerApp:
                 cache_salt=salt,
             )
 
-        # The sim's pages are routing blocks; it names each once, until it is removed.
+        paged = self.engine if isinstance(self.engine, PagedEngine) else None
+        # Without pages the feeds stay empty, and any rules will do.
         rules = KvRules(block_size, block_size, Duplicates.IDEMPOTENT)
-        if isinstance(self.engine, PagedEngine):
-            rules = self.engine.kv_rules
         publishes = engine.kv_index == "events"
         publisher = Publisher(
             self.instance_id,
             Partition(card.name, block_size, SCHEME_ID if publishes else 0),
             {
-                rank: Feed(Source(self.instance_id, rank), Canonicaliser(rules, hasher_of))
+                rank: Feed(
+                    Source(self.instance_id, rank),
+                    Canonicaliser(paged.kv_rules if paged else rules, hasher_of),
+                )
                 for rank in range(engine.dp_size)
             },
             self.engine.loads,
@@ -187,12 +178,8 @@ class WorkerApp:
             self._config.namespace,
             security=self._security,
         )
-        if publishes and isinstance(self.engine, SimEngine):
-            self.engine.kv_event_sink = lambda events: publisher.take(
-                sim_events(events, block_size)
-            )
-        elif publishes and isinstance(self.engine, PagedEngine):
-            self.engine.publish_to(publisher)
+        if publishes and paged is not None:
+            paged.publish_to(publisher)
         return publisher
 
     def _serve_metrics(self) -> dict[str, str]:
@@ -229,13 +216,16 @@ class WorkerApp:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             context_length=engine.context_length,
             taints=frozenset(self._config.taints),
+            loras=engine.loras,
             kv_index=kv_index_of(engine),
         )
 
     async def register(self) -> None:
         """Become known, the card first."""
         assert self._card is not None
-        await self._registry.put_card(self._card)
+        await self._registry.put_card(
+            self._card.without_inline(above_bytes=self._config.card_inline_bytes)
+        )
         self._lease = await self._registry.register(self._current_instance())
 
     async def deregister(self) -> None:
@@ -278,18 +268,6 @@ def kv_index_of(engine: EngineConfig) -> KvIndex:
             raise Bug(f"the engine says kv_index {other!r}")
 
 
-def sim_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
-    """The sim's events as the canonicaliser takes them: a block's external hash is its name."""
-    for event in events:
-        match event:
-            case BlocksStored():
-                yield PagesStored(
-                    event.names, event.parent, event.token_ids, block_size, lora=event.lora_name
-                )
-            case BlocksRemoved():
-                yield PagesRemoved(event.names)
-
-
 def build_engine(config: WorkerConfig) -> LLMEngine:
     """The engine a configuration names."""
     if config.engine == "echo":
@@ -312,6 +290,7 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
                 speedup=config.speedup,
             ),
             mesh_key=config.mesh_key.encode(),
+            loras=frozenset(config.loras),
             handoff=SimHandoffConfig(
                 role=config.role,
                 mode=config.handoff,

@@ -96,6 +96,28 @@ class WorkerConfig(ServiceConfig):
         default=True,
         metadata=knob("Tell indexers which KV blocks are cached; off: no prefix routing to it."),
     )
+    card_inline_bytes: int = field(
+        default=1 << 20,
+        metadata=knob(
+            "Larger files of the model stay out of the registry, and frontends ask workers for"
+            " them; less where the registry must stay small.",
+            check=at_least(0),
+        ),
+    )
+    canary_idle_s: float = field(
+        default=30.0,
+        metadata=knob(
+            "Silence of the engine before it is probed; 0: never, if your engine has no probes.",
+            check=at_least(0),
+        ),
+    )
+    canary_timeout_s: float = field(
+        default=10.0,
+        metadata=knob(
+            "How long a probe may take until health says NOT_SERVING; above your longest step.",
+            check=at_least(0.1),
+        ),
+    )
     metrics_port: int | None = field(
         default=None,
         metadata=knob(
@@ -105,6 +127,9 @@ class WorkerConfig(ServiceConfig):
     )
     taints: tuple[str, ...] = field(
         default=(), metadata=knob("Marks that routing constraints match, e.g. zone=a.")
+    )
+    loras: tuple[str, ...] = field(
+        default=(), metadata=knob("Adapters that the sim has; requests name one of them.")
     )
     engine_args: str = field(
         default="",
@@ -116,6 +141,8 @@ class WorkerConfig(ServiceConfig):
         found = ServiceConfig.problems(self)
         if self.engine == "echo" and self.role != "aggregated":
             found.append("role: the echo engine has no prefill and decode")
+        if self.loras and self.engine != "sim":
+            found.append(f"loras: the {self.engine} engine is not told of adapters here")
         if self.engine == "sglang":
             found += self._sglang_problems()
         elif self.engine_args:

@@ -12,7 +12,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
-from common.errors import Bug, MeshError
+from common.errors import (
+    Bug,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    PromptTooLong,
+    Unavailable,
+    Unsupported,
+    WorkerLost,
+)
 from common.load import Load
 from common.preprocessed import (
     BootstrapInfo,
@@ -25,27 +34,43 @@ from common.preprocessed import (
     StopConditions,
     TokenLogprob,
     TraceLink,
+    unsupported_fields,
     usage,
 )
+from worker_svc.core.kv_events import KvRules, KvSink
 
 __all__ = [
     "BootstrapInfo",
     "CompletionUsage",
+    "CountingEngine",
     "EngineConfig",
     "EngineContext",
     "FinishReason",
     "GenerateContext",
+    "InvalidRequest",
+    "KvRules",
+    "KvSink",
     "LLMEngine",
     "LLMEngineOutput",
+    "Load",
     "MeshError",
+    "MortalEngine",
     "OutputOptions",
+    "Overloaded",
+    "PagedEngine",
+    "PassThroughEngine",
     "PrefillResult",
     "PreprocessedRequest",
+    "PromptTooLong",
     "SamplingOptions",
     "StopConditions",
     "TokenLogprob",
     "TraceLink",
+    "Unavailable",
+    "Unsupported",
+    "WorkerLost",
     "chunk",
+    "unsupported_fields",
     "usage",
     "validated",
 ]
@@ -59,6 +84,7 @@ class EngineConfig:
     bootstrap_host, bootstrap_port: where prefill hands KV over; published only together.
     transfer_group: engines with equal groups can move KV between each other.
     local_prefill: a decode engine that can compute prompts itself.
+    loras: adapters that are loaded, which requests may name.
     kv_index: "events" (KV events are published), "approx" or "none"; kv_index_reason says why not.
     """
 
@@ -73,6 +99,7 @@ class EngineConfig:
     bootstrap_port: int | None = None
     transfer_group: str = ""
     local_prefill: bool = True
+    loras: frozenset[str] = frozenset()
     kv_index: str = "none"
     kv_index_reason: str = ""
     dp_size: int = 1
@@ -287,6 +314,42 @@ class CountingEngine(Protocol):
     @property
     def counters(self) -> Mapping[str, int]:
         """Counts since start, by name."""
+
+
+@runtime_checkable
+class PagedEngine(Protocol):
+    """An engine that reports the pages of its cache (`kv_index` is "events").
+
+    kv_rules: how its events are to be read. kv_silence: why there are none; "": there are. Both
+    hold from the end of `start` on.
+    """
+
+    kv_rules: KvRules
+    kv_silence: str
+
+    def publish_to(self, sink: KvSink) -> None:
+        """From now on the sink is told what the cache holds, beginning with what it holds now.
+
+        Called once, right after `start`, in the event loop, as the sink must be.
+        """
+
+
+@runtime_checkable
+class PassThroughEngine(Protocol):
+    """An engine that takes OpenAI bodies as they are (S0's Chat and Completion workers)."""
+
+    def generate_pass_through(
+        self, kind: str, body: bytes, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """As `generate`; chunks carry `chunk_json`. kind: "chat" or "completion"."""
+
+
+@runtime_checkable
+class MortalEngine(Protocol):
+    """An engine that can end without having been asked to."""
+
+    async def died(self) -> None:
+        """Raises WorkerLost when it does. Called after `start`."""
 
 
 async def validated(

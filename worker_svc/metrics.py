@@ -13,7 +13,10 @@ from worker_svc.runner import Runner
 
 PREFIX = "kvmesh_worker"
 # How requests leave the runner, and what else it counts.
-OUTCOMES = ("accepted", "rejected", "finished", "stopped", "failed", "closed", "stops_forced")
+OUTCOMES = (
+    *("accepted", "rejected", "finished", "stopped", "failed", "closed"),
+    *("stops_forced", "aborts_deferred"),
+)
 _GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
     "running_requests": ("Requests being computed", lambda load: load.running),
     "waiting_requests": ("Requests accepted and not yet computed", lambda load: load.waiting),
@@ -39,6 +42,13 @@ class RunnerCollector(Collector):
         for outcome in OUTCOMES:
             requests.add_metric((outcome,), self._runner.counters[outcome])
         yield requests
+        canaries = CounterMetricFamily(
+            f"{PREFIX}_canaries", "Probes of an idle engine, by result", labels=("result",)
+        )
+        failed = self._runner.counters["canaries_failed"]
+        canaries.add_metric(("ok",), self._runner.counters["canaries"] - failed)
+        canaries.add_metric(("failed",), failed)
+        yield canaries
         yield GaugeMetricFamily(
             f"{PREFIX}_open_requests", "Requests inside", self._runner.open_requests
         )

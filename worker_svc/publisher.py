@@ -50,6 +50,10 @@ ANSWER_S = 2.0
 END_S = 1.0
 # Batches of a rank that an indexer may have to acknowledge before more are sent.
 UNACKED_MAX = 512
+# After so long without a demand to shrink there may be room: a tenth more is announced each time.
+REGROW_S = 30.0
+REGROW_SHARE = 10
+REGROW_BLOCKS_MIN = 1024
 # Pauses before a lost indexer, or the registry, is tried again; jittered by half.
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
@@ -99,8 +103,8 @@ class Publisher:
 
     feeds: by rank. loads: the ranks' load, asked for every load_every_s while somebody listens.
     open_call: how to reach an indexer; by default over gRPC.
-    counters: streams opened; snapshots, replays begun; batches cut; events_lost; shrunk_blocks;
-    unknown_rank events, dropped.
+    counters: streams opened; snapshots, replays begun; batches cut; events_lost; shrunk_blocks,
+    regrown_blocks; unknown_rank events, dropped.
     """
 
     def __init__(
@@ -129,6 +133,8 @@ class Publisher:
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
         self._is_cut_due = False
+        # Whether it was shrunk since the last look for room.
+        self._was_shrunk = False
         # Where each rank stood when it was shrunk last.
         self._shrunk_at: dict[int, tuple[int, int]] = {}
 
@@ -174,6 +180,7 @@ class Publisher:
         """Publish for ever; ends by cancellation only."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
+            tasks.create_task(self._regrow(), name="kv regrowth")
             pause_s = PAUSE_FIRST_S
             while True:
                 try:
@@ -206,6 +213,7 @@ class Publisher:
             withdrawn += feed.shrink(-(-blocks * published[rank] // total))
         self._cut()
         self._shrunk_at = {rank: _position(feed) for rank, feed in self.feeds.items()}
+        self._was_shrunk = True
         self.counters["shrunk_blocks"] += withdrawn
         log.warning("kv_index_over_budget", asked=blocks, withdrawn=withdrawn)
 
@@ -249,6 +257,24 @@ class Publisher:
                 continue
             for link in self.links:
                 link.report(loads)
+
+    async def _regrow(self) -> None:
+        # Nobody says that an index has room again; one that has none asks again.
+        while True:
+            await asyncio.sleep(REGROW_S)
+            if not self._was_shrunk:
+                self.grow()
+            self._was_shrunk = False
+
+    def grow(self) -> None:
+        """Announces some more of what `shrink` withheld, if anything."""
+        grown = 0
+        for feed in self.feeds.values():
+            share = feed.canonicaliser.published_blocks // REGROW_SHARE
+            grown += feed.grow(max(REGROW_BLOCKS_MIN, share))
+        if grown:
+            self.counters["regrown_blocks"] += grown
+            self._cut()
 
     def _follow(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
         # Revision 0 has seen nothing yet, so it cannot take anybody away.

@@ -3,16 +3,20 @@
 Every way in (Attach, Generate) goes through `admit` and `run`; every way out is exactly one of a
 terminal chunk, a typed error, or the cancellation of the calling task, which closes the engine's
 generator. The counters prove it: at rest accepted == finished + stopped + failed + closed.
+
+An abort has two times. The context of the request is stopped at once, so that its slot and compute
+end; the engine's `abort` of a decode leg waits for the leg's first token, since until then its KV
+may be in flight (the first-token gate). A leg that ends before has no `abort` called at all.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import structlog
 
@@ -32,6 +36,7 @@ from worker_svc.engine import (
     GenerateContext,
     LLMEngine,
     LLMEngineOutput,
+    PassThroughEngine,
     chunk,
     validated,
 )
@@ -45,35 +50,38 @@ Emit = Callable[[LLMEngineOutput], None]
 log = structlog.get_logger()
 
 
-@runtime_checkable
-class PassThroughEngine(Protocol):
-    """An engine that takes OpenAI bodies as they are (S0's Chat and Completion workers)."""
-
-    def generate_pass_through(
-        self, kind: str, body: bytes, ctx: GenerateContext
-    ) -> AsyncGenerator[LLMEngineOutput, None]:
-        """As `generate`; chunks carry `chunk_json`. kind: "chat" or "completion"."""
-
-
 @dataclass(slots=True)
 class _Running:
     order: Order
     ctx: GenerateContext
     limit: asyncio.Timeout | None = None
+    # Waits for the first token to call the engine's abort.
+    gate: asyncio.Task[None] | None = None
 
 
 class Runner:
-    """The engine's door. max_requests: how many may be inside; the rest is refused."""
+    """The engine's door. max_requests: how many may be inside; the rest is refused.
+
+    role: the engine's, which legs play that do not say otherwise.
+    last_output_at: loop time at which the engine last said anything; -inf: never.
+    """
 
     def __init__(
-        self, engine: LLMEngine, *, card_checksum: str = "", max_requests: int = 4096
+        self,
+        engine: LLMEngine,
+        *,
+        card_checksum: str = "",
+        max_requests: int = 4096,
+        role: str = "aggregated",
     ) -> None:
         self.engine = engine
         self.card_checksum = card_checksum
         self.counters: Counter[str] = Counter()
         self.is_draining = False
         self.spans: GenerateSpans | None = None
+        self.last_output_at = -math.inf
         self._max_requests = max_requests
+        self._role = role
         self._running: dict[int, _Running] = {}
         self._last_key = 0
         self._idle = asyncio.Event()
@@ -101,7 +109,7 @@ class Runner:
         self._last_key += 1
         ctx = GenerateContext(
             EngineContext(order.request_id),
-            asyncio.Event() if order.phase == "decode" else None,
+            asyncio.Event() if (order.phase or self._role) == "decode" else None,
             traceparent=order.traceparent,
             priority=order.priority,
             tenant=order.tenant,
@@ -174,9 +182,11 @@ class Runner:
 
     async def _consume(self, running: _Running, emit: Emit) -> LLMEngineOutput:
         request_id = running.order.request_id
+        now = asyncio.get_running_loop().time
         terminal: LLMEngineOutput | None = None
         async with aclosing(validated(self._stream(running), request_id=request_id)) as outputs:
             async for output in outputs:
+                self.last_output_at = now()
                 if output.token_ids:
                     running.ctx.notify_first_token()
                 if output.finish_reason is None:
@@ -210,6 +220,20 @@ class Runner:
         running.ctx.inner_arc().stop_generating(reason)
         if running.limit is not None:
             self._limit_stop(running.limit)
+        first_token = running.ctx.first_token_sender()
+        if first_token is None or first_token.is_set():
+            await self._abort(running)
+            return
+        self.counters["aborts_deferred"] += 1
+        running.gate = asyncio.create_task(
+            self._abort_after(first_token, running), name="first-token gate"
+        )
+
+    async def _abort_after(self, first_token: asyncio.Event, running: _Running) -> None:
+        await first_token.wait()
+        await self._abort(running)
+
+    async def _abort(self, running: _Running) -> None:
         try:
             await self.engine.abort(running.ctx)
         except Exception:
@@ -235,7 +259,9 @@ class Runner:
             self._left(key, "closed")
 
     def _left(self, key: int, how: str) -> None:
-        del self._running[key]
+        running = self._running.pop(key)
+        if running.gate is not None:
+            running.gate.cancel()
         self.counters[how] += 1
         if not self._running:
             self._idle.set()

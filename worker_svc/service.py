@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -207,15 +206,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetArtifact(
         self, request: engine_pb2.GetArtifactRequest, context: Context
     ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
-        """One artifact of the model card, in chunks."""
+        """One artifact of the model card from an offset on, in chunks."""
         artifact = self._card.artifacts.get(request.name) if self._card is not None else None
         if artifact is None or artifact.inline is None:
             raise NotFound(f"the card has no artifact {request.name!r}", field="name")
-        data = artifact.inline
-        for at in range(0, max(1, len(data)), _ARTIFACT_CHUNK):
+        data, first = artifact.inline, request.offset
+        if first > len(data):
+            raise InvalidRequest(f"{request.name} has {len(data)} bytes", "offset")
+        for at in range(first, max(first + 1, len(data)), _ARTIFACT_CHUNK):
             chunk = engine_pb2.GetArtifactResponse(data=data[at : at + _ARTIFACT_CHUNK])
-            if at == 0:
-                chunk.sha256, chunk.size = hashlib.sha256(data).hexdigest(), len(data)
+            if at == first:
+                chunk.sha256, chunk.size = artifact.sha256, artifact.size
             yield chunk
 
 

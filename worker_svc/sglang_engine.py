@@ -50,7 +50,7 @@ from common.errors import (
 )
 from common.instances import Role
 from common.load import Load
-from worker_svc.core.kv_events import Duplicates, KvRules
+from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
 from worker_svc.engine import (
     EngineConfig,
     GenerateContext,
@@ -58,8 +58,9 @@ from worker_svc.engine import (
     PreprocessedRequest,
     chunk,
 )
+from worker_svc.free_ports import free_ports
 from worker_svc.make_tiny_model import TINY_MODEL_DIR
-from worker_svc.sglang_events import Endpoints, KvReader, KvSink
+from worker_svc.sglang_events import Endpoints, KvReader
 from worker_svc.sglang_options import (
     FAKE_BOOTSTRAP_HOST,
     Answer,
@@ -357,13 +358,16 @@ class SglangEngine:
         }
         if config.context_length is not None:
             owned["context_length"] = config.context_length
+        ranks = int(config.engine_args.get("dp_size", 1))
+        # In a row: one for the rendezvous, then two a rank for its events.
+        port = free_ports(1 + 2 * ranks)
         if config.kv_events:
-            self._endpoints = Endpoints.free(int(config.engine_args.get("dp_size", 1)))
+            self._endpoints = Endpoints(port + 1, port + 1 + ranks)
             owned["kv_events_config"] = self._endpoints.config()
         if config.role != "aggregated":
             owned["disaggregation_mode"] = config.role
         if config.role == "prefill":
-            owned["disaggregation_bootstrap_port"] = config.bootstrap_port or _free_port()
+            owned["disaggregation_bootstrap_port"] = config.bootstrap_port or port
         return owned
 
     def _set_environment(self) -> None:
@@ -463,6 +467,7 @@ class SglangEngine:
             bootstrap_port=resolved["disaggregation_bootstrap_port"] if is_prefill else None,
             transfer_group=config.transfer_group or await self._transfer_group(resolved),
             local_prefill=config.role == "aggregated",
+            loras=self._facts.loras,
             kv_index=index,
             kv_index_reason=reason,
             dp_size=self._facts.dp_size,
@@ -577,13 +582,6 @@ def _kill_children() -> None:
     for process in multiprocessing.active_children():
         process.kill()
         process.join(1.0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def model_checksum(folder: Path) -> str:

@@ -1,25 +1,29 @@
-"""SGLang's KV events, rank by rank: in order, without gaps, as the canonicaliser takes them.
+"""An engine's KV events, rank by rank: in order, without gaps, as the canonicaliser takes them.
 
 Each rank publishes numbered batches over ZeroMQ (PUB, loopback) and keeps the last ones for replay
 (ROUTER). Nothing says when a subscription has begun to count, and a publisher drops what a slow
 subscriber does not take: so a jump in the numbers is replayed, and so is the end whenever it is
 quiet. What no replay has any more is a loss, which the sink is told of.
 
+Numbers alone do not tell an engine from its successor, which begins with 0 again and may have come
+as far meanwhile. So every replay begins with the batch taken last: it must be there, as it was.
+Where it is not the engine has begun anew, with an empty cache, and so does the reader. It asks so
+whenever the connection is a new one, before it takes anything that came over it.
+
 The format is SGLang's "dynamo": there, and only there, the hash of a block depends on adapter and
 salt as well, so that hashes alone tell blocks of different adapters apart, in removals too. They
-are opaque, signed 64-bit numbers.
+are opaque, signed 64-bit numbers. vLLM's format is read too: its events may be arrays, its hashes
+digests of 32 bytes, of which the last eight count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -28,7 +32,13 @@ import zmq
 import zmq.asyncio
 
 from common.kv import Tier
-from worker_svc.core.kv_events import ExternalEvent, PagesCleared, PagesRemoved, PagesStored
+from worker_svc.core.kv_events import (
+    ExternalEvent,
+    KvSink,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
 
 TOPIC: Final = "kv-events"
 # Batches that SGLang keeps for replay.
@@ -37,6 +47,8 @@ KEPT_BATCHES: Final = 10_000
 QUIET_S: Final = 1.0
 # SGLang looks for replay requests between batches, at least every 0.1 s.
 REPLAY_S: Final = 5.0
+# An engine that goes away takes the requests with it that it has not answered: they are made again.
+REPLAY_TRIES: Final = 2
 # Batches before the loop gets its turn.
 TURN_BATCHES: Final = 64
 
@@ -44,39 +56,43 @@ _SEQ_BYTES: Final = 8
 _TIERS: Final[Mapping[str | None, Tier]] = {
     None: Tier.DEVICE,
     "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
     "CPU_PINNED": Tier.HOST,
     "DISK": Tier.DISK,
     "EXTERNAL": Tier.DISK,
+}
+# The fields of events that are arrays, behind the name of the event.
+_FIELDS: Final[Mapping[str, Sequence[str]]] = {
+    "BlockStored": (
+        "block_hashes",
+        "parent_block_hash",
+        "token_ids",
+        "block_size",
+        "lora_id",
+        "medium",
+        "lora_name",
+        "extra_keys",
+    ),
+    "BlockRemoved": ("block_hashes", "medium"),
+    "AllBlocksCleared": (),
 }
 
 log = structlog.get_logger()
 
 
-class KvSink(Protocol):
-    """Who is told."""
-
-    def take(self, events: Iterable[ExternalEvent]) -> None:
-        """Takes in events, in order."""
-
-    def lose(self, rank: int, why: str) -> None:
-        """Events of a rank were lost beyond repair."""
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where rank r publishes: port + r, and serves replays: replay_port + r; on loopback."""
+    """Where rank r publishes: port + r, and serves replays: replay_port + r; on loopback.
+
+    replay_port None: the engine keeps nothing, so that whatever does not arrive is a loss.
+    """
 
     port: int
-    replay_port: int
-
-    @staticmethod
-    def free(ranks: int) -> Endpoints:
-        """Ports that were free a moment ago. Raises OSError when there are none in a row."""
-        base = _free_ports(2 * ranks)
-        return Endpoints(base, base + ranks)
+    replay_port: int | None
 
     def config(self) -> str:
-        """SGLang's `kv_events_config`."""
+        """SGLang's `kv_events_config`. It has to keep batches."""
+        assert self.replay_port is not None, "SGLang keeps batches here"
         return json.dumps(
             {
                 "publisher": "zmq",
@@ -94,85 +110,119 @@ def _tcp(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-def _free_ports(count: int) -> int:
-    """The first of `count` ports in a row."""
-    error = OSError("no free ports in a row")
-    for _ in range(64):
-        with ExitStack() as held:
-            first = held.enter_context(socket.socket())
-            first.bind(("127.0.0.1", 0))
-            base: int = first.getsockname()[1]
-            try:
-                for offset in range(1, count):
-                    held.enter_context(socket.socket()).bind(("127.0.0.1", base + offset))
-            except (OSError, OverflowError):
-                continue
-            return base
-    raise error
-
-
 class KvReader:
-    """Follows one rank for ever. counts: batches, replayed (of them), gaps, losses, malformed."""
+    """Follows one rank for ever.
+
+    counts: batches, replayed (of them), gaps, losses, malformed, resets, unanswered replays.
+    """
 
     def __init__(self, rank: int, endpoints: Endpoints, sink: KvSink) -> None:
         self.counts: Counter[str] = Counter()
         self._rank = rank
         self._endpoint = _tcp(endpoints.port + rank)
-        self._replay_endpoint = _tcp(endpoints.replay_port + rank)
+        self._replay_endpoint = (
+            None if endpoints.replay_port is None else _tcp(endpoints.replay_port + rank)
+        )
         self._sink = sink
         self._next = 0
+        # The batch taken last, by which the engine is known again.
+        self._last = b""
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
         """Reads until cancelled."""
-        with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as live:
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(zmq.SUB) as live,
+            live.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED) as monitor,
+        ):
             live.set(zmq.LINGER, 0)
             live.set(zmq.RCVHWM, 0)
             live.connect(self._endpoint)
             live.subscribe(TOPIC.encode())
-            while True:
-                await self._replay(context)
-                await self._follow(context, live)
+            try:
+                while True:
+                    await self._replay(context, 1)
+                    await self._follow(context, live, monitor)
+            finally:
+                live.disable_monitor()
 
-    async def _follow(self, context: zmq.asyncio.Context, live: zmq.asyncio.Socket) -> None:
+    async def _follow(
+        self, context: zmq.asyncio.Context, live: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
+    ) -> None:
         """Takes what comes, until it is quiet."""
         turns = 0
         while await live.poll(QUIET_S * 1000):
             _, number, payload = await live.recv_multipart()
             seq = int.from_bytes(number, "big")
-            if seq > self._next:
-                self.counts["gaps"] += 1
-                await self._replay(context)
+            is_new_connection = await _drained(monitor)
+            self.counts["gaps"] += seq > self._next
+            if is_new_connection or seq > self._next:
+                is_proven = await self._replay(context, REPLAY_TRIES)
+                if is_new_connection and not is_proven and self._next:
+                    self._lose("nothing shows that it is the same engine")
+                    self._next = seq
             self._accept(seq, payload)
             turns += 1
             if turns % TURN_BATCHES == 0:
                 await asyncio.sleep(0)
 
-    async def _replay(self, context: zmq.asyncio.Context) -> None:
-        """Takes what SGLang has kept from the next batch on."""
+    async def _replay(self, context: zmq.asyncio.Context, tries: int) -> bool:
+        """Takes what the engine has kept from the next batch on; or all, if it has begun anew.
+
+        False when it does not answer.
+        """
+        if self._replay_endpoint is None:
+            return False
+        for _ in range(tries):
+            try:
+                async with asyncio.timeout(REPLAY_S):
+                    if not await self._ask(context, self._replay_endpoint):
+                        self._begin_anew()
+                        await self._ask(context, self._replay_endpoint)
+                    return True
+            except TimeoutError:
+                self.counts["unanswered"] += 1
+                log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next)
+        return False
+
+    async def _ask(self, context: zmq.asyncio.Context, endpoint: str) -> bool:
+        """One replay, from the batch taken last on; False, with nothing taken, if that is gone."""
+        is_known = self._next == 0
         # A socket each time: what a request that timed out still brings must not end the next one.
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
-            dealer.connect(self._replay_endpoint)
-            await dealer.send_multipart([b"", self._next.to_bytes(_SEQ_BYTES, "big")])
-            try:
-                async with asyncio.timeout(REPLAY_S):
-                    while True:
-                        *_, number, payload = await dealer.recv_multipart()
-                        seq = int.from_bytes(number, "big", signed=True)
-                        if seq < 0:
-                            return
-                        self.counts["replayed"] += seq >= self._next
-                        self._accept(seq, payload)
-            except TimeoutError:
-                log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next)
+            dealer.connect(endpoint)
+            first = max(0, self._next - 1)
+            await dealer.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
+            while True:
+                *_, number, payload = await dealer.recv_multipart()
+                seq = int.from_bytes(number, "big", signed=True)
+                if seq < 0:
+                    return is_known
+                if not is_known:
+                    if seq == first and payload != self._last:
+                        return False
+                    is_known = True
+                    if seq > first:
+                        # The ring is past it: nothing shows whose batches these are.
+                        self._lose(f"batches from {first} on are kept no more")
+                        self._next = seq
+                self.counts["replayed"] += seq >= self._next
+                self._accept(seq, payload)
+
+    def _begin_anew(self) -> None:
+        log.warning("kv_engine_began_anew", dp_rank=self._rank, had=self._next)
+        self.counts["resets"] += 1
+        self._next, self._last = 0, b""
+        self._sink.reset(self._rank)
 
     def _accept(self, seq: int, payload: bytes) -> None:
         if seq < self._next:
             return
         if seq > self._next:
             self._lose(f"batches {self._next} to {seq - 1} are kept no more")
-        self._next = seq + 1
+        self._next, self._last = seq + 1, payload
         self.counts["batches"] += 1
         try:
             events = list(external_events(self._decode(payload)[1], self._rank))
@@ -187,27 +237,68 @@ class KvReader:
         self._sink.lose(self._rank, why)
 
 
+async def _drained(monitor: zmq.asyncio.Socket) -> bool:
+    """Whether the connection has changed since the last call."""
+    has_changed = False
+    # What comes over a connection comes after the event that tells of it.
+    while await monitor.poll(0):
+        await monitor.recv_multipart()
+        has_changed = True
+    return has_changed
+
+
 # Any: what an engine says, unpacked.
-def external_events(events: Sequence[Mapping[str, Any]], rank: int) -> Iterator[ExternalEvent]:
-    """Our events for SGLang's. Raises LookupError, TypeError or ValueError for what is none."""
-    for event in events:
+def external_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
+    """Our events for an engine's. Raises LookupError, TypeError or ValueError for what is none."""
+    for one in events:
+        event = one if isinstance(one, Mapping) else _fields_of(one)
         match event["type"]:
             case "BlockStored":
                 yield PagesStored(
-                    event["block_hashes"],
-                    event["parent_block_hash"],
+                    _hashes(event["block_hashes"]),
+                    _hash(event["parent_block_hash"]),
                     np.asarray(event["token_ids"], dtype="<u4").tobytes(),
                     event["block_size"],
                     tier=_TIERS[event.get("medium")],
                     rank=rank,
-                    lora=event.get("lora_name") or "",
-                    salt=event.get("cache_salt") or "",
+                    lora=_lora_of(event),
+                    salt=_salt_of(event),
                 )
             case "BlockRemoved":
                 yield PagesRemoved(
-                    event["block_hashes"], tier=_TIERS[event.get("medium")], rank=rank
+                    _hashes(event["block_hashes"]), tier=_TIERS[event.get("medium")], rank=rank
                 )
             case "AllBlocksCleared":
                 yield PagesCleared(rank)
             case other:
                 raise ValueError(f"unknown event {other!r}")
+
+
+def _fields_of(event: Sequence[Any]) -> Mapping[str, Any]:
+    kind, *values = event
+    # What is left out at the end has its default; what is there beyond is not for us.
+    return {"type": kind, **dict(zip(_FIELDS[kind], values, strict=False))}
+
+
+def _hash(value: int | bytes | None) -> int | None:
+    return int.from_bytes(value[-8:], "big") if isinstance(value, bytes) else value
+
+
+def _hashes(values: Sequence[int | bytes]) -> Sequence[int]:
+    return [int.from_bytes(v[-8:], "big") if isinstance(v, bytes) else v for v in values]
+
+
+def _lora_of(event: Mapping[str, Any]) -> str | None:
+    """None: it is of an adapter that the event does not name."""
+    name: str | None = event.get("lora_name")
+    if not name and event.get("lora_id") is not None:
+        return None
+    return name or ""
+
+
+def _salt_of(event: Mapping[str, Any]) -> str | None:
+    """None: blocks are told apart by keys (images, salts) which are not to be read from outside."""
+    if any(event.get("extra_keys") or ()):
+        return None
+    salt: str | None = event.get("cache_salt")
+    return salt or ""

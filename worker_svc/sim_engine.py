@@ -29,7 +29,7 @@ import asyncio
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -56,8 +56,22 @@ from common.preprocessed import (
     TopLogprob,
     unsupported_fields,
 )
-from worker_svc.core.block_manager import BlockManager, Holding, KvEvent
+from worker_svc.core.block_manager import (
+    BlockManager,
+    BlocksRemoved,
+    BlocksStored,
+    Holding,
+    KvEvent,
+)
 from worker_svc.core.handoff import DecodeRoom, Done, page_stamps
+from worker_svc.core.kv_events import (
+    Duplicates,
+    ExternalEvent,
+    KvRules,
+    KvSink,
+    PagesRemoved,
+    PagesStored,
+)
 from worker_svc.core.sim_scheduler import End, Job, SimScheduler, SimSequence, Step, Stop
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import DEFAULT_EOS_ONE_IN, Truth
@@ -215,7 +229,8 @@ class SimEngine:
     model: None reads the configured folder at `start`. clock, sleep: in seconds; the defaults are
     the running loop's, so a loop with virtual time runs the engine in it. network: how KV gets to
     other engines; None: real sockets.
-    `kv_event_sink` is given what changed in the cache after each tick; None drops it.
+    `kv_event_sink` is given what changed in the cache after each tick; None drops it. `publish_to`
+    sets it.
 
     Counters: accepted == finished + cancelled + closed + failed, at rest; `rejected` were never
     accepted, `overloaded` are those of them that met a full queue. `tokens` were delivered,
@@ -237,6 +252,9 @@ class SimEngine:
         network: Network | None = None,
     ) -> None:
         self.config = config
+        # Pages are routing blocks, and each is named once until it is removed.
+        self.kv_rules = KvRules(config.block_size, config.block_size, Duplicates.IDEMPOTENT)
+        self.kv_silence = "" if config.prefix_caching else "prefix caching is off"
         self.kv_event_sink: Callable[[Sequence[KvEvent]], None] | None = None
         self._model = model
         self._clock = clock
@@ -289,6 +307,7 @@ class SimEngine:
             local_prefill={"aggregated": True, "prefill": False}.get(
                 config.role, config.local_prefill
             ),
+            loras=self.config.loras,
         )
 
     async def _open_handoffs(self, core: _Core, worker_id: int) -> Handoffs:
@@ -375,6 +394,15 @@ class SimEngine:
         self._refusal = Unavailable("the engine was shut down")
         if self._handoffs is not None:
             await self._handoffs.close()
+
+    def publish_to(self, sink: KvSink) -> None:
+        """From now on the sink is told. Raises Conflict when there is something in the cache.
+
+        That is because tokens are not kept, so that what was not told at once cannot be.
+        """
+        if self.blocks.cached_blocks:
+            raise Conflict("the cache is not empty: publish before the first request")
+        self.kv_event_sink = lambda events: sink.take(sim_events(events, self.config.block_size))
 
     def loads(self) -> Sequence[Load]:
         """The load of the only rank."""
@@ -636,6 +664,18 @@ class SimEngine:
         events = blocks.take_events()
         if events and self.kv_event_sink is not None:
             self.kv_event_sink(events)
+
+
+def sim_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
+    """The sim's events as the canonicaliser takes them: a block's external hash is its name."""
+    for event in events:
+        match event:
+            case BlocksStored():
+                yield PagesStored(
+                    event.names, event.parent, event.token_ids, block_size, lora=event.lora_name
+                )
+            case BlocksRemoved():
+                yield PagesRemoved(event.names)
 
 
 def _fresh(error: MeshError) -> MeshError:

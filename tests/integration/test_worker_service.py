@@ -413,6 +413,7 @@ async def test_get_info_says_who_the_worker_is() -> None:
         assert len(info.card_checksum) == 64
 
 
+@pytest.mark.row("S1-01")
 async def test_get_load_counts_slots_of_both_ways_in() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         sink = Sink()

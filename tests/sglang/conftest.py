@@ -1,5 +1,6 @@
-"""Three real SGLang engines for the whole session: one in this process, a prefill and a decode
-worker in processes of their own, as they are deployed. About 1.5 GiB each, a minute to start.
+"""Three real SGLang engines for the whole session: an aggregated worker in this process, a prefill
+and a decode worker in processes of their own, as they are deployed, and before them what makes a
+mesh of them. About 1.5 GiB an engine, a minute to start.
 
 Run with the interpreter of .venv-sglang (`make test-sglang`); anywhere else the tests are skipped.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +20,11 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from tests.sglang.sglang_workers import WorkerProcess
+from common.lifecycle import Health, Life
+from tests.sglang.sglang_mesh import HttpMesh
+from tests.sglang.sglang_workers import WAIT_S, WorkerProcess
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
 
 if TYPE_CHECKING:
     from worker_svc.sglang_engine import SglangEngine
@@ -36,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         # SGLang and what it imports warn of many things; the start of three engines takes long.
         item.add_marker(pytest.mark.filterwarnings("ignore"))
-        item.add_marker(pytest.mark.timeout(300))
+        item.add_marker(pytest.mark.timeout(900))
         item.add_marker(pytest.mark.slow)
         item.add_marker(pytest.mark.asyncio(loop_scope="session"), append=False)
         if missing:
@@ -45,32 +51,64 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trio:
-    """The engines."""
+    """The engines. app: the worker of the aggregated one; registry: where all three are known."""
 
+    app: WorkerApp
     aggregated: SglangEngine
     prefill: WorkerProcess
     decode: WorkerProcess
     registry: Path
 
 
+@contextlib.asynccontextmanager
+async def worker_here(config: WorkerConfig, life: Life) -> AsyncIterator[WorkerApp]:
+    """A worker in this process, not started yet; ended and unknown on exit."""
+    app = WorkerApp(config)
+    try:
+        yield app
+    finally:
+        life.drain("the tests are over")
+        await app.deregister()
+        await life.cancel_tasks(WAIT_S)
+        await app.close()
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
     from worker_svc.make_tiny_model import write_tiny_model
-    from worker_svc.sglang_engine import SglangConfig, SglangEngine
+    from worker_svc.sglang_engine import SglangEngine
 
     folder = tmp_path_factory.mktemp("sglang")
-    model = folder / "tiny"
+    model, registry = folder / "tiny", folder / "registry"
     write_tiny_model(model)
     pool = {"max_total_tokens": POOL_TOKENS}
+    config = WorkerConfig(
+        engine="sglang",
+        model_name="tiny",
+        model_path=model,
+        registry_path=registry,
+        engine_args=json.dumps(pool),
+    )
+    life = Life(Health())
     async with contextlib.AsyncExitStack() as ended:
         # The last to end: it kills all children of this process, which the workers are too.
-        aggregated = SglangEngine(SglangConfig(model="tiny", model_path=model, engine_args=pool))
-        ended.push_async_callback(aggregated.cleanup)
+        app = await ended.enter_async_context(worker_here(config, life))
         start = partial(WorkerProcess.started, model=model, folder=folder, engine_args=pool)
         prefill = await ended.enter_async_context(start("prefill"))
         decode = await ended.enter_async_context(start("decode"))
-        await asyncio.gather(aggregated.start(1), prefill.ready(), decode.ready())
-        yield Trio(aggregated, prefill, decode, folder / "registry")
+        await asyncio.gather(app.start(life), prefill.ready(), decode.ready())
+        await app.register()
+        assert isinstance(app.engine, SglangEngine)
+        yield Trio(app, app.engine, prefill, decode, registry)
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def mesh(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpMesh]:
+    """The way to the engines through frontend, router and indexer."""
+    workers = {trio.app.instance_id, trio.prefill.instance_id, trio.decode.instance_id}
+    folder = tmp_path_factory.mktemp("mesh")
+    async with HttpMesh.started(folder, trio.registry, workers) as mesh:
+        yield mesh
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -29,9 +30,9 @@ from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 
 REPOSITORY = Path(__file__).parents[2]
-START_S = 240.0
-WAIT_S = 20.0
-HANDOFF_S = 3.0
+START_S = 480.0
+WAIT_S = 60.0
+HANDOFF_S = 5.0
 
 
 def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> PreprocessedRequest:
@@ -95,6 +96,7 @@ class WorkerProcess:
             "--ready-fd": theirs,
             "--handoff-timeout-s": HANDOFF_S,
             "--engine-args": json.dumps(engine_args),
+            "--canary-idle-s": 2,
             "--notice-s": 0,
             "--drain-s": 2,
         }
@@ -118,9 +120,11 @@ class WorkerProcess:
 
     async def ready(self) -> None:
         """Returns once it serves."""
-        async with asyncio.timeout(START_S):
-            with os.fdopen(self._ready_fd) as pipe:
-                line = await asyncio.to_thread(pipe.readline)
+        line = ""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                with os.fdopen(self._ready_fd) as pipe:
+                    line = await asyncio.to_thread(pipe.readline)
         assert line, f"the {self.role} worker did not start: {self._log.read_text()[-4000:]}"
         ready = json.loads(line)
         self.instance_id = int(ready["instance_id"])

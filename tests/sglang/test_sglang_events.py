@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from common.blocks import PrefixHasher
 from common.kv import EventKind, Source, Tier
 from tests.sglang.sglang_workers import WAIT_S, asked, until
@@ -22,6 +20,7 @@ from worker_svc.core.kv_events import (
     PagesStored,
 )
 from worker_svc.engine import EngineContext, GenerateContext, PreprocessedRequest
+from worker_svc.free_ports import free_ports
 
 if TYPE_CHECKING:
     from worker_svc.sglang_engine import SglangEngine
@@ -61,6 +60,9 @@ class Index:
 
     def lose(self, rank: int, why: str) -> None:
         self.lost.append(why)
+
+    def reset(self, rank: int) -> None:
+        self.lost.append("reset")
 
     def _change(self, kind: EventKind, hashes: list[int]) -> None:
         if kind is EventKind.CLEARED:
@@ -285,12 +287,16 @@ class Heard:
     def lose(self, rank: int, why: str) -> None:
         self.lost.append(why)
 
+    def reset(self, rank: int) -> None:
+        self.lost.append("reset")
+
 
 @asynccontextmanager
 async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvReader]]:
     from worker_svc.sglang_events import Endpoints, KvReader
 
-    endpoints = Endpoints.free(1)
+    port = free_ports(2)
+    endpoints = Endpoints(port, port + 1)
     publisher, heard = LossyPublisher(endpoints), Heard()
     reader = KvReader(0, endpoints, heard)
     tasks: list[asyncio.Task[Any]] = [
@@ -341,12 +347,3 @@ async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
         assert len(heard.lost) == 1
         await publisher.publish(2)
         await until(lambda: heard.removed == [0, 2], "it goes on")
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-async def test_ports_are_given_in_a_row(ranks: int) -> None:
-    from worker_svc.sglang_events import Endpoints
-
-    endpoints = Endpoints.free(ranks)
-    assert endpoints.replay_port == endpoints.port + ranks
-    assert f"tcp://127.0.0.1:{endpoints.port}" in endpoints.config()

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import repeat
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -126,6 +126,21 @@ class PagesCleared:
 
 
 ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+
+
+class KvSink(Protocol):
+    """Who is told of an engine's pages."""
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        """Takes in events, in order."""
+
+    def lose(self, rank: int, why: str) -> None:
+        """Events of a rank were lost beyond repair."""
+
+    def reset(self, rank: int) -> None:
+        """The engine of a rank has begun anew, with an empty cache."""
+
+
 # The hasher for (lora, salt, tokens a block); None: blocks of these are not to be published.
 HasherOf: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
 
@@ -362,8 +377,8 @@ class Canonicaliser:
     def shrink(self, blocks: int) -> int:
         """Withdraws at least so many blocks, deepest first; how many.
 
-        What is withdrawn stays so until it is stored anew, and no more blocks than remain are ever
-        announced, until `clear`.
+        What is withdrawn stays so until it is stored anew, and no more blocks than remain are
+        announced, until `grow` or `clear`.
         """
         before = self._published
         self._blocks_max = max(0, before - blocks)
@@ -375,6 +390,27 @@ class Canonicaliser:
             self._withhold(page)
             self._relevel(page)
         return before - self._published
+
+    def grow(self, blocks: int) -> int:
+        """Raises the bound of `shrink`; announces what was withheld, shallow first; how many.
+
+        When nothing is withheld any more the bound is gone.
+        """
+        if self._blocks_max is None:
+            return 0
+        before = self._published
+        self._blocks_max += blocks
+        withheld = [page for page in self._pages.values() if page.is_withheld]
+        withheld.sort(key=lambda page: page.depth)
+        for page in withheld:
+            if self._published >= self._blocks_max:
+                break
+            page.is_withheld = False
+            self._relevel(page)
+        self._flush_risen()
+        if not any(page.is_withheld for page in withheld) and self._published < self._blocks_max:
+            self._blocks_max = None
+        return self._published - before
 
     # Stored.
 
@@ -863,3 +899,7 @@ class Feed:
     def shrink(self, blocks: int) -> int:
         """See `Canonicaliser.shrink`."""
         return self.canonicaliser.shrink(blocks)
+
+    def grow(self, blocks: int) -> int:
+        """See `Canonicaliser.grow`."""
+        return self.canonicaliser.grow(blocks)

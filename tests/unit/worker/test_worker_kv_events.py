@@ -320,6 +320,17 @@ class ShrunkCache(Cache):
         assert before - withdrawn == len(self.listener.sets[-1])
         self.blocks_max = max(0, before - blocks)
 
+    @rule(blocks=st.integers(1, 4))
+    def grow(self, blocks: int) -> None:
+        before = len(self.listener.sets[-1])
+        grown = self.canonicaliser.grow(blocks)
+        self.listener.hear(self.canonicaliser.take())
+        assert len(self.listener.sets[-1]) == before + grown
+        if self.blocks_max is not None:
+            self.blocks_max += blocks
+        if self.canonicaliser._blocks_max is None:
+            self.blocks_max = None
+
     def _compare(self, published: set[int], expected: set[int]) -> None:
         if self.blocks_max is None:
             assert published == expected
@@ -659,6 +670,23 @@ def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
     assert worker.published == set(NAMES), "a clear ends the bound"
 
 
+def test_growing_announces_what_was_withheld_shallow_first_and_ends_the_bound() -> None:
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.store([9], [9] * 4)
+    assert worker.canonicaliser.grow(1) == 0, "there is no bound"
+    worker.canonicaliser.shrink(3)
+    worker.store([4], [4] * 4, after=PROMPT, parent=3)
+    for room, count in ((1, 1), (1, 1), (2, 2)):
+        assert worker.canonicaliser.grow(room) == count
+        worker.listener.hear(worker.canonicaliser.take())
+    whole = {*names_of([*PROMPT, *[4] * 4]), *names_of([9] * 4)}
+    assert worker.published == whole
+    assert worker.canonicaliser.grow(1) == 0
+    worker.store([10, 11, 12], [10] * 12)
+    assert worker.published == {*whole, *names_of([10] * 12)}, "there is no bound any more"
+
+
 def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room() -> None:
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
@@ -685,6 +713,7 @@ def contents(ledger: Ledger) -> list[int]:
     return [name for chunk in ledger.snapshot() for name in chunk.hashes.tolist()]
 
 
+@pytest.mark.row("S1-10")
 def test_batches_are_numbered_from_one_without_gaps() -> None:
     ledger = Ledger(SOURCE)
     assert ledger.state == SourceState(SOURCE, 1, 0)

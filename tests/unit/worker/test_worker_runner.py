@@ -255,6 +255,86 @@ async def test_a_stop_aborts_once_and_ends_the_stream_gracefully() -> None:
     assert dict(runner.counters) == {"accepted": 1, "stopped": 1}
 
 
+class Gate:
+    """A leg that gives tokens when told to. deaf: it does not mind being stopped."""
+
+    def __init__(self, *, deaf: bool = False) -> None:
+        self.opened = asyncio.Event()
+        self._deaf = deaf
+
+    async def __call__(self, ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        await self.opened.wait()
+        yield chunk.token(1)
+        if self._deaf:
+            await asyncio.Event().wait()
+        await ctx.stopped()
+        yield chunk.cancelled()
+
+
+@pytest.mark.row("S4-04", "S4-37")
+@pytest.mark.parametrize(
+    ("role", "phase"), [("aggregated", "decode"), ("decode", "")], ids=["by phase", "by role"]
+)
+@pytest.mark.parametrize("side_channel", [False, True], ids=["by a chunk", "by another way"])
+async def test_a_decode_leg_is_aborted_once_its_first_token_is_there(
+    role: str, phase: str, side_channel: bool
+) -> None:
+    gate = Gate(deaf=True)
+    engine = ScriptedEngine(a=gate)
+    runner = Runner(engine, role=role)
+    key = runner.admit(order("a", phase=phase))
+    task = asyncio.create_task(runner.run(key, Emitted()))
+    await asyncio.sleep(0)
+    await runner.stop(key, "client_gone")
+    assert engine.contexts["a"].is_stopped, "the slot ends at once"
+    assert engine.aborted == [], "its KV may be in flight"
+    if side_channel:
+        engine.contexts["a"].notify_first_token()
+    else:
+        gate.opened.set()
+    async with asyncio.timeout(WAIT_S):
+        assert (await task).finish_reason is FinishReason.CANCELLED
+    assert engine.aborted == ["a"]
+    assert runner.counters["aborts_deferred"] == 1
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-04", "S4-37")
+async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(a=gate)
+    runner = Runner(engine)
+    key = runner.admit(order("a", phase="decode"))
+    task = asyncio.create_task(runner.run(key, Emitted()))
+    await asyncio.sleep(0)
+    began = asyncio.get_running_loop().time()
+    await runner.stop(key, "client_gone")
+    async with asyncio.timeout(WAIT_S):
+        assert (await task).finish_reason is FinishReason.CANCELLED
+    assert asyncio.get_running_loop().time() - began >= STOP_GRACE_S / 2, "it had its grace"
+    gate.opened.set()
+    engine.contexts["a"].notify_first_token()
+    await asyncio.sleep(0.01)
+    assert engine.aborted == []
+    assert engine.closed == ["a"]
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-05", "S4-06")
+async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
+    for phase in ("", "prefill"):
+        gate = Gate()
+        engine = ScriptedEngine(a=gate)
+        runner = Runner(engine, role="decode" if phase else "aggregated")
+        key = runner.admit(order("a", phase=phase))
+        task = asyncio.create_task(runner.run(key, Emitted()))
+        await asyncio.sleep(0)
+        assert engine.contexts["a"].first_token_sender() is None
+        await runner.stop(key, "client_gone")
+        assert engine.aborted == ["a"]
+        await task
+
+
 @pytest.mark.row("S4-37")
 async def test_a_request_that_ends_by_itself_is_never_aborted() -> None:
     engine = ScriptedEngine(a=good)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,16 @@ from common.preprocessed import (
     TopLogprob,
 )
 from worker_svc.core.block_manager import BlocksStored, KvEvent
+from worker_svc.core.kv_events import ExternalEvent, PagesRemoved, PagesStored
 from worker_svc.core.timing import Timing
 from worker_svc.core.truth import Truth
-from worker_svc.engine import EngineContext, GenerateContext, LLMEngineOutput, validated
+from worker_svc.engine import (
+    EngineContext,
+    GenerateContext,
+    LLMEngineOutput,
+    PagedEngine,
+    validated,
+)
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine, SimModel, load_sim_model
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
@@ -688,6 +695,40 @@ async def test_a_probe_runs_locally_for_one_token_and_leaves_the_cache_alone() -
 
 
 # The cache.
+
+
+class Sink:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[ExternalEvent] = []
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        self.events += events
+
+    def lose(self, rank: int, why: str) -> None: ...
+
+    def reset(self, rank: int) -> None: ...
+
+
+async def test_a_sink_is_told_of_pages_that_are_the_blocks_of_the_cache() -> None:
+    sink = Sink()
+    async with running() as engine:
+        assert isinstance(engine, PagedEngine)
+        engine.publish_to(sink)
+        await outputs_of(engine, request(range(40)))
+        (stored,) = [one for one in sink.events if isinstance(one, PagesStored) and not one.parent]
+        assert list(stored.hashes) == engine.blocks.names()[: len(stored.hashes)]
+        assert stored.page_size == engine.kv_rules.page_size == engine.config.block_size
+        engine.flush_cache()
+        assert isinstance(sink.events[-1], PagesRemoved)
+
+
+async def test_a_sink_that_comes_when_something_is_cached_is_refused() -> None:
+    async with running() as engine:
+        await outputs_of(engine, request(range(40)))
+        with pytest.raises(Conflict):
+            engine.publish_to(Sink())
 
 
 async def test_cache_changes_are_told_in_order_and_flushing_takes_them_back() -> None:

@@ -1,0 +1,468 @@
+"""The conformance kit: engines that keep the contract pass, and each rule has its breaker."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from common.attach import Order
+from common.instances import new_instance_id
+from common.lifecycle import Health, Life
+from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.registry import MemoryRegistry, MemoryStore
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.conformance.__main__ import main, maker
+from worker_svc.conformance.bench import Limits
+from worker_svc.conformance.checks import all_checks
+from worker_svc.conformance.report import Result, Verdict, results
+from worker_svc.core.kv_events import ExternalEvent, KvSink, PagesRemoved, PagesStored
+from worker_svc.core.timing import Timing
+from worker_svc.echo_engine import EchoConfig, EchoEngine
+from worker_svc.engine import (
+    EngineConfig,
+    FinishReason,
+    GenerateContext,
+    LLMEngine,
+    LLMEngineOutput,
+    Load,
+    Unavailable,
+    chunk,
+    usage,
+)
+from worker_svc.sim_engine import SimConfig, SimEngine
+from worker_svc.sim_handoff import SimHandoffConfig
+
+PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
+# What a loaded machine may take; and what a broken engine is given until it is found out.
+PATIENT = Limits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
+BRIEF = Limits(start_s=60.0, answer_s=60.0, stop_s=0.2, end_s=0.2)
+
+
+def blocks() -> list[str]:
+    """The Python code of the page."""
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def loaded(name: str, code: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile(code, f"{PAGE.name}:{name}", "exec"), module.__dict__)
+    return module
+
+
+# The engine of the page. Any: it is not typed, as authors may not care for types.
+Counter: Any = loaded("counter", blocks()[0]).Counter
+
+
+async def verdicts(
+    make: Callable[[], LLMEngine], limits: Limits = PATIENT, only: Sequence[str] = ()
+) -> dict[str, Result]:
+    checks = [one for one in all_checks() if not only or one.name in only]
+    return {one.check.name: one async for one in results(make, limits, checks)}
+
+
+def sim(**knobs: Any) -> SimEngine:
+    return SimEngine(SimConfig(timing=Timing(speedup=0.0), **knobs))
+
+
+@pytest.mark.row("S4-21", "S4-30", "S4-43", "S4-44", "S4-46")
+@pytest.mark.parametrize(
+    ("make", "skipped"),
+    [
+        (sim, set()),
+        (lambda: sim(prefix_caching=False), {"kv-events"}),
+        (lambda: sim(handoff=SimHandoffConfig(role="decode")), set()),
+        (lambda: EchoEngine(EchoConfig(context_length=2048)), {"kv-events"}),
+        (lambda: Counter(), {"kv-events"}),
+    ],
+    ids=["sim", "sim without a cache", "sim for decode", "echo", "the one of the page"],
+)
+async def test_an_engine_that_keeps_the_contract_fails_no_check(
+    make: Callable[[], LLMEngine], skipped: set[str]
+) -> None:
+    found = await verdicts(make)
+    assert list(found) == [one.name for one in all_checks()]
+    assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
+    assert {name for name, one in found.items() if one.verdict is Verdict.SKIP} == skipped
+
+
+async def test_of_an_engine_for_halves_what_needs_whole_answers_is_skipped() -> None:
+    found = await verdicts(lambda: sim(handoff=SimHandoffConfig(role="prefill")))
+    assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
+    assert found["generate"].verdict is Verdict.SKIP
+    assert "halves" in found["generate"].why
+    assert found["probes"].verdict is Verdict.PASS
+
+
+class NoDrain(Counter):  # type: ignore[misc]
+    drain = None
+
+
+class Nameless(Counter):  # type: ignore[misc]
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(kv_index_reason="none")
+
+
+class Negative(Counter):  # type: ignore[misc]
+    def loads(self) -> list[Load]:
+        return [Load(running=-1)]
+
+
+class Endless(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+
+
+class Talkative(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        yield chunk.stop()
+        yield chunk.token(2)
+
+
+class Generous(Counter):  # type: ignore[misc]
+    """One token more than asked for, as the request's length has it."""
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        for one in range((request.stop_conditions.max_tokens or 0) + 1):
+            yield chunk.token(one)
+        yield chunk.length()
+
+
+class Miscounting(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        async for one in super().generate(request, ctx):
+            yield one if one.finish_reason is None else one.with_usage(usage(1, 1))
+
+
+class OneAtATime(Counter):  # type: ignore[misc]
+    def check(self, request: PreprocessedRequest) -> Any:
+        if self.running:
+            raise Unavailable("one is enough")
+        return super().check(request)
+
+
+class Untyped(Counter):  # type: ignore[misc]
+    def check(self, request: PreprocessedRequest) -> Any:
+        if not request.token_ids:
+            raise ValueError("empty")
+        return super().check(request)
+
+
+class Boundless(Counter):  # type: ignore[misc]
+    def check(self, request: PreprocessedRequest) -> Any:
+        return 8
+
+
+class Deaf(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        while True:
+            await asyncio.sleep(0.001)
+            yield chunk.token(1)
+
+
+class OnceMore(Counter):  # type: ignore[misc]
+    """A token before it looks whether it was stopped."""
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        async for one in super().generate(request, ctx):
+            yield one
+
+
+class AbortsOnlyWhatRuns(Counter):  # type: ignore[misc]
+    async def abort(self, ctx: GenerateContext) -> None:
+        if not self.running:
+            raise KeyError(ctx.id)
+
+
+class Leaky(Counter):  # type: ignore[misc]
+    """Frees what a request held at its end, and not when it is closed."""
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        self.running += 1
+        async for one in super().generate(request, ctx):
+            yield one
+        self.running -= 1
+
+
+class Clinging(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        while True:
+            try:
+                await asyncio.sleep(0.5)
+                break
+            except asyncio.CancelledError:
+                continue
+        yield chunk.length()
+
+
+class ProbesAreRequests(Counter):  # type: ignore[misc]
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        if request.is_probe:
+            yield chunk.token(1)
+        async for one in super().generate(request, ctx):
+            yield one
+
+
+class Bottomless(SimEngine):
+    """Tells of pages below one that it never told of."""
+
+    def publish_to(self, sink: KvSink) -> None:
+        class Beheading:
+            lose, reset = sink.lose, sink.reset
+
+            def take(self, events: Iterable[ExternalEvent]) -> None:
+                sink.take(list(self.cut(events)))
+
+            def cut(self, events: Iterable[ExternalEvent]) -> Iterator[ExternalEvent]:
+                for event in events:
+                    if isinstance(event, PagesStored) and event.parent is None:
+                        size = event.page_size * 4
+                        yield PagesStored(
+                            event.hashes[1:],
+                            event.hashes[0],
+                            event.token_ids[size:],
+                            event.page_size,
+                        )
+                    else:
+                        yield event
+
+        super().publish_to(Beheading())
+
+
+class Contrary(SimEngine):
+    """Tells of a removal of what it has never stored."""
+
+    def publish_to(self, sink: KvSink) -> None:
+        super().publish_to(sink)
+        sink.take([PagesRemoved([4711])])
+
+
+class Unmeant(Counter):  # type: ignore[misc]
+    """Says that it has events, and has no way to tell them."""
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        await super().start(worker_id)
+        return EngineConfig("counter", kv_cache_block_size=16, kv_index="events")
+
+
+class Restless(Counter):  # type: ignore[misc]
+    def loads(self) -> list[Load]:
+        return [Load(rooms_open=1)]
+
+
+class NeverDrained(Counter):  # type: ignore[misc]
+    async def drain(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Abandoning(Counter):  # type: ignore[misc]
+    """Streams that are open at cleanup wait for ever."""
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        await asyncio.Event().wait()
+
+
+class CleansUpOnce(Counter):  # type: ignore[misc]
+    async def cleanup(self) -> None:
+        if not self.is_open:
+            raise RuntimeError("it is closed")
+        await super().cleanup()
+
+
+class Undead(Counter):  # type: ignore[misc]
+    async def cleanup(self) -> None: ...
+
+
+class NeedsAStart(Counter):  # type: ignore[misc]
+    async def start(self, worker_id: int) -> Any:
+        self.thread = object()
+        return await super().start(worker_id)
+
+    async def cleanup(self) -> None:
+        del self.thread
+
+
+class LeavesATask(Counter):  # type: ignore[misc]
+    async def start(self, worker_id: int) -> Any:
+        self.task = asyncio.create_task(asyncio.sleep(3600), name="left-behind")
+        await asyncio.sleep(0)
+        return await super().start(worker_id)
+
+    async def cleanup(self) -> None:
+        if self.is_open:
+            self.task.cancel()
+        await super().cleanup()
+
+
+def lying_sim(engine: type[SimEngine]) -> SimEngine:
+    return engine(SimConfig(timing=Timing(speedup=0.0)))
+
+
+# Check, a broken engine, what the report has to say of it.
+BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
+    ("shape", NoDrain, "drain is no coroutine function"),
+    ("start", Nameless, "neither model nor served_model_name"),
+    ("loads", Negative, "negative"),
+    ("generate", Endless, "without a terminal chunk"),
+    ("generate", Talkative, "a chunk came after the terminal one"),
+    ("max-tokens", Generous, "max_tokens 1 gave 2 tokens"),
+    ("usage", Miscounting, "it counted 1 + 1, not 37 + 8"),
+    ("concurrent", OneAtATime, "one is enough"),
+    ("refuses-empty-prompt", Untyped, "ValueError, which is no MeshError"),
+    ("refuses-long-prompt", Boundless, "it was not refused"),
+    ("refuses-unknown", Boundless, "it was not refused"),
+    ("stop-in-answer", Deaf, "long after the stop"),
+    ("stop-before-answer", OnceMore, "tokens came after the stop"),
+    ("abort", AbortsOnlyWhatRuns, "KeyError"),
+    ("closes-early", Leaky, "not at rest"),
+    ("cancelled-task", Clinging, "still runs"),
+    ("probes", ProbesAreRequests, "it got 2 tokens"),
+    ("kv-events", lambda: lying_sim(Bottomless), "which is not held"),
+    ("kv-events", lambda: lying_sim(Contrary), "page 4711 was removed, which is not held"),
+    ("kv-events", Unmeant, "is no PagedEngine"),
+    ("rest", Restless, "not at rest"),
+    ("drain", NeverDrained, "drain did not return within"),
+    ("cleanup", Abandoning, "never ended"),
+    ("cleanup-twice", CleansUpOnce, "it is closed"),
+    ("after-cleanup", Undead, "it was not refused"),
+    ("cleanup-without-start", NeedsAStart, "AttributeError"),
+    ("cleanup-after-cut-start", LeavesATask, "left-behind"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "why"), BROKEN, ids=[f"{name}-{at}" for at, (name, *_) in enumerate(BROKEN)]
+)
+async def test_an_engine_that_breaks_a_rule_fails_its_check(
+    name: str, make: Callable[[], LLMEngine], why: str
+) -> None:
+    before = {"start", "cleanup"} if name in ("cleanup-twice", "after-cleanup") else {"start"}
+    # Found out in no time where it answers at all; else the time is the kit's patience.
+    found = await verdicts(make, BRIEF, [*before, name])
+    assert found[name].verdict is Verdict.FAIL, str(found[name])
+    assert why in found[name].why
+    leaked = [one for one in asyncio.all_tasks() if one.get_name() == "left-behind"]
+    for task in leaked:
+        task.cancel()
+    await asyncio.gather(*leaked, return_exceptions=True)
+
+
+def test_every_check_can_fail() -> None:
+    assert {name for name, *_ in BROKEN} == {one.name for one in all_checks()}
+    assert all(one.rule for one in all_checks())
+
+
+def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "kvmesh_engine_of_the_page"
+    (tmp_path / f"{name}.py").write_text(
+        blocks()[0] + "\n\nclass Deaf(Counter):\n    drain = None\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    limits = ["--answer-s=60", "--stop-s=30", "--end-s=30"]
+    assert main([f"{name}:Counter", "--arg", "context_length=512", *limits]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 1
+    assert lines[-1] == f"{len(all_checks()) - 1} pass, 0 fail, 1 skip"
+    assert main([f"{name}:Deaf", *limits]) == 1
+    assert "FAIL shape: drain is no coroutine function; the rule: " in capsys.readouterr().out
+    sys.modules.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "why"),
+    [
+        ("nothing", [], "is not MODULE:ENGINE"),
+        ("no.such.module:Engine", [], "No module named"),
+        ("worker_svc.sim_engine:NoSuchEngine", [], "NoSuchEngine"),
+        ("worker_svc.sim_engine:SIM_MODEL_DIR", [], "cannot be called"),
+        ("worker_svc.sim_engine:SimEngine", ["--arg=block_size=big"], "block_size"),
+        ("worker_svc.sim_engine:SimEngine", ["--arg=no_such=1"], "has no no_such"),
+        ("worker_svc.sim_engine:SimEngine", ['--arg=timing={"fast": 1}'], "has no timing.fast"),
+    ],
+)
+def test_what_is_no_engine_is_said_so(
+    target: str, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([target, *arguments]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_arguments_become_the_fields_of_a_configuration() -> None:
+    make = maker(
+        "worker_svc.sim_engine:SimEngine",
+        {"block_size": 8, "timing": {"speedup": 0.0}, "handoff": {"role": "decode"}},
+    )
+    engine = make()
+    assert isinstance(engine, SimEngine)
+    assert (engine.config.block_size, engine.config.timing.speedup) == (8, 0.0)
+    assert engine.config.handoff.role == "decode"
+
+
+async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
+    serving = loaded_serving()
+    assert callable(serving.main)
+    config = WorkerConfig(registry="memory")
+    app = WorkerApp(
+        config,
+        instance_id=new_instance_id(Random(1)),
+        registry=MemoryRegistry(MemoryStore()),
+        engine=Counter(),
+    )
+    life = Life(Health())
+    await app.start(life)
+    try:
+        request = PreprocessedRequest(
+            token_ids=TokenIds.of([5, 6, 7]), stop_conditions=StopConditions(max_tokens=3)
+        )
+        said: list[int] = []
+        key = app.runner.admit(Order("r", request=request))
+        terminal = await app.runner.run(key, lambda one: said.extend(one.token_ids))
+        assert said == [8, 9, 10]
+        assert terminal.finish_reason is FinishReason.LENGTH
+    finally:
+        life.drain("the test is over")
+        await life.cancel_tasks(10.0)
+        await app.close()
+
+
+def loaded_serving() -> ModuleType:
+    """The page's worker, which imports the page's engine by its name."""
+    sys.modules["counter"] = loaded("counter", blocks()[0])
+    try:
+        return loaded("counter_worker", blocks()[1])
+    finally:
+        del sys.modules["counter"]

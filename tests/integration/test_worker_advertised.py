@@ -1,0 +1,77 @@
+"""What a worker says of itself in discovery is what a router goes by."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.config import ConfigError, read_config
+from common.errors import NotFound
+from common.instances import Instance
+from common.lifecycle import Health, Life
+from common.preprocessed import RoutingConstraints, RoutingHints
+from common.registry import MemoryRegistry, MemoryStore
+from router_svc.core.query import Query
+from router_svc.core.route import Router
+from router_svc.core.select import SELECTORS
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+
+WAIT_S = 10.0
+
+
+@asynccontextmanager
+async def advertised(*flags: str) -> AsyncIterator[Router]:
+    """A router that has seen one sim worker, as that registered itself."""
+    flags = ("--registry=memory", "--speedup=0", *flags)
+    config = read_config(WorkerConfig, "WORKER", {}, flags)[0]
+    store = MemoryStore()
+    app, life = WorkerApp(config, registry=MemoryRegistry(store)), Life(Health())
+    router = Router(SELECTORS["kv"]())
+    await app.start(life)
+    try:
+        await app.register()
+        watcher = MemoryRegistry(store)
+        router.update(await watcher.snapshot(config.namespace), 0.0)
+        await watcher.close()
+        yield router
+    finally:
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+def placed(router: Router, **hints: Any) -> Instance:
+    query = Query("sim", 10, routing=RoutingHints(**hints))
+    decision = router.decide(query, None, 0.0, Random(0))
+    candidate = router.fleet.candidate(decision.worker)
+    assert candidate is not None
+    return candidate.instance
+
+
+async def test_adapters_and_taints_of_a_worker_reach_the_router() -> None:
+    async with advertised("--loras=fr,de", "--taints=zone=a,fast") as router:
+        needs = RoutingConstraints(required_taints=frozenset({"zone=a", "fast"}))
+        worker = placed(router, lora_name="fr", routing_constraints=needs)
+        assert worker.loras == {"fr", "de"}
+        assert worker.taints == {"zone=a", "fast"}
+        assert Instance.from_json(worker.to_json()) == worker
+        with pytest.raises(NotFound) as refused:
+            placed(router, lora_name="it")
+        assert refused.value.reason == "UNKNOWN_ADAPTER"
+
+
+async def test_a_worker_without_adapters_serves_the_base_model_only() -> None:
+    async with advertised() as router:
+        assert placed(router).loras == frozenset()
+        with pytest.raises(NotFound):
+            placed(router, lora_name="fr")
+
+
+def test_engines_that_are_not_told_of_adapters_here_refuse_the_flag() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_config(WorkerConfig, "WORKER", {}, ["--engine=echo", "--loras=fr"])
+    assert any("loras" in problem for problem in refused.value.problems)

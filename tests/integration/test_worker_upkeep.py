@@ -1,0 +1,160 @@
+"""What workers do beside serving: hand out artifacts of their card, and watch their idle engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common import rpc
+from common.errors import InvalidRequest, NotFound
+from common.interceptors import raising_mesh_errors
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from frontend_svc.models import Models
+from kvmesh.engine.v1 import engine_pb2 as pb
+from kvmesh.engine.v1 import engine_pb2_grpc
+from worker_svc.app import SERVICE_NAME, WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.sim_engine import SIM_MODEL_DIR, SimEngine
+
+NS = "default"
+WAIT_S = 20.0
+
+
+@asynccontextmanager
+async def worker(store: MemoryStore | None = None, **knobs: Any) -> AsyncIterator[WorkerApp]:
+    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+    app = WorkerApp(config, registry=MemoryRegistry(store or MemoryStore()))
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    try:
+        yield app
+    finally:
+        life.drain("the test is over")
+        await app.deregister()
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+async def artifact(app: WorkerApp, name: str, offset: int = 0) -> list[pb.GetArtifactResponse]:
+    channel: grpc.aio.Channel = rpc.channel(app.address)
+    try:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        call: Any = stub.GetArtifact(
+            pb.GetArtifactRequest(name=name, offset=offset), timeout=WAIT_S
+        )
+        with raising_mesh_errors():
+            return [part async for part in call]
+    finally:
+        await channel.close()
+
+
+async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    while not await condition():
+        assert loop.time() - began < WAIT_S, f"never: {what}"
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 50_000])
+async def test_an_artifact_comes_from_an_offset_on_and_says_what_the_whole_is(offset: int) -> None:
+    data = (SIM_MODEL_DIR / "tokenizer.json").read_bytes()
+    async with worker() as app:
+        parts = await artifact(app, "tokenizer.json", offset)
+        assert b"".join(part.data for part in parts) == data[offset:]
+        assert (parts[0].sha256, parts[0].size) == (hashlib.sha256(data).hexdigest(), len(data))
+        (nothing,) = await artifact(app, "tokenizer.json", len(data))
+        assert (nothing.data, nothing.size) == (b"", len(data))
+        with pytest.raises(InvalidRequest) as caught:
+            await artifact(app, "tokenizer.json", len(data) + 1)
+        assert caught.value.field == "offset"
+        with pytest.raises(NotFound):
+            await artifact(app, "../secrets")
+
+
+async def test_a_frontend_serves_a_model_whose_card_carries_no_files() -> None:
+    store = MemoryStore()
+    async with AsyncExitStack() as ended:
+        apps = [await ended.enter_async_context(worker(store, card_inline_bytes=0)) for _ in "ab"]
+        registry = MemoryRegistry(store)
+        ended.push_async_callback(registry.close)
+        watch = await ended.enter_async_context(registry.watch(NS))
+        snapshot = watch.current
+        (checksum,) = {one.card_checksum for one in snapshot.of("worker")}
+        thin = await registry.get_card(checksum)
+        assert {name for name, one in thin.artifacts.items() if one.inline is None} >= {
+            "tokenizer.json",
+            "tokenizer_config.json",
+        }
+        models = Models(registry.get_card, now_s=lambda: 0.0, mesh_key=b"")
+        # The address of one leads nowhere: the other is asked.
+        await apps[0].close()
+        assert await models.follow(snapshot)
+        model = models.get("sim")
+        assert model.checksum == checksum
+        assert await model.encode("hello", special_tokens=True)
+        assert models.artifacts.counters["fetched"] == len(thin.artifacts)
+        assert models.artifacts.counters["mismatches"] == 0
+
+
+async def test_small_files_travel_in_the_card() -> None:
+    store = MemoryStore()
+    async with worker(store, card_inline_bytes=5000):
+        registry = MemoryRegistry(store)
+        async with registry.watch(NS) as watch:
+            (one,) = watch.current.of("worker")
+        card = await registry.get_card(one.card_checksum)
+        assert card.artifacts["tokenizer.json"].inline is None
+        assert card.artifacts["tokenizer_config.json"].inline is not None
+        await registry.close()
+
+
+async def status_of(app: WorkerApp, service: str) -> Any:
+    channel: grpc.aio.Channel = rpc.channel(app.address)
+    try:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        asked = health_pb2.HealthCheckRequest(service=service)
+        answer: health_pb2.HealthCheckResponse = await rpc.unary(
+            stub.Check, asked, timeout_s=WAIT_S
+        )
+        return answer.status
+    finally:
+        await channel.close()
+
+
+@pytest.mark.slow
+async def test_a_worker_whose_idle_engine_fails_its_probe_does_not_serve_until_it_answers() -> None:
+    serving, not_serving = (
+        health_pb2.HealthCheckResponse.SERVING,
+        health_pb2.HealthCheckResponse.NOT_SERVING,
+    )
+    async with worker(canary_idle_s=0.02, canary_timeout_s=0.5) as app:
+        assert isinstance(app.engine, SimEngine)
+
+        async def both_are(status: Any) -> bool:
+            return [await status_of(app, one) for one in ("", SERVICE_NAME)] == [status] * 2
+
+        await until(lambda: both_are(serving), "it serves")
+        app.engine.freeze()
+        await until(lambda: both_are(not_serving), "its engine is found to be frozen")
+        app.engine.thaw()
+        await until(lambda: both_are(serving), "it serves again")
+        counts = app.runner.counts()
+        assert counts["canaries"] >= counts["canaries_failed"] >= 1
+        assert counts.get("accepted", 0) == 0
+
+
+async def test_without_a_canary_an_idle_engine_is_left_alone() -> None:
+    async with worker(canary_idle_s=0) as app:
+        await asyncio.sleep(0)
+        assert app.runner.counters["canaries"] == 0

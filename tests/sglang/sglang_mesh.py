@@ -1,0 +1,182 @@
+"""A frontend, a router and an indexer before the SGLang workers, and what a client hears."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+
+from common import rpc
+from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
+from tests.e2e.mesh import Service
+from tests.sglang.sglang_workers import WAIT_S, until
+
+MODEL = "tiny"
+START_S = 60.0
+
+
+@dataclass(slots=True)
+class Said:
+    """What came back for one request, as it comes. status 0: nothing yet."""
+
+    status: int = 0
+    text: str = ""
+    finish_reason: str | None = None
+    # Any: JSON objects.
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    events: int = 0
+
+    @property
+    def answer(self) -> tuple[str, str | None, int, int]:
+        """What must be equal where the same was said: text, end, and both counts."""
+        assert self.error is None, self.error
+        usage = self.usage
+        return self.text, self.finish_reason, usage["prompt_tokens"], usage["completion_tokens"]
+
+    def take(self, event: dict[str, Any]) -> None:
+        """One event of a stream, or a whole answer."""
+        self.error = event.get("error")
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            said = choice.get("delta") or choice.get("message")
+            self.text += (said.get("content") or "") if said else choice.get("text", "")
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+            self.events += 1
+
+
+class HttpMesh:
+    """The services before the workers. http: a client of the frontend."""
+
+    def __init__(self, services: dict[str, Service], http: httpx.AsyncClient) -> None:
+        self._services = services
+        self._asked = 0
+        self.http = http
+
+    @staticmethod
+    @asynccontextmanager
+    async def started(folder: Path, registry: Path, workers: set[int]) -> AsyncIterator[HttpMesh]:
+        """Serves once all `workers` are known; ended on exit."""
+        flags = {"indexer": [], "router": [], "frontend": ["--http-port=0"]}
+        async with AsyncExitStack() as ended:
+            services = {}
+            for room, more in flags.items():
+                service = Service(room, [f"--registry-path={registry}", *more], folder, room)
+                ended.enter_context(closing(service))
+                services[room] = service
+            for service in services.values():
+                await asyncio.to_thread(service.wait_ready, START_S)
+            url = services["frontend"].addresses["http"]
+            limits = httpx.Limits(max_connections=None)
+            http = await ended.enter_async_context(
+                httpx.AsyncClient(base_url=url, timeout=3 * WAIT_S, trust_env=False, limits=limits)
+            )
+            mesh = HttpMesh(services, http)
+            await mesh.until_known(workers)
+            yield mesh
+
+    async def until_known(self, workers: set[int]) -> None:
+        """Returns once the frontend is ready and knows these workers and no others."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            ready = (await self.http.get("/ready")).json()
+            health = (await self.http.get("/health")).json()
+            known = {one["id"] for one in health["instances"] if one["service"] == "worker"}
+            if ready["ready"] and known == workers:
+                return
+            assert loop.time() - began < WAIT_S, f"{ready}; {known} are known, not {workers}"
+            await asyncio.sleep(0.02)
+
+    async def ask(
+        self,
+        prompt: Sequence[int] | str,
+        max_tokens: int = 24,
+        *,
+        stream: bool = False,
+        worker: int = 0,
+        into: Said | None = None,
+        name: str = "",
+    ) -> Said:
+        """One greedy answer. prompt: token ids (completions) or a user's message (chat).
+
+        worker: an aggregated one to pin. into: filled as the answer comes. name: the request's id.
+        """
+        said = into or Said()
+        is_chat = isinstance(prompt, str)
+        message = {"role": "user", "content": prompt}
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": stream,
+            **({"messages": [message]} if is_chat else {"prompt": prompt}),
+        }
+        if stream:
+            body["stream_options"] = {"include_usage": True}
+        if worker:
+            body["nvext"] = {"backend_instance_id": worker}
+        path = "/v1/chat/completions" if is_chat else "/v1/completions"
+        headers = {"x-request-id": name} if name else {}
+        async with self.http.stream("POST", path, json=body, headers=headers) as response:
+            said.status = response.status_code
+            if not stream or response.status_code != 200:
+                said.take(json.loads(await response.aread()))
+                return said
+            async for line in response.aiter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    said.take(json.loads(line.removeprefix("data: ")))
+        return said
+
+    async def told(self, prompt: Sequence[int] | str, **how: Any) -> tuple[Said, dict[str, Any]]:
+        """An answer and its line in the log, once it is written. how: as of `ask`."""
+        self._asked += 1
+        name = f"told-{self._asked}"
+        said = await self.ask(prompt, **how, name=name)
+        lines: list[str] = []
+
+        def is_written() -> bool:
+            text = self._services["frontend"].log_path.read_text()
+            lines[:] = [one for one in text.split("\n")[:-1] if f'"{name}"' in one]
+            return bool(lines)
+
+        await until(is_written, f"the line of {name} is in the log")
+        (line,) = lines
+        return said, json.loads(line)
+
+    async def verify(self) -> dict[int, indexer_pb2.VerifiedSource]:
+        """What the indexer claims of each worker against what it says itself."""
+        async with self._indexer() as stub:
+            answer = await rpc.unary(stub.Verify, indexer_pb2.VerifyRequest(), timeout_s=WAIT_S)
+        return {row.source.worker_id: row for row in answer.sources}
+
+    async def until_verified(
+        self, holds: Callable[[dict[int, indexer_pb2.VerifiedSource]], bool], what: str
+    ) -> dict[int, indexer_pb2.VerifiedSource]:
+        """The first comparison for which `holds`."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while not holds(found := await self.verify()):
+            assert loop.time() - began < WAIT_S, f"never: {what}; {found}"
+            await asyncio.sleep(0.02)
+        return found
+
+    @asynccontextmanager
+    async def _indexer(self) -> AsyncIterator[Any]:
+        channel: grpc.aio.Channel = rpc.channel(self._services["indexer"].address)
+        try:
+            yield indexer_pb2_grpc.IndexerServiceStub(channel)
+        finally:
+            await channel.close()
+
+    def logs(self) -> str:
+        """The ends of all logs, for people."""
+        return "\n".join(service.tail(12) for service in self._services.values())

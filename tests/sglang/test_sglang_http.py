@@ -1,0 +1,159 @@
+"""Real SGLang engines behind the whole mesh: HTTP in, HTTP out, KV events into the index.
+
+Pairs serve what is not pinned; a pin to the aggregated worker says what must come out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from random import Random
+
+import pytest
+
+from tests.sglang.conftest import POOL_TOKENS, Trio
+from tests.sglang.sglang_mesh import HttpMesh, Said
+from tests.sglang.sglang_workers import WAIT_S, until
+
+LENGTHS = (5, 15, 16, 17, 33, 64, 100, 129, 200, 256, 480, 511, 700)
+PAGE = 16
+CONTROL_TOKENS = 600
+
+
+@pytest.fixture(autouse=True)
+def _logs(mesh: HttpMesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > before:
+        print(mesh.logs())
+
+
+def prompt_of(rng: Random, tokens: int) -> list[int]:
+    return [rng.randrange(3, 4000) for _ in range(tokens)]
+
+
+def pair_of(trio: Trio) -> list[str]:
+    return sorted(f"{one.instance_id:x}" for one in (trio.prefill, trio.decode))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_pair_says_over_http_what_one_worker_says(
+    trio: Trio, mesh: HttpMesh, stream: bool
+) -> None:
+    rng = Random(11 + stream)
+    for length in LENGTHS:
+        prompt = prompt_of(rng, length)
+        alone, line = await mesh.told(prompt, stream=stream, worker=trio.app.instance_id)
+        assert line["workers"] == [f"{trio.app.instance_id:x}"]
+        paired, line = await mesh.told(prompt, stream=stream)
+        assert sorted(line["workers"]) == pair_of(trio)
+        assert paired.answer == alone.answer, f"{length} tokens"
+        assert paired.answer[1:] == ("length", length, 24)
+        assert paired.text
+        if stream:
+            assert paired.events > 6
+    await trio.prefill.settled()
+    await trio.decode.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_chat_goes_the_same_way(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
+    words = "Which way is the harbour, and who keeps the light at night? " * 3
+    alone = await mesh.ask(words, stream=stream, worker=trio.app.instance_id)
+    paired, line = await mesh.told(words, stream=stream)
+    assert sorted(line["workers"]) == pair_of(trio)
+    assert paired.answer == alone.answer
+
+
+async def test_what_is_predicted_as_cached_is_what_was_cached(trio: Trio, mesh: HttpMesh) -> None:
+    rng = Random(13)
+    for worker in (trio.app.instance_id, 0):
+        source = worker or trio.prefill.instance_id
+        prompt: list[int] = []
+        # Each turn fills at least one more block, whose coming shows that all is at rest.
+        for turn, more in enumerate((40, 200, 23, 16, 333)):
+            prompt += prompt_of(rng, more)
+            held = (await mesh.verify())[source].equal
+            _, line = await mesh.told(prompt, worker=worker)
+            assert line["predicted_cached_tokens"] == line["cached_tokens"], f"turn {turn}: {line}"
+            if turn:
+                assert line["cached_tokens"] >= (len(prompt) - more) // PAGE * PAGE, line
+            await mesh.until_verified(
+                lambda found, source=source, held=held: found[source].equal > held,  # type: ignore[misc]
+                "the prompt's blocks are in the index",
+            )
+
+
+async def test_the_index_holds_what_real_engines_store_and_evict(
+    trio: Trio, mesh: HttpMesh
+) -> None:
+    rng = Random(17)
+    stored = 0
+    for worker in (trio.app.instance_id, 0):
+        for _ in range(POOL_TOKENS // 700 + 4):
+            prompt = prompt_of(rng, 700)
+            await mesh.ask(prompt, 2, worker=worker)
+            stored += len(prompt) // PAGE
+    publishers = {trio.app.instance_id, trio.prefill.instance_id}
+    found = await mesh.until_verified(
+        lambda rows: all(
+            not (rows[one].extra or rows[one].missing or rows[one].error) for one in publishers
+        ),
+        "index and engines agree",
+    )
+    for worker in publishers:
+        # The pool holds half as many blocks as were stored: the rest came and went.
+        assert POOL_TOKENS // PAGE // 2 < found[worker].equal <= POOL_TOKENS // PAGE
+    assert stored > sum(found[worker].equal for worker in publishers)
+    info = await trio.prefill.info()
+    assert info.counters["kv_blocks"] == found[trio.prefill.instance_id].equal
+
+
+async def test_a_client_that_leaves_while_decode_waits_for_kv_disturbs_nobody(
+    trio: Trio, mesh: HttpMesh
+) -> None:
+    rng = Random(19)
+    controls = [prompt_of(rng, 30 + 40 * one) for one in range(3)]
+    here = trio.app.instance_id
+    alone = await asyncio.gather(*(mesh.ask(p, CONTROL_TOKENS, worker=here) for p in controls))
+    expected = [one.answer for one in alone]
+    heard = [Said() for _ in controls]
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        streams = [
+            tasks.create_task(mesh.ask(prompt, CONTROL_TOKENS, stream=True, into=said))
+            for prompt, said in zip(controls, heard, strict=True)
+        ]
+        await until(lambda: all(said.events for said in heard), "decode has their KV")
+        await trio.decode.settled()
+        pids = trio.prefill.scheduler_pids()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            victims = [
+                tasks.create_task(mesh.ask(prompt_of(rng, 300), 50, stream=bool(one % 2)))
+                for one in range(3)
+            ]
+            await trio.decode.settled(rooms=len(victims))
+            assert not any(one.done() for one in (*streams, *victims)), "all are under way"
+            stopped = (await trio.decode.info()).counters["stopped"]
+            began = loop.time()
+            for victim in victims:
+                victim.cancel()
+            await asyncio.wait(victims)
+            while (await trio.decode.info()).counters["stopped"] < stopped + len(victims):
+                assert loop.time() - began < WAIT_S, "decode never let go of them"
+                await asyncio.sleep(0.02)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+    assert [one.result().answer for one in streams] == expected
+    await trio.prefill.settled()
+    await trio.decode.settled()
+    # And the pair goes on: same prompts, same answers.
+    for prompt, (text, *_) in zip(controls, expected, strict=True):
+        again = (await mesh.ask(prompt, 24)).text
+        assert again
+        assert text.startswith(again)

@@ -1,0 +1,95 @@
+"""SGLang's scheduler is killed under load. The last tests: decode serves no more after them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from common.errors import MeshError, WorkerLost
+from common.file_registry import FileRegistry
+from kvmesh.engine.v1 import engine_pb2 as pb
+from tests.sglang.conftest import Trio
+from tests.sglang.sglang_mesh import HttpMesh, Said
+from tests.sglang.sglang_workers import (
+    WAIT_S,
+    Generated,
+    asked,
+    bootstrap_of,
+    is_alive,
+    until,
+)
+
+NS = "default"
+TOKENS = 700
+
+
+async def failure(work: asyncio.Task[Generated]) -> tuple[MeshError, float]:
+    """What it failed with, and when."""
+    with pytest.raises(MeshError) as caught:
+        await work
+    return caught.value, asyncio.get_running_loop().time()
+
+
+async def names(trio: Trio) -> Sequence[int]:
+    """Instances in the registry."""
+    registry = FileRegistry(trio.registry)
+    async with registry.watch(NS) as watch:
+        return list(watch.current.instances)
+
+
+async def direct_legs(trio: Trio) -> asyncio.Task[Generated]:
+    """A pair's decode leg over gRPC, its KV there and its answer far from its end."""
+    info: pb.GetInfoResponse = await trio.prefill.info()
+    request = replace(asked(list(range(100, 140)), 3000), bootstrap_info=bootstrap_of(info, 9200))
+    stop = replace(request.stop_conditions, max_tokens=1)
+    decode = asyncio.create_task(trio.decode.generate(request, "d"))
+    await trio.prefill.generate(replace(request, stop_conditions=stop), "p")
+    return decode
+
+
+@pytest.mark.row("S4-31", "S4-32")
+async def test_a_scheduler_that_dies_costs_no_client_a_word_and_ends_its_worker(
+    trio: Trio, mesh: HttpMesh
+) -> None:
+    rng = Random(23)
+    prompts = [[rng.randrange(3, 4000) for _ in range(20 + 30 * one)] for one in range(4)]
+    here = trio.app.instance_id
+    alone = await asyncio.gather(*(mesh.ask(one, TOKENS, worker=here) for one in prompts))
+    expected = [one.answer for one in alone]
+    heard = [Said() for _ in prompts]
+    direct = await direct_legs(trio)
+    streams = [
+        asyncio.create_task(mesh.ask(prompt, TOKENS, stream=True, into=said))
+        for prompt, said in zip(prompts, heard, strict=True)
+    ]
+    await until(lambda: all(said.events > 20 for said in heard), "all are answered by decode")
+    pids = trio.decode.scheduler_pids()
+    assert pids
+    assert not any(stream.done() for stream in streams), "they are under way"
+    began = asyncio.get_running_loop().time()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    error, failed_at = await failure(direct)
+    assert isinstance(error, WorkerLost)
+    assert error.retryable
+    assert failed_at - began < 5.0, "a dead engine is known at once, not by a time-out"
+    # What decode had begun is continued by the aggregated worker, to the byte.
+    assert [(await stream).answer for stream in streams] == expected
+    async with asyncio.timeout(WAIT_S):
+        assert await trio.decode.process.wait() == 1
+    assert trio.decode.instance_id not in await names(trio)
+    await until(lambda: not any(map(is_alive, pids)), "nothing is left of it")
+    # The others serve on, and prefill, alone now, still answers.
+    await mesh.until_known({here, trio.prefill.instance_id})
+    said, line = await mesh.told(prompts[0], max_tokens=24)
+    assert said.text
+    assert expected[0][0].startswith(said.text)
+    assert line["workers"] == [f"{here:x}"]
+    assert (await trio.prefill.generate(replace(asked([7]), is_probe=True), "probe")).token_ids
+    await trio.prefill.settled()

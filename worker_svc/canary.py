@@ -1,0 +1,139 @@
+"""The canary: an engine that has said nothing for a while is asked for one token.
+
+What requests bring is the better proof, so it sings only where there is none: no output for
+`idle_s` and no step either. A probe goes to the engine itself, past admission, counters and spans
+of requests. Being refused for being busy is an answer. While probes fail they are repeated every
+RETRY_S, and the first sign of life, also of a request, ends that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+import structlog
+
+from common.errors import MeshError, Overloaded
+from common.preprocessed import TokenIds
+from worker_svc.engine import (
+    EngineContext,
+    FinishReason,
+    GenerateContext,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+    validated,
+)
+from worker_svc.runner import Runner
+
+RETRY_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Canary:
+    """Watches the runner's engine.
+
+    tell: called with False when the engine is found dead, with True when it lives again.
+    idle_s: silence before a probe; timeout_s: how long an answer may take. Counts `canaries` and
+    `canaries_failed` among the runner's counters.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tell: Callable[[bool], Awaitable[None]],
+        *,
+        idle_s: float,
+        timeout_s: float,
+    ) -> None:
+        self.is_alive = True
+        self._runner = runner
+        self._tell = tell
+        self._idle_s = idle_s
+        self._timeout_s = timeout_s
+        self._steps = -1
+        self._seen_at = -math.inf
+        self._probed_at = -math.inf
+
+    async def run(self) -> None:
+        """Watches until cancelled."""
+        now = asyncio.get_running_loop().time
+        self._seen_at = now()
+        while True:
+            self._look(now())
+            if not self.is_alive and self._seen_at > self._probed_at:
+                await self._set(True, "it moves again")
+            every_s = self._idle_s if self.is_alive else min(self._idle_s, RETRY_S)
+            wait_s = every_s - (now() - max(self._seen_at, self._probed_at))
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+                continue
+            why = await self._probe()
+            self._probed_at = now()
+            await self._set(not why, why)
+
+    def _look(self, now: float) -> None:
+        """Notes when the engine last gave a sign of life."""
+        self._seen_at = max(self._seen_at, self._runner.last_output_at)
+        steps = self._steps_now()
+        if steps != self._steps:
+            self._steps, self._seen_at = steps, now
+
+    def _steps_now(self) -> int:
+        try:
+            return sum(load.engine_step for load in self._runner.engine.loads())
+        except Exception as error:
+            # A probe will tell whether the engine lives; without steps there are more of them.
+            log.warning("engine_loads_failed", error=repr(error))
+            return self._steps
+
+    async def _probe(self) -> str:
+        """What is wrong with the engine's answer; empty: nothing."""
+        self._runner.counters["canaries"] += 1
+        why = await self._why_dead()
+        # Steps taken for the probe, or before it timed out, say nothing new.
+        self._steps = self._steps_now()
+        self._runner.counters["canaries_failed"] += bool(why)
+        return why
+
+    async def _why_dead(self) -> str:
+        ctx = GenerateContext(EngineContext(f"canary-{self._runner.counters['canaries']}"))
+        stream = validated(self._runner.engine.generate(probe(), ctx), request_id=ctx.id)
+        try:
+            async with asyncio.timeout(self._timeout_s), aclosing(stream) as outputs:
+                async for output in outputs:
+                    if output.finish_reason is FinishReason.ERROR:
+                        return output.error or "its answer is an error"
+        except Overloaded:
+            return ""
+        except TimeoutError:
+            return f"no answer within {self._timeout_s:g} s"
+        except MeshError as error:
+            return error.message
+        except Exception as error:
+            log.exception("engine_failed", request_id=ctx.id)
+            return repr(error)
+        return ""
+
+    async def _set(self, is_alive: bool, why: str) -> None:
+        if is_alive == self.is_alive:
+            return
+        self.is_alive = is_alive
+        if is_alive:
+            log.info("engine_lives_again", why=why or "it answers its probe")
+        else:
+            log.error("engine_canary_failed", why=why)
+        await self._tell(is_alive)
+
+
+def probe() -> PreprocessedRequest:
+    """The least that can be asked of an engine: one token."""
+    return PreprocessedRequest(
+        token_ids=TokenIds.of([1]),
+        stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
+        sampling_options=SamplingOptions(temperature=0.0),
+        is_probe=True,
+    )

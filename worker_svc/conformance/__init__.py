@@ -1,0 +1,1 @@
+"""The conformance kit: whether an engine keeps the contract of `worker_svc/engine.py`."""
