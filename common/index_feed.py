@@ -285,6 +285,9 @@ class IndexFeed:
             partition = self._known(source).partition
         track = self._opened(partition, source)
         track.said = status
+        if track.incoming is None and not track.buffer:
+            # What an index lost meanwhile had been about to send, this one sends if it has it.
+            track.head = track.sequence
         if status.state == "stale":
             self._mark_stale(track, now, status.reason)
         else:

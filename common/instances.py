@@ -31,6 +31,8 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT = "serve"
+# In a router's meta: its policy to serve whole what could be split; absent where it has none.
+PREFILL_BYPASS = "prefill_bypass"
 
 # A namespace is a directory name and a Consul tag.
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -58,7 +60,8 @@ class Instance:
     block_size in tokens; total_kv_blocks in blocks; max_num_batched_tokens and context_length in
     tokens; dp_rank_start and dp_size: its data-parallel ranks are [start, start + size).
     A size that is None is not advertised; zero is refused, since it would read as "no capacity".
-    taints: what routing constraints match; meta: anything else, never read by routing.
+    taints: what routing constraints match; loras: adapters that it can apply without loading them
+    first; meta: anything else, never read by routing.
 
     Raises InvalidRequest, which names the field, if a value is out of range.
     """
@@ -84,6 +87,7 @@ class Instance:
     max_num_batched_tokens: int | None = None
     context_length: int | None = None
     taints: frozenset[str] = frozenset()
+    loras: frozenset[str] = frozenset()
     kv_index: KvIndex = "none"
     meta: Mapping[str, str] = field(default_factory=dict, hash=False)
     pid: int | None = None
@@ -118,6 +122,7 @@ class Instance:
         """A JSON object of every field; `from_json` reads an equal value back."""
         raw = {f.name: getattr(self, f.name) for f in fields(self)}
         raw["taints"] = sorted(self.taints)
+        raw["loras"] = sorted(self.loras)
         raw["meta"] = dict(self.meta)
         return json.dumps(raw, separators=(",", ":")).encode()
 

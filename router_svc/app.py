@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from random import Random, SystemRandom
 
 import structlog
 
 from common import rpc
 from common.discovery import health_meta, open_registry
-from common.instances import Instance, new_instance_id
+from common.instances import PREFILL_BYPASS, Instance, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
 from common.load import Load
@@ -27,13 +28,16 @@ from router_svc.hashing import Hashers
 from router_svc.index_replica import IndexReplica, grpc_subscriptions
 from router_svc.metrics import Metrics
 from router_svc.service import SERVICE_NAME, RouterService
+from router_svc.sync import PeerSync, grpc_syncs
 
 LOG = structlog.get_logger(__name__)
 
-# A router that finds no registry serves after this: what it will know then, it knows then.
+# A router serves after this, whatever it could not learn by then of the fleet and from its peers.
 FIRST_SNAPSHOT_S = 1.0
-# How often orphans are looked after when there is nothing to decide.
+# How often orphans and old guesses are looked after when there is nothing to decide.
 TICK_S = 0.5
+# Old guesses dropped without letting decisions run; about 1 ms.
+EXPIRE_BLOCKS = 2048
 
 
 class RouterApp:
@@ -54,23 +58,40 @@ class RouterApp:
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         rng = rng or Random()
-        book = LoadBook()
+        book = LoadBook(expiry_s=config.active_request_expiry_s)
+        choice = config.index_choice
         self.index = IndexReplica(
             lambda: self.router.fleet.indexers,
             self._report,
             subscribe=grpc_subscriptions(self._security),
+            loads_only=not choice.subscribes,
             rng=rng,
             clock=clock,
         )
         self.router = Router(
-            load_selector(config.selector), index=self.index, knobs=config.cost_knobs, book=book
+            load_selector(config.selector),
+            index=self.index,
+            choice=choice,
+            knobs=config.cost_knobs,
+            rules=config.rules,
+            book=book,
         )
-        self.metrics = Metrics(self.router, self.index, clock=clock)
+        self.peers = PeerSync(
+            self.instance_id,
+            lambda: self.router.fleet.routers,
+            book,
+            open_sync=grpc_syncs(self._security),
+            rng=rng,
+            clock=clock,
+        )
+        self.metrics = Metrics(self.router, self.index, self.peers.replica, clock=clock)
         self._service = RouterService(
             self.router,
             self.instance_id,
             self.metrics,
             hashers=Hashers(config.mesh_key.encode()),
+            peers=self.peers,
+            track_output_blocks=config.track_output_blocks,
             rng=rng,
             clock=clock,
         )
@@ -88,27 +109,43 @@ class RouterApp:
             self.router.book.report(worker_id, dp_rank, load, now)
 
     async def start(self, life: Life) -> Ready:
-        """Bind; follow the fleet; serve once it was seen, or after FIRST_SNAPSHOT_S."""
+        """Bind; follow the fleet; serve once it was seen and all peers there have said what they
+        have booked, or after FIRST_SNAPSHOT_S.
+
+        A router without peers waits for nobody: frontends announce to it what they hold.
+        """
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = f"{config.advertise_host or config.host}:{port}"
         self._meta = health_meta(config, self.address, life.health.port)
+        if config.bypass_policy != "off":
+            self._meta[PREFILL_BYPASS] = config.bypass_policy
         router_pb2_grpc.add_RouterServiceServicer_to_server(self._service, self._server)
         rpc.add_health(self._server, life.health.servicer)
         rpc.enable_reflection(self._server, [SERVICE_NAME])
         addresses = {"grpc": self.address, **self._serve_metrics()}
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
+        if not self.router.overlaps.choice.subscribes:
+            LOG.info(
+                "KV events are not followed",
+                kv_events=config.kv_events,
+                overlap_score_credit=config.overlap_score_credit,
+            )
         life.spawn(watch.run(), name="fleet watch")
         life.spawn(self.index.run(), name="index replica")
         life.spawn(self._tick(), name="tick")
-        try:
-            async with asyncio.timeout(FIRST_SNAPSHOT_S):
-                await watch.first_seen.wait()
-        except TimeoutError:
-            LOG.warning("serving without a fleet: the registry has not answered")
+        await self._learn(life, watch)
         await self._server.start()
         await life.health.set(SERVICE_NAME, True)
         return Ready(str(self.instance_id), addresses)
+
+    async def _learn(self, life: Life, watch: FleetWatch) -> None:
+        until = asyncio.get_running_loop().time() + FIRST_SNAPSHOT_S
+        if not await _is_set(watch.first_seen, until):
+            LOG.warning("serving without a fleet: the registry has not answered")
+        life.spawn(self.peers.run(), name="sync with peers")
+        if not await _is_set(self.peers.caught_up, until):
+            LOG.warning("serving without the bookings of a peer, which has not answered")
 
     async def register(self) -> None:
         self._lease = await self._registry.register(self._instance())
@@ -152,4 +189,17 @@ class RouterApp:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.router.book.expire(self._clock())
+            self.router.expire(self._clock())
+            self._service.decisions.serve_parked()
+            has_more = True
+            while has_more:
+                has_more = self.router.overlaps.expire(self._clock(), EXPIRE_BLOCKS)
+                await asyncio.sleep(0)
+
+
+async def _is_set(event: asyncio.Event, until: float) -> bool:
+    """Waits for it, at most until that loop time."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout_at(until):
+            await event.wait()
+    return event.is_set()

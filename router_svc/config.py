@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field, fields
+from typing import Literal
 
 from common.config import ServiceConfig, at_least, between, knob
+from router_svc.core.affinity import AffinityMode
+from router_svc.core.approx import ApproxLimits
+from router_svc.core.busy import BusyLimits
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
+from router_svc.core.disagg import NO_BYPASS, Bypass, BypassPolicy, TransferDomain
+from router_svc.core.filters import LoraResidency
+from router_svc.core.load import EXPIRY_S
+from router_svc.core.overlap import IndexChoice, choose_index
+from router_svc.core.queue import NO_QUEUE, QueuePolicy, QueueRules
+from router_svc.core.rules import DEFAULT_RULES, Rules
 from router_svc.core.select import SELECTORS, WorkerSelector
+
+TTL_S_MAX = 31_536_000
+# As many as one frontend lets wait for its router.
+QUEUE_REQUESTS_LIMIT = 8192
+LOAD_POLICIES: tuple[BypassPolicy, ...] = ("prefill_load", "isl_or_load")
 
 
 def load_selector(name: str) -> WorkerSelector:
@@ -37,12 +52,25 @@ def _positive(value: float) -> str | None:
     return None if value > 0 else f"must be above 0, not {value:g}"
 
 
+def _ttl_problem(value: float) -> str | None:
+    if value == 0 or 1 <= value <= TTL_S_MAX:
+        return None
+    return f"must be 0 (off) or within 1..{TTL_S_MAX}, not {value:g}"
+
+
+def _share(value: float) -> str | None:
+    return None if 0 < value <= 1 else f"must be above 0 and at most 1, not {value:g}"
+
+
 def _selector_problem(name: str) -> str | None:
     try:
         load_selector(name)
     except ValueError as error:
         return f"{name!r} {error}"
     return None
+
+
+_LIMITS = ApproxLimits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +152,194 @@ class RouterConfig(ServiceConfig):
         default=DEFAULT_KNOBS.recent_miss_half_life_s,
         metadata=knob("After this, recent prefill counts half.", check=_positive),
     )
+    kv_events: bool = field(
+        default=True,
+        metadata=knob(
+            "Follow what engines tell of their caches; unset it where none can, to guess from "
+            "this router's own decisions instead."
+        ),
+    )
+    router_ttl_secs: float = field(
+        default=_LIMITS.ttl_s,
+        metadata=knob(
+            "Seconds a guess counts, for workers whose cache is not told; about as long as a "
+            "prompt survives there.",
+            check=_positive,
+        ),
+    )
+    router_max_tree_size: int = field(
+        default=_LIMITS.blocks_max,
+        metadata=knob(
+            "Blocks guessed at most, over all workers, some 230 bytes each; lower it on small "
+            "hosts.",
+            check=at_least(1),
+        ),
+    )
+    router_prune_target_ratio: float = field(
+        default=_LIMITS.prune_target_ratio,
+        metadata=knob(
+            "Part of router_max_tree_size that is kept when it was reached; lower it to make "
+            "room more seldom.",
+            check=_share,
+        ),
+    )
+    router_predicted_ttl_secs: float = field(
+        default=0.0,
+        metadata=knob(
+            "Above 0, a prompt's blocks count for this long from its decision on, before events "
+            "tell; try 5 where requests with a common beginning come in bursts.",
+            check=at_least(0),
+        ),
+    )
+    session_affinity_ttl_s: float = field(
+        default=DEFAULT_RULES.session_ttl_s,
+        metadata=knob(
+            "How long an idle session stays bound to its worker; about as long as its users "
+            "pause. 0: requests that name a session are refused.",
+            check=_ttl_problem,
+        ),
+    )
+    session_affinity_mode: AffinityMode = field(
+        default=DEFAULT_RULES.session_mode,
+        metadata=knob(
+            "hard: a session's worker or none, while it is there; soft: another one where its own "
+            "may not serve."
+        ),
+    )
+    lora_residency: LoraResidency = field(
+        default=DEFAULT_RULES.lora_residency,
+        metadata=knob(
+            "required: adapters run where they are resident; preferred: elsewhere too if nobody "
+            "has them, for engines that load them when asked."
+        ),
+    )
+    kv_transfer_domain: str = field(
+        default=DEFAULT_RULES.domain.name,
+        metadata=knob(
+            "Domain inside which KV goes from prefill to decode, such as zone with workers of "
+            "taint zone=a; set it where links between places are slow. Empty: anywhere."
+        ),
+    )
+    kv_transfer_enforcement: Literal["required", "preferred"] = field(
+        default="required",
+        metadata=knob("preferred: pairs across places are allowed where load says so."),
+    )
+    kv_transfer_weight: float = field(
+        default=1.0,
+        metadata=knob(
+            "How much a preferred domain weighs, as a preferred taint does.",
+            check=between(0.0, 1.0),
+        ),
+    )
+    bypass_policy: BypassPolicy = field(
+        default=NO_BYPASS.policy,
+        metadata=knob(
+            "When a request that could be split is not: isl_bounding for prompts that are nearly "
+            "cached at decode, prefill_load while prefill is busy, isl_or_load for both."
+        ),
+    )
+    bypass_eff_isl_threshold: int = field(
+        default=NO_BYPASS.eff_isl_threshold,
+        metadata=knob(
+            "isl_bounding: fewer uncached tokens than this; what decode can compute unnoticed.",
+            check=at_least(0),
+        ),
+    )
+    bypass_eff_isl_ratio_threshold: float = field(
+        default=NO_BYPASS.eff_isl_ratio_threshold,
+        metadata=knob(
+            "isl_bounding: and a smaller part of the prompt than this; above 1: whatever part.",
+            check=at_least(0),
+        ),
+    )
+    bypass_prefill_busy_threshold: float | None = field(
+        default=NO_BYPASS.prefill_busy_threshold,
+        metadata=knob(
+            "prefill_load: more waits at the prefill worker than this many of its steps compute; "
+            "unset: queue_threshold.",
+            check=at_least(0),
+        ),
+    )
+    bypass_decode_busy_threshold: float | None = field(
+        default=NO_BYPASS.decode_busy_threshold,
+        metadata=knob(
+            "Bypass only to workers that use no more than this share of their KV blocks with it; "
+            "set it where decode runs near its limit.",
+            check=between(0.0, 1.0),
+        ),
+    )
+    track_output_blocks: bool = field(
+        default=False,
+        metadata=knob(
+            "Charge blocks that answers grow by; set it where answers are long against prompts."
+        ),
+    )
+    active_request_expiry_s: float = field(
+        default=EXPIRY_S,
+        metadata=knob(
+            "A booking that its frontend has not spoken of for so long is forgotten; frontends "
+            "speak of theirs each 100 s.",
+            check=at_least(200),
+        ),
+    )
+    queue_threshold: float | None = field(
+        default=NO_QUEUE.threshold,
+        metadata=knob(
+            "Requests wait here while all their workers have more prompt tokens before them than "
+            "so many of their batches; set it (try 2) where priorities shall count. Unset: nobody "
+            "waits, and priorities have no effect here.",
+            check=at_least(0),
+        ),
+    )
+    queue_policy: QueuePolicy = field(
+        default=NO_QUEUE.policy,
+        metadata=knob(
+            "Who goes first of equal strict priority: fcfs by arrival; wspt the least work to "
+            "compute, for a low mean wait; lcfs the latest, for experiments."
+        ),
+    )
+    queue_requests_max: int = field(
+        default=NO_QUEUE.requests_max,
+        metadata=knob(
+            "Requests that may wait; beyond, callers are told to come again. About what your "
+            "workers prefill in queue_wait_max_s.",
+            check=between(1, QUEUE_REQUESTS_LIMIT),
+        ),
+    )
+    queue_tokens_max: int = field(
+        default=NO_QUEUE.tokens_max,
+        metadata=knob(
+            "Prompt tokens that may wait; the request that crosses it is let in, the next is not.",
+            check=at_least(1),
+        ),
+    )
+    queue_wait_max_s: float = field(
+        default=NO_QUEUE.wait_max_s,
+        metadata=knob(
+            "Longest wait, then callers are told to come again; what your clients put up with.",
+            check=_positive,
+        ),
+    )
+    active_decode_blocks_threshold: float | None = field(
+        default=None,
+        metadata=knob(
+            "Workers that use more than this share of their KV blocks get no request; set it where "
+            "engines preempt when full.",
+            check=between(0.0, 1.0),
+        ),
+    )
+    active_prefill_tokens_threshold: int | None = field(
+        default=None,
+        metadata=knob(
+            "Workers with more prompt tokens to compute get no request; set it where late answers "
+            "are worse than refused ones.",
+            check=at_least(0),
+        ),
+    )
+    active_prefill_tokens_threshold_frac: float | None = field(
+        default=None,
+        metadata=knob("The same in batches of the worker; for unequal workers.", check=at_least(0)),
+    )
     metrics_port: int | None = field(
         default=None,
         metadata=knob(
@@ -131,6 +347,79 @@ class RouterConfig(ServiceConfig):
             check=between(0, 65535),
         ),
     )
+
+    def problems(self) -> list[str]:
+        """See ServiceConfig."""
+        found = ServiceConfig.problems(self)
+        if self.router_predicted_ttl_secs and not self.kv_events:
+            found.append(
+                "router_predicted_ttl_secs: predictions stand beside KV events, and kv_events is "
+                "off"
+            )
+        if self.kv_transfer_enforcement == "preferred" and not self.kv_transfer_domain:
+            found.append("kv_transfer_domain: kv_transfer_enforcement needs one to prefer")
+        if self.bypass_policy in LOAD_POLICIES and self._prefill_busy_threshold is None:
+            found.append(
+                f"bypass_prefill_busy_threshold: {self.bypass_policy} needs it, or queue_threshold"
+            )
+        if self.track_output_blocks and not self.track_active_blocks:
+            found.append("track_output_blocks: no blocks are charged, track_active_blocks is off")
+        if self.queue_threshold is not None and not self.track_prefill_tokens:
+            found.append(
+                "queue_threshold: no prompt tokens are charged, track_prefill_tokens is off"
+            )
+        return found
+
+    @property
+    def rules(self) -> Rules:
+        """What holds for placements beside the cost."""
+        is_preferred = self.kv_transfer_enforcement == "preferred"
+        return Rules(
+            session_ttl_s=self.session_affinity_ttl_s,
+            session_mode=self.session_affinity_mode,
+            lora_residency=self.lora_residency,
+            domain=TransferDomain(
+                self.kv_transfer_domain, self.kv_transfer_weight if is_preferred else None
+            ),
+            bypass=Bypass(
+                policy=self.bypass_policy,
+                eff_isl_threshold=self.bypass_eff_isl_threshold,
+                eff_isl_ratio_threshold=self.bypass_eff_isl_ratio_threshold,
+                prefill_busy_threshold=self._prefill_busy_threshold,
+                decode_busy_threshold=self.bypass_decode_busy_threshold,
+            ),
+            queue=QueueRules(
+                threshold=self.queue_threshold,
+                policy=self.queue_policy,
+                requests_max=self.queue_requests_max,
+                tokens_max=self.queue_tokens_max,
+                wait_max_s=self.queue_wait_max_s,
+            ),
+            busy=BusyLimits(
+                active_decode_blocks=self.active_decode_blocks_threshold,
+                active_prefill_tokens=self.active_prefill_tokens_threshold,
+                active_prefill_tokens_frac=self.active_prefill_tokens_threshold_frac,
+            ),
+        )
+
+    @property
+    def _prefill_busy_threshold(self) -> float | None:
+        own = self.bypass_prefill_busy_threshold
+        return self.queue_threshold if own is None else own
+
+    @property
+    def index_choice(self) -> IndexChoice:
+        """Which ways to know the caches these fields choose."""
+        return choose_index(
+            overlap_score_credit=self.overlap_score_credit,
+            kv_events=self.kv_events,
+            limits=ApproxLimits(
+                ttl_s=self.router_ttl_secs,
+                blocks_max=self.router_max_tree_size,
+                prune_target_ratio=self.router_prune_target_ratio,
+            ),
+            predicted_ttl_s=self.router_predicted_ttl_secs,
+        )
 
     @property
     def cost_knobs(self) -> CostKnobs:

@@ -3,7 +3,8 @@
 One indexer of discovery is followed at a time; when it is lost, another one, from where the last
 one left off (`SubscribeRequest.resume`). What nobody reports about goes stale: it counts for 10 s
 more (`common/index_feed.py`), and a minute later it is forgotten. What arrives is applied in slices
-of about SLICE_S, between which decisions are made. Loads that come along go to the load book.
+of about SLICE_S, between which decisions are made. Loads that come along go to the load book. A
+router without use for KV events follows loads only, so that no events are sent or kept for it.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ Subscribe = Callable[
 class IndexReplica:
     """The replica, and the task that keeps it (`run`).
 
-    indexers: those of discovery now. report: where loads go. clock: seconds, as decisions see them;
-    stopwatch: those by which slices are measured.
+    indexers: those of discovery now. report: where loads go. loads_only: nothing else is wanted.
+    clock: seconds, as decisions see them; stopwatch: those by which slices are measured.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class IndexReplica:
         *,
         subscribe: Subscribe | None = None,
         feed: IndexFeed | None = None,
+        loads_only: bool = False,
         rng: Random | None = None,
         clock: Callable[[], float] = time.monotonic,
         stopwatch: Callable[[], float] = time.perf_counter,
@@ -96,6 +98,7 @@ class IndexReplica:
         self._indexers = indexers
         self._report = report
         self._subscribe = subscribe or grpc_subscriptions()
+        self._loads_only = loads_only
         self._rng = rng or Random()
         self._clock = clock
         self._stopwatch = stopwatch
@@ -156,7 +159,7 @@ class IndexReplica:
 
     async def _follow(self, indexer: Instance) -> None:
         resume = [state_to_proto(state) for state in self.feed.positions()]
-        request = indexer_pb2.SubscribeRequest(resume=resume)
+        request = indexer_pb2.SubscribeRequest(resume=resume, loads_only=self._loads_only)
         why = "the indexer was lost"
         try:
             async with (
@@ -185,7 +188,7 @@ class IndexReplica:
             if self.indexer_id is None:
                 self.indexer_id = indexer.id
                 LOG.info("following an indexer", indexer_id=indexer.id)
-            self._slice_began = time.perf_counter()
+            self._slice_began = self._stopwatch()
             for part in parts_of(message):
                 await self._take(part)
                 await self._let_others_run()
@@ -250,9 +253,9 @@ class IndexReplica:
 
     async def _let_others_run(self) -> None:
         """Between two steps, once they have taken SLICE_S together."""
-        if time.perf_counter() - self._slice_began >= SLICE_S:
+        if self._stopwatch() - self._slice_began >= SLICE_S:
             await asyncio.sleep(0)
-            self._slice_began = time.perf_counter()
+            self._slice_began = self._stopwatch()
 
     async def _end_when_silent(self) -> None:
         while True:
@@ -263,7 +266,9 @@ class IndexReplica:
     def _expects_news(self) -> bool:
         """Whether a worker that lives according to the indexer must have reported its load."""
         states = (self.feed.status(source).state for source in self.feed.sources())
-        return any(state in ("exact", "degraded") for state in states)
+        # Who wants no claims is told that they are gapped.
+        lives = ("exact", "degraded", "gapped") if self._loads_only else ("exact", "degraded")
+        return any(state in lives for state in states)
 
     # Time.
 

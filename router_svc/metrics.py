@@ -12,9 +12,14 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.errors import MESH_ERRORS
+from common.errors import MESH_ERRORS, MeshError
+from router_svc.core.affinity import AFFINITIES
+from router_svc.core.approx import ApproxIndex
+from router_svc.core.disagg import BYPASSES
+from router_svc.core.picks import FALLBACKS
 from router_svc.core.query import Query, block_size_of, decode_charge
-from router_svc.core.route import FALLBACKS, Decision, Router
+from router_svc.core.replica import Replica
+from router_svc.core.route import Decision, Router
 from router_svc.index_replica import IndexReplica
 
 PREFIX = "kvmesh_router"
@@ -22,6 +27,8 @@ OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERRORS))
 UNCLAIMED_KINDS = ("prefill_done", "output", "free", "announce_refused")
 STAGES = ("block_hashes", "find_matches", "schedule", "total")
 SOURCE_STATES = ("exact", "degraded", "stale", "gapped")
+QUEUE_LIMITS = ("requests", "tokens")
+WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25)
 
 
@@ -35,6 +42,7 @@ class Metrics:
         self,
         router: Router,
         index: IndexReplica | None = None,
+        replica: Replica | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         prefix: str = PREFIX,
@@ -50,7 +58,7 @@ class Metrics:
         self._decisions = {name: decisions.labels(selector, name) for name in OUTCOMES}
         self._seconds = Histogram(
             f"{prefix}_decision_seconds",
-            "Time to decide and book, without the wire.",
+            "Time to decide and book, without the wire and the wait in the queue.",
             buckets=DECISION_BUCKETS_S,
             registry=self.registry,
         )
@@ -69,6 +77,20 @@ class Metrics:
             registry=self.registry,
         )
         self._fallbacks = {reason: fallbacks.labels(reason) for reason in FALLBACKS}
+        bypasses = Counter(
+            f"{prefix}_prefill_bypasses",
+            "Requests in one piece although they could have been split, by why.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self._bypasses = {reason: bypasses.labels(reason) for reason in BYPASSES}
+        affinity = Counter(
+            f"{prefix}_affinity",
+            "Placed requests that name a session, by what became of its binding.",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._affinity = {outcome: affinity.labels(outcome) for outcome in AFFINITIES}
         self._prompt_blocks = Counter(
             f"{prefix}_prompt_blocks", "Blocks of placed prompts.", registry=self.registry
         )
@@ -77,6 +99,25 @@ class Metrics:
             "Those that the chosen worker held already, by the index.",
             registry=self.registry,
         )
+        self._gauge(f"{prefix}_queue_requests", "Requests that wait for room.").set_function(
+            lambda: len(router.queue)
+        )
+        self._gauge(f"{prefix}_queue_tokens", "Their prompt tokens.").set_function(
+            lambda: router.queue.tokens
+        )
+        self._wait_seconds = Histogram(
+            f"{prefix}_queue_wait_seconds",
+            "How long those waited who had to, whatever became of them.",
+            buckets=WAIT_BUCKETS_S,
+            registry=self.registry,
+        )
+        queue_full = Counter(
+            f"{prefix}_queue_full",
+            "Requests turned away because the queue was full, by the limit that was reached.",
+            ("limit",),
+            registry=self.registry,
+        )
+        self._queue_full = {limit: queue_full.labels(limit) for limit in QUEUE_LIMITS}
         unclaimed = Counter(
             f"{prefix}_unclaimed",
             "Words about bookings that the router does not hold, or could not take.",
@@ -86,17 +127,46 @@ class Metrics:
         self._unclaimed = {kind: unclaimed.labels(kind) for kind in UNCLAIMED_KINDS}
         self.sessions = Gauge(f"{prefix}_sessions", "Open sessions.", registry=self.registry)
         self._gauge(f"{prefix}_bookings", "Live bookings.").set_function(lambda: len(router.book))
+        self._gauge(
+            f"{prefix}_expired_bookings", "Bookings that nobody renewed in time, since the start."
+        ).set_function(lambda: router.book.expired)
         self._gauge(f"{prefix}_orphaned_bookings", "Bookings whose session died.").set_function(
             lambda: router.book.orphan_count
         )
         self._gauge(f"{prefix}_workers", "Workers that serve a model.").set_function(
             lambda: router.fleet.worker_count
         )
+        guessed = Gauge(
+            f"{prefix}_guessed_blocks",
+            "Blocks that earlier decisions let workers hold: guesses where nothing is told of a "
+            "cache, predictions beside what is told.",
+            ("kind",),
+            registry=self.registry,
+        )
+        for kind in ("guesses", "predictions"):
+            guessed.labels(kind).set_function(partial(_blocks, getattr(router.overlaps, kind)))
+        self._gauge(f"{prefix}_affinity_bindings", "Sessions bound to a worker.").set_function(
+            lambda: len(router.affinity)
+        )
+        self._gauge(
+            f"{prefix}_affinity_evicted", "Bindings forgotten for want of room, since the start."
+        ).set_function(lambda: router.affinity.evicted)
         self._gauge(
             f"{prefix}_stale_reports", "Ranks whose load report is too old to count."
         ).set_function(lambda: router.book.stale_reports(clock()))
         if index is not None:
             self._watch_index(index, prefix)
+        if replica is not None:
+            self._watch_peers(replica, prefix)
+
+    def waited(self, seconds: float) -> None:
+        """One request left the queue, whatever became of it."""
+        self._wait_seconds.observe(seconds)
+
+    def refused(self, error: MeshError) -> None:
+        """One request got an error; counts those that found the queue full."""
+        if error.reason == "QUEUE_FULL":
+            self._queue_full[error.metadata["limit_kind"]].inc()
 
     def decided(self, outcome: str, seconds: float) -> None:
         """One decision: `placed`, or the kind of the error in lower case."""
@@ -111,6 +181,10 @@ class Metrics:
         self._overlap_blocks.inc(decision.overlap_blocks)
         if decision.fallback:
             self._fallbacks[decision.fallback].inc()
+        if decision.bypass:
+            self._bypasses[decision.bypass].inc()
+        if decision.affinity:
+            self._affinity[decision.affinity].inc()
 
     def unclaimed(self, kind: str) -> None:
         """A word about a booking that came to nothing: one of UNCLAIMED_KINDS."""
@@ -137,5 +211,20 @@ class Metrics:
         for state in SOURCE_STATES:
             sources.labels(state).set_function(partial(count, state))
 
+    def _watch_peers(self, replica: Replica, prefix: str) -> None:
+        self._gauge(f"{prefix}_peers", "Routers that tell of their bookings.").set_function(
+            lambda: len(replica.peers)
+        )
+        self._gauge(
+            f"{prefix}_sync_resends", "How often a peer was asked to tell everything anew."
+        ).set_function(lambda: replica.resends)
+        self._gauge(
+            f"{prefix}_sync_refused", "Bookings of peers that the book had no room for."
+        ).set_function(lambda: replica.refused)
+
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(name, text, registry=self.registry)
+
+
+def _blocks(index: ApproxIndex | None) -> int:
+    return 0 if index is None else index.blocks

@@ -9,9 +9,10 @@ from common.preprocessed import RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.explain import Considered
-from router_svc.core.fleet import Placement
+from router_svc.core.fleet import Fleet, Placement
 from router_svc.core.load import Booking, BookingKey, Totals
 from router_svc.core.query import Query
+from router_svc.core.replica import Frame
 from router_svc.core.route import Decision, PotentialLoad
 
 REQUEST_ID_CHARS_MAX = 256
@@ -43,6 +44,7 @@ def query_from_proto(message: router_pb2.Query) -> Query:
         frozenset(message.excluded_worker_ids),
         message.waited_ms / 1000,
         message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        message.strict_priority,
     )
 
 
@@ -77,6 +79,40 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         message.prefill_tokens,
         message.decode_blocks,
         message.revision,
+        message.decay_fraction if message.HasField("decay_fraction") else 1.0,
+    )
+
+
+def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
+    """A booking that a router tells of, of whatever frontend. InvalidRequest names the field."""
+    if not message.frontend_id:
+        raise InvalidRequest(f"{field}.frontend_id is required", f"{field}.frontend_id")
+    return booking_from_proto(message, message.frontend_id, field)
+
+
+def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
+    """What a peer tells. InvalidRequest names the field at fault."""
+    if not message.sequence:
+        raise InvalidRequest("sequence counts from 1", "sequence")
+    return Frame(
+        message.sequence,
+        tuple(peer_booking_from_proto(booking, "upserts") for booking in message.upserts),
+        tuple(key_from_proto(b.key, b.frontend_id, "removals.key") for b in message.removals),
+        message.digest,
+        message.begins_all,
+        message.ends_all,
+    )
+
+
+def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
+    return router_pb2.SyncRequest(
+        router_id=router_id,
+        sequence=frame.sequence,
+        upserts=map(booking_to_proto, frame.upserts),
+        removals=map(_removal_to_proto, frame.removals),
+        digest=frame.digest,
+        begins_all=frame.begins_all,
+        ends_all=frame.ends_all,
     )
 
 
@@ -91,19 +127,25 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
         prefill_tokens=booking.prefill_tokens,
         decode_blocks=booking.decode_blocks,
         revision=booking.revision,
+        decay_fraction=None if booking.decay == 1.0 else booking.decay,
     )
 
 
-def decision_to_proto(decision: Decision) -> router_pb2.Decision:
+def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
+    """The decision, with the addresses that discovery shows for its workers."""
     message = router_pb2.Decision(
         worker=placement_to_proto(decision.worker),
         overlap_blocks=decision.overlap_blocks,
         reasons=decision.reasons,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         queued_ms=round(decision.queued_s * 1000),
+        charged_prefill_tokens=decision.prefill_tokens,
+        charged_decode_blocks=decision.decode_blocks,
+        worker_address=fleet.address(decision.worker.worker_id),
     )
     if decision.prefill is not None:
         message.prefill.CopyFrom(placement_to_proto(decision.prefill))
+        message.prefill_address = fleet.address(decision.prefill.worker_id)
     if decision.bootstrap is not None:
         part_to_proto(decision.bootstrap, message.bootstrap)
     return message
@@ -119,6 +161,13 @@ def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
 
 def placement_to_proto(placement: Placement) -> router_pb2.Placement:
     return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
+
+
+def _removal_to_proto(key: BookingKey) -> router_pb2.Booking:
+    return router_pb2.Booking(
+        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
+        frontend_id=key.frontend_id,
+    )
 
 
 def _placement(message: router_pb2.Placement) -> Placement:

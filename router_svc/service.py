@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from random import Random
 from typing import Any
@@ -19,10 +18,8 @@ import grpc.aio
 import structlog
 
 from common import telemetry
-from common.blocks import SCHEME_ID
 from common.error_proto import error_to_proto
 from common.errors import (
-    Bug,
     Conflict,
     InvalidRequest,
     MeshError,
@@ -33,8 +30,9 @@ from common.errors import (
 from common.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load import BookingKey
-from router_svc.core.query import Query, block_size_of
+from router_svc.core.queue import Parked
 from router_svc.core.route import Decision, Router
+from router_svc.decisions import DRAINING, Decisions
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
 from router_svc.router_proto import (
@@ -46,7 +44,8 @@ from router_svc.router_proto import (
     potential_load_to_proto,
     query_from_proto,
 )
-from router_svc.tracing import DecisionSpans, Stopwatch
+from router_svc.sync import PeerSync
+from router_svc.tracing import DecisionSpans
 
 LOG = structlog.get_logger(__name__)
 
@@ -60,7 +59,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
-    """One router process. `clock` is the one that feeds the core, in seconds."""
+    """One router process. `clock` is the one that feeds the core, in seconds.
+
+    track_output_blocks: whether frontends shall tell by what their answers grow.
+    """
 
     def __init__(
         self,
@@ -71,6 +73,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         rng: Random,
         hashers: Hashers | None = None,
         spans: DecisionSpans | None = None,
+        peers: PeerSync | None = None,
+        track_output_blocks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router = router
@@ -78,20 +82,38 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._metrics = metrics
         self._rng = rng
         self._clock = clock
-        self._hashers = Hashers(b"") if hashers is None else hashers
-        self._spans = DecisionSpans() if spans is None else spans
+        self._peers = peers
+        self._tracks_output = track_output_blocks
+        self.decisions = Decisions(
+            router,
+            metrics,
+            rng=rng,
+            hashers=Hashers(b"") if hashers is None else hashers,
+            spans=DecisionSpans() if spans is None else spans,
+            clock=clock,
+        )
         self._outboxes: set[_Outbox] = set()
 
     def end_sessions(self) -> None:
-        """Send what is answered and close every session, so that frontends go elsewhere."""
+        """Send what is answered and close every session, so that frontends go elsewhere.
+
+        The streams of other routers end too. Who waits in the queue is told to ask elsewhere: a
+        session with such questions ends with that error, so that its frontend does.
+        """
+        self.decisions.close()
         for outbox in self._outboxes:
             outbox.close()
+        if self._peers is not None:
+            self._peers.close()
 
     # grpc.aio takes coroutines that write to the context; the generated types know generators only.
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[router_pb2.SessionRequest], context: Context
     ) -> None:
-        outbox = _Outbox(self._router_id)
+        hello_ack = router_pb2.SessionHelloAck(
+            router_id=self._router_id, track_output_blocks=self._tracks_output
+        )
+        outbox = _Outbox(hello_ack)
         self._outboxes.add(outbox)
         try:
             async with TaskGroup() as tasks:
@@ -110,16 +132,40 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         key = _key_of(request) if request.book else None
         _require_query(request.HasField("query"), "query")
         trace = telemetry.current_traceparent() or ""
-        decision = self._decide(request.query, key, None, trace)
-        return router_pb2.RouteResponse(decision=decision_to_proto(decision))
+        decision = await self._decided(request.query, key, trace)
+        return router_pb2.RouteResponse(decision=decision_to_proto(decision, self._router.fleet))
+
+    async def _decided(
+        self, query: router_pb2.Query, key: BookingKey | None, traceparent: str
+    ) -> Decision:
+        """The decision, waited for if it must be. Nothing stays booked if the caller gives up."""
+        late: asyncio.Future[Decision | MeshError]
+        late = asyncio.get_running_loop().create_future()
+        answer = self.decisions.ask(query, key, None, traceparent, late.set_result)
+        if isinstance(answer, Decision):
+            return answer
+        try:
+            answered = await asyncio.shield(late)
+        except asyncio.CancelledError:
+            if not self.decisions.withdraw(answer) and isinstance(late.result(), Decision):
+                self._router.book.free(answer.key)
+            raise
+        if isinstance(answered, MeshError):
+            raise answered
+        return answered
 
     async def PotentialLoads(
         self, request: router_pb2.PotentialLoadsRequest, context: Context
     ) -> router_pb2.PotentialLoadsResponse:
         _require_query(request.HasField("query"), "query")
-        query = self._hashed(query_from_proto(request.query), request.query)
+        query = self.decisions.hashed(query_from_proto(request.query), request.query)
         rows = self._router.potential_loads(query, self._clock())
-        return router_pb2.PotentialLoadsResponse(loads=map(potential_load_to_proto, rows))
+        queue = self._router.queue
+        return router_pb2.PotentialLoadsResponse(
+            loads=map(potential_load_to_proto, rows),
+            pending_count=len(queue),
+            pending_tokens=queue.tokens,
+        )
 
     async def Explain(
         self, request: router_pb2.ExplainRequest, context: Context
@@ -135,10 +181,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     field="request_id",
                 )
         else:
-            query = self._hashed(query_from_proto(request.query), request.query)
+            query = self.decisions.hashed(query_from_proto(request.query), request.query)
             decision = self._router.preview(query, now, self._rng)
         return router_pb2.ExplainResponse(
-            decision=decision_to_proto(decision),
+            decision=decision_to_proto(decision, self._router.fleet),
             candidates=candidates_to_proto(decision.considered),
             selector=decision.selector,
             age_ms=round((now - decision.made_at) * 1000),
@@ -157,7 +203,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Sync(  # type: ignore[override]
         self, request_iterator: AsyncIterator[router_pb2.SyncRequest], context: Context
     ) -> None:
-        raise Unimplemented("routers do not replicate their bookings yet")
+        if self._peers is None:
+            raise Unimplemented("this router keeps its bookings for itself")
+        await self._peers.serve(request_iterator, context.write)
 
     # A session.
 
@@ -183,6 +231,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             outbox.breach = error
         finally:
             if session is not None:
+                self.decisions.withdraw_session(session)
                 orphaned = book.end_session(session, self._clock())
                 self._metrics.sessions.dec()
                 LOG.info("session ended", frontend_id=frontend_id, orphaned=orphaned)
@@ -200,7 +249,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
                 LOG.warning("announced booking refused", key=booking.key, error=error.message)
-        for results in self._answers(frame, frontend_id, session):
+        for results in self._answers(frame, frontend_id, session, outbox):
             await outbox.put(results)
         for message in frame.prefills_done:
             if not book.mark_prefill_done(key_from_proto(message, frontend_id, "prefills_done")):
@@ -211,71 +260,45 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             if not book.add_output_blocks(key, output.blocks, decay):
                 self._metrics.unclaimed("output")
         for message in frame.frees:
-            if not book.free(key_from_proto(message, frontend_id, "frees")):
+            key = key_from_proto(message, frontend_id, "frees")
+            # A parked one has no booking; peers may hold an orphan of the same key all the same.
+            has_waited = self.decisions.give_up(key)
+            if not book.free(key) and not has_waited:
                 self._metrics.unclaimed("free")
 
     def _answers(
-        self, frame: router_pb2.SessionRequest, frontend_id: int, session: int
+        self, frame: router_pb2.SessionRequest, frontend_id: int, session: int, outbox: _Outbox
     ) -> Iterator[list[router_pb2.NewResult]]:
-        """The answers to the News of a frame, a slice at a time."""
+        """The answers to the News of a frame, a slice at a time; those in the queue come later."""
         news = iter(frame.news)
         while part := list(islice(news, SLICE)):
-            yield [self._answer(new, frontend_id, session) for new in part]
+            answers = (self._answer(new, frontend_id, session, outbox) for new in part)
+            yield [answer for answer in answers if answer is not None]
 
-    def _answer(self, new: router_pb2.New, frontend_id: int, session: int) -> router_pb2.NewResult:
+    def _answer(
+        self, new: router_pb2.New, frontend_id: int, session: int, outbox: _Outbox
+    ) -> router_pb2.NewResult | None:
         key = key_from_proto(new.key, frontend_id, "news.key")
         _require_query(new.HasField("query"), "news.query")
-        try:
-            decision = self._decide(new.query, key, session, new.traceparent)
-        except MeshError as error:
-            return router_pb2.NewResult(id=new.id, error=error_to_proto(error))
-        return router_pb2.NewResult(id=new.id, decision=decision_to_proto(decision))
+        number = new.id
 
-    def _decide(
-        self,
-        message: router_pb2.Query,
-        key: BookingKey | None,
-        session: int | None,
-        traceparent: str,
-    ) -> Decision:
-        watch = Stopwatch()
-        outcome = "bug"
-        try:
-            query = query_from_proto(message)
-            if message.token_ids:
-                query = self._hashed(query, message)
-            watch.lap()
-            matches = self._router.match(query)
-            watch.lap()
-            decision = self._router.decide(
-                query, key, self._clock(), self._rng, session, matches=matches
-            )
-            watch.lap()
-            outcome = "placed"
-        except MeshError as error:
-            outcome = error.kind.lower()
-            self._spans.failed(traceparent, watch, error)
-            raise
-        except Exception as error:
-            # A selector may be somebody else's code: one request fails, the session does not.
-            LOG.exception("decision failed", model=message.model)
-            raise Bug("the router failed to decide") from error
-        finally:
-            self._metrics.decided(outcome, watch.total_s())
-        self._metrics.placed(query, decision, (*watch.laps_s(), watch.total_s()))
-        self._spans.placed(traceparent, watch, query, key, decision)
-        return decision
+        def answer(outcome: Decision | MeshError) -> None:
+            if isinstance(outcome, MeshError) and outcome.reason == DRAINING:
+                outbox.breach = outcome
+            else:
+                outbox.post(self._result(number, outcome))
 
-    def _hashed(self, query: Query, message: router_pb2.Query) -> Query:
-        """The query with the hashes of its token ids, where it has those and no hashes."""
-        if not message.token_ids or query.prefix_hashes or not query.model:
-            return query
-        block_size = block_size_of(query, self._router.fleet.block_size(query.model))
-        lora_name = query.routing.lora_name if query.routing is not None else None
-        hashes = self._hashers.prefix_hashes(
-            message.token_ids, model=query.model, block_size=block_size, lora_name=lora_name or ""
-        )
-        return replace(query, prefix_hashes=hashes, hash_scheme=SCHEME_ID, block_size=block_size)
+        try:
+            decided = self.decisions.ask(new.query, key, session, new.traceparent, answer)
+        except MeshError as error:
+            return self._result(number, error)
+        return None if isinstance(decided, Parked) else self._result(number, decided)
+
+    def _result(self, number: int, outcome: Decision | MeshError) -> router_pb2.NewResult:
+        if isinstance(outcome, MeshError):
+            return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
+        decision = decision_to_proto(outcome, self._router.fleet)
+        return router_pb2.NewResult(id=number, decision=decision)
 
 
 class _Outbox:
@@ -284,8 +307,8 @@ class _Outbox:
     breach: why the session ends, if it ends with an error.
     """
 
-    def __init__(self, router_id: int) -> None:
-        self._router_id = router_id
+    def __init__(self, hello_ack: router_pb2.SessionHelloAck) -> None:
+        self._greeting = hello_ack
         self._hello_ack: router_pb2.SessionHelloAck | None = None
         self._results: list[router_pb2.NewResult] = []
         self._sign_of_life = False
@@ -295,7 +318,7 @@ class _Outbox:
         self.breach: MeshError | None = None
 
     def put_hello_ack(self) -> None:
-        self._hello_ack = router_pb2.SessionHelloAck(router_id=self._router_id)
+        self._hello_ack = self._greeting
         self._filled.set()
 
     def put_sign_of_life(self) -> None:
@@ -303,13 +326,19 @@ class _Outbox:
         self._sign_of_life = True
         self._filled.set()
 
+    def post(self, result: router_pb2.NewResult) -> None:
+        """Queue an answer that waited for its turn; the bound of the router's queue is theirs."""
+        self._results.append(result)
+        self._filled.set()
+
     async def put(self, results: list[router_pb2.NewResult]) -> None:
         """Queue answers; waits while the peer is OUTBOX_MAX behind."""
         while len(self._results) >= OUTBOX_MAX:
             self._taken.clear()
             await self._taken.wait()
-        self._results += results
-        self._filled.set()
+        if results:
+            self._results += results
+            self._filled.set()
         await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
 
     def close(self) -> None:

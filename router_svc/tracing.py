@@ -19,6 +19,8 @@ from router_svc.core.route import Decision
 
 # In the order in which they happen.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")
+# What the last span calls their durations, in microseconds; total_us is the sum.
+FIGURES = ("hash_us", "find_matches_us", "schedule_us")
 
 
 class Stopwatch:
@@ -73,6 +75,9 @@ class DecisionSpans:
             "selector": decision.selector,
             "reasons": decision.reasons,
         }
+        attributes["total_us"] = watch.total_s() * 1e6
+        for name, lap_s in zip(FIGURES, watch.laps_s(), strict=False):
+            attributes[name] = lap_s * 1e6
         if decision.prefill is not None:
             attributes["prefill_worker_id"] = str(decision.prefill.worker_id)
             attributes["prefill_dp_rank"] = decision.prefill.dp_rank

@@ -44,7 +44,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Unsupported
 from common.preprocessed import RouterConfigOverride
 
 T = TypeVar("T")
@@ -81,12 +81,19 @@ class CostKnobs:
     track_active_blocks: bool = True
 
     def overridden(self, override: RouterConfigOverride | None) -> CostKnobs:
-        """The knobs for one request. InvalidRequest names a field that is out of range."""
+        """The knobs for one request.
+
+        InvalidRequest names a field that is out of range, Unsupported a shared_cache_multiplier
+        above 0: no shared cache is known here.
+        """
         if override is None:
             return self
         credit, scale = override.overlap_score_credit, override.prefill_load_scale
         legacy = override.overlap_score_weight
         _check_override(override)
+        if override.shared_cache_multiplier:
+            field = f"{_OVERRIDE}.shared_cache_multiplier"
+            raise Unsupported(field, "this router knows of no shared cache")
         if legacy is not None:
             if scale not in (None, legacy):
                 raise InvalidRequest(
@@ -104,6 +111,13 @@ class CostKnobs:
             assume_kv_reuse=_or(override.assume_kv_reuse, self.assume_kv_reuse),
             track_prefill_tokens=_or(override.track_prefill_tokens, self.track_prefill_tokens),
         )
+
+    def check_without_cost(self, override: RouterConfigOverride | None, selector: str) -> None:
+        """Unsupported, naming the field, for what only a selector with a cost can honour."""
+        for name in _OF_THE_COST:
+            if override is not None and getattr(override, name) is not None:
+                why = f"this router places by {selector}, which has no such cost"
+                raise Unsupported(f"{_OVERRIDE}.{name}", why)
 
     def for_decode_leg(self) -> CostKnobs:
         """Those of the decode leg of a pair: its cache comes from prefill."""
@@ -153,6 +167,14 @@ def draw(costs: list[float], temperature: float, u: float) -> int:
 
 
 _OVERRIDE = "query.config_override"
+# What an override changes beside what is booked.
+_OF_THE_COST = (
+    "overlap_score_credit",
+    "prefill_load_scale",
+    "overlap_score_weight",
+    "router_temperature",
+    "assume_kv_reuse",
+)
 _NOT_NEGATIVE = (
     "overlap_score_credit",
     "prefill_load_scale",

@@ -11,7 +11,7 @@ from router_svc.core.cost import Terms
 from router_svc.core.filters import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import Totals
-from router_svc.core.overlap import UNKNOWN, Index, Standing
+from router_svc.core.overlap import UNKNOWN, Standing, Standings
 from router_svc.core.select import Choice, View
 
 _by_cost = attrgetter("cost")
@@ -51,7 +51,7 @@ class Pick:
         return self.choice.candidate
 
 
-def explain(pick: Pick, index: Index, rows_max: int | None) -> list[Considered]:
+def explain(pick: Pick, index: Standings, rows_max: int | None) -> list[Considered]:
     """The priced ones, cheapest first, then (without a limit) the unpriced, then the excluded.
 
     With a limit the chosen one is always among the rows.
@@ -78,7 +78,7 @@ def explain(pick: Pick, index: Index, rows_max: int | None) -> list[Considered]:
 def row(
     candidate: Candidate,
     view: View,
-    index: Index,
+    index: Standings,
     *,
     load: Totals | None = None,
     cost: float | None = None,

@@ -1,4 +1,4 @@
-"""Who may be chosen at all: pins, allow-list, taints, workers that failed before (pure)."""
+"""Who may be chosen at all: pins, allow-list, taints, adapters, sessions, failed workers (pure)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import InvalidRequest, MeshError, Unavailable
+from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
 from common.preprocessed import RoutingHints
-from router_svc.core.fleet import Candidate
+from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query
 
 # What a worker is wanted for: the whole request, or one leg of a pair.
 Leg = Literal["whole", "prefill", "decode"]
+# required: a request for an adapter runs where that is resident; preferred: there if somebody who
+# has it may serve, else anywhere, since engines may load adapters when they are asked for.
+LoraResidency = Literal["required", "preferred"]
 
 # Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
 RETRY_AFTER_S = 1.0
@@ -28,11 +31,21 @@ class Excluded:
 
 @dataclass(frozen=True, slots=True)
 class _Filter:
-    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error."""
+    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error; without one it is
+    a wish, which nobody's staying puts aside.
+    """
 
     keeps: Callable[[Candidate], bool]
     why: str
-    nobody: Callable[[], MeshError]
+    nobody: Callable[[], MeshError] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Where the request's session is bound for a leg. is_hard: it must run there."""
+
+    placement: Placement
+    is_hard: bool
 
 
 def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
@@ -55,7 +68,12 @@ def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | Non
 
 
 def eligible(
-    query: Query, candidates: Sequence[Candidate], leg: Leg = "whole"
+    query: Query,
+    candidates: Sequence[Candidate],
+    leg: Leg = "whole",
+    *,
+    tie: Tie | None = None,
+    residency: LoraResidency = "required",
 ) -> tuple[Sequence[Candidate], list[Excluded]]:
     """The candidates that may serve the query's leg, and the others with the reason.
 
@@ -64,21 +82,38 @@ def eligible(
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
     excluded: list[Excluded] = []
-    for rule in _filters(query, leg):
+    for rule in _filters(query, leg, tie, residency):
         kept = [c for c in candidates if rule.keeps(c)]
+        if not kept:
+            if rule.nobody is None:
+                continue
+            raise rule.nobody()
         if len(kept) < len(candidates):
             excluded += [Excluded(c, rule.why) for c in candidates if not rule.keeps(c)]
-        if not kept:
-            raise rule.nobody()
         candidates = kept
     return candidates, excluded
 
 
-def _filters(query: Query, leg: Leg) -> list[_Filter]:
-    """In the order in which an empty result is best explained."""
-    rules = []
+def all_busy(model: str, leg: Leg) -> Overloaded:
+    """The error where all who may serve the leg are above a busy threshold."""
+    role = "" if leg == "whole" else f"{leg} "
+    return Overloaded(
+        RETRY_AFTER_S,
+        f"every {role}worker of {model!r} that may serve the request is busy",
+        reason="ALL_WORKERS_BUSY",
+        metadata={"model": model, "leg": leg},
+    )
+
+
+def _filters(query: Query, leg: Leg, tie: Tie | None, residency: LoraResidency) -> list[_Filter]:
+    """In the order in which an empty result is best explained; wishes come last."""
+    rules: list[_Filter] = []
+    wishes: list[_Filter] = []
     if (routing := query.routing) is not None:
         rules += _hint_filters(query.model, routing, leg)
+        if routing.lora_name:
+            by_adapter = _adapter_filter(query.model, routing.lora_name, leg, residency)
+            (wishes if by_adapter.nobody is None else rules).append(by_adapter)
     if left_out := query.excluded_worker_ids:
         rules.append(
             _Filter(
@@ -87,7 +122,35 @@ def _filters(query: Query, leg: Leg) -> list[_Filter]:
                 lambda: _nobody(query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"),
             )
         )
-    return rules
+    if tie is not None:
+        by_session = _session_filter(query.model, tie, leg)
+        (rules if tie.is_hard else wishes).append(by_session)
+    return rules + wishes
+
+
+def _adapter_filter(model: str, lora: str, leg: Leg, residency: LoraResidency) -> _Filter:
+    def nobody() -> MeshError:
+        return _nobody(model, leg, "NO_ADAPTER_WORKER", f"worker that has the adapter {lora!r}")
+
+    return _Filter(
+        lambda c: lora in c.instance.loras,
+        "does not have the adapter",
+        nobody if residency == "required" else None,
+    )
+
+
+def _session_filter(model: str, tie: Tie, leg: Leg) -> _Filter:
+    worker_id, rank = tie.placement
+
+    def nobody() -> MeshError:
+        who = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
+        return _nobody(model, leg, "SESSION_WORKER_NOT_ELIGIBLE", who)
+
+    return _Filter(
+        lambda c: c.placement == tie.placement,
+        "the session is bound to another place",
+        nobody if tie.is_hard else None,
+    )
 
 
 def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:

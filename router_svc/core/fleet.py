@@ -117,6 +117,16 @@ class Fleet:
         return self._snapshot.of("indexer")
 
     @property
+    def routers(self) -> tuple[Instance, ...]:
+        """The routers, the one that asks among them once it is registered."""
+        return self._snapshot.of("router")
+
+    def address(self, instance_id: int) -> str:
+        """Where an instance serves gRPC; empty if discovery does not show it."""
+        instance = self._snapshot.instances.get(instance_id)
+        return "" if instance is None else instance.address
+
+    @property
     def worker_count(self) -> int:
         """Workers that serve a model."""
         return sum(1 for worker in self._snapshot.of("worker") if worker.model)

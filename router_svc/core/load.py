@@ -5,7 +5,11 @@ hold. It is made with the decision, changed as the frontend tells of progress, a
 or because nobody claims it any more.
 
 Invariants (asserted): no sum is ever negative; the sums of a rank are exactly those of the bookings
-on it; a booking is owned by an open session of its frontend, or is orphaned with a deadline.
+on it; a booking is owned by an open session of its frontend here, or else held by a peer router, or
+else orphaned with a deadline.
+
+A booking is a *lease*: whoever has a session renews it by announcing it again, at any revision. One
+that an open session has not renewed for `expiry_s` is forgotten by both, and ends.
 
 A booking's revision is 1 when it is made and grows by 1 with each change: prefill done (the first
 time) and each word of output blocks. The frontend counts likewise, and announces the same number.
@@ -18,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from common.errors import InvalidRequest, Overloaded
 from common.load import Load
@@ -31,6 +35,13 @@ ORPHAN_S = 3.0
 # A report older than this says nothing any more.
 REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
+# A booking that nobody speaks of for so long is forgotten; frontends announce theirs each 100 s.
+EXPIRY_S = 300.0
+# How often such ones are looked for: some 10 ms for the fullest book.
+EXPIRY_LOOK_S = 30.0
+# Blocks are weighed in parts of 1 / 2^16, as integers, so that sums stay exact.
+_WEIGHT_BITS = 16
+_HALF = 1 << (_WEIGHT_BITS - 1)
 
 
 class BookingKey(NamedTuple):
@@ -46,7 +57,8 @@ class Booking:
     """A charge. Tokens and blocks are counts; `prefill` None means that prefill is on `worker`.
 
     prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
-    decode_blocks are charged to `worker`.
+    decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
+    request weighs less.
     """
 
     key: BookingKey
@@ -56,13 +68,38 @@ class Booking:
     prefill_tokens: int = 0
     decode_blocks: int = 0
     revision: int = 1
+    decay: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise InvalidRequest(
+                f"decay_fraction must be within 0..1, not {self.decay}", "decay_fraction"
+            )
         for name in ("prefill_tokens", "decode_blocks"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative", name)
         if self.revision < 1:
             raise InvalidRequest("revision counts from 1", "revision")
+
+
+class Peers(Protocol):
+    """The other routers, as far as the book needs them: see `router_svc/core/replica.py`."""
+
+    def hold(self, key: BookingKey) -> bool:
+        """Whether one of them says that the booking is its own."""
+
+    def changed(self, key: BookingKey) -> None:
+        """A booking of ours was made, changed or given up, or anybody's was freed by our word."""
+
+
+class _NoPeers:
+    """A router on its own."""
+
+    def hold(self, key: BookingKey) -> bool:
+        return False
+
+    def changed(self, key: BookingKey) -> None:
+        """Nobody is to be told."""
 
 
 class Totals(NamedTuple):
@@ -78,17 +115,24 @@ class Totals(NamedTuple):
 
 @dataclass(slots=True)
 class _Sums:
+    """block_weight: in parts of 1 / 2^_WEIGHT_BITS blocks."""
+
     prefill_tokens: int = 0
-    decode_blocks: int = 0
+    block_weight: int = 0
     requests: int = 0
 
-    def add(self, prefill_tokens: int, decode_blocks: int, requests: int) -> None:
+    def add(self, prefill_tokens: int, block_weight: int, requests: int) -> None:
         self.prefill_tokens += prefill_tokens
-        self.decode_blocks += decode_blocks
+        self.block_weight += block_weight
         self.requests += requests
         assert self.prefill_tokens >= 0, "prefill tokens of a rank went negative"
-        assert self.decode_blocks >= 0, "decode blocks of a rank went negative"
+        assert self.block_weight >= 0, "decode blocks of a rank went negative"
         assert self.requests >= 0, "requests of a rank went negative"
+
+    @property
+    def decode_blocks(self) -> int:
+        """The sum of fractional weights, rounded: as NVIDIA Dynamo documents it."""
+        return (self.block_weight + _HALF) >> _WEIGHT_BITS
 
 
 @dataclass(slots=True)
@@ -116,14 +160,17 @@ class _Rank:
 
 @dataclass(slots=True)
 class _Entry:
-    """A booking in the book. Exactly one of session and orphaned_until is None."""
+    """A booking in the book, of a session, orphaned, or (both None) held by a peer.
+
+    is_own: a session here had it last, so that it is for this router to tell its peers of it.
+    """
 
     booking: Booking
     session: int | None
     orphaned_until: float | None
     prefill_done: bool
-    # Weight of the blocks, 0..1: a nearly finished request weighs less.
-    decay: float = 1.0
+    is_own: bool = False
+    renewed_at: float = 0.0
     # How many reports the ranks had seen when it was booked there.
     worker_mark: int = 0
     prefill_mark: int = 0
@@ -132,8 +179,11 @@ class _Entry:
 class LoadBook:
     """All bookings, and their sums per (worker, rank). Times are seconds of one clock."""
 
-    def __init__(self, bookings_max: int = BOOKINGS_MAX) -> None:
+    def __init__(self, bookings_max: int = BOOKINGS_MAX, expiry_s: float = EXPIRY_S) -> None:
         self._bookings_max = bookings_max
+        self._expiry_s = expiry_s
+        self._expiry_looked_at = -math.inf
+        self.expired = 0  # Bookings that ended because nobody renewed them.
         self._entries: dict[BookingKey, _Entry] = {}
         self._of_frontend: dict[int, set[BookingKey]] = {}
         self._ranks: dict[Placement, _Rank] = {}
@@ -142,6 +192,14 @@ class LoadBook:
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
+        self._peers: Peers = _NoPeers()
+        # Called whenever some rank may have less to do than before; must not call back.
+        self.relieved: Callable[[], None] = _nobody_waits
+
+    def join(self, peers: Peers) -> None:
+        """Share the book with other routers; to be called before anything is booked."""
+        assert not self._entries, "peers are told of every booking from the first on"
+        self._peers = peers
 
     # Bookings.
 
@@ -156,11 +214,7 @@ class LoadBook:
         if entry is not None:
             self._own(entry, session, now)
             return False
-        if len(self._entries) >= self._bookings_max:
-            raise Overloaded(
-                1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
-            )
-        self._add(booking, session, now, prefill_done=False)
+        self._own(self._add(booking, now, prefill_done=False), session, now)
         return True
 
     def announce(self, booking: Booking, session: int | None, now: float) -> bool:
@@ -169,19 +223,13 @@ class LoadBook:
         The highest revision wins; False if ours was as new. Raises Overloaded when full.
         """
         entry = self._entries.get(booking.key)
+        is_new = entry is None or booking.revision > entry.booking.revision
         if entry is None:
-            if len(self._entries) >= self._bookings_max:
-                raise Overloaded(
-                    1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
-                )
-            self._add(booking, session, now, prefill_done=booking.prefill_tokens == 0)
-            return True
-        if booking.revision <= entry.booking.revision:
-            self._own(entry, session, now)
-            return False
-        self.free(booking.key)
-        self._add(booking, session, now, prefill_done=booking.prefill_tokens == 0)
-        return True
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+        elif is_new:
+            self._replace(entry, booking)
+        self._own(entry, session, now)
+        return is_new
 
     def mark_prefill_done(self, key: BookingKey) -> bool:
         """Prefill is over: its tokens leave the load, once. False if the key is not known."""
@@ -194,6 +242,7 @@ class LoadBook:
             entry.booking = _changed(entry.booking, prefill_tokens=0)
             self._charge(entry, +1)
             self._discard_blank(entry.booking.prefill)
+            self._tell(entry)
         return True
 
     def add_output_blocks(
@@ -201,8 +250,9 @@ class LoadBook:
     ) -> bool:
         """The answer grew by `blocks`; False if the key is not known.
 
-        decay_fraction: share of the expected output still to come, 0..1. The booking weighs
-        round(decay_fraction * its blocks) from now on. None leaves the weight as it is.
+        decay_fraction: share of the expected output still to come, 0..1. Each block of the booking
+        weighs that much from now on; the weights of a rank are summed, then rounded. None leaves
+        the weight as it is.
         Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
         """
         if blocks < 1:
@@ -215,27 +265,23 @@ class LoadBook:
         if entry is None:
             return False
         self._charge(entry, -1)
-        entry.booking = _changed(entry.booking, decode_blocks=entry.booking.decode_blocks + blocks)
-        if decay_fraction is not None:
-            entry.decay = decay_fraction
+        booking = entry.booking
+        entry.booking = _changed(
+            booking,
+            decode_blocks=booking.decode_blocks + blocks,
+            decay=booking.decay if decay_fraction is None else decay_fraction,
+        )
         self._charge(entry, +1)
+        self._tell(entry)
         return True
 
     def free(self, key: BookingKey) -> bool:
         """The booking ended, in whatever state it was; False if the key is not known."""
-        entry = self._entries.pop(key, None)
-        if entry is None:
-            return False
-        self._charge(entry, -1)
-        if entry.orphaned_until is not None:
-            self._orphan_count -= 1
-        mates = self._of_frontend[key.frontend_id]
-        mates.remove(key)
-        if not mates:
-            del self._of_frontend[key.frontend_id]
-        self._discard_blank(entry.booking.worker)
-        self._discard_blank(entry.booking.prefill)
-        return True
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._drop(entry)
+        self._peers.changed(key)  # An orphan of theirs ends with it.
+        return entry is not None
 
     def get(self, key: BookingKey) -> Booking | None:
         """The booking as it is now."""
@@ -252,6 +298,53 @@ class LoadBook:
     def orphan_count(self) -> int:
         """Bookings that nobody owns at the moment."""
         return self._orphan_count
+
+    # Peers.
+
+    def own(self, key: BookingKey) -> Booking | None:
+        """The booking, if it is this router that tells the others of it."""
+        entry = self._entries.get(key)
+        return entry.booking if entry is not None and entry.is_own else None
+
+    def own_keys(self) -> list[BookingKey]:
+        """Those of all such bookings."""
+        return [key for key, entry in self._entries.items() if entry.is_own]
+
+    def heard(self, booking: Booking, now: float) -> None:
+        """A peer holds it: the highest revision wins, and an orphan of ours is the peer's.
+
+        What an open session here owns stays with it. Raises Overloaded when the book is full.
+        """
+        entry = self._entries.get(booking.key)
+        if entry is None:
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+        elif booking.revision > entry.booking.revision:
+            self._replace(entry, booking)
+            self._tell(entry)
+        if entry.session is None:
+            self._hand_over(entry)
+
+    def expect(self, booking: Booking, now: float) -> None:
+        """A peer's snapshot has it: an orphan, until the peer tells of it as it does later on.
+
+        Raises Overloaded when the book is full.
+        """
+        if booking.key not in self._entries:
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+            self._release(entry, now)
+
+    def ended(self, key: BookingKey) -> None:
+        """A peer's booking ended; also here, unless a session here or another peer has it."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.session is None and not self._peers.hold(key):
+            self._drop(entry)
+            self._tell(entry)
+
+    def lost(self, key: BookingKey, now: float) -> None:
+        """The peer that held it was lost: an orphan, unless another peer holds it too."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.session is None and entry.orphaned_until is None:
+            self._release(entry, now)
 
     # Owners.
 
@@ -274,7 +367,7 @@ class LoadBook:
             if (entry := self._entries[key]).session == session
         ]
         for entry in mine:
-            self._orphan(entry, now)
+            self._release(entry, now)
         if self._newest_session(frontend_id) is None and frontend_id in self._absent_frontends:
             self._absent_frontends.discard(frontend_id)
             self.frontend_left(frontend_id)
@@ -290,10 +383,10 @@ class LoadBook:
         orphans = [
             key
             for key in self._of_frontend.get(frontend_id, ())
-            if self._entries[key].session is None
+            if self._entries[key].orphaned_until is not None
         ]
         for key in orphans:
-            self.free(key)
+            self._end(self._entries[key])
         return len(orphans)
 
     def frontend_joined(self, frontend_id: int) -> None:
@@ -301,13 +394,16 @@ class LoadBook:
         self._absent_frontends.discard(frontend_id)
 
     def expire(self, now: float) -> int:
-        """Free the orphans whose time is over; how many. To be called before reading any load."""
-        freed = 0
+        """Free the orphans whose time is over, and bookings that nobody renews; how many.
+
+        To be called before reading any load.
+        """
+        freed = self._expire_forgotten(now) if now >= self._expiry_looked_at + EXPIRY_LOOK_S else 0
         while self._orphans and self._orphans[0][0] <= now:
             deadline, key = self._orphans.popleft()
             entry = self._entries.get(key)
             if entry is not None and entry.orphaned_until == deadline:
-                self.free(key)
+                self._end(entry)
                 freed += 1
         return freed
 
@@ -321,6 +417,7 @@ class LoadBook:
         rank.report_count += 1
         rank.newer = _Sums()
         rank.estimate = None
+        self.relieved()
 
     def worker_left(self, worker_id: int) -> None:
         """Discovery lost a worker: what it reported is void."""
@@ -357,35 +454,96 @@ class LoadBook:
 
     # Inside.
 
-    def _add(
-        self, booking: Booking, session: int | None, now: float, *, prefill_done: bool
-    ) -> None:
-        entry = _Entry(booking, None, now, prefill_done)
-        entry.worker_mark = self._rank(booking.worker).report_count
-        if booking.prefill is not None:
-            entry.prefill_mark = self._rank(booking.prefill).report_count
+    def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _Entry:
+        """A new entry, at first an orphan; whose it is, the caller has to say."""
+        if len(self._entries) >= self._bookings_max:
+            raise Overloaded(
+                1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
+            )
+        entry = _Entry(booking, None, now, prefill_done, renewed_at=now)
+        self._mark(entry)
         self._entries[booking.key] = entry
         self._of_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
         self._orphan_count += 1
-        self._own(entry, session, now)
         self._charge(entry, +1)
         self._discard_blank(booking.prefill)
+        return entry
 
-    def _own(self, entry: _Entry, session: int | None, now: float) -> None:
-        """Make `session`, or the frontend's newest one, the owner; without any, orphan it anew."""
-        owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
-        if owner is None:
-            self._orphan(entry, now)
-            return
+    def _replace(self, entry: _Entry, booking: Booking) -> None:
+        """Newer facts about the same booking, whoever has it."""
+        self._charge(entry, -1)
+        old, entry.booking = entry.booking, booking
+        entry.prefill_done = booking.prefill_tokens == 0
+        self._mark(entry)
+        self._charge(entry, +1)
+        for placement in (old.worker, old.prefill, booking.prefill):
+            self._discard_blank(placement)
+
+    def _drop(self, entry: _Entry) -> None:
+        key = entry.booking.key
+        del self._entries[key]
+        self._charge(entry, -1)
         if entry.orphaned_until is not None:
             self._orphan_count -= 1
-        entry.session, entry.orphaned_until = owner, None
+        mates = self._of_frontend[key.frontend_id]
+        mates.remove(key)
+        if not mates:
+            del self._of_frontend[key.frontend_id]
+        self._discard_blank(entry.booking.worker)
+        self._discard_blank(entry.booking.prefill)
 
-    def _orphan(self, entry: _Entry, now: float) -> None:
+    def _expire_forgotten(self, now: float) -> int:
+        """End those that a session here has and has not renewed in time."""
+        self._expiry_looked_at = now
+        forgotten = [
+            entry
+            for entry in self._entries.values()
+            if entry.session is not None and now - entry.renewed_at >= self._expiry_s
+        ]
+        for entry in forgotten:
+            self._end(entry)
+        self.expired += len(forgotten)
+        return len(forgotten)
+
+    def _end(self, entry: _Entry) -> None:
+        """By time or discovery, which tell peers by themselves of what is not ours."""
+        self._drop(entry)
+        self._tell(entry)
+
+    def _tell(self, entry: _Entry) -> None:
+        if entry.is_own:
+            self._peers.changed(entry.booking.key)
+
+    def _own(self, entry: _Entry, session: int | None, now: float) -> None:
+        """Make `session`, or the frontend's newest one, the owner; without any, release it."""
+        owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
+        entry.is_own, entry.renewed_at = True, now
+        if owner is None:
+            self._release(entry, now)
+        else:
+            if entry.orphaned_until is not None:
+                self._orphan_count -= 1
+            entry.session, entry.orphaned_until = owner, None
+        self._tell(entry)
+
+    def _release(self, entry: _Entry, now: float) -> None:
+        """No session here has it: a peer holds it, or it is an orphan (anew)."""
+        if self._peers.hold(entry.booking.key):
+            self._hand_over(entry)
+            return
         if entry.orphaned_until is None:
             self._orphan_count += 1
         entry.session, entry.orphaned_until = None, now + ORPHAN_S
         self._orphans.append((entry.orphaned_until, entry.booking.key))
+
+    def _hand_over(self, entry: _Entry) -> None:
+        """To the peer that holds it: no longer ours, no orphan."""
+        if entry.orphaned_until is not None:
+            self._orphan_count -= 1
+        entry.session = entry.orphaned_until = None
+        if entry.is_own:
+            entry.is_own = False
+            self._peers.changed(entry.booking.key)
 
     def _newest_session(self, frontend_id: int) -> int | None:
         owners = (s for s, frontend in reversed(self._sessions.items()) if frontend == frontend_id)
@@ -394,9 +552,9 @@ class LoadBook:
     def _charge(self, entry: _Entry, sign: int) -> None:
         """Add (+1) or take away (-1) what the entry weighs as it is now."""
         booking = entry.booking
-        blocks = booking.decode_blocks
-        if entry.decay != 1.0:
-            blocks = int(blocks * entry.decay + 0.5)
+        blocks = booking.decode_blocks << _WEIGHT_BITS
+        if booking.decay != 1.0:
+            blocks = round(blocks * booking.decay)
         tokens = 0 if entry.prefill_done else booking.prefill_tokens
         if booking.prefill is None:
             self._charge_rank(booking.worker, entry.worker_mark, sign * tokens, sign * blocks, sign)
@@ -406,13 +564,22 @@ class LoadBook:
             self._charge_rank(booking.prefill, entry.prefill_mark, sign * tokens, 0, sign)
 
     def _charge_rank(
-        self, placement: Placement, mark: int, tokens: int, blocks: int, requests: int
+        self, placement: Placement, mark: int, tokens: int, block_weight: int, requests: int
     ) -> None:
         rank = self._ranks[placement]
         rank.estimate = None
-        rank.booked.add(tokens, blocks, requests)
+        rank.booked.add(tokens, block_weight, requests)
         if mark == rank.report_count:
-            rank.newer.add(tokens, blocks, requests)
+            rank.newer.add(tokens, block_weight, requests)
+        if requests < 0 or tokens < 0:
+            self.relieved()
+
+    def _mark(self, entry: _Entry) -> None:
+        """Its ranks' next reports will be the first ones that can count it."""
+        booking = entry.booking
+        entry.worker_mark = self._rank(booking.worker).report_count
+        if booking.prefill is not None:
+            entry.prefill_mark = self._rank(booking.prefill).report_count
 
     def _rank(self, placement: Placement) -> _Rank:
         rank = self._ranks.get(placement)
@@ -445,11 +612,20 @@ def _estimate(rank: _Rank, now: float) -> Totals:
 
 
 def _changed(
-    booking: Booking, *, prefill_tokens: int | None = None, decode_blocks: int | None = None
+    booking: Booking,
+    *,
+    prefill_tokens: int | None = None,
+    decode_blocks: int | None = None,
+    decay: float | None = None,
 ) -> Booking:
     return replace(
         booking,
         prefill_tokens=booking.prefill_tokens if prefill_tokens is None else prefill_tokens,
         decode_blocks=booking.decode_blocks if decode_blocks is None else decode_blocks,
+        decay=booking.decay if decay is None else decay,
         revision=booking.revision + 1,
     )
+
+
+def _nobody_waits() -> None:
+    """A book without anybody who waits for load to go down."""

@@ -1,20 +1,41 @@
-"""What a router asks of its index of KV blocks (pure)."""
+"""What a router knows of who holds how much of a prompt (pure).
+
+Three ways to know, by what a rank's worker advertises (`Instance.kv_index`):
+
+- *events*: the engine tells what it stores and evicts; the index is a replica of that;
+- *approx*: it reuses prefixes and tells nobody; its cache is guessed from earlier decisions;
+- *none*: what it holds says nothing about what it will reuse (a sliding window, recurrent state),
+  or it reuses nothing. It is neither matched nor remembered, and load alone speaks for it.
+
+Predictions are guesses too, of short life, about ranks that do publish events: a prompt's blocks
+count from its decision on, not from the moment when they are computed. So the siblings of a burst
+find each other. Of what the events say and what is predicted, the more counts.
+
+A request that names no blocks is kept out as well: it matches nothing and leaves no trace. That is
+how callers keep out what token ids alone do not identify, where the engine's events cannot tell.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
+from common.instances import Instance
 from common.prefix_index import Matched
-from router_svc.core.fleet import Placement
-from router_svc.core.query import Query
+from router_svc.core.approx import ApproxIndex, ApproxLimits
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.query import Query, block_size_of
+from router_svc.core.select import NO_MATCHES, Matches
+
+IndexKind = Literal["none", "approx", "events"]
 
 
 class Standing(NamedTuple):
     """How far an index can be trusted about one rank.
 
-    state: exact, gapped, stale, degraded (`common/index_feed.py`), or none: nothing is known of it.
-    age_s: seconds since anything was heard about it; None: never.
+    state: exact, gapped, stale, degraded (`common/index_feed.py`), approx (guessed), or none:
+    nothing is known of it. age_s: seconds since anything was heard about it; None: never.
     """
 
     state: str = "none"
@@ -23,20 +44,25 @@ class Standing(NamedTuple):
 
 
 UNKNOWN = Standing()
+_GUESSED = Standing("approx", "guessed from this router's decisions")
 
 
-class Index(Protocol):
-    """Who holds how much of a prompt."""
-
-    def match(self, query: Query) -> Sequence[Matched]:
-        """One row for each rank that counts and holds the first block of the query's prompt."""
+class Standings(Protocol):
+    """Who says how far to trust what is known of a rank."""
 
     def standing(self, placement: Placement, now: float) -> Standing:
         """How far the answers about a rank can be trusted."""
 
 
+class Index(Standings, Protocol):
+    """Who holds how much of a prompt, as the engines tell."""
+
+    def match(self, query: Query) -> Sequence[Matched]:
+        """One row for each rank that counts and holds the first block of the query's prompt."""
+
+
 class NoIndex:
-    """The index of a router that has none."""
+    """The index of a router that follows none."""
 
     def match(self, query: Query) -> Sequence[Matched]:
         """See Index."""
@@ -45,3 +71,152 @@ class NoIndex:
     def standing(self, placement: Placement, now: float) -> Standing:
         """See Index."""
         return Standing("none", "this router follows no index")
+
+
+@dataclass(frozen=True, slots=True)
+class IndexChoice:
+    """Which ways to know a router uses; made by `choose_index`.
+
+    guesses: for ranks whose cache is guessed, None: for none. predictions: likewise, beside events.
+    why: for people, what made the choice.
+    """
+
+    kind: IndexKind
+    guesses: ApproxLimits | None
+    predictions: ApproxLimits | None
+    why: str
+
+    @property
+    def subscribes(self) -> bool:
+        """Whether KV events are wanted; if not, nobody is to send or keep any for this router."""
+        return self.kind == "events"
+
+
+def choose_index(
+    *,
+    overlap_score_credit: float,
+    kv_events: bool,
+    limits: ApproxLimits,
+    predicted_ttl_s: float,
+) -> IndexChoice:
+    """The first rule that applies:
+
+    1. credit 0: none. An overlap would not change any decision.
+    2. no events: approx, for all ranks that reuse prefixes, with `limits`.
+    3. events; with approx (`limits`) for the ranks that advertise it, and predictions that count
+       for predicted_ttl_s, unless that is 0.
+    """
+    if overlap_score_credit == 0:
+        return IndexChoice("none", None, None, "overlap_score_credit is 0")
+    if not kv_events:
+        return IndexChoice("approx", limits, None, "kv_events is off")
+    predictions = None
+    if predicted_ttl_s > 0:
+        predictions = ApproxLimits(
+            ttl_s=predicted_ttl_s,
+            blocks_max=limits.blocks_max,
+            prune_target_ratio=limits.prune_target_ratio,
+        )
+    return IndexChoice("events", limits, predictions, "kv_events is on")
+
+
+EVENTS = choose_index(
+    overlap_score_credit=1.0, kv_events=True, limits=ApproxLimits(), predicted_ttl_s=0.0
+)
+
+
+class Overlaps:
+    """All that one router knows, by its choice. index: what follows the events."""
+
+    def __init__(self, index: Index, choice: IndexChoice = EVENTS) -> None:
+        self.choice = choice
+        self.guesses = None if choice.guesses is None else ApproxIndex(choice.guesses)
+        self.predictions = None if choice.predictions is None else ApproxIndex(choice.predictions)
+        self._index = index
+        self._publishers: frozenset[int] = frozenset()
+        self._guessed: frozenset[int] = frozenset()
+
+    def follow(self, workers: Iterable[Instance]) -> None:
+        """These are the workers now, with what they advertise."""
+        ways = {worker.id: self._way(worker) for worker in workers}
+        self._publishers = frozenset(w for w, way in ways.items() if way == "events")
+        self._guessed = frozenset(w for w, way in ways.items() if way == "approx")
+
+    def forget(self, worker_id: int) -> None:
+        """A worker left."""
+        for index in (self.guesses, self.predictions):
+            if index is not None:
+                index.forget(worker_id)
+
+    def matches(self, query: Query) -> Matches:
+        """What ranks hold of the prompt; those absent hold nothing."""
+        if not query.prefix_hashes:
+            return NO_MATCHES
+        found: dict[tuple[int, int], Matched] = {}
+        publishers, guessed = self._publishers, self._guessed
+        if publishers:
+            rows = self._index.match(query)
+            found = {row[0]: row for row in rows if row[0].worker_id in publishers}
+            if self.predictions is not None:
+                for row in self.predictions.match(query):
+                    if row.source.worker_id in publishers:
+                        found[row.source] = _more(found.get(row.source), row)
+        if guessed and self.guesses is not None:
+            for row in self.guesses.match(query):
+                if row.source.worker_id in guessed:
+                    found[row.source] = row
+        return found
+
+    def routed(self, query: Query, placement: Placement, now: float) -> None:
+        """The prompt was sent there to be computed, and is booked."""
+        if placement.worker_id in self._publishers:
+            if self.predictions is not None:
+                self.predictions.touch(query, placement, now)
+        elif placement.worker_id in self._guessed and self.guesses is not None:
+            self.guesses.touch(query, placement, now)
+
+    def is_guessed(self, placement: Placement) -> bool:
+        """Whether what is known of a rank is guessed from decisions."""
+        return placement.worker_id in self._guessed
+
+    def expire(self, now: float, blocks: int) -> bool:
+        """Time has passed: drops up to `blocks` old guesses; whether there are more."""
+        has_more = False
+        for index in (self.guesses, self.predictions):
+            has_more |= index is not None and index.expire(now, blocks)
+        return has_more
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        """See Standings."""
+        if self.is_guessed(placement):
+            return _GUESSED
+        if self.choice.kind != "events":
+            return Standing("none", f"no index: {self.choice.why}")
+        return self._index.standing(placement, now)
+
+    def why_unused(self, query: Query, candidates: Sequence[Candidate]) -> str:
+        """Why caches did not count for a request among these; empty if they did."""
+        if self.choice.kind == "none":
+            return self.choice.why
+        block_size = block_size_of(query, candidates[0].instance.block_size if candidates else None)
+        if not query.prefix_hashes:
+            is_short = query.total_tokens < block_size
+            return "" if is_short else "the request names no blocks"
+        publishers, guessed = self._publishers, self._guessed
+        ids = (candidate.placement.worker_id for candidate in candidates)
+        if any(worker_id in publishers or worker_id in guessed for worker_id in ids):
+            return ""
+        return "no candidate's cache can be known"
+
+    def _way(self, worker: Instance) -> IndexKind:
+        """How a worker's cache is known here."""
+        if self.choice.kind == "approx" and worker.kv_index == "events":
+            return "approx"
+        return "none" if self.choice.kind == "none" else worker.kv_index
+
+
+def _more(known: Matched | None, predicted: Matched) -> Matched:
+    """The larger of the two on each tier."""
+    if known is None:
+        return predicted
+    return Matched(known.source, *map(max, known[1:], predicted[1:]))

@@ -5,6 +5,7 @@ A Query never carries prompt content: its tokens are a count, its blocks are has
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
@@ -23,7 +24,8 @@ class Query:
     total_tokens: of the whole prompt, 0 where nobody tokenized it (pass-through kinds).
     prefix_hashes: 8 B little endian a block of block_size tokens, made as hash_scheme says.
     excluded_worker_ids: workers that failed this request before.
-    waited_s: since the request arrived at the frontend.
+    waited_s: since the request arrived at the frontend. strict_priority: level in the queue, 0 or
+    more; a higher one goes first.
     """
 
     model: str
@@ -36,12 +38,19 @@ class Query:
     excluded_worker_ids: frozenset[int] = frozenset()
     waited_s: float = 0.0
     expected_output_tokens: int | None = None
+    strict_priority: int = 0
 
 
 def check(query: Query) -> None:
     """InvalidRequest, naming the field, for a query that nobody could place."""
     if not query.model:
         raise InvalidRequest("query.model must name a model", "query.model")
+    jump = query.routing.priority_jump if query.routing is not None else None
+    if jump is not None and not math.isfinite(jump):
+        raise InvalidRequest(
+            f"query.routing.priority_jump must be a finite number, not {jump}",
+            "query.routing.priority_jump",
+        )
     if not query.prefix_hashes:
         return
     blocks, rest = divmod(len(query.prefix_hashes), HASH_BYTES)

@@ -1,40 +1,32 @@
 """The router's core: fleet, load book, index and selector put together (pure).
 
 `Router.decide` filters, selects and books in one step, so that the next decision sees the booking
-before the first caller has its answer. Nothing here waits, and nobody else changes fleet or book,
-so decisions are serial however many callers there are.
-
-Which workers a request runs on, in this order:
-
-1. a pair, where the model has prefill and decode workers: prefill by the cost of a prompt (its
-   cache counts there), decode in the same transfer group by its load alone;
-2. an aggregated worker;
-3. a decode worker that can prefill by itself (`local_prefill`), where no prefill worker can serve;
-4. nobody: Unavailable names the role that is missing.
-
-A request that pins an aggregated worker goes there first; one that pins its prefill is served by a
-pair or not at all. What is not a pair although the model has halves of pairs is a *fallback*:
-counted, and named in the reasons.
+before the first caller has its answer. `Router.admit` does the same, or parks the request in the
+queue, from which `Router.admitted` takes it when a worker has room: again deciding and booking in
+one step. Nothing here waits, and nobody else changes fleet or book, so decisions are serial however
+many callers there are. `Picker` says on whom.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from common.errors import Bug, InvalidRequest, MeshError, Unavailable, UnknownModel, Unsupported
+from common.errors import Bug, MeshError
 from common.instances import Changes, Snapshot
 from common.preprocessed import BootstrapInfo
+from router_svc.core.affinity import Affinity
+from router_svc.core.busy import prefill_busy
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
-from router_svc.core.disagg import bootstrap_of, mates
+from router_svc.core.disagg import bootstrap_of
 from router_svc.core.explain import Considered, Pick, explain, row
-from router_svc.core.filters import RETRY_AFTER_S, Excluded, Leg, eligible, pinned_worker
 from router_svc.core.fleet import Candidate, Fleet, Placement
 from router_svc.core.load import Booking, BookingKey, LoadBook, Totals
 from router_svc.core.misses import RecentMisses
-from router_svc.core.overlap import Index, NoIndex
+from router_svc.core.overlap import EVENTS, Index, IndexChoice, NoIndex, Overlaps
+from router_svc.core.picks import Ask, Picker, Picks, cached_tokens
 from router_svc.core.query import (
     Query,
     block_size_of,
@@ -43,13 +35,13 @@ from router_svc.core.query import (
     predicted_cached_tokens,
     prefill_charge,
 )
-from router_svc.core.select import NO_MATCHES, SELECTORS, Matches, View, WorkerSelector
+from router_svc.core.queue import AdmissionQueue, Hindrance, Parked
+from router_svc.core.rules import DEFAULT_RULES, Rules
+from router_svc.core.select import SELECTORS, Kv, Matches, View, WorkerSelector
 
 RECENT_MAX = 4096
 # Candidates of each leg that a remembered decision keeps, cheapest first; a preview keeps all.
 CONSIDERED_MAX = 8
-# Why a model with halves of pairs served a request in one piece.
-FALLBACKS = ("no_prefill_worker", "no_decode_worker", "no_transfer_group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +49,11 @@ class Decision:
     """A placement. `prefill` is None where the request is not split, `bootstrap` also where prefill
     completes first.
 
-    overlap_blocks: what the prefilling worker holds of the prompt. fallback: one of FALLBACKS, or
-    empty. considered: by leg, cheapest first; made_at: the `now` of its making.
+    overlap_blocks: what the prefilling worker holds of the prompt. prefill_tokens, decode_blocks:
+    what its booking is charged. queued_s: how long it was parked. fallback: one of
+    `picks.FALLBACKS`, or empty. bypass: one of `disagg.BYPASSES`, or empty. affinity: one of
+    `affinity.AFFINITIES`, or empty without a session. considered: by leg, cheapest first; made_at:
+    the `now` of its making.
     """
 
     worker: Placement
@@ -68,9 +63,13 @@ class Decision:
     bootstrap: BootstrapInfo | None = None
     overlap_blocks: int = 0
     predicted_cached_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
     queued_s: float = 0.0
     reasons: tuple[str, ...] = ()
     fallback: str = ""
+    bypass: str = ""
+    affinity: str = ""
     considered: tuple[Considered, ...] = field(default=(), compare=False)
 
 
@@ -82,35 +81,11 @@ class PotentialLoad:
     load: Totals
 
 
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """One query on its way to a decision."""
-
-    query: Query
-    knobs: CostKnobs
-    matches: Matches
-    now: float
-    rng: Random
-
-
-@dataclass(frozen=True, slots=True)
-class _Picks:
-    """Who was chosen: `prefill` is None where the request is not split."""
-
-    worker: Pick
-    prefill: Pick | None = None
-    fallback: str = ""
-
-    @property
-    def prefilling(self) -> Pick:
-        """The leg that computes the prompt."""
-        return self.worker if self.prefill is None else self.prefill
-
-
 class Router:
     """The decisions of one router process. Times are seconds of one clock.
 
-    index: who holds how many blocks of a query's prompt. knobs: of the cost and the charges.
+    index: who holds how many blocks of a query's prompt, by events; choice: what else is used to
+    know it. knobs: of the cost and the charges. rules: what holds beside the cost.
     """
 
     def __init__(
@@ -118,46 +93,55 @@ class Router:
         selector: WorkerSelector,
         *,
         index: Index | None = None,
+        choice: IndexChoice = EVENTS,
         knobs: CostKnobs = DEFAULT_KNOBS,
+        rules: Rules = DEFAULT_RULES,
         book: LoadBook | None = None,
         recent_max: int = RECENT_MAX,
     ) -> None:
         self.fleet = Fleet()
         self.book = LoadBook() if book is None else book
-        self.index: Index = NoIndex() if index is None else index
+        self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
         self.selector = selector
         self.misses = RecentMisses(knobs.recent_miss_half_life_s)
+        self.affinity = Affinity(rules.session_ttl_s, rules.session_mode)
+        self.queue = AdmissionQueue(rules.queue)
         self._knobs = knobs
-        # Workers that publish what their cache holds; the index counts for nobody else.
-        self._publishers: frozenset[int] = frozenset()
-        # The last choice by model and leg, for selectors that go round.
-        self._last: dict[tuple[str, Leg], Placement] = {}
+        self._rules = rules
+        self._picker = Picker(self.fleet, self.book, selector, rules, self.misses)
         # Booked decisions by request, oldest first, with the attempt each is of.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
+        self._fleet_version = 0  # How many snapshots were taken.
 
     def update(self, snapshot: Snapshot, now: float) -> Changes:
         """Take a discovery snapshot: the fleet changes at once, lost frontends' orphans go."""
         changes = self.fleet.update(snapshot, now)
+        self._fleet_version += 1
         for instance in changes.left:
             if instance.service == "worker":
                 self.book.worker_left(instance.id)
                 self.misses.forget(instance.id)
+                self.overlaps.forget(instance.id)
             elif instance.service == "frontend":
                 self.book.frontend_left(instance.id)
         for instance in changes.joined:
             if instance.service == "frontend":
                 self.book.frontend_joined(instance.id)
-        self._last = {key: at for key, at in self._last.items() if key[0] in self.fleet.models}
-        self._publishers = frozenset(
-            worker.id for worker in snapshot.of("worker") if worker.kv_index == "events"
-        )
+        self.overlaps.follow(snapshot.of("worker"))
+        self._picker.follow(snapshot.of("worker"), now)
+        self.book.relieved()
         return changes
+
+    def expire(self, now: float) -> None:
+        """Time has passed: orphans whose time is over are freed, idle sessions forgotten."""
+        self.book.expire(now)
+        self.affinity.expire(now, lambda key: self.book.get(key) is not None)
 
     def match(self, query: Query) -> Matches:
         """Who holds what of the prompt; InvalidRequest for a query that nobody could place."""
         check(query)
-        return self._matches(query)
+        return self.overlaps.matches(query)
 
     def decide(
         self,
@@ -175,29 +159,83 @@ class Router:
         Raises InvalidRequest, UnknownModel, Unavailable (its reason says what is missing),
         Overloaded; then nothing is booked.
         """
-        self.book.expire(now)
+        self.expire(now)
         if key is not None and (known := self._known(key, now, rng)) is not None:
             self.book.book(known[0], session, now)
             return known[1]
         ask = self._ask(query, now, rng, matches)
-        picks = self._pick(ask)
-        decision = self._decision(ask, picks, CONSIDERED_MAX)
-        if key is not None:
-            self.book.book(_booking(key, ask, decision, picks), session, now)
-            self._count_misses(query, decision, picks, now)
-            self._remember(key, decision)
-        self._last[query.model, picks.worker.view.leg] = decision.worker
-        if decision.prefill is not None:
-            self._last[query.model, "prefill"] = decision.prefill
-        return decision
+        return self._place(ask, self._picker.pick(ask), key, session)
+
+    def admit(
+        self,
+        query: Query,
+        key: BookingKey,
+        now: float,
+        rng: Random,
+        session: int | None = None,
+        matches: Matches | None = None,
+    ) -> Decision | Parked:
+        """Like `decide`, but where the queue says so the request is parked, and nothing booked.
+
+        A key must not be parked twice. Raises as `decide` does, and Overloaded (QUEUE_FULL).
+        """
+        self.expire(now)
+        if (known := self._known(key, now, rng)) is not None:
+            self.book.book(known[0], session, now)
+            return known[1]
+        ask = self._ask(query, now, rng, matches)
+        picks = self._picker.pick(ask)
+        if self._hindered(picks, now) or self.queue.has_backlog(query):
+            return self.queue.park(
+                query,
+                key,
+                now,
+                hindrance=Hindrance(self._fleet_version, picks.prefilling.kept),
+                session=session,
+                cached_tokens=self._most_cached(query, picks.prefilling),
+            )
+        return self._place(ask, picks, key, session)
+
+    def admitted(self, now: float, rng: Random) -> Iterator[tuple[Parked, Decision | MeshError]]:
+        """Whoever need not wait any more, best first: placed and booked, or why it cannot be.
+
+        To be asked when load went down, the fleet changed, or time passed. What caches hold is
+        looked up anew: it may have changed since the request was parked.
+        """
+        self.expire(now)
+        # Those found busy stay so here, where load only grows. Many lanes wait for the very same
+        # candidates, the whole fleet, so that one look does for all of them.
+        stuck: set[tuple[int, int]] = set()
+        for parked in self.queue.heads():
+            hindrance = self.queue.hindrance(parked.lane)
+            name = (hindrance.fleet_version, id(hindrance.workers))
+            if name in stuck:
+                continue
+            if self._is_stuck(hindrance, now):
+                stuck.add(name)
+                continue
+            try:
+                placed = self._admitted(parked, now, rng)
+            except MeshError as error:
+                self.queue.withdraw(parked.key)
+                yield parked, error
+            except Exception as error:
+                # A selector may be somebody else's code: one request fails, the others go on.
+                self.queue.withdraw(parked.key)
+                bug = Bug("the router failed to decide")
+                bug.__cause__ = error
+                yield parked, bug
+            else:
+                if placed is not None:
+                    yield parked, placed
 
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
     ) -> Decision:
         """The decision as if made now, with every candidate; nothing is booked or remembered."""
-        self.book.expire(now)
+        self.expire(now)
         ask = self._ask(query, now, rng, matches)
-        return self._decision(ask, self._pick(ask), None)
+        return self._decision(ask, self._picker.pick(ask), None)
 
     def recent(self, request_id: str) -> Decision | None:
         """The latest booked decision for a request, while it is among the last RECENT_MAX."""
@@ -211,11 +249,11 @@ class Router:
         blocks, unless there is no prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
         """
         check(query)
-        self.book.expire(now)
+        self.expire(now)
         if not self.fleet.roles(query.model):
-            raise self._nobody(query.model, "worker", now)
-        view = View(self.book, now, matches=self._matches(query))
-        knobs = self._knobs.overridden(query.override)
+            raise self._picker.nobody(query.model, now)
+        view = View(self.book, now, matches=self.overlaps.matches(query))
+        knobs = self._knobs_for(query)
         return [
             self._potential_load(query, candidate, view, knobs)
             for candidate in self.fleet.all_candidates(query.model)
@@ -223,12 +261,78 @@ class Router:
 
     def loads(self, model: str, now: float) -> Iterator[Considered]:
         """Every (worker, rank) with its estimated load, of one model or (\"\") of all."""
-        self.book.expire(now)
+        self.expire(now)
         view = View(self.book, now)
         for candidate in self.fleet.all_candidates(model):
-            yield row(candidate, view, self.index)
+            yield row(candidate, view, self.overlaps)
 
     # Inside.
+
+    def _place(
+        self,
+        ask: Ask,
+        picks: Picks,
+        key: BookingKey | None,
+        session: int | None,
+        queued_s: float | None = None,
+    ) -> Decision:
+        """The decision, booked unless key is None. queued_s: None if it never waited."""
+        query, now = ask.query, ask.now
+        decision = self._decision(ask, picks, CONSIDERED_MAX)
+        if queued_s is not None:
+            why = f"queued for {queued_s * 1000:.0f} ms"
+            decision = replace(decision, queued_s=queued_s, reasons=(*decision.reasons, why))
+        if key is not None:
+            self.book.book(_booking(key, query.model, decision), session, now)
+            self._count_misses(query, decision, picks, now)
+            self.overlaps.routed(query, picks.prefilling.chosen.placement, now)
+            if ask.stay is not None:
+                self.affinity.booked(ask.stay, decision.worker, decision.prefill, key, now)
+            self._remember(key, decision)
+        self._picker.went(query.model, picks)
+        return decision
+
+    # The queue.
+
+    def _hindered(self, picks: Picks, now: float) -> bool:
+        """Whether all who may compute the prompt are prefill-busy."""
+        return self._all_prefill_busy(picks.prefilling.kept, now)
+
+    def _is_stuck(self, hindrance: Hindrance, now: float) -> bool:
+        """Whether a lane still waits for the same workers, seen without deciding anything."""
+        is_same_fleet = hindrance.fleet_version == self._fleet_version
+        return is_same_fleet and self._all_prefill_busy(hindrance.workers, now)
+
+    def _all_prefill_busy(self, candidates: Sequence[Candidate], now: float) -> bool:
+        threshold, book = self._rules.queue.threshold, self.book
+        if threshold is None:
+            return False
+        return all(prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
+
+    def _admitted(self, parked: Parked, now: float, rng: Random) -> Decision | None:
+        """The decision of a lane's head, which leaves the queue; None if it must stay."""
+        ask = self._ask(parked.query, now, rng, None)
+        picks = self._picker.pick(ask)
+        if self._hindered(picks, now):
+            workers = picks.prefilling.kept
+            self.queue.hinder(parked.lane, Hindrance(self._fleet_version, workers))
+            return None
+        decision = self._place(ask, picks, parked.key, parked.session, now - parked.parked_at)
+        self.queue.withdraw(parked.key)
+        return decision
+
+    def _most_cached(self, query: Query, pick: Pick) -> int:
+        """Prompt tokens that the best of those who may compute it has cached."""
+        if not pick.view.matches:
+            return 0
+        return max(
+            predicted_cached_tokens(
+                query,
+                pick.view.overlap(c.placement),
+                block_size_of(query, c.instance.block_size),
+            )
+            for c in pick.kept
+        )
 
     def _known(self, key: BookingKey, now: float, rng: Random) -> tuple[Booking, Decision] | None:
         """The booking of `key` with its answer; a booking on workers that left is ended.
@@ -253,138 +357,39 @@ class Router:
             now,
             prefill=booking.prefill,
             bootstrap=None if prefill is None else bootstrap_of(prefill, rng),
+            prefill_tokens=booking.prefill_tokens,
+            decode_blocks=booking.decode_blocks,
             reasons=("booked before",),
         )
         self._remember(key, decision)
         return booking, decision
 
-    def _ask(self, query: Query, now: float, rng: Random, matches: Matches | None) -> _Ask:
+    def _knobs_for(self, query: Query) -> CostKnobs:
+        """Those of one request. A selector of somebody else's may do with them what it likes."""
+        name = self.selector.name
+        if name in SELECTORS and name != Kv.name:
+            self._knobs.check_without_cost(query.override, name)
+        return self._knobs.overridden(query.override)
+
+    def _ask(self, query: Query, now: float, rng: Random, matches: Matches | None) -> Ask:
         check(query)
-        knobs = self._knobs.overridden(query.override)
-        return _Ask(query, knobs, self._matches(query) if matches is None else matches, now, rng)
-
-    def _matches(self, query: Query) -> Matches:
-        if not (query.prefix_hashes and self._publishers):
-            return NO_MATCHES
-        publishers = self._publishers
-        return {row[0]: row for row in self.index.match(query) if row[0].worker_id in publishers}
-
-    # Who.
-
-    def _pick(self, ask: _Ask) -> _Picks:
-        """Whom the order in the module's docstring gives; its first error if that is nobody."""
-        query, fleet = ask.query, self.fleet
-        prefill = fleet.candidates(query.model, "prefill")
-        decode = fleet.candidates(query.model, "decode")
-        whole = fleet.candidates(query.model, "aggregated")
-        if not (prefill or decode or whole):
-            raise self._nobody(query.model, "worker", ask.now)
-        pin, pins_prefill = pinned_worker(query.routing), _pinned_prefill(query)
-        pins_whole = pin is not None and any(c.placement.worker_id == pin for c in whole)
-        refused: MeshError | None = None
-        fallback = ""
-        if prefill and decode and (pins_prefill or not pins_whole):
-            try:
-                return self._pick_pair(ask, prefill, decode)
-            except (Unavailable, InvalidRequest) as error:
-                refused, fallback = error, _fallback_of(error)
-        elif prefill or decode:
-            missing = "decode" if prefill else "prefill"
-            fallback = "" if pins_whole else f"no_{missing}_worker"
-        if pins_prefill:
-            raise refused or self._no_pair(ask, pins_prefill, fallback)
-        if whole:
-            try:
-                return _Picks(self._pick_leg(ask, "whole", whole), fallback=fallback)
-            except (Unavailable, InvalidRequest) as error:
-                refused = refused or error
-        local = [c for c in decode if c.instance.local_prefill]
-        if local and fallback in ("no_prefill_worker", "no_transfer_group"):
-            try:
-                return _Picks(self._pick_leg(ask, "whole", local), fallback=fallback)
-            except (Unavailable, InvalidRequest) as error:
-                refused = refused or error
-        raise refused or self._nobody(query.model, fallback.removeprefix("no_"), ask.now)
-
-    def _pick_pair(
-        self, ask: _Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> _Picks:
-        """Prefill first; then decode in its transfer group."""
-        query = ask.query
-        may_prefill, left_prefill = eligible(query, prefill, "prefill")
-        may_decode, left_decode = eligible(query, decode, "decode")
-        can_prefill, can_decode = mates(may_prefill, may_decode)
-        if not can_prefill:
-            raise Unavailable(
-                f"nobody can serve {query.model!r}: its prefill and decode workers share no "
-                "transfer group",
-                RETRY_AFTER_S,
-                reason="NO_TRANSFER_GROUP",
-                metadata={"model": query.model},
-            )
-        left_prefill += _without(may_prefill, can_prefill, "has no partner to send its cache to")
-        first = self._select(ask, "prefill", can_prefill, left_prefill)
-        group = first.chosen.instance.transfer_group
-        partners = [c for c in can_decode if c.instance.transfer_group == group]
-        left_decode += _without(may_decode, partners, "in another transfer group than prefill")
-        return _Picks(self._select(ask, "decode", partners, left_decode), first)
-
-    def _pick_leg(self, ask: _Ask, leg: Leg, candidates: Sequence[Candidate]) -> Pick:
-        kept, excluded = eligible(ask.query, candidates, leg)
-        return self._select(ask, leg, kept, excluded)
-
-    def _select(
-        self, ask: _Ask, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]
-    ) -> Pick:
-        view = View(
-            self.book,
-            ask.now,
-            self._last.get((ask.query.model, leg)),
-            ask.matches,
-            leg,
-            ask.knobs.for_decode_leg() if leg == "decode" else ask.knobs,
-            self.misses,
-        )
-        choice = self.selector.select(ask.query, kept, view, ask.rng)
-        chosen = choice.candidate
-        if not any(chosen is one for one in kept):
-            raise Bug(f"selector {self.selector.name} chose {chosen.placement}, no candidate")
-        return Pick(choice, view, kept, excluded, len(kept) + len(excluded))
-
-    def _no_pair(self, ask: _Ask, pin_field: str, fallback: str) -> MeshError:
-        """Why a request that pins its prefill cannot be served where there are no pairs."""
-        if not fallback:
-            return Unsupported(f"query.routing.{pin_field}", "requests are not split here")
-        return self._nobody(ask.query.model, fallback.removeprefix("no_"), ask.now)
-
-    def _nobody(self, model: str, missing: str, now: float) -> UnknownModel | Unavailable:
-        """missing: prefill_worker, decode_worker, or worker."""
-        roles = self.fleet.roles(model)
-        if not roles and self.fleet.was_seen and not self.fleet.knows(model, now):
-            return UnknownModel(model)
-        if not self.fleet.was_seen:
-            reason, why = "FLEET_UNKNOWN", "the router has not seen the fleet yet"
-        elif not roles:
-            reason, why = "NO_WORKER", "its last worker left"
-        else:
-            reason = f"NO_{missing.upper()}"
-            why = f"it has {' and '.join(sorted(roles))} workers only"
-        return Unavailable(
-            f"nobody can serve {model!r}: {why}",
-            RETRY_AFTER_S,
-            reason=reason,
-            metadata={"model": model},
-        )
+        knobs = self._knobs_for(query)
+        matches = self.overlaps.matches(query) if matches is None else matches
+        stay = self.affinity.stay(query, self.fleet.has)
+        return Ask(query, knobs, matches, now, rng, stay)
 
     # The answer.
 
-    def _decision(self, ask: _Ask, picks: _Picks, considered_max: int | None) -> Decision:
+    def _decision(self, ask: Ask, picks: Picks, considered_max: int | None) -> Decision:
         query, prefill, computes = ask.query, picks.prefill, picks.prefilling
         at = computes.chosen
         overlap = computes.view.overlap(at.placement)
         block_size = block_size_of(query, at.instance.block_size)
-        rows = [] if prefill is None else explain(prefill, self.index, considered_max)
-        rows += explain(picks.worker, self.index, considered_max)
+        held_in = block_size_of(query, picks.worker.chosen.instance.block_size)
+        cached = predicted_cached_tokens(query, overlap, block_size)
+        affinity = "" if ask.stay is None else ask.stay.outcome(picks.worker.chosen.placement)
+        rows = [] if prefill is None else explain(prefill, self.overlaps, considered_max)
+        rows += explain(picks.worker, self.overlaps, considered_max)
         return Decision(
             picks.worker.chosen.placement,
             self.selector.name,
@@ -392,36 +397,45 @@ class Router:
             prefill=None if prefill is None else at.placement,
             bootstrap=None if prefill is None else bootstrap_of(at, ask.rng),
             overlap_blocks=overlap,
-            predicted_cached_tokens=predicted_cached_tokens(query, overlap, block_size),
-            reasons=self._reasons(query, picks, overlap, block_size),
+            predicted_cached_tokens=cached,
+            prefill_tokens=prefill_charge(query, cached, ask.knobs),
+            decode_blocks=decode_charge(query, held_in, ask.knobs),
+            reasons=(
+                *self._reasons(query, picks, overlap, block_size),
+                *_affinity_reason(affinity),
+            ),
             fallback=picks.fallback,
+            bypass=picks.bypass,
+            affinity=affinity,
             considered=tuple(rows),
         )
 
     def _reasons(
-        self, query: Query, picks: _Picks, overlap: int, block_size: int | None
+        self, query: Query, picks: Picks, overlap: int, block_size: int | None
     ) -> tuple[str, ...]:
         name = self.selector.name
         reasons = []
         if overlap and block_size:
             whole = query.total_tokens // block_size
-            reasons.append(f"prefix hit: {overlap} of {whole} blocks")
+            at = picks.prefilling.chosen.placement
+            guessed = ", guessed" if self.overlaps.is_guessed(at) else ""
+            reasons.append(f"prefix hit: {overlap} of {whole} blocks{guessed}")
         for pick in (picks.prefill, picks.worker):
             if pick is not None:
                 leg = "" if pick.view.leg == "whole" else f"{pick.view.leg} by "
                 reasons.append(f"{name}: {leg}{pick.choice.reason}")
                 reasons.append(f"{len(pick.kept)} of {pick.of} eligible")
+        if unused := self.overlaps.why_unused(query, picks.prefilling.kept):
+            reasons.append(f"kv_index=none: {unused}")
         if picks.fallback:
             reasons.append(f"aggregated fallback: {picks.fallback.replace('_', ' ')}")
-        routing, override = query.routing, query.override
-        if routing is not None and routing.session_control is not None:
-            reasons.append("session affinity is not kept by this router")
-        if routing is not None and routing.lora_name:
-            reasons.append("adapter residency is not known to this router")
-        if override is not None and name in SELECTORS and name != "kv":
-            reasons.append("of config_override only track_prefill_tokens counts here")
-        if override is not None and override.shared_cache_multiplier is not None:
-            reasons.append("no shared cache is known to this router")
+        if picks.bypass:
+            eff_isl = max(0, query.total_tokens - cached_tokens(query, picks.worker))
+            why = picks.bypass.replace("_", " ")
+            reasons.append(
+                f"remote prefill bypassed: {why}, {eff_isl} of {query.total_tokens} tokens to "
+                "compute"
+            )
         return tuple(reasons)
 
     def _potential_load(
@@ -438,7 +452,7 @@ class Router:
         )
         return PotentialLoad(at.placement, with_it)
 
-    def _count_misses(self, query: Query, decision: Decision, picks: _Picks, now: float) -> None:
+    def _count_misses(self, query: Query, decision: Decision, picks: Picks, now: float) -> None:
         missed = query.total_tokens - decision.predicted_cached_tokens
         if missed > 0:
             at = picks.prefilling.chosen
@@ -452,39 +466,16 @@ class Router:
             self._recent.popitem(last=False)
 
 
-def _booking(key: BookingKey, ask: _Ask, decision: Decision, picks: _Picks) -> Booking:
-    query = ask.query
-    block_size = block_size_of(query, picks.worker.chosen.instance.block_size)
+def _booking(key: BookingKey, model: str, decision: Decision) -> Booking:
     return Booking(
         key,
-        query.model,
+        model,
         decision.worker,
         decision.prefill,
-        prefill_charge(query, decision.predicted_cached_tokens, ask.knobs),
-        decode_charge(query, block_size, ask.knobs),
+        decision.prefill_tokens,
+        decision.decode_blocks,
     )
 
 
-def _without(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate], why: str
-) -> list[Excluded]:
-    if len(kept) == len(candidates):
-        return []
-    stay = {c.placement for c in kept}
-    return [Excluded(c, why) for c in candidates if c.placement not in stay]
-
-
-def _pinned_prefill(query: Query) -> str:
-    """The field by which the request pins its prefill; empty if by none."""
-    if query.routing is not None:
-        for name in ("prefill_worker_id", "prefill_dp_rank"):
-            if getattr(query.routing, name) is not None:
-                return name
-    return ""
-
-
-def _fallback_of(error: MeshError) -> str:
-    """Which of FALLBACKS the failure to find a pair is."""
-    if error.reason == "NO_TRANSFER_GROUP":
-        return "no_transfer_group"
-    return "no_prefill_worker" if error.metadata.get("leg") == "prefill" else "no_decode_worker"
+def _affinity_reason(affinity: str) -> tuple[str, ...]:
+    return (f"session {affinity}",) if affinity else ()

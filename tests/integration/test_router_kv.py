@@ -224,7 +224,7 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) ->
 async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> None:
     prompt = tokens(10 * B + 3)
     async with indexer() as fake:
-        await bed.add(worker(1), worker(2), fake.instance)
+        await bed.add(worker(1), worker(2, loras=frozenset({"mine"})), fake.instance)
         hashes = HASHER.prefix_hashes(prompt)
         fake.tell(trusted(2), stores(2, hashes))
         await until(lambda: bed.depth(2, hashes) == 10, "the replica has the blocks")
@@ -234,6 +234,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> N
         assert decision.predicted_cached_tokens == 10 * B
         asked.routing.lora_name = "mine"
         decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
+        assert decision.worker.worker_id == 2
         assert decision.overlap_blocks == 0, "an adapter's blocks are others"
         bad = pb.Query(model="m", token_ids=prompt, block_size=2**31)
         with pytest.raises(InvalidRequest) as refused:
@@ -375,11 +376,12 @@ def spans() -> tuple[InMemorySpanExporter, trace.Tracer]:
     return exporter, provider.get_tracer("test")
 
 
+@pytest.mark.row("S1-75")
 async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
     bed: Bed, spans: tuple[InMemorySpanExporter, trace.Tracer]
 ) -> None:
     exporter, tracer = spans
-    bed.app._service._spans = DecisionSpans(tracer)
+    bed.app._service.decisions.spans = DecisionSpans(tracer)
     await bed.add(worker(1))
     asked = query(tokens(2 * B))
     await bed.place(1, asked, f"00-{TRACE_ID}-{SPAN_ID}-00")
@@ -407,6 +409,7 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
     assert failed.status.status_code is trace.StatusCode.ERROR
 
 
+@pytest.mark.row("S1-17", "S1-76")
 async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Bed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
@@ -434,6 +437,7 @@ async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Bed
         assert value("stale_reports") == 0
 
 
+@pytest.mark.row("S1-14")
 async def test_the_knobs_of_one_request_change_its_decision(bed: Bed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)

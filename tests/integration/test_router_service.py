@@ -31,7 +31,6 @@ from common.errors import (
     MeshError,
     NotFound,
     Unavailable,
-    Unimplemented,
     UnknownModel,
 )
 from common.file_registry import FileRegistry
@@ -499,13 +498,6 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> 
         await mesh.unary("Explain", pb.ExplainRequest())
 
 
-async def test_sync_is_not_offered_yet(mesh: Mesh) -> None:
-    call: Any = mesh.stub.Sync()
-    async with rpc.cancelling(call):
-        with pytest.raises(Unimplemented):
-            await Session(call).read()
-
-
 async def test_health_and_reflection_answer(mesh: Mesh) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
@@ -520,6 +512,7 @@ async def test_health_and_reflection_answer(mesh: Mesh) -> None:
     assert SERVICE_NAME in {service.name for service in listed}
 
 
+@pytest.mark.row("S1-11")
 async def test_the_router_is_in_discovery_until_it_deregisters(mesh: Mesh) -> None:
     (entry,) = (await mesh.registry.snapshot(NS)).of("router")
     assert (entry.id, entry.address) == (mesh.app.instance_id, mesh.app.address)
@@ -543,6 +536,7 @@ class Silent(MemoryRegistry):
         yield cast("Watch", None)
 
 
+@pytest.mark.row("S1-59")
 async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_selector_that_cannot_be_had_refuses_to_start(
     assert "--selector" in refused.value.problems[0]
 
 
+@pytest.mark.row("S1-14")
 def test_knobs_of_the_cost_have_the_defaults_of_the_cost_and_reach_it() -> None:
     assert read().cost_knobs == DEFAULT_KNOBS
     config = read("--overlap-score-credit", "0.5", "--assume-kv-reuse", "--router-temperature=2")

@@ -75,12 +75,14 @@ def ids(router: Router) -> list[int]:
     return [c.placement.worker_id for c in router.fleet.all_candidates()]
 
 
+@pytest.mark.row("S1-39")
 async def test_every_snapshot_reaches_the_router() -> None:
     registry = FlakyRegistry([seen(1, 1), seen(2, 1, 2), seen(3, 2)])
     router = await workers_after(registry, lambda r: ids(r) == [2])
     assert router.fleet.was_seen
 
 
+@pytest.mark.row("S1-39")
 async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

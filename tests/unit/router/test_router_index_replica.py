@@ -101,7 +101,9 @@ class FakeIndexer:
 class Bed:
     """A running replica, what feeds it, and its time."""
 
-    def __init__(self, indexer_ids: tuple[int, ...] = (91, 92)) -> None:
+    def __init__(
+        self, indexer_ids: tuple[int, ...] = (91, 92), *, loads_only: bool = False
+    ) -> None:
         self.now = 1000.0
         self.loads: list[tuple[int, int, Load, float]] = []
         self.indexers = [Instance(n, "mesh", "indexer", "", f"127.0.0.1:{n}") for n in indexer_ids]
@@ -110,6 +112,7 @@ class Bed:
             lambda: self.indexers,
             lambda *report: self.loads.append(report),
             subscribe=self.fake.subscribe,
+            loads_only=loads_only,
             rng=Random(1),
             clock=lambda: self.now,
         )
@@ -144,10 +147,16 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 @pytest.fixture
-async def bed(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bed]:
+def loads_only() -> bool:
+    """Whether the replica wants loads only; tests say so by parametrizing it."""
+    return False
+
+
+@pytest.fixture
+async def bed(monkeypatch: pytest.MonkeyPatch, loads_only: bool) -> AsyncIterator[Bed]:
     monkeypatch.setattr(router_svc.index_replica, "REDIAL_S", 0.002)
     monkeypatch.setattr(router_svc.index_replica, "TICK_S", 0.005)
-    bed = Bed()
+    bed = Bed(loads_only=loads_only)
     task = asyncio.create_task(bed.replica.run())
     await until(lambda: bed.fake.open == 1, "it has subscribed")
     yield bed
@@ -209,6 +218,7 @@ async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> 
     assert (resume.source.worker_id, resume.sequence) == (1, 1)
 
 
+@pytest.mark.row("S1-25")
 async def test_a_lost_indexer_is_replaced_by_another_and_nothing_is_sent_twice(bed: Bed) -> None:
     blocks = chain(6)
     await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
@@ -289,6 +299,21 @@ async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
 
+@pytest.mark.parametrize("loads_only", [True])
+async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed: Bed) -> None:
+    assert bed.fake.calls[0][1].loads_only
+    await bed.feed(told(ONE, "gapped"), load_of(ONE, running=3))
+    assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
+    assert bed.depth(chain(2)) == 0
+    bed.now += SILENT_S + 0.1
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    assert bed.fake.calls[1][1].loads_only
+
+
+async def test_who_wants_events_does_not_ask_for_loads_only(bed: Bed) -> None:
+    assert not bed.fake.calls[0][1].loads_only
+
+
 async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
     await bed.feed(told(ONE, "stale"))
     bed.now += SILENT_S * 10
@@ -297,6 +322,7 @@ async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
     assert len(bed.fake.calls) == 1
 
 
+@pytest.mark.row("S1-51")
 @pytest.mark.parametrize(
     "message",
     [
@@ -337,6 +363,7 @@ async def test_caught_up_is_said_and_ends_with_the_stream(bed: Bed) -> None:
     assert not bed.replica.is_caught_up
 
 
+@pytest.mark.row("S1-55")
 async def test_decisions_run_while_a_large_batch_is_applied(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

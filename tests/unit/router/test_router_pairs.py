@@ -89,6 +89,7 @@ def refusal(router: Router, **changes: Any) -> MeshError:
     return refused.value
 
 
+@pytest.mark.row("S1-18")
 def test_prefill_goes_where_the_cache_is_and_decode_where_the_load_is_not() -> None:
     router = router_of(depths={2: 8, 11: 10})
     router.book.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)

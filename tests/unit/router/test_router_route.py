@@ -16,7 +16,7 @@ from common.errors import Bug, InvalidRequest, Unavailable, UnknownModel, Unsupp
 from common.instances import Instance, Snapshot
 from common.kv import Source
 from common.prefix_index import Matched
-from common.preprocessed import RouterConfigOverride, RoutingHints, SessionControl
+from common.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import ORPHAN_S, BookingKey, LoadBook, Totals
 from router_svc.core.overlap import Standing
@@ -388,13 +388,36 @@ def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_othe
         assert decision.worker in {row.placement for row in decision.considered}
 
 
-def test_hints_that_this_router_cannot_follow_are_named_in_the_reasons() -> None:
-    hints = RoutingHints(lora_name="a", session_control=SessionControl("s"))
-    query = replace(QUERY, routing=hints, override=RouterConfigOverride(router_temperature=1.0))
-    reasons = " ".join(router_of().decide(query, None, 0.0, Random(0)).reasons)
-    assert "affinity" in reasons
-    assert "residency" in reasons
-    assert "config_override" in reasons
+@pytest.mark.parametrize(
+    ("selector", "override"),
+    [
+        ("least_loaded", {"router_temperature": 1.0}),
+        ("round_robin", {"overlap_score_credit": 0.5}),
+        ("random", {"prefill_load_scale": 2.0}),
+        ("direct", {"overlap_score_weight": 0.0}),
+        ("power_of_two", {"assume_kv_reuse": False}),
+        ("kv", {"shared_cache_multiplier": 0.5}),
+    ],
+)
+def test_overrides_that_this_router_cannot_follow_are_refused_by_name(
+    selector: str, override: dict[str, Any]
+) -> None:
+    router = router_of(selector=selector)
+    query = replace(QUERY, override=RouterConfigOverride(**override))
+    (name,) = override
+    for ask in (
+        lambda: router.decide(query, key(), 0.0, Random(0)),
+        lambda: router.potential_loads(query, 0.0),
+    ):
+        with pytest.raises(Unsupported) as caught:
+            ask()
+        assert caught.value.field == f"query.config_override.{name}"
+    assert len(router.book) == 0
+
+
+def test_a_shared_cache_that_counts_nothing_is_what_there_is() -> None:
+    query = replace(QUERY, override=RouterConfigOverride(shared_cache_multiplier=0.0))
+    router_of(selector="kv").decide(query, None, 0.0, Random(0))
 
 
 @settings(max_examples=60)

@@ -113,6 +113,7 @@ def test_power_of_two_with_one_candidate_takes_it() -> None:
     assert chosen("power_of_two", busy(2), candidates=[candidate(2)]) == 2
 
 
+@pytest.mark.row("S1-20")
 def test_direct_refuses_what_has_no_pin() -> None:
     with pytest.raises(InvalidRequest) as refused:
         chosen("direct", LoadBook())

@@ -1,0 +1,353 @@
+"""What an index must do for a router, of whatever kind it is: the rules of S1.C and S1.E, pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.blocks import hashes_to_bytes
+from common.config import ConfigError, read_config
+from common.errors import InvalidRequest, MeshError, Unavailable
+from common.index_feed import IndexFeed, exhaust
+from common.instances import Instance, Snapshot
+from common.kv import Event, EventBatch, EventKind, Partition, Source, SourceState, SourceStatus
+from common.load import Load
+from common.prefix_index import Matched
+from indexer_svc.core.history import History
+from indexer_svc.core.subscriber import LoadTold, StatusTold, Subscriber
+from router_svc.config import RouterConfig
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.load import BookingKey
+from router_svc.core.overlap import Index, IndexChoice, NoIndex, Overlaps, Standing
+from router_svc.core.query import Query
+from router_svc.core.route import Router
+from router_svc.core.select import SELECTORS, Choice
+
+PART = Partition("m", 16, 1)
+ONE, TWO = Source(1), Source(2, 3)
+BLOCKS = np.arange(1, 9, dtype=np.uint64)
+
+
+def query(count: int = 8) -> Query:
+    return Query("m", 16 * count, hashes_to_bytes(BLOCKS[:count]), 1, 16)
+
+
+def worker(worker_id: int, *, ranks: int = 1, kv_index: str = "events") -> Instance:
+    return Instance(
+        worker_id,
+        "mesh",
+        "worker",
+        "",
+        "127.0.0.1:1",
+        model="m",
+        block_size=16,
+        dp_size=ranks,
+        kv_index=kv_index,  # type: ignore[arg-type]  # One of its literals, in every caller.
+    )
+
+
+def stored(source: Source, sequence: int, *keys: int) -> EventBatch:
+    event = Event(EventKind.STORED, np.array(keys, dtype=np.uint64))
+    return EventBatch(source, 1, sequence, [event])
+
+
+def removed(source: Source, sequence: int, *keys: int) -> EventBatch:
+    event = Event(EventKind.REMOVED, np.array(keys, dtype=np.uint64))
+    return EventBatch(source, 1, sequence, [event])
+
+
+class Fed:
+    """What a replica does: events into a feed, questions to it."""
+
+    def __init__(self) -> None:
+        self.feed = IndexFeed()
+
+    def match(self, query: Query) -> list[Matched]:
+        return self.feed.match(PART, np.frombuffer(query.prefix_hashes, "<u8").astype(np.uint64))
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+    def announce(self, *sources: Source) -> None:
+        for source in sources:
+            self.feed.announce(PART, SourceState(source, 1, 0), 0.0)
+
+    def tell(self, *batches: EventBatch) -> None:
+        for batch in batches:
+            exhaust(self.feed.apply(batch, 0.0))
+
+
+def replica() -> Index:
+    fed = Fed()
+    fed.announce(ONE, TWO)
+    fed.tell(stored(ONE, 1, *range(1, 6)), stored(TWO, 1, 1, 2))
+    return fed
+
+
+def overlaps(choice: IndexChoice, index: Index | None = None) -> Overlaps:
+    one = Overlaps(replica() if index is None else index, choice)
+    one.follow([worker(1), worker(2, ranks=4)])
+    return one
+
+
+def guessed() -> Overlaps:
+    one = overlaps(RouterConfig(kv_events=False).index_choice)
+    one.routed(query(5), Placement(*ONE), 0.0)
+    one.routed(query(2), Placement(*TWO), 0.0)
+    return one
+
+
+KINDS: dict[str, Callable[[], Overlaps]] = {
+    "events": lambda: overlaps(RouterConfig().index_choice),
+    "approx": guessed,
+}
+
+
+# Types (S1.C).
+
+
+@pytest.mark.row("S1-32", "S1-37")
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_by_worker_and_rank_and_those_who_hold_nothing_are_absent(kind: str) -> None:
+    matches = KINDS[kind]().matches(query())
+    assert {tuple(at): row.device_blocks for at, row in matches.items()} == {(1, 0): 5, (2, 3): 2}
+    assert matches[Placement(2, 3)].device_blocks == 2, "a placement finds its row"
+    at = Placement(worker_id=2, dp_rank=3)
+    assert (at.worker_id, at.dp_rank) == (2, 3)
+
+
+@pytest.mark.row("S1-32", "S1-48")
+def test_no_index_gives_empty_scores_and_never_an_error() -> None:
+    assert list(NoIndex().match(query())) == []
+    none = overlaps(RouterConfig(overlap_score_credit=0.0).index_choice)
+    assert len(none.matches(query())) == 0
+    assert len(none.matches(Query("m", 128))) == 0
+
+
+@pytest.mark.row("S1-37")
+def test_a_selection_names_the_candidate_with_its_rank_and_why() -> None:
+    chosen = Candidate(Placement(2, 3), worker(2, ranks=4))
+    choice = Choice(chosen, "it is mine")
+    assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "it is mine")
+    router = Router(SELECTORS["kv"](), index=replica())
+    router.update(Snapshot(1, {w.id: w for w in (worker(1), worker(2, ranks=4))}), 0.0)
+    decision = router.decide(query(), None, 0.0, Random(0))
+    assert isinstance(decision.worker, Placement)
+    assert decision.overlap_blocks == 5
+
+
+@pytest.mark.row("S1-33")
+def test_an_event_belongs_to_one_rank_of_one_worker_and_to_no_other() -> None:
+    fed = Fed()
+    fed.announce(Source(1, 0), Source(1, 1), Source(2, 0))
+    fed.tell(stored(Source(1, 1), 1, 1, 2, 3))
+    assert fed.match(query()) == [Matched(Source(1, 1), 3, 3, 3)]
+
+
+# Which index (S1.E).
+
+
+@pytest.mark.row("S1-41")
+def test_there_are_three_ways_to_know_and_a_worker_that_tells_nothing_has_its_own() -> None:
+    kinds = {
+        RouterConfig(overlap_score_credit=credit, kv_events=events).index_choice.kind
+        for credit, events in itertools.product((0.0, 1.0), (False, True))
+    }
+    assert kinds == {"none", "approx", "events"}
+    fed = Fed()
+    fed.announce(ONE)
+    fed.tell(stored(ONE, 1, 1, 2, 3))
+    mixed = Overlaps(fed, RouterConfig().index_choice)
+    mixed.follow([worker(1), worker(2, kv_index="approx"), worker(3, kv_index="none")])
+    for placement in (Placement(2, 0), Placement(3, 0)):
+        mixed.routed(query(4), placement, 0.0)
+    assert {at[0]: row.device_blocks for at, row in mixed.matches(query()).items()} == {1: 3, 2: 4}
+
+
+@pytest.mark.row("S1-44", "S1-101")
+@pytest.mark.parametrize("name", ["--router-event-threads", "KVMESH_ROUTER_ROUTER_EVENT_THREADS"])
+def test_event_threads_are_refused_by_name(name: str) -> None:
+    """Events are applied in slices on the loop; see the next tests for what threads were for."""
+    flags, variables = ([], {name: "4"}) if name.startswith("KV") else ([name, "4"], {})
+    with pytest.raises(ConfigError) as refused:
+        read_config(RouterConfig, "ROUTER", variables, flags)
+    assert name in str(refused.value)
+
+
+@pytest.mark.row("S1-44", "S1-55")
+def test_questions_are_answered_amid_a_batch_by_what_is_applied_so_far() -> None:
+    fed = Fed()
+    fed.announce(ONE, TWO)
+    fed.tell(stored(TWO, 1, 1, 2))
+    keys = range(1, 5001)
+    steps = fed.feed.apply(stored(ONE, 1, *keys), 0.0)
+    seen = []
+    chain = np.array(keys, dtype=np.uint64)
+    for _ in steps:
+        rows = {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}
+        seen.append(rows.get(ONE, 0))
+        assert rows[TWO] == 2, "others are not disturbed"
+    assert len(seen) > 3
+    assert seen == sorted(seen)
+    assert {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}[ONE] == 5000
+
+
+@pytest.mark.row("S1-55")
+@settings(max_examples=60, deadline=None)
+@given(order=st.permutations([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]), data=st.data())
+def test_events_of_one_source_are_applied_in_its_order_however_they_arrive(
+    order: list[int], data: st.DataObject
+) -> None:
+    """Three sources store and remove the same block in turn; only the order within one matters."""
+    fed = Fed()
+    sources = [Source(n + 1) for n in range(3)]
+    fed.announce(*sources)
+    last = (stored(sources[0], 4, 1, 2), removed(sources[1], 4, 1), stored(sources[2], 4, 1, 2))
+    scripts = {
+        source: data.draw(
+            st.permutations(
+                [stored(source, 1, 1), removed(source, 2, 1), stored(source, 3, 1), last[n]]
+            )
+        )
+        for n, source in enumerate(sources)
+    }
+    for n in order:
+        fed.tell(scripts[sources[n]].pop(0))
+    held = {row.source.worker_id: row.device_blocks for row in fed.match(query())}
+    assert held == {1: 2, 3: 2}, "the last word of each counts, and the second has withdrawn"
+
+
+@pytest.mark.row("S1-52")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_worker_that_is_removed_goes_with_all_its_ranks(kind: str) -> None:
+    if kind == "events":
+        fed = Fed()
+        ranks = [Source(2, n) for n in range(4)]
+        fed.announce(ONE, *ranks)
+        for source in (ONE, *ranks):
+            fed.tell(stored(source, 1, 1, 2))
+        known = overlaps(RouterConfig().index_choice, fed)
+        assert len(known.matches(query())) == 5
+    else:
+        known = guessed()
+        for rank in range(4):
+            known.routed(query(2), Placement(2, rank), 0.0)
+    known.follow([worker(1)])
+    known.forget(2)
+    known.forget(404)
+    assert {at[0] for at in known.matches(query())} == {1}
+
+
+@pytest.mark.row("S1-50")
+def test_a_decision_inserts_what_it_predicts_and_without_index_does_nothing() -> None:
+    for choice, inserted in (
+        (RouterConfig(kv_events=False).index_choice, 8),
+        (RouterConfig(router_predicted_ttl_secs=5.0).index_choice, 8),
+        (RouterConfig().index_choice, 5),
+        (RouterConfig(overlap_score_credit=0.0).index_choice, 0),
+    ):
+        known = overlaps(choice)
+        known.routed(query(), Placement(*ONE), 0.0)
+        row = known.matches(query()).get((1, 0))
+        assert (0 if row is None else row.device_blocks) == inserted, choice.why
+
+
+@pytest.mark.row("S1-51")
+def test_an_event_that_cannot_be_applied_is_a_typed_error_and_harms_no_other_source() -> None:
+    fed = Fed()
+    fed.announce(ONE)
+    fed.tell(stored(ONE, 1, 1, 2))
+    with pytest.raises(InvalidRequest) as refused:
+        fed.tell(stored(TWO, 1, 1))
+    assert refused.value.reason == "UNKNOWN_SOURCE"
+    fed.tell(removed(ONE, 2, 999, 2))
+    assert fed.match(query()) == [Matched(ONE, 1, 1, 1)], "an absent block stops nothing"
+
+
+# Who wants no events gets none (S1-54, the trap), and nothing is kept for it.
+
+
+class Indexer:
+    """An indexer's feed with one subscriber."""
+
+    def __init__(self, *, loads_only: bool) -> None:
+        self.feed = IndexFeed()
+        self.feed.announce(PART, SourceState(ONE, 1, 0), 0.0)
+        histories: dict[Source, History] = {}
+        self.subscriber = Subscriber(self.feed, histories, [], None, 10**6, loads_only=loads_only)
+
+    def publish(self, batches: Iterable[EventBatch]) -> None:
+        for batch in batches:
+            exhaust(self.feed.apply(batch, 0.0))
+            self.subscriber.batch(batch)
+
+    def drain(self) -> list[object]:
+        told: list[object] = []
+        while self.subscriber.has_more:
+            told += self.subscriber.take()
+        return told
+
+
+@pytest.mark.row("S1-54")
+def test_for_who_wants_no_events_none_pile_up() -> None:
+    batches = [stored(ONE, n, *range(100 * n, 100 * n + 100)) for n in range(1, 2001)]
+    wanted = Indexer(loads_only=False)
+    wanted.publish(batches)
+    assert wanted.subscriber.is_cut, "this much does not wait for anybody who reads nothing"
+    spared = Indexer(loads_only=True)
+    spared.drain()
+    spared.publish(batches)
+    assert not spared.subscriber.is_cut
+    assert not spared.subscriber.has_more
+    spared.subscriber.replaced(ONE)
+    spared.subscriber.changed(ONE, PART, SourceStatus("exact"))
+    for running in range(1000):
+        spared.subscriber.load(ONE, PART, Load(running=running))
+    told = spared.drain()
+    assert [one for one in told if isinstance(one, LoadTold)] == [LoadTold(ONE, Load(running=999))]
+    assert {one.status.state for one in told if isinstance(one, StatusTold)} == {"gapped"}
+    assert not any(hasattr(one, "hashes") or hasattr(one, "events") for one in told)
+
+
+@pytest.mark.row("S1-54")
+def test_who_wants_no_events_still_hears_that_a_source_has_gone() -> None:
+    spared = Indexer(loads_only=True)
+    spared.drain()
+    spared.feed.forget(ONE, "left")
+    spared.subscriber.changed(ONE, PART, SourceStatus("gone", "left"))
+    assert spared.drain() == [StatusTold(ONE, PART, SourceStatus("gone", "left"))]
+
+
+# Errors of an index (S1-78).
+
+
+class Failing:
+    """An index that cannot answer."""
+
+    def match(self, query: Query) -> list[Matched]:
+        raise Unavailable("the index is gone", reason="INDEX_GONE")
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("none")
+
+
+@pytest.mark.row("S1-78", "S1-108")
+def test_an_error_of_the_index_reaches_the_caller_and_leaves_no_booking() -> None:
+    router = Router(SELECTORS["kv"](), index=Failing())
+    router.update(Snapshot(1, {1: worker(1)}), 0.0)
+    for ask in (
+        lambda: router.match(query()),
+        lambda: router.decide(query(), BookingKey(7, "r", 0), 0.0, Random(0)),
+        lambda: router.potential_loads(query(), 0.0),
+    ):
+        with pytest.raises(MeshError) as failed:
+            ask()
+        assert failed.value.reason == "INDEX_GONE"
+    assert len(router.book) == 0
+    assert [row.load.requests for row in router.loads("m", 0.0)] == [0]

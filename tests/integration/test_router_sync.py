@@ -1,0 +1,441 @@
+"""Routers that share their bookings, over real gRPC sockets, with the memory registry."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+import router_svc.app
+import router_svc.sync
+from common import rpc
+from common.errors import Conflict, InvalidRequest, MeshError
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from kvmesh.router.v1 import router_pb2 as pb
+from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.app import RouterApp
+from router_svc.config import RouterConfig
+from router_svc.core.load import ORPHAN_S
+from router_svc.core.replica import Replica
+
+NS = "default"
+FRONTEND = 77
+WAIT_S = 15.0
+
+
+class Node:
+    """A running router."""
+
+    def __init__(self, app: RouterApp, life: Life, clock: list[float]) -> None:
+        self.app = app
+        self.life = life
+        self.clock = clock
+        self.channel = rpc.channel(app.address)
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+        self.is_running = True
+
+    @property
+    def peers(self) -> int:
+        return len(self.app.peers.replica.peers)
+
+    @property
+    def orphans(self) -> int:
+        return self.app.router.book.orphan_count
+
+    async def dump(self) -> dict[str, pb.Booking]:
+        answer: pb.DumpResponse = await rpc.unary(
+            self.stub.Dump, pb.DumpRequest(), timeout_s=WAIT_S
+        )
+        return {booking.key.request_id: booking for booking in answer.bookings}
+
+    @asynccontextmanager
+    async def session(self, *announced: pb.Booking) -> AsyncIterator[Session]:
+        call: Any = self.stub.Session()
+        async with rpc.cancelling(call):
+            session = Session(call)
+            hello = pb.SessionHello(frontend_id=FRONTEND)
+            await session.send(hello=hello, announced=announced)
+            assert (await session.read()).hello_ack.router_id == self.app.instance_id
+            yield session
+
+    async def die(self) -> None:
+        """As by SIGKILL: connections break, nobody is told, discovery still shows it."""
+        self.is_running = False
+        await self.app._server.stop(None)
+        self.life.drain("killed")
+        assert await self.life.cancel_tasks(WAIT_S) == []
+
+    async def end(self) -> None:
+        await self.channel.close()
+        if self.is_running:
+            await self.app.deregister()
+            await self.app.drain(0)
+            self.life.drain("test over")
+            assert await self.life.cancel_tasks(WAIT_S) == []
+        await self.app.close()
+
+
+class Session:
+    """A frontend's end."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    async def send(self, **parts: Any) -> None:
+        await self.call.write(pb.SessionRequest(**parts))
+
+    async def read(self) -> pb.SessionResponse:
+        async with asyncio.timeout(WAIT_S):
+            frame = await self.call.read()
+        assert isinstance(frame, pb.SessionResponse)
+        return frame
+
+    async def place(self, number: int) -> pb.NewResult:
+        query = pb.Query(model="m", total_tokens=100)
+        await self.send(news=[pb.New(id=number, key=key(number), query=query)])
+        while not (results := (await self.read()).results):
+            pass
+        return results[0]
+
+
+class Bed:
+    """Routers of one registry, and workers to decide among."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.store = MemoryStore()
+        self.registry = MemoryRegistry(self.store)
+
+    async def node(self, *, registered: bool = True) -> Node:
+        clock = [1000.0]
+        app = RouterApp(
+            RouterConfig(registry="memory"),
+            registry=MemoryRegistry(self.store),
+            rng=Random(1),
+            clock=lambda: clock[0],
+        )
+        life = Life(Health())
+        await app.start(life)
+        if registered:
+            await app.register()
+        node = Node(app, life, clock)
+        self.stack.push_async_callback(node.end)
+        return node
+
+    async def nodes(self, count: int) -> list[Node]:
+        """All of them with streams to all the others."""
+        nodes = [await self.node() for _ in range(count)]
+        await until(lambda: all(n.peers == count - 1 for n in nodes), "all tell all the others")
+        return nodes
+
+
+@pytest.fixture
+async def bed() -> AsyncIterator[Bed]:
+    async with AsyncExitStack() as stack:
+        bed = Bed(stack)
+        stack.push_async_callback(bed.registry.close)
+        for worker_id in (1, 2):
+            await bed.registry.register(
+                Instance(worker_id, NS, "worker", "", f"w:{worker_id}", model="m", block_size=16)
+            )
+        yield bed
+
+
+def key(number: int) -> pb.BookingKey:
+    return pb.BookingKey(request_id=f"r{number}")
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+async def agree(nodes: list[Node], count: int) -> dict[str, pb.Booking]:
+    """What all of them dump, once that is the same and so many."""
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while True:
+        dumps = [await node.dump() for node in nodes]
+        if all(dump == dumps[0] for dump in dumps) and len(dumps[0]) == count:
+            return dumps[0]
+        assert asyncio.get_running_loop().time() < deadline, f"never {count} in {dumps}"
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.row("S1-04", "S1-05")
+@pytest.mark.row("S1-04", "S1-05")
+async def test_what_one_router_books_weighs_at_all_and_goes_with_its_end(bed: Bed) -> None:
+    nodes = await bed.nodes(3)
+    async with nodes[0].session() as first, nodes[1].session() as second:
+        for number in range(3):
+            await first.place(number)
+        for number in range(3, 5):
+            await second.place(number)
+        booked = await agree(nodes, 5)
+        assert {b.prefill_tokens for b in booked.values()} == {100}
+        await first.send(prefills_done=[key(0)], outputs=[pb.OutputBlocks(key=key(1), blocks=2)])
+        await first.send(frees=[key(2)])
+        booked = await agree(nodes, 4)
+        assert booked["r0"].prefill_tokens == 0
+        assert (booked["r1"].decode_blocks, booked["r1"].revision) == (9, 2)
+        assert all(node.orphans == 0 for node in nodes)
+        await first.send(frees=[key(0), key(1)])
+        await second.send(frees=[key(3), key(4)])
+        await agree(nodes, 0)
+
+
+async def test_decisions_carry_the_addresses_of_their_workers(bed: Bed) -> None:
+    node = await bed.node()
+    async with node.session() as session:
+        decision = (await session.place(0)).decision
+    assert decision.worker_address == f"w:{decision.worker.worker_id}"
+    assert decision.prefill_address == ""
+
+
+async def test_bookings_of_a_router_that_dies_are_counted_until_announced_or_three_seconds(
+    bed: Bed,
+) -> None:
+    dying, *rest = await bed.nodes(3)
+    async with dying.session() as session:
+        for number in range(3):
+            await session.place(number)
+        held = await agree(rest, 3)
+        await dying.die()
+    await until(lambda: all(n.orphans == 3 for n in rest), "they are orphans everywhere")
+    assert await agree(rest, 3) == held
+    async with rest[0].session(held["r0"], held["r1"]):
+        await until(lambda: all(n.orphans == 1 for n in rest), "two were adopted everywhere")
+        for node in rest:
+            node.clock[0] += ORPHAN_S
+        assert (await agree(rest, 2)).keys() == {"r0", "r1"}
+        assert all(node.orphans == 0 for node in rest)
+
+
+async def test_a_frontend_that_moves_leaves_nothing_counted_twice(bed: Bed) -> None:
+    old, new = await bed.nodes(2)
+    async with old.session() as session:
+        await session.place(0)
+        held = await agree([old, new], 1)
+    async with new.session(*held.values()) as session:
+        await until(lambda: new.app.router.book.own_keys(), "the new one has it")
+        await until(lambda: not old.orphans, "the old one has handed it over")
+        assert await agree([old, new], 1) == held
+        assert old.app.router.book.own_keys() == []
+        await session.send(frees=[key(0)])
+        await agree([old, new], 0)
+
+
+async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: Bed) -> None:
+    nodes = await bed.nodes(2)
+    lease = await bed.registry.register(Instance(FRONTEND, NS, "frontend", "", "f:1"))
+    async with nodes[0].session() as session:
+        await session.place(0)
+        await agree(nodes, 1)
+        await lease.close()
+    await agree(nodes, 0)
+
+
+async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_serves(
+    bed: Bed,
+) -> None:
+    first, second = await bed.nodes(2)
+    async with first.session() as one, second.session() as two:
+        await one.place(0)
+        await two.place(1)
+        late = await bed.node(registered=False)
+        assert (await late.dump()).keys() == {"r0", "r1"}
+        assert late.orphans == 2, "until the peers have seen it, and tell it"
+        await late.app.register()
+        await until(lambda: late.peers == 2 and late.orphans == 0, "they tell it")
+        await one.send(frees=[key(0)])
+        await agree([first, second, late], 1)
+
+
+async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        await bed.registry.register(Instance(900, NS, "router", "", address))
+        async with asyncio.timeout(WAIT_S):
+            node = await bed.node()
+        assert not node.app.peers.caught_up.is_set()
+        async with node.session() as session:
+            assert (await session.place(0)).HasField("decision")
+
+
+class _Deaf(router_pb2_grpc.RouterServiceServicer):
+    """A peer whose process hangs once it has sent its snapshot."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    async def Sync(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        self.calls += 1
+        await context.write(pb.SyncResponse(router_id=900, ends_snapshot=True))
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_a_peer_that_hangs_is_dialled_again(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_svc.sync, "SILENT_S", 0.2)
+    server = rpc.server()
+    deaf = _Deaf()  # type: ignore[abstract]  # It serves nothing else.
+    router_pb2_grpc.add_RouterServiceServicer_to_server(deaf, server)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    bed.stack.push_async_callback(server.stop, None)
+    await bed.registry.register(Instance(900, NS, "router", "", f"127.0.0.1:{port}"))
+    await bed.node()
+    await until(lambda: deaf.calls >= 2, "the stream is opened again")
+
+
+async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> None:
+    node = await bed.node()
+    async with _telling(node, 900) as call:
+        await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
+        await until(lambda: node.peers == 1 and not node.orphans, "it is a peer")
+        node.clock[0] += router_svc.sync.SILENT_S + 0.1
+        await until(lambda: node.peers == 0, "silence ends the stream")
+        assert node.orphans == 1
+        assert "said nothing" in str(await _error_of(call))
+    async with _telling(node, 900) as call:
+        await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
+        await until(lambda: node.peers == 1 and not node.orphans, "it is back")
+
+
+async def test_a_wrong_digest_is_answered_by_asking_for_everything(bed: Bed) -> None:
+    node = await bed.node()
+    async with _telling(node, 900) as call:
+        await call.write(_frame(900, 1, begins_all=True, ends_all=True))
+        assert not (await call.read()).resend
+        await call.write(_frame(900, 2, digest=12345))
+        answer = await call.read()
+        assert (answer.resend, answer.acked_sequence) == (True, 2)
+        metric = node.app.metrics.registry.get_sample_value
+        assert metric("kvmesh_router_sync_resends") == 1
+        assert metric("kvmesh_router_peers") == 1
+
+
+async def test_a_newer_stream_of_a_peer_ends_its_older_one(bed: Bed) -> None:
+    node = await bed.node()
+    async with _telling(node, 900) as older, _telling(node, 900) as newer:
+        all_told = {"upserts": [_booking(0)], "begins_all": True, "ends_all": True}
+        await older.write(_frame(900, 1, **all_told))
+        await older.read()
+        await newer.write(_frame(900, 1, **all_told))
+        await newer.read()
+        await older.write(_frame(900, 2))
+        assert isinstance(error := await _error_of(older), Conflict)
+        assert error.reason == "REPLACED"
+        assert node.peers == 1
+        assert node.orphans == 0
+
+
+@pytest.mark.parametrize(
+    ("frames", "field"),
+    [
+        ([{"router_id": 0, "sequence": 1}], "router_id"),
+        ([{"router_id": 900, "sequence": 1}, {"router_id": 901, "sequence": 2}], "router_id"),
+        ([{"router_id": 900, "sequence": 0}], "sequence"),
+        ([{"router_id": 900, "sequence": 1, "upserts": [pb.Booking()]}], "upserts.frontend_id"),
+        (
+            [{"router_id": 900, "sequence": 1, "upserts": [pb.Booking(frontend_id=1)]}],
+            "upserts.worker",
+        ),
+        (
+            [{"router_id": 900, "sequence": 1, "removals": [pb.Booking(frontend_id=1)]}],
+            "removals.key.request_id",
+        ),
+    ],
+    ids=["nobody", "two at once", "no sequence", "no frontend", "no worker", "no key"],
+)
+async def test_a_frame_that_cannot_be_is_refused_by_name(
+    bed: Bed, frames: list[dict[str, Any]], field: str
+) -> None:
+    node = await bed.node()
+    async with _telling(node, 900) as call:
+        for frame in frames:
+            await call.write(pb.SyncRequest(**frame))
+        assert isinstance(error := await _error_of(call), InvalidRequest)
+        assert error.field == field
+    await until(lambda: node.peers == 0, "the stream is over")
+
+
+async def test_a_router_that_drains_ends_the_streams_of_its_peers(bed: Bed) -> None:
+    leaving, staying = await bed.nodes(2)
+    async with leaving.session() as session:
+        await session.place(0)
+        held = await agree([leaving, staying], 1)
+        await leaving.app.deregister()
+        assert await leaving.app.drain(WAIT_S) == [], "no call had to be cut"
+    async with staying.session(*held.values()):
+        await until(lambda: staying.app.router.book.own_keys(), "the frontend went on elsewhere")
+
+
+async def test_replicas_follow_each_other_through_thousands_of_bookings(bed: Bed) -> None:
+    nodes = await bed.nodes(2)
+    count = 3000
+    async with nodes[0].session() as session:
+        news = [
+            pb.New(id=n, key=key(n), query=pb.Query(model="m", total_tokens=100))
+            for n in range(count)
+        ]
+        await session.send(news=news)
+        answered = 0
+        while answered < count:
+            answered += len((await session.read()).results)
+        await agree(nodes, count)
+        await session.send(frees=[key(n) for n in range(count)])
+        await agree(nodes, 0)
+    replicas: list[Replica] = [node.app.peers.replica for node in nodes]
+    assert [(r.resends, r.refused) for r in replicas] == [(0, 0), (0, 0)]
+
+
+@asynccontextmanager
+async def _telling(node: Node, router_id: int) -> AsyncIterator[Any]:
+    """A Sync call of a peer made up by the test, after the snapshot."""
+    call: Any = node.stub.Sync()
+    async with rpc.cancelling(call):
+        async with asyncio.timeout(WAIT_S):
+            assert (await call.read()).ends_snapshot
+        yield call
+
+
+def _frame(router_id: int, sequence: int, **parts: Any) -> pb.SyncRequest:
+    return pb.SyncRequest(router_id=router_id, sequence=sequence, **parts)
+
+
+def _booking(number: int) -> pb.Booking:
+    return pb.Booking(
+        key=key(number),
+        frontend_id=FRONTEND,
+        model="m",
+        worker=pb.Placement(worker_id=1),
+        prefill_tokens=10,
+        revision=1,
+    )
+
+
+async def _error_of(call: Any) -> MeshError:
+    """What a call ends with, past the frames before it."""
+    async with asyncio.timeout(WAIT_S):
+        try:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+    raise AssertionError("the call ended well")

@@ -1,0 +1,366 @@
+"""The book's accounts: fractional weights, growth of answers, and bookings nobody speaks of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.blocks import (
+    BlockExtraInfo,
+    MmObject,
+    PrefixHasher,
+    compute_block_hash_for_seq,
+    compute_seq_hashes,
+    hashes_from_bytes,
+    hashes_to_bytes,
+)
+from common.errors import InvalidRequest, Overloaded, Unavailable
+from common.instances import Instance, Snapshot
+from common.kv import Source
+from common.load import Load
+from common.prefix_index import Matched
+from common.preprocessed import RouterConfigOverride, RoutingHints
+from kvmesh.router.v1 import router_pb2
+from router_svc.core.cost import CostKnobs
+from router_svc.core.fleet import Placement
+from router_svc.core.load import (
+    EXPIRY_LOOK_S,
+    EXPIRY_S,
+    Booking,
+    BookingKey,
+    LoadBook,
+    Totals,
+)
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query, decode_charge, prefill_charge
+from router_svc.core.queue import Parked, QueueRules
+from router_svc.core.route import Router
+from router_svc.core.rules import Rules
+from router_svc.core.select import SELECTORS
+from router_svc.router_proto import booking_from_proto, booking_to_proto, decision_to_proto
+
+FRONTEND = 7
+W1, W2 = Placement(1, 0), Placement(2, 0)
+
+
+def key(number: int = 0) -> BookingKey:
+    return BookingKey(FRONTEND, f"r{number}", 0)
+
+
+def booking(number: int = 0, **facts: Any) -> Booking:
+    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **facts}
+    return Booking(key(number), "m", W1, **given)
+
+
+def owned() -> tuple[LoadBook, int]:
+    book = LoadBook()
+    return book, book.open_session(FRONTEND)
+
+
+@pytest.mark.row("S1-24", "S1-83")
+def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
+    book, session = owned()
+    for number in range(3):
+        book.book(booking(number, decode_blocks=1), session, 0.0)
+        book.add_output_blocks(key(number), 1, 0.2)
+    assert book.load(W1, 0.0).decode_blocks == 1, "3 * 2 * 0.2 = 1.2; rounding each would give 0"
+    book.add_output_blocks(key(0), 1, 0.25)
+    assert book.load(W1, 0.0).decode_blocks == 2, "0.75 + 2 * 0.4 = 1.55"
+
+
+def test_a_request_that_ran_longer_than_expected_weighs_nothing_but_still_counts() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.add_output_blocks(key(), 3, 0.0)
+    assert book.load(W1, 0.0) == Totals(0, 0, 1)
+    book.add_output_blocks(key(), 1)
+    assert book.load(W1, 0.0) == Totals(0, 0, 1), "the weight stays as it was said last"
+
+
+def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
+    book, session = owned()
+    book.report(1, 0, Load(kv_used_blocks=10), 0.0)
+    book.book(booking(decode_blocks=4), session, 0.0)
+    book.add_output_blocks(key(), 1, 0.5)
+    assert book.load(W1, 0.0).decode_blocks == 13, "10 + round(5 * 0.5)"
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 4), st.integers(1, 9), st.none() | st.floats(0, 1)), max_size=40
+    )
+)
+def test_weights_add_up_exactly_and_leave_nothing_behind(
+    steps: list[tuple[int, int, float | None]],
+) -> None:
+    book, session = owned()
+    blocks: dict[int, int] = {}
+    weight: dict[int, float] = {}
+    for number, grown, decay in steps:
+        if number not in blocks:
+            book.book(booking(number), session, 0.0)
+            blocks[number], weight[number] = 4, 1.0
+        book.add_output_blocks(key(number), grown, decay)
+        blocks[number] += grown
+        weight[number] = weight[number] if decay is None else decay
+        total = sum(blocks[n] * weight[n] for n in blocks)
+        assert math.floor(total + 0.49) <= book.load(W1, 0.0).decode_blocks
+        assert book.load(W1, 0.0).decode_blocks <= math.floor(total + 0.51)
+    for number in blocks:
+        book.free(key(number))
+    assert book.load(W1, 0.0) == Totals()
+    assert len(book) == 0
+
+
+def test_the_weight_travels_with_the_booking() -> None:
+    book, session = owned()
+    book.book(booking(decode_blocks=7), session, 0.0)
+    book.add_output_blocks(key(), 1, 0.25)
+    held = book.get(key())
+    assert held is not None
+    told = booking_from_proto(booking_to_proto(held), FRONTEND, "announced")
+    assert told == held
+    elsewhere = LoadBook()
+    elsewhere.announce(told, elsewhere.open_session(FRONTEND), 0.0)
+    assert elsewhere.load(W1, 0.0) == Totals(0, 2, 1)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
+def test_an_announced_weight_out_of_range_is_refused_by_name(decay: float) -> None:
+    message = router_pb2.Booking(
+        key=router_pb2.BookingKey(request_id="r"),
+        frontend_id=FRONTEND,
+        worker=router_pb2.Placement(worker_id=1),
+        revision=1,
+        decay_fraction=decay,
+    )
+    with pytest.raises(InvalidRequest) as caught:
+        booking_from_proto(message, FRONTEND, "announced")
+    assert caught.value.field == "decay_fraction"
+
+
+# Bookings nobody speaks of.
+
+
+def test_a_booking_nobody_speaks_of_ends_after_five_minutes() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.expire(EXPIRY_S - 1.0)
+    assert len(book) == 1
+    book.expire(EXPIRY_S + EXPIRY_LOOK_S)
+    assert (len(book), book.expired) == (0, 1)
+    assert book.load(W1, EXPIRY_S) == Totals()
+
+
+def test_a_booking_that_is_announced_again_lives_on() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    now = 0.0
+    for _ in range(10):
+        now += 100.0
+        assert not book.announce(booking(), session, now), "it is nothing new"
+        book.expire(now)
+    assert (len(book), book.expired) == (1, 0)
+    assert book.load(W1, now) == Totals(0, 4, 1)
+
+
+def test_what_a_peer_holds_is_for_the_peer_to_end() -> None:
+    class Peer:
+        def hold(self, key: BookingKey) -> bool:
+            return True
+
+        def changed(self, key: BookingKey) -> None: ...
+
+    book = LoadBook()
+    book.join(Peer())
+    book.heard(booking(), 0.0)
+    book.expire(10 * EXPIRY_S)
+    assert (len(book), book.expired) == (1, 0)
+
+
+# What a request is charged, and where.
+
+
+def router_of(*workers: int, **options: Any) -> Router:
+    router = Router(SELECTORS["least_loaded"](), **options)
+    instances = [
+        Instance(
+            at,
+            "mesh",
+            "worker",
+            "",
+            "127.0.0.1:1",
+            model="m",
+            block_size=16,
+            max_num_batched_tokens=1000,
+            loras=frozenset({f"lora{at}"}),
+            kv_index="events",
+        )
+        for at in workers
+    ]
+    router.update(Snapshot(1, {i.id: i for i in instances}), 0.0)
+    return router
+
+
+@pytest.mark.row("S1-70", "S1-104")
+def test_blocks_are_charged_where_they_are_tracked_and_not_where_they_are_not() -> None:
+    query = Query("m", 100)
+    for tracks, blocks in ((True, 7), (False, 0)):
+        router = router_of(1, knobs=CostKnobs(track_active_blocks=tracks))
+        router.decide(query, key(), 0.0, Random(0))
+        assert router.book.load(W1, 0.0) == Totals(100, blocks, 1)
+    assert decode_charge(query, 16, CostKnobs(track_active_blocks=False)) == 0
+
+
+@pytest.mark.row("S1-104")
+def test_what_is_tracked_can_be_overridden_by_one_request_and_for_it_alone() -> None:
+    router = router_of(1)
+    untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
+    router.decide(untracked, key(0), 0.0, Random(0))
+    assert router.book.load(W1, 0.0) == Totals(0, 7, 1)
+    router.decide(Query("m", 100), key(1), 0.0, Random(0))
+    assert router.book.load(W1, 0.0) == Totals(100, 14, 2)
+    reuse = RouterConfigOverride(assume_kv_reuse=True)
+    assert CostKnobs().overridden(reuse).assume_kv_reuse
+    assert (
+        not CostKnobs(assume_kv_reuse=True)
+        .overridden(RouterConfigOverride(assume_kv_reuse=False))
+        .assume_kv_reuse
+    )
+
+
+@pytest.mark.row("S1-23", "S1-80")
+def test_a_booking_names_request_worker_and_charge_and_potential_loads_foretell_it() -> None:
+    router = router_of(1, 2)
+    query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
+    foretold = {row.placement: row.load for row in router.potential_loads(query, 0.0)}
+    decision = router.decide(query, key(), 0.0, Random(0))
+    booked = router.book.get(key())
+    assert booked == Booking(key(), "m", decision.worker, None, 100, 7)
+    told = decision_to_proto(decision, router.fleet)
+    assert (told.charged_prefill_tokens, told.charged_decode_blocks) == (100, 7)
+    assert router.book.load(decision.worker, 0.0) == foretold[decision.worker]
+    assert prefill_charge(query, 0) == 100
+
+
+# What is asked.
+
+
+@pytest.mark.row("S1-65", "S1-71")
+def test_each_parameter_of_a_question_has_its_effect() -> None:
+    router = router_of(1, 2, 3, rules=Rules(queue=QueueRules(threshold=0.1)))
+
+    def ask(number: int | None, **hints: Any) -> Placement | Parked:
+        query = Query("m", 200, routing=RoutingHints(**hints))
+        if number is None:
+            return router.decide(query, None, 0.0, Random(0)).worker
+        answer = router.admit(query, key(number), 0.0, Random(0))
+        return answer if isinstance(answer, Parked) else answer.worker
+
+    assert ask(0, allowed_worker_ids=frozenset({2})) == W2
+    assert ask(1, lora_name="lora3") == Placement(3, 0)
+    assert ask(None) == W1, "1 is the idle one"
+    assert ask(2) == W1, "no key, no booking: it still is"
+    assert isinstance(ask(3), Parked)
+    assert isinstance(ask(4, priority_jump=9.0), Parked)
+    assert [one.key for one in router.queue.heads()] == [key(4)], "it jumped ahead of the other"
+    with pytest.raises(Unavailable):
+        ask(5, allowed_worker_ids=frozenset({99}))
+    free = Query("m", 200, override=RouterConfigOverride(track_prefill_tokens=False))
+    wild = Query("m", 200, override=RouterConfigOverride(router_temperature=-1.0))
+    with pytest.raises(InvalidRequest, match="router_temperature"):
+        router.admit(wild, key(6), 0.0, Random(0))
+    assert isinstance(router.admit(free, key(7), 0.0, Random(0)), Parked)
+    assert len(router.book) == 3
+
+
+class Caches:
+    """An index of whole prefixes by hash, as publishers of one scheme tell them."""
+
+    def __init__(self, scheme: int, held: dict[int, frozenset[int]]) -> None:
+        self.scheme = scheme
+        self.held = held
+
+    def match(self, query: Query) -> Sequence[Matched]:
+        assert query.hash_scheme == self.scheme
+        rows = []
+        for worker_id, held in self.held.items():
+            depth = 0
+            for name in hashes_from_bytes(query.prefix_hashes).tolist():
+                if name not in held:
+                    break
+                depth += 1
+            rows.append(Matched(Source(worker_id, 0), depth, depth, depth))
+        return rows
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+
+TOKENS = list(range(64))
+XXH3 = 2  # Any number that the publishers use for their way of naming blocks.
+
+
+def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:
+    """The prompt's blocks by the reference's hashes, with an image in the second one."""
+    infos = [None, None if image is None else BlockExtraInfo((MmObject(image),))]
+    local = compute_block_hash_for_seq(TOKENS, 16, infos, lora)
+    return tuple(int(name) for name in compute_seq_hashes(local))
+
+
+def asking(names: Sequence[int]) -> Query:
+    return Query("m", 64, hashes_to_bytes(np.array(names, dtype=np.uint64)), XXH3, 16)
+
+
+@pytest.mark.row("S1-68")
+def test_who_names_blocks_by_adapter_and_media_is_matched_by_both() -> None:
+    held = {1: frozenset(named(image=7)), 2: frozenset(named(image=7, lora="lora2"))}
+    router = router_of(1, 2, index=Caches(XXH3, held))
+    depth = {
+        (image, lora): {at[0]: row[3] for at, row in matches.items()}
+        for image in (7, 8)
+        for lora in (None, "lora2")
+        for matches in [router.match(asking(named(image, lora)))]
+    }
+    assert depth[7, None] == {1: 4, 2: 0}
+    assert depth[7, "lora2"] == {1: 0, 2: 4}
+    assert depth[8, None] == {1: 1, 2: 0}, "the block before the image is the same"
+    ours = {
+        PrefixHasher(mesh_key=b"", model="m", block_size=16, lora_name=lora)
+        .prefix_hashes(TOKENS)
+        .tobytes()
+        for lora in ("", "lora1", "lora2")
+    }
+    assert len(ours) == 3
+
+
+@pytest.mark.row("S1-85")
+def test_potential_loads_and_overlaps_know_what_media_a_prompt_has() -> None:
+    router = router_of(1, 2, index=Caches(XXH3, {1: frozenset(named(image=7))}))
+    same = {row.placement: row.load for row in router.potential_loads(asking(named(7)), 0.0)}
+    other = {row.placement: row.load for row in router.potential_loads(asking(named(8)), 0.0)}
+    assert same[W1].prefill_tokens == 16, "all but the block of the last token is cached"
+    assert other[W1].prefill_tokens == 48
+    assert same[W2].prefill_tokens == other[W2].prefill_tokens == 64
+    pinned = RoutingHints(backend_instance_id=1)
+    for names, overlap in ((named(7), 4), (named(8), 1)):
+        query = replace(asking(names), routing=pinned)
+        assert router.preview(query, 0.0, Random(0)).overlap_blocks == overlap
+
+
+@pytest.mark.row("S1-108")
+def test_what_the_queue_says_no_with_is_typed() -> None:
+    router = router_of(1, rules=Rules(queue=QueueRules(threshold=0.0, requests_max=1)))
+    router.admit(Query("m", 10), key(0), 0.0, Random(0))
+    router.admit(Query("m", 10), key(1), 0.0, Random(0))
+    with pytest.raises(Overloaded):
+        router.admit(Query("m", 10), key(2), 0.0, Random(0))

@@ -1,0 +1,153 @@
+"""Busy thresholds: workers that get no request, and callers that are told to come again."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.errors import Overloaded, Unavailable
+from common.instances import Instance, Snapshot
+from common.load import Load
+from common.preprocessed import RoutingHints, SessionControl
+from router_svc.core.busy import BusyLimits, busy_workers
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.load import BookingKey, Totals
+from router_svc.core.query import Query
+from router_svc.core.route import Decision, Router
+from router_svc.core.rules import Rules
+from router_svc.core.select import SELECTORS
+
+FRONTEND = 7
+
+
+def worker(worker_id: int, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": 16,
+        "total_kv_blocks": 100,
+        "max_num_batched_tokens": 1000,
+        **facts,
+    }
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+def router_of(limits: BusyLimits, *workers: Instance, **rules: Any) -> Router:
+    router = Router(SELECTORS["least_loaded"](), rules=Rules(busy=limits, **rules))
+    router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
+    return router
+
+
+def decide(router: Router, **hints: Any) -> Decision:
+    query = Query("m", 10, routing=RoutingHints(**hints) if hints else None)
+    return router.decide(query, None, 0.0, Random(0))
+
+
+def report(router: Router, worker_id: int, rank: int = 0, **load: int) -> None:
+    router.book.report(worker_id, rank, Load(**load), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "at", "above"),
+    [
+        (BusyLimits(active_decode_blocks=0.5), Totals(0, 50, 1), Totals(0, 51, 1)),
+        (BusyLimits(active_prefill_tokens=700), Totals(700, 0, 1), Totals(701, 0, 1)),
+        (BusyLimits(active_prefill_tokens_frac=2.5), Totals(2500, 0, 1), Totals(2501, 0, 1)),
+        (BusyLimits(active_prefill_tokens=0), Totals(0, 99, 9), Totals(1, 0, 0)),
+    ],
+)
+def test_a_rank_is_busy_above_a_limit_and_not_at_it(
+    limits: BusyLimits, at: Totals, above: Totals
+) -> None:
+    candidate = Candidate(Placement(1, 0), worker(1))
+    assert not limits.exceeded(candidate, at, "whole")
+    assert limits.exceeded(candidate, above, "whole")
+
+
+def test_a_share_of_something_unknown_is_no_limit() -> None:
+    silent = worker(1, total_kv_blocks=None, max_num_batched_tokens=None)
+    limits = BusyLimits(active_decode_blocks=0.1, active_prefill_tokens_frac=0.1)
+    load = Totals(10**9, 10**9, 1)
+    assert not limits.exceeded(Candidate(Placement(1, 0), silent), load, "whole")
+
+
+def test_each_leg_is_judged_by_what_it_uses() -> None:
+    limits = BusyLimits(active_decode_blocks=0.5, active_prefill_tokens=100)
+    candidate = Candidate(Placement(1, 0), worker(1))
+    computes, holds = Totals(101, 0, 1), Totals(0, 51, 1)
+    assert limits.exceeded(candidate, computes, "prefill")
+    assert not limits.exceeded(candidate, holds, "prefill")
+    assert limits.exceeded(candidate, holds, "decode")
+    assert not limits.exceeded(candidate, computes, "decode")
+
+
+def test_a_worker_is_busy_when_each_of_its_ranks_is() -> None:
+    two = worker(1, dp_size=2)
+    ranks = [Candidate(Placement(1, rank), two) for rank in (0, 1)]
+    loads = {Placement(1, 0): Totals(0, 99, 1), Placement(1, 1): Totals(0, 10, 1)}
+    limits = BusyLimits(active_decode_blocks=0.5)
+    assert busy_workers(ranks, loads.__getitem__, limits, "whole") == frozenset()
+    loads[Placement(1, 1)] = Totals(0, 51, 1)
+    assert busy_workers(ranks, loads.__getitem__, limits, "whole") == {1}
+    assert busy_workers(ranks, loads.__getitem__, BusyLimits(), "whole") == frozenset()
+
+
+def test_a_busy_worker_gets_nothing_and_the_explanation_says_why() -> None:
+    router = router_of(BusyLimits(active_decode_blocks=0.5), worker(1), worker(2))
+    report(router, 1, kv_used_blocks=51)
+    report(router, 2, kv_used_blocks=50, running=5)
+    decision = router.preview(Query("m", 10), 0.0, Random(0))
+    assert decision.worker == Placement(2, 0)
+    (left_out,) = [row for row in decision.considered if row.excluded_why]
+    assert left_out.placement == Placement(1, 0)
+    assert left_out.excluded_why == "busy: above a configured threshold"
+
+
+def test_where_all_are_busy_callers_are_told_to_come_again_and_nothing_is_booked() -> None:
+    router = router_of(BusyLimits(active_prefill_tokens_frac=1.0), worker(1), worker(2))
+    for at in (1, 2):
+        report(router, at, waiting_tokens=1001)
+    with pytest.raises(Overloaded) as caught:
+        router.decide(Query("m", 10), BookingKey(FRONTEND, "r", 0), 0.0, Random(0))
+    assert (caught.value.reason, caught.value.retry_after_s) == ("ALL_WORKERS_BUSY", 1.0)
+    assert len(router.book) == 0
+
+
+def test_nobody_there_is_another_error_than_everybody_busy() -> None:
+    router = router_of(BusyLimits(active_prefill_tokens=0), worker(1))
+    report(router, 1, waiting_tokens=1)
+    with pytest.raises(Unavailable):
+        decide(router, backend_instance_id=9)
+    with pytest.raises(Overloaded):
+        decide(router, backend_instance_id=1)
+
+
+def test_a_session_leaves_a_busy_worker_where_it_may() -> None:
+    hints: dict[str, Any] = {"session_control": SessionControl("s", None)}
+    for mode, moves in (("soft", True), ("hard", False)):
+        router = router_of(
+            BusyLimits(active_decode_blocks=0.5), worker(1), worker(2), session_mode=mode
+        )
+        query = Query("m", 10, routing=RoutingHints(**hints))
+        bound = router.decide(query, BookingKey(FRONTEND, "r", 0), 0.0, Random(0)).worker
+        report(router, bound.worker_id, kv_used_blocks=99)
+        if moves:
+            assert decide(router, **hints).worker != bound
+        else:
+            with pytest.raises(Overloaded):
+                decide(router, **hints)
+
+
+def test_a_busy_pair_is_refused_by_the_leg_that_is_busy() -> None:
+    group = {"transfer_group": "g", "local_prefill": False}
+    router = router_of(
+        BusyLimits(active_decode_blocks=0.5, active_prefill_tokens=100),
+        worker(1, role="prefill", **group),
+        worker(2, role="decode", **group),
+    )
+    decide(router)
+    report(router, 2, kv_used_blocks=99)
+    with pytest.raises(Overloaded) as caught:
+        decide(router)
+    assert caught.value.metadata["leg"] == "decode"

@@ -1,0 +1,298 @@
+"""Conditional disaggregation: when a request that could be split is served in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import Unavailable
+from common.instances import Instance, Snapshot
+from common.kv import Source
+from common.load import Load
+from common.prefix_index import Matched
+from common.preprocessed import RoutingConstraints, RoutingHints, SessionControl
+from router_svc.core.disagg import BYPASSES, NO_BYPASS, Bypass
+from router_svc.core.fleet import Placement
+from router_svc.core.load import BookingKey, Totals
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query
+from router_svc.core.route import Decision, Router
+from router_svc.core.rules import Rules
+from router_svc.core.select import SELECTORS
+
+B = 16
+PREFILL = Instance(1, "mesh", "worker", "", "127.0.0.1:1", model="m", role="prefill")
+SHORT = Bypass(policy="isl_bounding")
+
+
+def isl(prompt: int, cached: int, **facts: Any) -> str:
+    return Bypass(policy="isl_bounding", **facts).why(prompt, cached, PREFILL, Totals())
+
+
+# The formulas.
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cached", "is_short"),
+    [
+        (1000, 896, True),  # 104 tokens, 0.104 of the prompt: the documented example
+        (200, 0, False),  # all of it is new
+        (200, 60, False),  # 140 of 200: exactly the ratio
+        (200, 61, True),
+        (10_000, 10_000 - 2048, False),  # exactly the threshold
+        (10_000, 10_000 - 2047, True),
+        (10_000, 0, False),
+        (100, 100, True),
+        (100, 120, True),  # more cached than there is: nothing to compute
+        (0, 0, True),
+    ],
+)
+def test_a_prompt_is_short_by_tokens_and_by_share_both_strictly(
+    prompt: int, cached: int, is_short: bool
+) -> None:
+    assert isl(prompt, cached) == ("short_prompt" if is_short else "")
+
+
+@given(prompt=st.integers(0, 10_000), cached=st.integers(0, 10_000), more=st.integers(0, 500))
+def test_what_is_short_stays_short_with_more_of_it_cached(
+    prompt: int, cached: int, more: int
+) -> None:
+    if SHORT.is_short(prompt, cached):
+        assert SHORT.is_short(prompt, cached + more)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "batch", "threshold", "is_busy"),
+    [
+        (8193, 8192, 1.0, True),
+        (8192, 8192, 1.0, False),
+        (4097, 8192, 0.5, True),
+        (1, 8192, 0.0, True),
+        (0, 8192, 0.0, False),
+        (10**9, None, 1.0, False),  # what is not known is calm
+        (10**9, 8192, None, False),
+    ],
+)
+def test_prefill_is_busy_above_its_threshold(
+    waiting: int, batch: int | None, threshold: float | None, is_busy: bool
+) -> None:
+    prefill = replace(PREFILL, max_num_batched_tokens=batch)
+    for policy in ("prefill_load", "isl_or_load"):
+        rules = Bypass(policy=policy, prefill_busy_threshold=threshold)
+        why = rules.why(5000, 0, prefill, Totals(prefill_tokens=waiting))
+        assert why == ("prefill_busy" if is_busy else "")
+
+
+def test_each_policy_asks_its_own_question() -> None:
+    busy = replace(PREFILL, max_num_batched_tokens=100), Totals(prefill_tokens=1000)
+    calm = PREFILL, Totals()
+    table = {
+        "off": ("", "", ""),
+        "isl_bounding": ("short_prompt", "", "short_prompt"),
+        "prefill_load": ("", "prefill_busy", "prefill_busy"),
+        "isl_or_load": ("short_prompt", "prefill_busy", "short_prompt"),
+    }
+    for policy, expected in table.items():
+        rules = Bypass(policy=policy, prefill_busy_threshold=1.0)  # type: ignore[arg-type]
+        got = rules.why(100, 96, *calm), rules.why(100, 0, *busy), rules.why(100, 96, *busy)
+        assert got == expected, policy
+    assert {why for row in table.values() for why in row} == {"", *BYPASSES}
+
+
+@pytest.mark.parametrize(
+    ("held", "own", "total", "threshold", "has_room"),
+    [
+        (50, 30, 100, 0.8, True),
+        (51, 30, 100, 0.8, False),
+        (0, 1, None, 0.8, False),  # what is not known has none
+        (10**6, 1, None, None, True),  # nobody asked
+        (0, 0, 100, 0.0, True),
+    ],
+)
+def test_the_gate_at_decode_counts_the_request_itself(
+    held: int, own: int, total: int | None, threshold: float | None, has_room: bool
+) -> None:
+    assert Bypass(decode_busy_threshold=threshold).has_room(held, own, total) is has_room
+
+
+# The router.
+
+
+class Depths:
+    """An index: blocks held by worker id."""
+
+    def __init__(self, depths: dict[int, int]) -> None:
+        self.depths = depths
+
+    def match(self, query: Query) -> list[Matched]:
+        return [Matched(Source(w), d, d, d) for w, d in self.depths.items()]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact")
+
+
+def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": B,
+        "kv_index": "events",
+        "role": role,
+        "total_kv_blocks": 1000,
+        "max_num_batched_tokens": 2048,
+        **facts,
+    }
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+P1, P2 = worker(1, "prefill", local_prefill=False), worker(2, "prefill", local_prefill=False)
+D11, D12 = worker(11, "decode"), worker(12, "decode")
+REMOTE = worker(13, "decode", local_prefill=False)
+QUERY = Query("m", 100 * B, bytes(8 * 100), 1, B)
+
+
+class Bed:
+    """A router whose requests are numbered."""
+
+    def __init__(self, *members: Instance, cached: dict[int, int] | None = None, **bypass: Any):
+        rules = Rules(bypass=Bypass(**{"policy": "isl_bounding", **bypass}))
+        self.router = Router(SELECTORS["kv"](), index=Depths(cached or {}), rules=rules)
+        self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
+        self.number = 0
+
+    def place(self, query: Query = QUERY, **hints: Any) -> Decision:
+        self.number += 1
+        if hints:
+            query = replace(query, routing=RoutingHints(**hints))
+        key = BookingKey(7, f"r{self.number}", 0)
+        return self.router.decide(query, key, 0.0, Random(self.number))
+
+
+def test_a_nearly_cached_prompt_is_computed_where_it_is_decoded() -> None:
+    bed = Bed(P1, P2, D11, D12, cached={12: 90, 1: 50})
+    decision = bed.place()
+    assert (decision.worker, decision.prefill, decision.bootstrap) == (Placement(12, 0), None, None)
+    assert (decision.bypass, decision.fallback) == ("short_prompt", "")
+    assert decision.predicted_cached_tokens == 90 * B
+    assert "remote prefill bypassed: short prompt, 160 of 1600 tokens to compute" in (
+        decision.reasons
+    )
+    (booking,) = bed.router.book
+    assert (booking.prefill, booking.prefill_tokens) == (None, 160)
+
+
+def test_a_prompt_that_is_cached_at_prefill_only_is_split() -> None:
+    decision = Bed(P1, P2, D11, D12, cached={1: 100}).place()
+    assert decision.prefill == Placement(1, 0)
+    assert decision.bypass == ""
+
+
+def test_it_is_off_by_default() -> None:
+    assert NO_BYPASS.policy == "off"
+    assert Rules().bypass == NO_BYPASS
+    decision = Bed(P1, D11, cached={11: 100}, policy="off").place()
+    assert decision.prefill == Placement(1, 0)
+
+
+def test_only_workers_that_can_compute_prompts_take_bypassing_requests() -> None:
+    cached = {11: 90, 13: 100, 21: 95}
+    assert Bed(P1, REMOTE, cached=cached).place().prefill == Placement(1, 0)
+    assert Bed(P1, REMOTE, D11, cached=cached).place().worker == Placement(11, 0)
+    aggregated = worker(21, "aggregated")
+    decision = Bed(P1, REMOTE, D11, aggregated, cached=cached).place()
+    assert (decision.worker, decision.bypass) == (Placement(21, 0), "short_prompt")
+
+
+def test_busy_prefill_is_bypassed_until_it_is_calm() -> None:
+    bed = Bed(P1, D11, policy="prefill_load", prefill_busy_threshold=1.0)
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=2049), 0.0)
+    decision = bed.place()
+    assert (decision.worker, decision.prefill, decision.bypass) == (
+        Placement(11, 0),
+        None,
+        "prefill_busy",
+    )
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=2048), 0.0)
+    assert bed.place().prefill == Placement(1, 0)
+
+
+def test_only_the_prefill_worker_of_the_pair_has_to_be_busy() -> None:
+    bed = Bed(P1, P2, D11, policy="prefill_load", prefill_busy_threshold=1.0)
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
+    assert bed.place().prefill == Placement(2, 0)
+    bed.router.book.report(2, 0, Load(waiting=1, waiting_tokens=9999), 0.0)
+    assert bed.place().bypass == "prefill_busy"
+
+
+def test_decode_that_has_no_room_keeps_the_pair() -> None:
+    bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
+    bed.router.book.report(11, 0, Load(running=1, kv_used_blocks=401), 0.0)
+    assert bed.place().prefill == Placement(1, 0)
+    bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
+    bed.router.book.report(11, 0, Load(running=1, kv_used_blocks=400), 0.0)
+    assert bed.place().bypass == "short_prompt"
+    unknown = replace(D11, total_kv_blocks=None)
+    assert Bed(P1, unknown, cached={11: 90}, decode_busy_threshold=0.5).place().bypass == ""
+
+
+def test_requests_side_by_side_do_not_all_pass_the_same_gate() -> None:
+    bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
+    placed = [bed.place() for _ in range(10)]
+    assert [d.bypass for d in placed] == ["short_prompt"] * 5 + [""] * 5
+
+
+def test_a_pinned_prefill_is_never_bypassed() -> None:
+    bed = Bed(P1, P2, D11, cached={11: 100})
+    assert bed.place(prefill_worker_id=2).prefill == Placement(2, 0)
+    assert bed.place(prefill_dp_rank=0).bypass == ""
+
+
+def test_a_bypass_keeps_to_pins_taints_and_failed_workers() -> None:
+    cached = {11: 90, 12: 95}
+    bed = Bed(P1, D11, D12, cached=cached)
+    assert bed.place(decode_worker_id=11).worker == Placement(11, 0)
+    failed = bed.place(replace(QUERY, excluded_worker_ids=frozenset({12})))
+    assert (failed.worker, failed.bypass) == (Placement(11, 0), "short_prompt")
+    tainted = [replace(w, taints=frozenset({"t"})) for w in (P1, REMOTE)]
+    bed = Bed(*tainted, D11, cached=cached)
+    constraints = RoutingConstraints(required_taints=frozenset({"t"}))
+    decision = bed.place(routing_constraints=constraints)
+    assert (decision.prefill, decision.worker) == (Placement(1, 0), Placement(13, 0))
+
+
+def test_a_session_stays_where_it_decodes_and_comes_back_to_its_prefill_worker() -> None:
+    bed = Bed(P1, P2, D11, D12)
+    hints: dict[str, Any] = {"session_control": SessionControl("s")}
+    split = bed.place(**hints)
+    assert split.prefill is not None
+    index = Depths({split.worker.worker_id: 95, 23 - split.worker.worker_id: 100})
+    bed.router.overlaps._index = index
+    short = bed.place(**hints)
+    assert (short.worker, short.bypass) == (split.worker, "short_prompt")
+    index.depths = {}
+    again = bed.place(**hints)
+    assert (again.worker, again.prefill) == (split.worker, split.prefill)
+
+
+def test_a_request_without_tokens_is_split() -> None:
+    assert Bed(P1, D11).place(Query("m")).prefill == Placement(1, 0)
+
+
+def test_without_a_pair_there_is_nothing_to_bypass() -> None:
+    decision = Bed(D11, cached={11: 90}).place()
+    assert (decision.bypass, decision.fallback) == ("", "no_prefill_worker")
+    with pytest.raises(Unavailable):
+        Bed(REMOTE, cached={13: 90}).place()
+
+
+@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"direct"}))
+def test_every_selector_bypasses(selector: str) -> None:
+    rules = Rules(bypass=Bypass(policy="prefill_load", prefill_busy_threshold=0.0))
+    router = Router(SELECTORS[selector](), rules=rules)
+    router.update(Snapshot(1, {i.id: i for i in (P1, D11)}), 0.0)
+    router.book.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
+    assert router.decide(QUERY, None, 0.0, Random(0)).bypass == "prefill_busy"

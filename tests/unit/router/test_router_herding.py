@@ -1,0 +1,103 @@
+"""Several routers over the same workers: with Sync they share out the work almost as one would."""
+
+from __future__ import annotations
+
+import heapq
+from random import Random
+
+import pytest
+
+from common.instances import Instance, Snapshot
+from router_svc.core.load import BookingKey, LoadBook
+from router_svc.core.query import Query
+from router_svc.core.replica import Replica, Telling
+from router_svc.core.route import Router
+from router_svc.core.select import SELECTORS
+
+WORKERS = range(1, 9)
+FRONTEND = 7
+# A frame gathers for 10 ms; the rest is the wire.
+SYNC_S = 0.012
+REQUESTS = 1500
+# Short and long prompts, at seven tenths of what the workers can do.
+TOKENS = (64, 4096)
+ARRIVE_S = 0.045
+TOKENS_PER_S = 8_000
+SEEDS = range(3)
+
+
+class World:
+    """Prompts given to the routers in turn, each computed by one of eight equal workers in turn.
+
+    Nobody reports any load: what routers know are bookings.
+    """
+
+    def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
+        self.rng = Random(seed)
+        books = [LoadBook() for _ in range(routers)]
+        replicas = [Replica(book) for book in books]
+        self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
+        self.sessions = [book.open_session(FRONTEND) for book in books]
+        self.tellings: list[tuple[Telling, Replica, int, int]] = []
+        facts = {"model": "m", "block_size": 16}
+        instances = {
+            n: Instance(n, "n", "worker", "", "127.0.0.1:1", **facts)  # type: ignore[arg-type]
+            for n in WORKERS
+        }
+        for router in self.routers:
+            router.update(Snapshot(1, instances), 0.0)
+        if synced:
+            self.tellings = [
+                (one.tell(), other, number, other.joined(number))
+                for number, one in enumerate(replicas, 1)
+                for other in replicas
+                if other is not one
+            ]
+        # When each worker will have computed all that it was given.
+        self.busy_until = dict.fromkeys(WORKERS, 0.0)
+        self.ends: list[tuple[float, int, BookingKey]] = []
+
+    def mean_wait_s(self) -> float:
+        """How long requests wait until a worker begins with them."""
+        now, synced_at, waited_s = 0.0, 0.0, 0.0
+        for number in range(REQUESTS):
+            now += self.rng.expovariate(1 / ARRIVE_S)
+            while self.ends and self.ends[0][0] <= now:
+                _, router, key = heapq.heappop(self.ends)
+                self.routers[router].book.free(key)
+            if now - synced_at >= SYNC_S:
+                synced_at = now
+                for telling, hearer, sender, stream in self.tellings:
+                    hearer.take(sender, stream, telling.frame(now), now)
+            waited_s += self.place(number, now)
+        return waited_s / REQUESTS
+
+    def place(self, number: int, now: float) -> float:
+        at = number % len(self.routers)
+        query = Query("m", self.rng.choice(TOKENS))
+        key = BookingKey(FRONTEND, f"{number}", 0)
+        decision = self.routers[at].decide(query, key, now, self.rng, self.sessions[at])
+        worker = decision.worker.worker_id
+        begins = max(now, self.busy_until[worker])
+        self.busy_until[worker] = begins + query.total_tokens / TOKENS_PER_S
+        heapq.heappush(self.ends, (self.busy_until[worker], at, key))
+        return begins - now
+
+
+def mean_wait_s(routers: int, *, synced: bool) -> float:
+    waits = [World(routers, seed, synced=synced).mean_wait_s() for seed in SEEDS]
+    return sum(waits) / len(waits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("routers", "of_unsynced", "of_one"), [(2, 0.8, 1.6), (4, 0.6, 1.9)])
+def test_routers_that_tell_each_other_do_not_herd(
+    routers: int, of_unsynced: float, of_one: float
+) -> None:
+    one = mean_wait_s(1, synced=False)
+    apart = mean_wait_s(routers, synced=False)
+    together = mean_wait_s(routers, synced=True)
+    told = f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, untold {apart:.3f} s"
+    print(told)
+    assert together < of_unsynced * apart, told
+    assert together < of_one * one, told

@@ -1,0 +1,714 @@
+"""The admission queue: who is parked, who goes first, and what ends a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import Bug, InvalidRequest, MeshError, Overloaded, Unavailable
+from common.instances import Instance, Snapshot
+from common.kv import Source
+from common.load import Load
+from common.prefix_index import Matched
+from common.preprocessed import (
+    RouterConfigOverride,
+    RoutingConstraints,
+    RoutingHints,
+    SessionControl,
+)
+from router_svc.core.busy import BusyLimits
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.load import BookingKey, Totals
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query
+from router_svc.core.queue import (
+    AdmissionQueue,
+    Hindrance,
+    Parked,
+    QueuePolicy,
+    QueueRules,
+    overdue_error,
+)
+from router_svc.core.route import Decision, Router
+from router_svc.core.rules import Rules
+from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector
+
+FRONTEND = 7
+BATCH = 1000
+NOBODY = Hindrance(0, ())
+
+
+def worker(worker_id: int, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": 16,
+        "max_num_batched_tokens": BATCH,
+        **facts,
+    }
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+def seen(*instances: Instance) -> Snapshot:
+    return Snapshot(1, {i.id: i for i in instances})
+
+
+def key(name: str) -> BookingKey:
+    return BookingKey(FRONTEND, name, 0)
+
+
+class Bed:
+    """A router whose workers count as busy above one batch of prompt tokens; `now` is set by hand.
+
+    answers: of those who waited, in the order in which they were told.
+    """
+
+    def __init__(
+        self,
+        *workers: Instance,
+        selector: WorkerSelector | None = None,
+        busy: BusyLimits | None = None,
+        index: Any = None,
+        **queue: Any,
+    ) -> None:
+        given = {"threshold": 1.0, **queue}
+        rules = Rules(queue=QueueRules(**given), busy=busy or BusyLimits())
+        self.router = Router(selector or SELECTORS["least_loaded"](), rules=rules, index=index)
+        self.now = 100.0
+        self.answers: dict[str, Decision | MeshError] = {}
+        self.see(*(workers or (worker(1),)))
+        self.session = self.router.book.open_session(FRONTEND)
+
+    def see(self, *workers: Instance) -> None:
+        self.router.update(seen(*workers), self.now)
+
+    def admit(
+        self, name: str, tokens: int = 2 * BATCH, *, level: int = 0, **hints: Any
+    ) -> Decision | Parked:
+        """Ask for a placement; `tokens` alone make a worker busy unless told otherwise."""
+        routing = RoutingHints(**hints) if hints else None
+        query = Query("m", tokens, routing=routing, strict_priority=level)
+        return self.ask(name, query)
+
+    def ask(self, name: str, query: Query) -> Decision | Parked:
+        return self.router.admit(query, key(name), self.now, Random(0), self.session)
+
+    def free(self, name: str) -> None:
+        assert self.router.book.free(key(name))
+
+    def serve(self) -> list[str]:
+        """Let those in who need not wait; their names, in that order."""
+        names = []
+        for parked, outcome in self.router.admitted(self.now, Random(0)):
+            names.append(parked.key.request_id)
+            self.answers[parked.key.request_id] = outcome
+        return names
+
+    def load(self, worker_id: int = 1) -> Totals:
+        return self.router.book.load(Placement(worker_id, 0), self.now)
+
+    @property
+    def waiting(self) -> int:
+        return len(self.router.queue)
+
+
+def placed(answer: Decision | Parked | MeshError) -> Decision:
+    assert isinstance(answer, Decision), answer
+    return answer
+
+
+def parked(answer: Decision | Parked) -> Parked:
+    assert isinstance(answer, Parked), "it was placed at once"
+    return answer
+
+
+# Who is parked.
+
+
+def test_without_a_threshold_nobody_ever_waits() -> None:
+    bed = Bed(threshold=None)
+    for number in range(5):
+        placed(bed.admit(f"r{number}"))
+    assert bed.waiting == 0
+
+
+@pytest.mark.row("S1-21")
+def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwhile() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    placed(bed.admit("b", backend_instance_id=2))
+    before = (bed.load(1), bed.load(2))
+    parked(bed.admit("c", 300))
+    assert (bed.load(1), bed.load(2)) == before
+    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (1, 300, 2)
+    assert bed.serve() == [], "nothing has changed"
+    bed.free("b")
+    bed.now += 1.5
+    assert bed.serve() == ["c"]
+    decision = placed(bed.answers["c"])
+    assert (decision.worker, decision.queued_s) == (Placement(2, 0), 1.5)
+    assert decision.reasons[-1] == "queued for 1500 ms"
+    assert bed.load(2) == Totals(300, 19, 1)
+    assert (bed.waiting, bed.router.queue.tokens) == (0, 0)
+
+
+def test_a_worker_is_busy_above_the_threshold_and_not_at_it() -> None:
+    bed = Bed()
+    placed(bed.admit("a", BATCH))
+    placed(bed.admit("b", 1))
+    parked(bed.admit("c", 1))
+
+
+def test_a_worker_that_does_not_say_its_batch_is_never_busy_in_practice() -> None:
+    bed = Bed(worker(1, max_num_batched_tokens=None))
+    for number in range(5):
+        placed(bed.admit(f"r{number}", 2_000_000))
+    placed(bed.admit("the one that crosses", 1))
+    parked(bed.admit("the next", 1))
+
+
+@pytest.mark.row("S1-21")
+def test_who_may_wait_for_the_same_workers_waits_behind_those_who_do() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    parked(bed.admit("b", 10))
+    bed.free("a")  # A worker has room, but nobody was let in yet.
+    parked(bed.admit("c", 10))
+    assert bed.serve() == ["b", "c"]
+
+
+def test_the_end_of_prefill_makes_room_long_before_the_answer_ends() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    bed.router.book.mark_prefill_done(key("a"))
+    assert bed.serve() == ["b"]
+    assert bed.load().requests == 2
+
+
+def test_a_new_worker_makes_room() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    bed.see(worker(1), worker(2))
+    assert bed.serve() == ["b"]
+    assert placed(bed.answers["b"]).worker == Placement(2, 0)
+
+
+def test_a_report_that_a_worker_is_busy_holds_requests_and_a_later_one_lets_them_in() -> None:
+    bed = Bed()
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    parked(bed.admit("a", 10))
+    assert bed.serve() == []
+    bed.router.book.report(1, 0, Load(), bed.now)
+    assert bed.serve() == ["a"]
+
+
+def test_a_report_that_grew_old_holds_nobody() -> None:
+    bed = Bed()
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    parked(bed.admit("a", 10))
+    bed.now += 0.6
+    assert bed.serve() == ["a"]
+
+
+def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
+    bed = Bed()
+    told: list[str] = []
+    bed.router.book.relieved = lambda: told.append("x")
+    placed(bed.admit("a"))
+    assert told == [], "a booking is no relief"
+    bed.router.book.mark_prefill_done(key("a"))
+    bed.free("a")
+    bed.router.book.report(1, 0, Load(), bed.now)
+    bed.see(worker(1), worker(2))
+    assert len(told) >= 4
+    placed(bed.admit("b"))
+    bed.router.book.end_session(bed.session, bed.now)
+    before = len(told)
+    bed.router.expire(bed.now + 10.0)
+    assert len(told) > before, "orphans end by time"
+
+
+def test_a_pair_waits_for_whom_computes_the_prompt_only() -> None:
+    group = {"transfer_group": "g", "local_prefill": False}
+    bed = Bed(worker(1, role="prefill", **group), worker(2, role="decode", **group))
+    first = placed(bed.admit("a"))
+    assert (first.prefill, first.worker) == (Placement(1, 0), Placement(2, 0))
+    parked(bed.admit("b"))
+    bed.router.book.mark_prefill_done(key("a"))
+    assert bed.serve() == ["b"], "decode was not asked"
+
+
+# Pins, and other ways to be particular.
+
+
+def test_a_pinned_request_waits_for_its_own_worker_and_for_no_other() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    parked(bed.admit("b", backend_instance_id=1))
+    placed(bed.admit("c", backend_instance_id=2))
+    parked(bed.admit("d", backend_instance_id=2))
+    bed.free("c")
+    assert bed.serve() == ["d"], "b is first in the queue, but its worker is busy"
+
+
+def test_a_pinned_request_holds_up_nobody_else() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    parked(bed.admit("b", backend_instance_id=1))
+    assert placed(bed.admit("c", 10)).worker == Placement(2, 0)
+
+
+def test_a_session_that_waits_for_its_worker_holds_up_nobody_else() -> None:
+    bed = Bed(worker(1), worker(2))
+    bound = placed(bed.admit("a", session_control=SessionControl("s", None)))
+    parked(bed.admit("b", session_control=SessionControl("s", None)))
+    assert placed(bed.admit("c", 10)).worker != bound.worker
+
+
+def test_taints_and_allow_lists_and_sessions_are_judged_by_whom_they_leave() -> None:
+    bed = Bed(worker(1, taints=frozenset({"big"})), worker(2), worker(3))
+    tainted = RoutingConstraints(required_taints=frozenset({"big"}))
+    placed(bed.admit("a", routing_constraints=tainted))
+    parked(bed.admit("b", routing_constraints=tainted))
+    placed(bed.admit("c", allowed_worker_ids=frozenset({2})))
+    parked(bed.admit("d", allowed_worker_ids=frozenset({1, 2})))
+    bound = placed(bed.admit("e", session_control=SessionControl("s", None)))
+    assert bound.worker == Placement(3, 0)
+    parked(bed.admit("f", session_control=SessionControl("s", None)))
+    bed.free("e")
+    assert bed.serve() == ["f"]
+
+
+def test_requests_of_other_models_are_not_held_up() -> None:
+    bed = Bed(worker(1), worker(2, model="n"))
+    placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    answer = bed.ask("c", Query("n", 10))
+    assert placed(answer).worker == Placement(2, 0)
+
+
+# The order.
+
+
+def test_a_higher_level_goes_first_however_late_it_came() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    for name, level, jump in (("low", 0, 50.0), ("mid", 1, None), ("high", 2, None)):
+        parked(bed.admit(name, level=level, priority_jump=jump))
+        bed.now += 1.0
+    order: list[str] = []
+    for _ in range(3):
+        bed.router.book.free(key((["a", *order])[-1]))
+        order += bed.serve()
+    assert order == ["high", "mid", "low"]
+
+
+def drained(policy: QueuePolicy, asked: Sequence[tuple[str, float, Query]]) -> list[str]:
+    """The order in which a queue lets (name, time of asking, query) go."""
+    queue = AdmissionQueue(QueueRules(threshold=0.0, policy=policy))
+    for name, at, query in asked:
+        queue.park(query, key(name), at, hindrance=NOBODY)
+    names = []
+    for one in queue.heads():
+        names.append(one.key.request_id)
+        queue.withdraw(one.key)
+    return names
+
+
+def jumping(seconds: float) -> RoutingHints:
+    return RoutingHints(priority_jump=seconds)
+
+
+def test_fcfs_goes_by_arrival_which_a_jump_moves_forward() -> None:
+    query = Query("m", 100)
+    asked = [
+        ("first", 0.0, query),
+        ("second", 1.0, query),
+        ("jumps two", 2.5, replace(query, routing=jumping(2.0))),
+        ("negative jumps nothing", 3.0, replace(query, routing=jumping(-9.0))),
+    ]
+    expected = ["first", "jumps two", "second", "negative jumps nothing"]
+    assert drained("fcfs", asked) == expected
+
+
+def test_lcfs_goes_the_other_way_round() -> None:
+    query = Query("m", 100)
+    asked = [
+        ("first", 0.0, query),
+        ("second", 1.0, query),
+        ("jumps two", 0.5, replace(query, routing=jumping(2.0))),
+    ]
+    assert drained("lcfs", asked) == ["jumps two", "second", "first"]
+
+
+def test_a_request_that_is_routed_again_keeps_its_place() -> None:
+    query = Query("m", 100)
+    asked = [
+        ("came at 0", 0.0, query),
+        ("came at 2", 2.0, query),
+        ("came at 1, failed, asked at 3", 3.0, replace(query, waited_s=2.0)),
+    ]
+    assert drained("fcfs", asked) == [
+        "came at 0",
+        "came at 1, failed, asked at 3",
+        "came at 2",
+    ]
+
+
+def test_wspt_goes_by_the_least_work_and_a_jump_weighs_it() -> None:
+    asked = [
+        ("long", 0.0, Query("m", 1000)),
+        ("short", 1.0, Query("m", 10)),
+        ("middling", 2.0, Query("m", 100)),
+        ("long and urgent", 3.0, Query("m", 1000, routing=jumping(49.0))),
+    ]
+    assert drained("wspt", asked) == ["short", "long and urgent", "middling", "long"]
+
+
+class Held:
+    """An index in which workers hold so many blocks of whatever prompt."""
+
+    def __init__(self, **blocks: int) -> None:
+        self.blocks = {int(name[1:]): count for name, count in blocks.items()}
+
+    def match(self, query: Query) -> Sequence[Matched]:
+        whole = len(query.prefix_hashes) // 8
+        return [
+            Matched(Source(at, 0), min(held, whole), min(held, whole), min(held, whole))
+            for at, held in self.blocks.items()
+        ]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+
+def hashed(blocks: int) -> Query:
+    return Query("m", 16 * blocks, bytes(8 * blocks), 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("pin", "first"), [(None, "cached"), (2, "short")], ids=["any worker", "the one without cache"]
+)
+def test_wspt_counts_what_an_eligible_worker_has_cached(pin: int | None, first: str) -> None:
+    workers = [worker(1, kv_index="events"), worker(2, kv_index="events")]
+    bed = Bed(*workers, policy="wspt", index=Held(w1=90))
+    for at in (1, 2):
+        placed(bed.admit(f"fills {at}", backend_instance_id=at))
+    hints = None if pin is None else RoutingHints(backend_instance_id=pin)
+    # 100 blocks, of which worker 1 has 90, against 50 blocks that share no beginning with it.
+    parked(bed.ask("cached", replace(hashed(100), routing=hints)))
+    parked(bed.ask("short", replace(Query("m", 800), routing=hints)))
+    heads = [one.key.request_id for one in bed.router.queue.heads()]
+    assert heads[0] == first
+
+
+def test_the_best_of_all_lanes_goes_first_where_they_want_the_same_worker() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    placed(bed.admit("b", backend_instance_id=2))
+    parked(bed.admit("anywhere"))
+    bed.now += 1.0
+    parked(bed.admit("pinned", backend_instance_id=1))
+    parked(bed.admit("pinned and high", backend_instance_id=1, level=1))
+    bed.free("a")
+    assert bed.serve() == ["pinned and high"]
+    bed.free("pinned and high")
+    assert bed.serve() == ["anywhere"]
+    assert placed(bed.answers["anywhere"]).worker == Placement(1, 0)
+
+
+def test_several_are_let_in_at_once_but_each_sees_what_the_one_before_booked() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    for name in "bcde":
+        parked(bed.admit(name, 600))
+    bed.free("a")
+    assert bed.serve() == ["b", "c"], "two of 600 tokens make a worker busy above 1000"
+    assert bed.load() == Totals(1200, 76, 2)
+
+
+# The bounds.
+
+
+@pytest.mark.parametrize(
+    ("limits", "kind", "current", "limit"),
+    [
+        ({"requests_max": 3}, "requests", "3", "3"),
+        ({"tokens_max": 500}, "tokens", "600", "500"),
+    ],
+)
+def test_a_full_queue_says_which_limit_is_reached_and_when_to_come_again(
+    limits: dict[str, Any], kind: str, current: str, limit: str
+) -> None:
+    bed = Bed(**limits)
+    placed(bed.admit("a"))
+    for number in range(3):
+        parked(bed.admit(f"r{number}", 200))
+    with pytest.raises(Overloaded) as caught:
+        bed.admit("too many", 200)
+    error = caught.value
+    assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", 1.0)
+    assert error.metadata == {
+        "model": "m",
+        "limit_kind": kind,
+        "current": current,
+        "limit": limit,
+    }
+    assert (bed.waiting, len(bed.router.book)) == (3, 1)
+    assert bed.router.queue.withdraw(key("r1")) is not None
+    parked(bed.admit("now there is room", 200))
+
+
+def test_who_waited_too_long_is_turned_away_and_nobody_else() -> None:
+    bed = Bed(wait_max_s=5.0)
+    placed(bed.admit("a"))
+    parked(bed.admit("early"))
+    bed.now += 4.0
+    parked(bed.admit("late"))
+    bed.now += 0.9
+    assert bed.router.queue.overdue(bed.now) == []
+    bed.now += 0.1
+    (gone,) = bed.router.queue.overdue(bed.now)
+    error = overdue_error(gone, 5.0)
+    assert (gone.key, error.reason, error.retryable) == (key("early"), "QUEUE_TIMEOUT", True)
+    assert (bed.waiting, bed.router.queue.tokens) == (1, 2 * BATCH)
+
+
+def test_a_withdrawn_request_is_gone_and_books_nothing() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    parked(bed.admit("c"))
+    assert bed.router.queue.withdraw(key("b")) is not None
+    assert bed.router.queue.withdraw(key("b")) is None
+    bed.free("a")
+    assert bed.serve() == ["c"]
+    assert bed.router.book.get(key("b")) is None
+
+
+def test_the_end_of_a_session_takes_out_its_own() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    parked(bed.admit("mine"))
+    other = bed.router.book.open_session(8)
+    bed.router.admit(Query("m", 10), BookingKey(8, "theirs", 0), bed.now, Random(0), other)
+    gone = bed.router.queue.withdraw_session(bed.session)
+    assert [one.key for one in gone] == [key("mine")]
+    assert bed.waiting == 1
+    assert [one.key.request_id for one in bed.router.queue.clear()] == ["theirs"]
+    assert (bed.waiting, bed.router.queue.tokens) == (0, 0)
+
+
+# What goes wrong.
+
+
+def test_when_the_last_worker_goes_all_who_wait_are_told_at_once_and_nothing_is_booked() -> None:
+    bed = Bed()
+    placed(bed.admit("a"))
+    for name in "bcd":
+        parked(bed.admit(name))
+    bed.see()
+    assert bed.serve() == ["b", "c", "d"]
+    for name in "bcd":
+        error = bed.answers[name]
+        assert isinstance(error, Unavailable)
+        assert error.reason == "NO_WORKER"
+    assert (bed.waiting, len(bed.router.book)) == (0, 1)
+
+
+def test_who_is_pinned_to_a_worker_that_goes_is_told_and_others_wait_on() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    placed(bed.admit("b", backend_instance_id=2))
+    parked(bed.admit("pinned", backend_instance_id=1))
+    parked(bed.admit("pinned too", backend_instance_id=1))
+    parked(bed.admit("free"))
+    bed.see(worker(2))
+    assert bed.serve() == ["pinned", "pinned too"]
+    error = bed.answers["pinned too"]
+    assert isinstance(error, Unavailable)
+    assert error.reason == "PINNED_WORKER_GONE"
+    assert bed.waiting == 1
+
+
+@pytest.mark.row("S1-107")
+def test_a_worker_that_goes_while_a_request_waits_for_it_is_never_chosen() -> None:
+    bed = Bed(worker(1), worker(2))
+    placed(bed.admit("a", backend_instance_id=1))
+    placed(bed.admit("b", backend_instance_id=2))
+    parked(bed.admit("c"))
+    bed.free("a")
+    bed.see(worker(2))
+    assert bed.serve() == [], "the worker with room is not there any more"
+    bed.free("b")
+    assert bed.serve() == ["c"]
+    assert placed(bed.answers["c"]).worker == Placement(2, 0)
+
+
+class Broken:
+    """Chooses the first of them until it is told to fail."""
+
+    name = "broken"
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        if self.fails:
+            raise ZeroDivisionError("of no fault of ours")
+        return Choice(candidates[0], "first")
+
+
+def test_a_selector_that_fails_on_the_parked_costs_that_request_only() -> None:
+    selector = Broken()
+    bed = Bed(selector=selector)
+    placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    bed.free("a")
+    selector.fails = True
+    assert bed.serve() == ["b"]
+    error = bed.answers["b"]
+    assert isinstance(error, Bug)
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert (bed.waiting, len(bed.router.book)) == (0, 0)
+
+
+@pytest.mark.parametrize("jump", [float("inf"), float("nan")])
+def test_a_jump_that_has_no_place_in_an_order_is_refused(jump: float) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Bed().admit("a", priority_jump=jump)
+    assert caught.value.field == "query.routing.priority_jump"
+
+
+def test_a_key_that_is_booked_gets_its_answer_though_others_wait() -> None:
+    bed = Bed()
+    first = placed(bed.admit("a"))
+    parked(bed.admit("b"))
+    assert placed(bed.admit("a")) == first
+    assert (bed.waiting, len(bed.router.book)) == (1, 1)
+
+
+def test_an_override_that_tracks_no_prefill_makes_nobody_busy() -> None:
+    bed = Bed()
+    untracked = RouterConfigOverride(track_prefill_tokens=False)
+    for number in range(3):
+        placed(bed.ask(f"r{number}", Query("m", 5000, override=untracked)))
+    assert bed.load().prefill_tokens == 0
+
+
+# Properties.
+
+_ASKED = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # strict priority
+        st.floats(0, 5),  # seconds since arrival
+        st.sampled_from([None, 0.0, 1.5, -1.0]),  # jump
+        st.integers(1, 500),  # tokens
+        st.sampled_from([None, 1, 2]),  # pin
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(asked=_ASKED, policy=st.sampled_from(["fcfs", "wspt", "lcfs"]))
+def test_the_queue_orders_like_a_sorted_list_whatever_the_lanes(
+    asked: list[tuple[int, float, float | None, int, int | None]], policy: QueuePolicy
+) -> None:
+    queue = AdmissionQueue(QueueRules(threshold=0.0, policy=policy))
+    expected = []
+    for number, (level, waited, jump, tokens, pin) in enumerate(asked):
+        hints = RoutingHints(priority_jump=jump, backend_instance_id=pin)
+        query = Query("m", tokens, routing=hints, waited_s=waited, strict_priority=level)
+        queue.park(query, key(str(number)), float(number), hindrance=NOBODY)
+        gain, arrival = max(0.0, jump or 0.0), number - waited
+        value = {"fcfs": gain - arrival, "lcfs": gain + arrival, "wspt": (1 + gain) / tokens}
+        expected.append((-level, -value[policy], number))
+    assert queue.tokens == sum(tokens for *_, tokens, _ in asked)
+    names = []
+    for one in queue.heads():
+        names.append(int(one.key.request_id))
+        queue.withdraw(one.key)
+    assert names == [number for *_, number in sorted(expected)]
+    assert (len(queue), queue.tokens) == (0, 0)
+
+
+_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["ask", "free", "done", "serve", "withdraw", "fleet"]), st.integers(0, 9)
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(steps=_STEPS, seed=st.integers(0, 99))
+def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
+    steps: list[tuple[str, int]], seed: int
+) -> None:
+    rng = Random(seed)
+    workers = [worker(at) for at in (1, 2, 3)]
+    bed = Bed(*workers)
+    asked: set[str] = set()
+    running: set[str] = set()
+    gone: set[str] = set()
+    here = list(workers)
+
+    def serve() -> None:
+        for name in bed.serve():
+            assert name in asked - running - gone, "told twice, or after it was withdrawn"
+            (running if isinstance(bed.answers[name], Decision) else gone).add(name)
+        free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
+        for head in bed.router.queue.heads():
+            pin = head.lane.worker_id
+            assert not free_workers if pin is None else pin not in free_workers, "waits for nothing"
+
+    for number, (step, arg) in enumerate(steps):
+        bed.now += 0.01
+        name = f"r{number}"
+        if step == "ask":
+            pin = arg if arg in (1, 2) else None
+            asked.add(name)
+            try:
+                answer = bed.admit(name, 200 * (arg + 1), backend_instance_id=pin)
+            except MeshError:
+                gone.add(name)
+            else:
+                if isinstance(answer, Decision):
+                    running.add(name)
+        elif step in ("free", "done") and running:
+            one = rng.choice(sorted(running))
+            if step == "free":
+                bed.free(one)
+                running.discard(one)
+                gone.add(one)
+            else:
+                bed.router.book.mark_prefill_done(key(one))
+        elif step == "withdraw" and asked - running - gone:
+            one = rng.choice(sorted(asked - running - gone))
+            assert bed.router.queue.withdraw(key(one)) is not None
+            gone.add(one)
+        elif step == "fleet":
+            here = [w for w in workers if w.id != arg]
+            bed.see(*here)
+            serve()
+        serve()
+    assert bed.waiting == len(asked - running - gone)
+    bed.see(*workers)
+    while asked - gone:
+        for one in sorted(running):
+            bed.free(one)
+        gone |= running
+        running.clear()
+        serve()
+    assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (0, 0, 0)
+    assert all(bed.load(at) == Totals() for at in (1, 2, 3))

@@ -1,0 +1,549 @@
+"""Books of several routers kept alike: tellings, claims, digests, orphans; and no herding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from common.errors import Overloaded
+from router_svc.core.fleet import Placement
+from router_svc.core.load import ORPHAN_S, Booking, BookingKey, LoadBook, Totals
+from router_svc.core.replica import (
+    BEHIND_MAX,
+    DIGEST_S,
+    FRAME_MAX,
+    Digest,
+    Frame,
+    Replica,
+    Telling,
+    fingerprint,
+)
+
+W1, W2 = Placement(1, 0), Placement(2, 0)
+FRONTEND = 7
+
+
+def key(name: str = "r", frontend_id: int = FRONTEND) -> BookingKey:
+    return BookingKey(frontend_id, name, 0)
+
+
+def booking(name: str = "r", worker: Placement = W1, **facts: int) -> Booking:
+    return Booking(key(name), "m", worker, None, **{"prefill_tokens": 100, **facts})
+
+
+class Peer:
+    """A router's book and replica; `links` are its streams to others, by their id."""
+
+    def __init__(self, router_id: int) -> None:
+        self.id = router_id
+        self.book = LoadBook()
+        self.replica = Replica(self.book)
+        self.links: dict[int, Link] = {}
+        self.is_alive = True
+
+    def held(self) -> dict[BookingKey, Booking]:
+        return {b.key: b for b in self.book}
+
+
+class Link:
+    """One stream, told and heard in lockstep. A lost frame is one that is not taken."""
+
+    def __init__(self, sender: Peer, hearer: Peer) -> None:
+        self.sender, self.hearer = sender, hearer
+        self.telling: Telling = sender.replica.tell()
+        self.stream = hearer.replica.joined(sender.id)
+
+    def step(self, now: float, *, is_lost: bool = False) -> Frame:
+        frame = self.telling.frame(now)
+        if not is_lost and self.hearer.replica.take(self.sender.id, self.stream, frame, now):
+            self.telling.tell_all()
+        return frame
+
+    def flush(self, now: float) -> None:
+        for _ in range(1000):
+            self.step(now)
+            if self.telling.due_in(now) > 0:
+                return
+        raise AssertionError("it never has told everything")
+
+    def close(self, now: float) -> None:
+        self.sender.replica.told(self.telling)
+        self.hearer.replica.left(self.sender.id, self.stream, now)
+
+
+def pair() -> tuple[Peer, Peer, Link]:
+    one, two = Peer(1), Peer(2)
+    return one, two, Link(one, two)
+
+
+def test_a_peer_counts_what_was_booked_elsewhere() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    link.step(0.0)
+    one.book.book(booking("b", W2), session, 0.0)
+    link.step(0.0)
+    assert two.held() == one.held()
+    assert two.book.load(W1, 0.0) == Totals(100, 0, 1)
+    assert two.book.orphan_count == 0
+    one.book.mark_prefill_done(key("a"))
+    one.book.add_output_blocks(key("a"), 3)
+    one.book.free(key("b"))
+    link.step(0.0)
+    assert two.held() == one.held()
+    assert two.book.load(W1, 0.0) == Totals(0, 3, 1)
+    assert two.book.load(W2, 0.0) == Totals()
+
+
+def test_only_own_bookings_are_told() -> None:
+    one, two, link = pair()
+    three = Peer(3)
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    onward = Link(two, three)
+    onward.flush(0.0)
+    assert key() in two.held()
+    assert three.held() == {}
+    assert list(two.replica.snapshot()) == []
+
+
+def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    link.flush(0.0)
+    one.book.book(booking("a"), session, 0.1)
+    one.book.mark_prefill_done(key("a"))
+    one.book.book(booking("b"), session, 0.1)
+    one.book.free(key("b"))
+    frame = link.step(0.1)
+    assert [b.key for b in frame.upserts] == [key("a")]
+    assert frame.upserts[0].revision == 2
+    assert frame.removals == (key("b"),)
+    assert two.held() == one.held()
+
+
+def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for n in range(2 * FRAME_MAX):
+        one.book.book(booking(f"{n}"), session, 0.0)
+    first = link.step(0.0)
+    assert (first.begins_all, first.ends_all, first.digest) == (True, False, 0)
+    one.book.free(key("0"))
+    one.book.free(key(f"{FRAME_MAX}"))
+    one.book.book(booking("new"), session, 0.0)
+    frames = [first]
+    while link.telling.due_in(0.0) == 0:
+        frames.append(link.step(0.0))
+    assert max(len(f.upserts) + len(f.removals) for f in frames) == FRAME_MAX
+    assert [f.ends_all for f in frames].count(True) == 1
+    assert [f.sequence for f in frames] == list(range(1, len(frames) + 1))
+    assert two.held() == one.held()
+    assert two.replica.resends == 0
+
+
+def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for name in "abc":
+        one.book.book(booking(name), session, 0.0)
+    link.flush(0.0)
+    # As if a bug of ours had lost an upsert and a removal: no sequence tells of that.
+    two.replica._claims[1].digest.discard(key("a"))
+    del two.replica._claims[1].bookings[key("a")]
+    two.book.ended(key("a"))
+    one.book.free(key("b"))
+    link.telling._changed.clear()
+    assert link.step(0.5).digest == 0, "not due yet"
+    assert two.held().keys() == {key("b"), key("c")}
+    assert link.step(DIGEST_S).digest != 0
+    assert two.replica.resends == 1
+    link.flush(DIGEST_S)
+    assert two.held() == one.held()
+    link.step(2 * DIGEST_S)
+    assert two.replica.resends == 1, "and now they agree"
+
+
+def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    link.flush(0.0)
+    one.book.free(key("a"))
+    link.step(0.1, is_lost=True)
+    one.book.book(booking("b"), session, 0.1)
+    link.step(0.1)
+    assert two.replica.resends == 1
+    link.flush(0.1)
+    assert two.held() == one.held()
+
+
+def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for n in range(3 * FRAME_MAX):
+        one.book.book(booking(f"{n}"), session, 0.0)
+    link.flush(0.0)
+    link.telling.tell_all()
+    link.step(0.1)
+    link.step(0.1, is_lost=True)
+    link.step(0.1)
+    assert two.held() == one.held()
+    link.flush(0.1)
+    assert two.held() == one.held()
+
+
+def test_what_was_said_before_is_not_taken_twice() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    told = link.step(0.0)
+    one.book.free(key())
+    link.step(0.1)
+    assert not two.replica.take(1, link.stream, told, 0.2)
+    assert two.held() == {}
+
+
+def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+    one, _, link = pair()
+    link.flush(0.0)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("last"), session, 0.0)
+    for n in range(BEHIND_MAX + 1):
+        link.telling.changed(key(f"{n}"))
+    assert len(link.telling._changed) <= BEHIND_MAX
+    for n in range(BEHIND_MAX + 1):
+        link.telling.changed(key(f"{n}"))
+    assert len(link.telling._changed) <= BEHIND_MAX
+    frame = link.step(0.0)
+    assert frame.begins_all
+    assert [b.key for b in frame.upserts] == [key("last")]
+
+
+def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
+    one, two, link = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    link.close(10.0)
+    assert two.book.orphan_count == 1
+    assert two.book.load(W1, 10.0).requests == 1
+    assert two.book.expire(10.0 + ORPHAN_S - 0.01) == 0
+    assert two.book.expire(10.0 + ORPHAN_S) == 1
+    assert two.book.load(W1, 14.0) == Totals()
+
+
+def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    one.book.book(booking("b"), session, 0.0)
+    link.flush(0.0)
+    link.close(10.0)
+    one.book.free(key("b"))
+    Link(one, two).flush(10.2)
+    assert two.book.orphan_count == 1, "what ended meanwhile is not told again"
+    two.book.expire(20.0)
+    assert two.held() == one.held()
+
+
+def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    back.flush(0.0)
+    one.book.end_session(session, 1.0)
+    assert two.book.announce(booking(), two.book.open_session(FRONTEND), 1.1) is False
+    assert two.book.own(key()) is not None
+    back.step(1.1)
+    assert one.book.orphan_count == 0
+    assert one.book.own(key()) is None
+    assert link.step(1.1).removals == (key(),)
+    assert two.held() == one.held() == {key(): booking()}
+    two.book.free(key())
+    back.step(1.2)
+    assert two.held() == one.held() == {}
+
+
+def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    two.book.announce(booking(), two.book.open_session(FRONTEND), 1.0)
+    back.flush(1.0)
+    assert one.book.own(key()) is not None, "its session is still open"
+    one.book.end_session(session, 1.1)
+    assert one.book.own(key()) is None
+    assert one.book.orphan_count == 0
+
+
+def test_a_free_told_to_one_router_ends_the_orphan_of_another() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    back.flush(0.0)
+    one.book.end_session(session, 1.0)
+    two.book.free(key())
+    back.step(1.1)
+    assert one.held() == two.held() == {}
+
+
+def test_the_highest_revision_wins_between_routers() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    two.book.announce(booking(worker=W2, revision=3), two.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    assert two.book.get(key()) == booking(worker=W2, revision=3)
+    Link(two, one).flush(0.0)
+    assert one.book.get(key()) == booking(worker=W2, revision=3)
+    assert one.book.load(W1, 0.0) == Totals()
+
+
+def test_what_two_peers_claim_stays_until_neither_does() -> None:
+    one, two, link = pair()
+    three = Peer(3)
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    three.book.announce(booking(), three.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    other = Link(three, two)
+    other.flush(0.0)
+    link.close(1.0)
+    assert two.book.orphan_count == 0
+    assert key() in two.held()
+    three.book.free(key())
+    other.step(1.1)
+    assert two.held() == {}
+
+
+def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -> None:
+    one, two, link = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    newer = Link(one, two)
+    assert not two.replica.is_current(1, link.stream)
+    newer.flush(0.1)
+    link.close(0.2)
+    assert two.book.orphan_count == 0
+    assert two.held() == one.held()
+
+
+def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
+    one, two = Peer(1), Peer(2)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    one.book.book(booking("b"), session, 0.0)
+    for part in one.replica.snapshot():
+        two.replica.heard_snapshot(1, part, 0.0)
+    assert two.held() == one.held()
+    assert two.book.orphan_count == 2
+    assert two.book.own_keys() == []
+    one.book.free(key("b"))
+    Link(one, two).flush(0.2)
+    assert two.book.orphan_count == 1
+    for part in one.replica.snapshot():
+        two.replica.heard_snapshot(1, part, 0.3)
+    two.book.expire(ORPHAN_S)
+    assert two.held() == one.held()
+
+
+def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
+    one, two = Peer(1), Peer(2)
+    two.book = LoadBook(bookings_max=1)
+    two.replica = Replica(two.book)
+    session = one.book.open_session(FRONTEND)
+    for name in "abc":
+        one.book.book(booking(name), session, 0.0)
+    link = Link(one, two)
+    link.flush(0.0)
+    assert (len(two.book), two.replica.refused, two.replica.resends) == (1, 2, 0)
+    with pytest.raises(Overloaded):
+        two.book.heard(booking("d"), 0.0)
+    for name in "abc":
+        one.book.free(key(name))
+    link.step(0.1)
+    assert len(two.book) == 0
+
+
+def test_a_digest_knows_order_no_more_than_a_set_does() -> None:
+    some = [booking(name, revision=n + 1) for n, name in enumerate("abc")]
+    one, two = Digest(), Digest()
+    assert one.value == two.value != 0
+    for each in some:
+        one.put(each)
+    for each in reversed(some):
+        two.put(replace(each, revision=9))
+        two.put(each)
+    two.put(booking("d"))
+    assert one.value != two.value
+    two.discard(key("d"))
+    two.discard(key("never"))
+    assert one.value == two.value
+    assert len({fingerprint(b) for b in some} | {fingerprint(booking("a", revision=2))}) == 4
+
+
+# Any order of events.
+
+NAMES = "abcd"
+FRONTENDS = (7, 8)
+IDS = (1, 2, 3)
+
+
+class Client:
+    """A frontend: what it holds, and its session."""
+
+    def __init__(self, frontend_id: int) -> None:
+        self.id = frontend_id
+        self.held: dict[BookingKey, Booking] = {}
+        self.router: Peer | None = None
+        self.session = 0
+
+
+class RoutersMachine(RuleBasedStateMachine):
+    """Routers die and return, frames get lost, frontends move: in the end all books are the truth.
+
+    The truth is what the frontends hold. A booking is unknown to all routers for a while when the
+    only one that knew it dies before it has told; its frontend announces it again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.routers = {n: Peer(n) for n in IDS}
+        self.clients = {n: Client(n) for n in FRONTENDS}
+        self.last_id = max(IDS)
+        self.last_name = 0
+        self.connect_all()
+
+    def living(self) -> list[Peer]:
+        return [router for router in self.routers.values() if router.is_alive]
+
+    def connect_all(self) -> None:
+        for one in self.living():
+            for two in self.living():
+                if one is not two and two.id not in one.links:
+                    for part in two.replica.snapshot():
+                        one.replica.heard_snapshot(two.id, part, self.now)
+                    one.links[two.id] = Link(one, two)
+
+    def attach(self, client: Client, router: Peer) -> None:
+        if client.router is not None and client.router.is_alive:
+            client.router.book.end_session(client.session, self.now)
+        client.router, client.session = router, router.book.open_session(client.id)
+        for held in client.held.values():
+            router.book.announce(held, client.session, self.now)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
+    def move(self, frontend: int, data: st.DataObject) -> None:
+        self.attach(self.clients[frontend], data.draw(st.sampled_from(self.living())))
+
+    @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
+    def place(self, frontend: int, worker: Placement) -> None:
+        client = self.clients[frontend]
+        if client.router is not None and client.router.is_alive:
+            self.last_name += 1
+            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            client.router.book.book(new, client.session, self.now)
+            client.held[new.key] = new
+
+    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
+    def prefill_done(self, frontend: int, data: st.DataObject) -> None:
+        client = self.clients[frontend]
+        if client.held:
+            one = data.draw(st.sampled_from(sorted(client.held)))
+            held = client.held[one]
+            if held.prefill_tokens:
+                client.held[one] = replace(held, prefill_tokens=0, revision=held.revision + 1)
+                if client.router is not None and client.router.is_alive:
+                    client.router.book.mark_prefill_done(one)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
+    def free(self, frontend: int, data: st.DataObject) -> None:
+        client = self.clients[frontend]
+        if client.held:
+            one = data.draw(st.sampled_from(sorted(client.held)))
+            del client.held[one]
+            if client.router is not None and client.router.is_alive:
+                client.router.book.free(one)
+
+    @rule(data=st.data(), is_lost=st.booleans())
+    def exchange(self, data: st.DataObject, is_lost: bool) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        if links:
+            data.draw(st.sampled_from(links)).step(self.now, is_lost=is_lost)
+
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        if links:
+            link = data.draw(st.sampled_from(links))
+            del link.sender.links[link.hearer.id]
+            link.close(self.now)
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        if len(self.living()) > 1:
+            victim = data.draw(st.sampled_from(self.living()))
+            victim.is_alive = False
+            for link in victim.links.values():
+                link.close(self.now)
+            for router in self.living():
+                if victim.id in router.links:
+                    router.links.pop(victim.id).close(self.now)
+
+    @rule()
+    def one_returns(self) -> None:
+        if len(self.living()) < len(IDS):
+            self.last_id += 1
+            self.routers[self.last_id] = Peer(self.last_id)
+            self.connect_all()
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for router in self.living():
+            router.book.expire(self.now)
+
+    @rule()
+    def rest(self) -> None:
+        """Faults stop: within the time of an orphan and a digest all are right."""
+        self.connect_all()
+        for client in self.clients.values():
+            if client.router is None or not client.router.is_alive:
+                self.attach(client, self.living()[0])
+        for _ in range(4):
+            self.now += DIGEST_S
+            for router in self.living():
+                router.book.expire(self.now)
+            for _ in range(2):
+                for router in self.living():
+                    for link in router.links.values():
+                        link.flush(self.now)
+        truth = {one: held for client in self.clients.values() for one, held in client.held.items()}
+        for router in self.living():
+            assert router.held() == truth
+            assert router.book.orphan_count == 0
+
+    def teardown(self) -> None:
+        self.rest()
+        for client in self.clients.values():
+            for one in list(client.held):
+                del client.held[one]
+                assert client.router is not None
+                client.router.book.free(one)
+        self.rest()
+        for router in self.living():
+            assert router.book.load(W1, self.now) == Totals()
+
+
+TestRouters = RoutersMachine.TestCase
+TestRouters.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
