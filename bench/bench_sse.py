@@ -15,7 +15,7 @@ from collections.abc import Callable
 import orjson
 
 from frontend_svc.core.openai import parse_chat
-from frontend_svc.core.sse import ChunkWriter, Kind, escaped
+from frontend_svc.core.sse import ChunkWriter, Kind
 from frontend_svc.metrics import DeploymentState, Endpoint
 
 CALLS = 100_000
@@ -49,8 +49,7 @@ def whole_dump(answer_id: str) -> bytes:
 def main() -> None:
     answer_id = "chatcmpl-0123456789abcdef0123456789abcdef"
     writer = ChunkWriter(Kind.CHAT, answer_id, "a-model", 1_700_000_000)
-    ready = escaped(TOKEN)
-    content, content_escaped = writer.content, writer.content_escaped
+    content = writer.content
     meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
     messages = [{"role": "user", "content": "some words " * 20}] * 10
     body = orjson.dumps({"model": "m", "messages": messages, "stream": True, "max_tokens": 100})
@@ -62,7 +61,6 @@ def main() -> None:
         "python": platform.python_version(),
         "load_1m": round(os.getloadavg()[0], 2),
         "content_ns": best_ns(lambda: content(TOKEN)),
-        "content_escaped_ns": best_ns(lambda: content_escaped(ready)),
         "whole_dump_ns": best_ns(lambda: whole_dump(answer_id)),
         "empty_call_ns": best_ns(lambda: None),
         "meter_tokens_ns": best_ns(lambda: meter.tokens(1, 1.0)),

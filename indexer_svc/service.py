@@ -196,7 +196,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             partition = partition_from_proto(request.partition)
         filled = asyncio.Event()
         async with self._ingest.exclusive():
-            subscriber = self._subscriber(resume, partition)
+            subscriber = self._subscriber(resume, partition, loads_only=request.loads_only)
             self._ingest.subscribers[subscriber] = filled
         try:
             while not self._is_ending:
@@ -215,10 +215,17 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         finally:
             del self._ingest.subscribers[subscriber]
 
-    def _subscriber(self, resume: Sequence[SourceState], partition: Partition | None) -> Subscriber:
+    def _subscriber(
+        self, resume: Sequence[SourceState], partition: Partition | None, *, loads_only: bool
+    ) -> Subscriber:
         ingest = self._ingest
         subscriber = Subscriber(
-            ingest.feed, ingest.histories, resume, partition, self._subscriber_bytes
+            ingest.feed,
+            ingest.histories,
+            resume,
+            partition,
+            self._subscriber_bytes,
+            loads_only=loads_only,
         )
         for source in subscriber.unknown_sources:
             # After a restart of this index, workers are on their way to it.

@@ -37,6 +37,7 @@ SNAPSHOTS_MAX = 2
 FRAME_BYTES = 256 * 1024
 ITEM_BYTES = 64
 UNSENT = SourceStatus("gapped", "a snapshot is on its way")
+UNWANTED = SourceStatus("gapped", "the subscriber asked for loads only")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class _Reading:
 class Subscriber:
     """One subscription. `is_cut`: more than `cap_bytes` waited; it has to resume.
 
-    resume: what the subscriber has. partition: None for all.
+    resume: what the subscriber has. partition: None for all. loads_only: it wants no claims, so
+    none are kept for it.
     """
 
     def __init__(
@@ -85,11 +87,14 @@ class Subscriber:
         resume: Iterable[SourceState],
         partition: Partition | None,
         cap_bytes: int,
+        *,
+        loads_only: bool = False,
     ) -> None:
         self._feed = feed
         self._histories = histories
         self._partition = partition
         self._cap_bytes = cap_bytes
+        self._loads_only = loads_only
         self._known = {state.source: (state.epoch, state.sequence) for state in resume}
         self._waiting: deque[Told] = deque()
         self._waiting_bytes = 0
@@ -119,7 +124,7 @@ class Subscriber:
         source = batch.source
         at = (batch.epoch, batch.sequence)
         known = self._known.get(source)
-        if known is None:
+        if known is None or self._loads_only:
             return
         begins_epoch = batch.sequence == 1 and batch.epoch > known[0]
         if begins_epoch or at == (known[0], known[1] + 1):
@@ -157,7 +162,10 @@ class Subscriber:
         partition, status = self._feed.partition(source), self._feed.status(source)
         if not self._wants(partition):
             return
-        if status.state == "gapped":
+        if self._loads_only:
+            is_there = status.state in ("exact", "degraded")
+            self._put(StatusTold(source, partition, UNWANTED if is_there else status))
+        elif status.state == "gapped":
             self._stop_reading(source)
             self._put(StatusTold(source, partition, status))
         elif source in self._wanted or any(r.source == source for r in self._readings):
@@ -220,15 +228,20 @@ class Subscriber:
         missed = self._histories[source].since(*known)
         if missed is None or known[0] != at.epoch:
             return False
+        # What does not fit would be cut now and whenever it resumes; a snapshot is read as it goes.
+        # Half is for statuses and what comes meanwhile.
+        if self._waiting_bytes + sum(map(_weight, missed)) > self._cap_bytes // 2:
+            return False
         for batch in missed:
             self.batch(batch)
         return self._known[source] == here
 
     def _take_part(self, told: list[Told]) -> None:
-        while self._wanted and len(self._readings) < SNAPSHOTS_MAX:
+        if self._wanted and len(self._readings) < SNAPSHOTS_MAX:
             source = next(iter(self._wanted))
             del self._wanted[source]
-            self._readings.append(self._begin(source))
+            # Its first part goes out at once: no batch may go ahead of that, or it is a gap.
+            self._readings.appendleft(self._begin(source))
         if not self._readings:
             return
         reading = self._readings.popleft()

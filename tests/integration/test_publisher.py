@@ -54,6 +54,12 @@ WAIT_S = 15.0
 BLOCK = 4
 
 
+@pytest.fixture(autouse=True)
+def never_regrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is due after half a minute must not happen in a test that a loaded machine slows."""
+    monkeypatch.setattr(publisher_module, "REGROW_S", 3600.0)
+
+
 async def until(condition: Callable[[], object], what: str) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + WAIT_S
@@ -300,6 +306,7 @@ async def mesh() -> AsyncIterator[Mesh]:
         await running.registry.close()
 
 
+@pytest.mark.row("S1-02")
 async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() -> None:
     async with mesh() as m:
         indexer = await m.indexer()
@@ -316,6 +323,7 @@ async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() ->
         assert len(indexer.held) == 3
 
 
+@pytest.mark.row("S1-19")
 async def test_a_new_indexer_is_told_everything_from_the_first_batch() -> None:
     async with mesh() as m:
         await m.store_batches(5)
@@ -325,6 +333,7 @@ async def test_a_new_indexer_is_told_everything_from_the_first_batch() -> None:
         assert indexer.stream.chunks == []
 
 
+@pytest.mark.row("S1-06", "S1-19")
 @pytest.mark.slow
 async def test_what_the_ring_has_no_more_is_a_snapshot_and_live_goes_on_behind_it() -> None:
     async with mesh() as m:
@@ -338,6 +347,7 @@ async def test_what_the_ring_has_no_more_is_a_snapshot_and_live_goes_on_behind_i
         assert indexer.stream.batches == [(1, last + 1)]
 
 
+@pytest.mark.row("S1-16")
 async def test_an_indexer_that_returns_is_sent_only_what_it_missed() -> None:
     async with mesh() as m:
         indexer = await m.indexer()
@@ -458,6 +468,41 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(m.published) == 6, "no more than that is announced"
 
 
+async def test_after_a_while_without_demands_what_was_withdrawn_is_announced_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages(10)
+        await m.settled(indexer)
+        await indexer.shrink(4)
+        await until(lambda: len(m.published) == 6, "it shrinks")
+        await m.settled(indexer)
+        monkeypatch.setattr(publisher_module, "REGROW_BLOCKS_MIN", 3)
+        m.publisher.grow()
+        await m.settled(indexer)
+        assert len(indexer.held) == 9, "a little at a time"
+        m.publisher.grow()
+        await m.settled(indexer)
+        assert indexer.held == m.published
+        assert len(m.published) == 10
+        m.store_pages(5)
+        await m.settled(indexer)
+        assert len(m.published) == 15, "the bound is gone"
+        assert m.publisher.counters["regrown_blocks"] == 4
+
+
+async def test_room_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher_module, "REGROW_S", 0.01)
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages(10)
+        await m.settled(indexer)
+        await indexer.shrink(4)
+        await until(lambda: m.publisher.counters["regrown_blocks"], "it looks for room")
+        await until(lambda: len(m.published) == 10, "there is room")
+
+
 async def test_a_demand_to_shrink_made_before_the_last_shrinking_was_seen_is_void() -> None:
     async with mesh() as m:
         indexer = await m.indexer(is_mute=True)
@@ -518,6 +563,7 @@ async def test_events_that_cannot_be_applied_never_hurt_the_engine() -> None:
         assert m.publisher.figures()["kv_unknown_rank"] == 1
 
 
+@pytest.mark.row("S1-03")
 @pytest.mark.slow
 async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
     async with mesh() as m:

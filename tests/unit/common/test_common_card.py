@@ -65,6 +65,15 @@ def test_the_checksum_ignores_order_and_whether_bytes_travel_inline() -> None:
     assert len(encode_card(CARD.without_inline())) < len(encode_card(CARD))
 
 
+def test_only_artifacts_above_a_size_leave_the_card() -> None:
+    small, large = Artifact.of(b"12345"), Artifact.of(b"123456")
+    card = ModelCard(name="m", artifacts={"small": small, "large": large})
+    thin = card.without_inline(above_bytes=5)
+    assert thin.artifacts["small"].inline == b"12345"
+    assert thin.artifacts["large"].inline is None
+    assert thin.checksum == card.checksum
+
+
 OTHERS: dict[str, Any] = {
     "name": "other",
     "aliases": ("q",),

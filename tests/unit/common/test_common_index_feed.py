@@ -101,6 +101,7 @@ def demands(feed: IndexFeed) -> list[tuple[int, int]]:
 # The order of things.
 
 
+@pytest.mark.row("S1-28")
 def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> None:
     feed = announced()
     give(feed, batch(1, stored(1, 2, 4)))
@@ -179,6 +180,7 @@ def test_an_absent_block_does_not_stop_the_rest_of_a_removal() -> None:
     assert claimed(feed) == {1}
 
 
+@pytest.mark.row("S1-28")
 def test_an_unannounced_source_is_refused_by_name() -> None:
     feed = announced()
     with pytest.raises(InvalidRequest) as refused:
@@ -389,11 +391,28 @@ def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_st
     give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
     feed.lose_all(0.0, "the stream ended")
     assert feed.positions() == [SourceState(SOURCE, EPOCH, 1)]
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
-    assert feed.status(SOURCE).state == "gapped", "it knows that there is more"
+    # What it missed comes first, and then how far it is to be trusted.
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
     assert claimed(feed) == {1, 2, 4, 8}
+    assert demands(feed) == []
+
+
+def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
+    """It would subscribe again because of it, and be promised the snapshot again, for ever."""
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
+    feed.lose_all(0.0, "the stream ended")
+    feed.follow(None, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    assert demands(feed) == []
+    assert feed.match(PARTITION, array([1])) == []
+    give(feed, chunk(4, 1, 8, first=True, last=True))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "exact"
+    assert claimed(feed) == {1, 8}
+    assert demands(feed) == []
 
 
 # What Dynamo's index gets wrong (reference, section 11).

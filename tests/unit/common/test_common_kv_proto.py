@@ -30,6 +30,7 @@ def array(*keys: int) -> Hashes:
     return np.array(keys, dtype=np.uint64)
 
 
+@pytest.mark.row("S1-29")
 def test_partitions_states_and_statuses_come_back_equal() -> None:
     partition = Partition("m", 16, 1, 2)
     assert kv_proto.partition_from_proto(kv_proto.partition_to_proto(partition)) == partition
@@ -39,6 +40,7 @@ def test_partitions_states_and_statuses_come_back_equal() -> None:
     assert kv_proto.status_from_proto(kv_proto.status_to_proto(status)) == status
 
 
+@pytest.mark.row("S1-29", "S1-33")
 def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
     events = [
         Event(EventKind.STORED, array(1, 2**64 - 1), Tier.HOST),

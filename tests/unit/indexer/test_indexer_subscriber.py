@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from common.index_feed import Applied, Changed, IndexFeed, Replaced, exhaust
+from common.index_feed import Applied, Changed, Demand, IndexFeed, Replaced, exhaust
 from common.kv import (
     CHUNK_BLOCKS,
     Event,
@@ -105,6 +105,10 @@ def held(feed: IndexFeed, source: Source) -> set[int]:
     return {key for _, part in index.chunks(claims) for key in part.tolist()}
 
 
+def demands(copy: IndexFeed) -> list[Demand]:
+    return [news for news in copy.take_news() if isinstance(news, Demand)]
+
+
 def chunks(told: Iterable[Told]) -> list[SnapshotChunk]:
     return [one for one in told if isinstance(one, SnapshotChunk)]
 
@@ -124,6 +128,21 @@ def test_a_newcomer_gets_each_source_in_parts_then_its_status_then_the_end() -> 
 
 def test_an_empty_index_is_caught_up_at_once() -> None:
     assert everything(Index().subscribe()) == [CaughtUp()]
+
+
+def test_no_batch_of_a_source_goes_ahead_of_the_first_part_of_its_snapshot() -> None:
+    """A copy would see a gap, and subscribe again: under traffic for ever."""
+    index, copy = Index(), IndexFeed()
+    for source in (A, B, C):
+        index.add(source, *range(1, 3 * CHUNK_BLOCKS))
+    subscriber = index.subscribe()
+    for n in range(20):
+        give(copy, subscriber.take())
+        for source in (A, B, C):
+            index.store(source, 10**6 + n)
+    give(copy, everything(subscriber))
+    assert [held(copy, one) for one in (A, B, C)] == [held(index.feed, one) for one in (A, B, C)]
+    assert demands(copy) == []
 
 
 def test_at_most_two_snapshots_are_read_at_once_and_live_batches_go_first() -> None:
@@ -155,6 +174,20 @@ def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
     index.store(A, 4)
     told = everything(index.subscribe(behind))
     assert [type(one) for one in told] == [EventBatch, EventBatch, StatusTold, CaughtUp]
+
+
+@pytest.mark.parametrize("cap", [1000, 3344, 3400])
+def test_who_is_behind_by_about_what_may_wait_for_it_gets_a_snapshot(cap: int) -> None:
+    """It was cut at once, whenever it resumed, for as long as the source was quiet."""
+    index = Index()
+    index.add(A, 1)
+    at = index.feed.position(A)
+    for key in range(2, 40):
+        index.store(A, key)
+    subscriber = index.subscribe(at, cap=cap)
+    told = everything(subscriber)
+    assert not subscriber.is_cut
+    assert len(chunks(told)) == 1
 
 
 def test_who_is_of_another_epoch_gets_a_snapshot() -> None:

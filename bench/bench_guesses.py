@@ -1,0 +1,145 @@
+"""What guessing caches costs against knowing them: hit rates of one workload, no processes.
+
+    PYTHONPATH=protos:. python -m bench.bench_guesses
+
+Eight workers with LRU caches of a given size take 4,000 prompts of 300 sessions that grow turn by
+turn over 30 common beginnings, 24 at a time. What a worker holds is known by events, guessed from
+decisions, or not asked for. One line of JSON: hit rate (blocks found of blocks sent) by cache size
+in blocks and by way to know.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from bench.measure import commit, machine
+from common.blocks import PrefixHasher, hashes_from_bytes, hashes_to_bytes
+from common.instances import Instance, Snapshot
+from common.kv import Source
+from common.prefix_index import Matched
+from router_svc.config import RouterConfig
+from router_svc.core.fleet import Placement
+from router_svc.core.load import BookingKey
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query
+from router_svc.core.route import Router
+from router_svc.core.select import SELECTORS
+
+B = 16
+HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
+WORKERS, SESSIONS, BEGINNINGS, REQUESTS, AT_ONCE = 8, 300, 30, 4000, 24
+TURNS_MAX = 12
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "events": {},
+    "events and predictions": {"router_predicted_ttl_secs": 5.0},
+    "guesses, 120 s": {"kv_events": False},
+    "guesses, 20 s": {"kv_events": False, "router_ttl_secs": 20.0},
+    "load alone": {"overlap_score_credit": 0.0},
+    "round robin": {"selector": "round_robin"},
+}
+
+
+class Caches:
+    """What each worker holds; also the index that knows it at once."""
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+        self._held: dict[int, OrderedDict[int, None]] = {
+            worker_id: OrderedDict() for worker_id in range(1, WORKERS + 1)
+        }
+
+    def depth(self, worker_id: int, chain: list[int]) -> int:
+        held = self._held[worker_id]
+        return next((n for n, block in enumerate(chain) if block not in held), len(chain))
+
+    def match(self, query: Query) -> list[Matched]:
+        chain = chain_of(query)
+        depths = {worker_id: self.depth(worker_id, chain) for worker_id in self._held}
+        return [Matched(Source(w), depth, depth, depth) for w, depth in depths.items() if depth]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact")
+
+    def keep(self, worker_id: int, chain: list[int]) -> None:
+        held = self._held[worker_id]
+        for block in reversed(chain):
+            held[block] = None
+            held.move_to_end(block)
+        while len(held) > self._blocks:
+            held.popitem(last=False)
+
+
+def chain_of(query: Query) -> list[int]:
+    chain: list[int] = hashes_from_bytes(query.prefix_hashes).tolist()
+    return chain
+
+
+def prompts(rng: Random) -> list[Query]:
+    """The workload, the same for every way to know."""
+    sessions = [(rng.randrange(BEGINNINGS), n, 0) for n in range(SESSIONS)]
+    queries = []
+    for number in range(REQUESTS):
+        at = rng.randrange(SESSIONS)
+        beginning, own, turns = sessions[at]
+        if turns == TURNS_MAX:
+            beginning, own, turns = rng.randrange(BEGINNINGS), SESSIONS + number, 0
+        sessions[at] = (beginning, own, turns + 1)
+        parts = ((beginning, 20), (BEGINNINGS + own, 6 * (turns + 1)))
+        tokens = np.concatenate(
+            [
+                np.random.default_rng(seed).integers(0, 1 << 17, blocks * B, dtype=np.uint32)
+                for seed, blocks in parts
+            ]
+        )
+        hashes = hashes_to_bytes(HASHER.prefix_hashes(tokens))
+        queries.append(Query("m", len(tokens), hashes, 1, B))
+    return queries
+
+
+def hit_rate(queries: list[Query], blocks: int, knobs: Mapping[str, Any]) -> float:
+    config, caches = RouterConfig(**knobs), Caches(blocks)
+    router = Router(
+        SELECTORS[config.selector](),
+        index=caches,
+        choice=config.index_choice,
+        knobs=config.cost_knobs,
+    )
+    workers = [
+        Instance(n, "m", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index="events")
+        for n in range(1, WORKERS + 1)
+    ]
+    router.update(Snapshot(1, {worker.id: worker for worker in workers}), 0.0)
+    rng = Random(5)
+    under_way: deque[tuple[BookingKey, int, list[int]]] = deque()
+    hits = sent = 0
+    for number, query in enumerate(queries):
+        key, chain = BookingKey(1, str(number), 0), chain_of(query)
+        worker_id = router.decide(query, key, number * 0.05, rng).worker.worker_id
+        hits += caches.depth(worker_id, chain)
+        sent += len(chain)
+        under_way.append((key, worker_id, chain))
+        if len(under_way) > AT_ONCE:
+            ended, at, computed = under_way.popleft()
+            caches.keep(at, computed)
+            router.book.free(ended)
+    return round(hits / sent, 3)
+
+
+def main() -> None:
+    queries = prompts(Random(4))
+    rates = {
+        str(blocks): {way: hit_rate(queries, blocks, knobs) for way, knobs in WAYS.items()}
+        for blocks in (600, 2_500, 20_000)
+    }
+    about = {"commit": commit(), "machine": machine(), "workers": WORKERS, "requests": REQUESTS}
+    print(json.dumps({**about, "hit_rate": rates}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Push ten times the index's budget of distinct blocks through it: its memory, and its truth.
+
+    PYTHONPATH=protos:. python bench/bench_index_memory.py [--budget-mb 16] [--times 10]
+
+The engines hold four times the budget and evict the oldest beyond that, so the index is over its
+budget all the time and publishers withdraw. The resident memory of the indexer's process is read
+every 50 ms. Every tenth of the way, and at the end, `Dump` is compared with what every engine holds
+at that moment: what is claimed and not held is a false claim. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.index_mesh import CHAIN, IndexerProcess, LoopPause, Workers, be_quiet, dump
+from bench.measure import commit, machine, rss_mb
+from common.file_registry import FileRegistry
+from common.tasks import TaskGroup
+from kvmesh.indexer.v1 import indexer_pb2
+
+# Of one block, as the indexer counts.
+BLOCK_BYTES = 108
+HELD_BUDGETS = 4
+CHECKS = 10
+# What the process may grow by: twice its budget, and what streams and a dump take.
+BUDGETS_MAX = 2
+FIXED_MB = 16
+
+
+class Watch:
+    """The memory of the indexer, and what it says it uses."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.before_mb = self.most_mb = rss_mb(pid)
+        self.used_mb = 0.0
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self.most_mb = max(self.most_mb, rss_mb(self.pid))
+            await asyncio.sleep(0.05)
+
+
+async def push(budget_mb: int, times: int, count: int) -> dict[str, object]:
+    """Push, and check."""
+    budget_blocks = budget_mb * 1_000_000 // BLOCK_BYTES
+    chains = times * budget_blocks // CHAIN
+    capacity = HELD_BUDGETS * budget_blocks // CHAIN // count
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry"
+        registry = FileRegistry(path)
+        indexer = IndexerProcess(path, "--budget-mb", str(budget_mb))
+        workers, pause = Workers(count, registry), LoopPause()
+        checks: list[dict[str, int]] = []
+        try:
+            async with TaskGroup() as tasks:
+                await workers.register()
+                running = [tasks.create_task(one.run()) for one in workers.publishers]
+                try:
+                    await indexer.start()
+                    watch = Watch(indexer.pid)
+                    running += [tasks.create_task(watch.run()), tasks.create_task(pause.watch())]
+                    began = time.perf_counter()
+                    for n in range(1, chains + 1):
+                        workers.store(n % count)
+                        if len(workers.cached[n % count]) > capacity:
+                            workers.evict(n % count)
+                        await asyncio.sleep(0)
+                        if n % (chains // CHECKS) == 0:
+                            checks.append(await _check(workers, indexer, watch, count))
+                    seconds = time.perf_counter() - began
+                    end_mb = rss_mb(indexer.pid)
+                finally:
+                    for one in running:
+                        one.cancel()
+        finally:
+            await indexer.kill()
+            await registry.close()
+    grown_mb = watch.most_mb - watch.before_mb
+    false_claims = sum(check["false"] for check in checks)
+    return {
+        "budget_blocks": budget_blocks,
+        "pushed_blocks": chains * CHAIN,
+        "held_blocks": capacity * count * CHAIN,
+        "seconds": round(seconds, 1),
+        "rss_before_mb": round(watch.before_mb, 1),
+        "rss_most_mb": round(watch.most_mb, 1),
+        "rss_end_mb": round(end_mb, 1),
+        "used_most_mb": round(watch.used_mb, 1),
+        "checks": checks,
+        "false_claims": false_claims,
+        "shrunk_blocks": workers.counters("shrunk_blocks"),
+        "longest_pause_of_publishers_ms": round(pause.longest_s * 1e3, 1),
+        "is_met": not false_claims and grown_mb <= BUDGETS_MAX * budget_mb + FIXED_MB,
+    }
+
+
+async def _check(
+    workers: Workers, indexer: IndexerProcess, watch: Watch, count: int
+) -> dict[str, int]:
+    async with indexer.stub() as stub:
+        stats = await stub.Stats(indexer_pb2.StatsRequest(), timeout=10.0)
+        watch.used_mb = max(watch.used_mb, stats.used_bytes / 1e6)
+        await workers.until_exact(stub)
+        claims = await dump(stub)
+        # A publisher may have withdrawn blocks meanwhile; what its engine holds has not moved.
+        truths = [workers.truth(number) for number in range(count)]
+    claimed = [claims.get(number + 1, set()) for number in range(count)]
+    return {
+        "claimed": sum(map(len, claimed)),
+        "held": sum(map(len, truths)),
+        "false": sum(len(one - truth) for one, truth in zip(claimed, truths, strict=True)),
+    }
+
+
+def main() -> None:
+    """Print the result; exit status 1 when memory was not bounded or a claim was false."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--budget-mb", type=int, default=16)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=4)
+    settings = parser.parse_args()
+    be_quiet()
+    load_before = os.getloadavg()[0]
+    result = asyncio.run(push(settings.budget_mb, settings.times, settings.workers))
+    report = {
+        "bench": "index_memory",
+        "commit": commit(),
+        "machine": machine() | {"load_1m_before": load_before, "load_1m": os.getloadavg()[0]},
+        "settings": vars(settings) | {"chain": CHAIN},
+        **result,
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.exit(not result["is_met"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Kill the indexer and start it again: how long until it is exact, checked block by block.
+
+    PYTHONPATH=protos:. python bench/bench_index_restart.py [--blocks 1000000] [--workers 4]
+
+The last worker goes on storing and evicting all the time, the others are idle. Times are counted
+from SIGKILL, and from the moment that the new process is ready: that is what the target is for, as
+starting a process takes what the machine has left for it. Afterwards `Dump` is compared with
+what every publisher has announced, and that with what its engine holds. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.index_mesh import CHAIN, IndexerProcess, Workers, be_quiet, dump
+from bench.measure import commit, machine, rss_mb
+from common.file_registry import FileRegistry
+from common.tasks import TaskGroup
+
+TARGET_S = 5.0
+
+
+async def restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
+    """Fill, kill, start, compare."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "registry"
+        registry, indexer = FileRegistry(path), IndexerProcess(path)
+        workers = Workers(count, registry)
+        try:
+            async with TaskGroup() as tasks:
+                await workers.register()
+                running = [tasks.create_task(one.run()) for one in workers.publishers]
+                try:
+                    await indexer.start()
+                    await _fill(workers, blocks, count)
+                    async with indexer.stub() as stub:
+                        await workers.until_exact(stub)
+                    rows = [await _round(workers, indexer, count) for _ in range(rounds)]
+                finally:
+                    for one in running:
+                        one.cancel()
+        finally:
+            await indexer.kill()
+            await registry.close()
+    return {
+        "rows": rows,
+        "is_met": all(
+            row["exact_after_ready_s"] <= TARGET_S and not row["differences"] for row in rows
+        ),
+        "target_s": TARGET_S,
+        "snapshots": workers.counters("snapshots"),
+    }
+
+
+async def _fill(workers: Workers, blocks: int, count: int) -> None:
+    for n in range(blocks // CHAIN):
+        workers.store(n % count)
+        await asyncio.sleep(0)
+
+
+async def _round(workers: Workers, indexer: IndexerProcess, count: int) -> dict[str, float]:
+    churn = asyncio.create_task(_churn(workers, count - 1))
+    try:
+        began = time.perf_counter()
+        await indexer.kill()
+        await indexer.start()
+        ready_s = time.perf_counter() - began
+        async with indexer.stub() as stub:
+            await workers.until_exact(stub)
+            exact_s = time.perf_counter() - began
+            churn.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await churn
+            claimed = await workers.until_exact(stub)
+            differences = 0
+            claims = await dump(stub)
+            for number in range(count):
+                announced = workers.published(number)
+                differences += len(claims[number + 1] ^ announced)
+                differences += len(announced ^ workers.truth(number))
+    finally:
+        churn.cancel()
+    return {
+        "ready_s": round(ready_s, 2),
+        "exact_s": round(exact_s, 2),
+        "exact_after_ready_s": round(exact_s - ready_s, 2),
+        "blocks": claimed,
+        "differences": differences,
+        "indexer_rss_mb": round(rss_mb(indexer.pid), 1),
+    }
+
+
+async def _churn(workers: Workers, number: int) -> None:
+    while True:
+        workers.store(number)
+        workers.evict(number)
+        await asyncio.sleep(0.02)
+
+
+def main() -> None:
+    """Print the result; exit status 1 when the target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--blocks", type=int, default=1_000_000)
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=2)
+    settings = parser.parse_args()
+    be_quiet()
+    load_before = os.getloadavg()[0]
+    result = asyncio.run(restart(settings.blocks, settings.workers, settings.rounds))
+    report = {
+        "bench": "index_restart",
+        "commit": commit(),
+        "machine": machine() | {"load_1m_before": load_before, "load_1m": os.getloadavg()[0]},
+        "settings": vars(settings) | {"chain": CHAIN},
+        **result,
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+    sys.exit(not result["is_met"])
+
+
+if __name__ == "__main__":
+    main()

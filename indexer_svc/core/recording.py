@@ -1,0 +1,395 @@
+"""KV events in a file: one JSON object a line, as a subscriber of the index was told (pure).
+
+The first line is the header, `{"kvmesh_kv_events": 1}`. Every other line has `t`, seconds since the
+recording began, never falling, and `is`:
+
+- `status`: source, state, reason; partition (model, block_size, hash_scheme, adapter_version) where
+  the index told it: how far the source can be trusted. It precedes all else about a source;
+- `batch`: source, epoch, sequence, events, each [kind, tier, hashes];
+- `snapshot`: source, epoch, sequence, tier, hashes, first, last;
+- `lost`: the recorder lost the index, and with it the snapshots that were under way; what follows
+  is what it missed;
+- `end`: the recording was ended in order. Nothing follows.
+
+A source is [worker id as decimal text, rank]; hashes are base64 of 8 bytes each, little endian;
+kinds are stored, removed, cleared; tiers device, host, disk.
+
+A line is written whole, its newline last: what a crash cuts off is a last line without one, which
+is no error (`Reading.is_cut`). Any other line that is not as it should be is one, and names its
+number.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import math
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+from common.blocks import hashes_from_bytes, hashes_to_bytes
+from common.errors import InvalidRequest
+from common.index_feed import IndexFeed
+from common.kv import (
+    CHUNK_BLOCKS,
+    NO_HASHES,
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+    Tier,
+)
+from indexer_svc.core.subscriber import StatusTold
+
+FORMAT: Final = "kvmesh_kv_events"
+VERSION: Final = 1
+# Above what the largest batch takes (2^20 hashes).
+LINE_BYTES_MAX: Final = 16 * 2**20
+_U64_MAX: Final = 2**64 - 1
+_STATES: Final = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The recorder lost the index."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The recording was ended in order."""
+
+
+Entry: TypeAlias = StatusTold | EventBatch | SnapshotChunk | Lost | End
+
+
+class BrokenRecording(InvalidRequest):
+    """A file is no recording, or a line of it is not as it should be. line: its number, from 1."""
+
+    def __init__(self, line: int, why: str) -> None:
+        super().__init__(
+            f"line {line}: {why}",
+            f"line {line}",
+            reason="BROKEN_RECORDING",
+            metadata={"line": str(line)},
+        )
+        self.line = line
+
+
+# Writing.
+
+
+def header() -> bytes:
+    """The first line."""
+    return _line({FORMAT: VERSION})
+
+
+def line_of(t: float, entry: Entry) -> bytes:
+    """One line. t: seconds since the recording began."""
+    return _line({"t": round(t, 6), **_facts_of(entry)})
+
+
+def _line(facts: Mapping[str, object]) -> bytes:
+    return json.dumps(facts, separators=(",", ":")).encode() + b"\n"
+
+
+def _facts_of(entry: Entry) -> dict[str, object]:
+    match entry:
+        case StatusTold(source, partition, status):
+            facts = {"is": "status", "source": _source_facts(source), **status._asdict()}
+            if partition is not None:
+                facts["partition"] = {
+                    "model": partition.model,
+                    "block_size": partition.block_size,
+                    "hash_scheme": partition.hash_scheme,
+                    "adapter_version": partition.adapter_version,
+                }
+            return facts
+        case EventBatch(source, epoch, sequence, events):
+            return {
+                "is": "batch",
+                "source": _source_facts(source),
+                "epoch": epoch,
+                "sequence": sequence,
+                "events": [
+                    [one.kind.name.lower(), one.tier.name.lower(), _hash_text(one.hashes)]
+                    for one in events
+                ],
+            }
+        case SnapshotChunk():
+            return {
+                "is": "snapshot",
+                "source": _source_facts(entry.source),
+                "epoch": entry.epoch,
+                "sequence": entry.sequence,
+                "tier": entry.tier.name.lower(),
+                "hashes": _hash_text(entry.hashes),
+                "first": entry.first,
+                "last": entry.last,
+            }
+        case Lost():
+            return {"is": "lost"}
+        case End():
+            return {"is": "end"}
+
+
+def _source_facts(source: Source) -> list[object]:
+    # As text: many readers of JSON have no 63 bits.
+    return [str(source.worker_id), source.dp_rank]
+
+
+def _hash_text(hashes: Hashes) -> str:
+    return b64encode(hashes_to_bytes(hashes)).decode()
+
+
+# Reading.
+
+
+class Reading:
+    """Reads lines; iterate once. is_cut: the last line was cut off; has_ended: `end` was there.
+
+    lines: raw, each with its newline. Raises BrokenRecording.
+    """
+
+    def __init__(self, lines: Iterable[bytes]) -> None:
+        self._lines = lines
+        self.is_cut = False
+        self.has_ended = False
+        self.lines_read = 0
+
+    def __iter__(self) -> Iterator[tuple[float, Entry]]:
+        """(seconds since the recording began, entry), in order."""
+        last_t = 0.0
+        for raw in self._lines:
+            number = self.lines_read + 1
+            if len(raw) > LINE_BYTES_MAX:
+                raise BrokenRecording(number, f"has more than {LINE_BYTES_MAX} bytes")
+            if not raw.endswith(b"\n"):
+                # What a crash left; the line before it is the last that counts.
+                self.is_cut = True
+                break
+            if self.has_ended:
+                raise BrokenRecording(number, "follows the end")
+            self.lines_read = number
+            try:
+                facts = _Facts(json.loads(raw.decode("utf-8")))
+                if number == 1:
+                    _check_header(facts)
+                    continue
+                t = facts.number("t")
+                if not last_t <= t < math.inf:
+                    raise ValueError(f"t is {t}, after {last_t}")
+                entry = _entry_of(facts)
+            except (ValueError, RecursionError) as error:
+                raise BrokenRecording(number, str(error)) from error
+            last_t = t
+            self.has_ended = isinstance(entry, End)
+            yield t, entry
+        if not self.lines_read:
+            raise BrokenRecording(1, f"is missing: a recording begins with {header().decode()!r}")
+
+
+class _Facts:
+    """A JSON object whose values are asked for by name and kind; ValueError says what is wrong."""
+
+    def __init__(self, value: object) -> None:
+        if not isinstance(value, dict):
+            raise ValueError("is no JSON object")
+        self._values = value
+
+    # Any: a JSON value.
+    def value(self, name: str) -> Any:
+        if name not in self._values:
+            raise ValueError(f"{name} is missing")
+        return self._values[name]
+
+    def has(self, name: str) -> bool:
+        return name in self._values
+
+    def number(self, name: str) -> float:
+        value = self.value(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{name} is no number")
+        return float(value)
+
+    def integer(self, name: str, low: int = 0) -> int:
+        value = self.value(name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= _U64_MAX:
+            raise ValueError(f"{name} is no whole number from {low} on")
+        return value
+
+    def text(self, name: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name} is no text")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.value(name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is neither true nor false")
+        return value
+
+
+def _check_header(facts: _Facts) -> None:
+    version = facts.value(FORMAT)
+    if version != VERSION:
+        raise ValueError(f"{FORMAT} is {version!r}; what can be read is {VERSION}")
+
+
+def _entry_of(facts: _Facts) -> Entry:
+    match facts.text("is"):
+        case "status":
+            return StatusTold(_source_of(facts), _partition_of(facts), _status_of(facts))
+        case "batch":
+            return EventBatch(
+                _source_of(facts),
+                facts.integer("epoch"),
+                facts.integer("sequence", 1),
+                _events_of(facts.value("events")),
+            )
+        case "snapshot":
+            hashes = _hashes_of(facts.text("hashes"), "hashes")
+            if len(hashes) > CHUNK_BLOCKS:
+                raise ValueError(f"hashes: {len(hashes)} are more than {CHUNK_BLOCKS}")
+            return SnapshotChunk(
+                _source_of(facts),
+                facts.integer("epoch"),
+                facts.integer("sequence"),
+                hashes,
+                _tier_of(facts.text("tier")),
+                first=facts.flag("first"),
+                last=facts.flag("last"),
+            )
+        case "lost":
+            return Lost()
+        case "end":
+            return End()
+        case other:
+            raise ValueError(f"is: {other!r} is not known here")
+
+
+def _source_of(facts: _Facts) -> Source:
+    match facts.value("source"):
+        case [str(worker), int(rank)] if worker.isdecimal() and 0 <= rank < 2**32:
+            worker_id = int(worker)
+            if 0 < worker_id <= _U64_MAX:
+                return Source(worker_id, rank)
+    raise ValueError("source is not [worker id as text, rank]")
+
+
+def _partition_of(facts: _Facts) -> Partition | None:
+    if not facts.has("partition"):
+        return None
+    inner = _Facts(facts.value("partition"))
+    return Partition(
+        inner.text("model"),
+        inner.integer("block_size", 1),
+        inner.integer("hash_scheme"),
+        inner.integer("adapter_version"),
+    )
+
+
+def _status_of(facts: _Facts) -> SourceStatus:
+    state = facts.text("state")
+    if state not in _STATES:
+        raise ValueError(f"state: {state!r} is not known here")
+    return SourceStatus(state, facts.text("reason"))
+
+
+# Any: a JSON value.
+def _events_of(value: Any) -> list[Event]:
+    if not isinstance(value, list):
+        raise ValueError("events is no list")
+    events = []
+    for one in value:
+        match one:
+            case [str(kind), str(tier), str(hashes)]:
+                events.append(Event(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
+            case _:
+                raise ValueError("events: one is not [kind, tier, hashes]")
+    return events
+
+
+def _kind_of(name: str) -> EventKind:
+    for kind in EventKind:
+        if kind.name.lower() == name:
+            return kind
+    raise ValueError(f"events: the kind {name!r} is not known here")
+
+
+def _tier_of(name: str) -> Tier:
+    for tier in Tier:
+        if tier.name.lower() == name:
+            return tier
+    raise ValueError(f"tier: {name!r} is not known here")
+
+
+def _hashes_of(text: str, field: str) -> Hashes:
+    if not text:
+        return NO_HASHES
+    try:
+        return hashes_from_bytes(b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{field}: {error}") from error
+
+
+# Using.
+
+
+def play(feed: IndexFeed, entry: Entry, now: float) -> Iterator[None]:
+    """Gives an entry to a replica; steps as of `IndexFeed.apply`. Raises InvalidRequest."""
+    match entry:
+        case StatusTold(source, partition, status):
+            feed.follow(partition, source, status, now)
+        case EventBatch():
+            yield from feed.apply(entry, now)
+        case SnapshotChunk():
+            yield from feed.load(entry, now)
+        case Lost():
+            feed.lose_all(now, "the recorder lost its index")
+        case End():
+            pass
+
+
+class Positions:
+    """Where a replica of all that was recorded stands: what a recorder resumes from.
+
+    A snapshot counts from its last part on, with the batches that came meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._at: dict[Source, tuple[int, int]] = {}
+        self._incoming: dict[Source, tuple[int, int]] = {}
+
+    def states(self) -> list[SourceState]:
+        """One for each source that is known, after `Lost` was taken."""
+        return [SourceState(source, *at) for source, at in self._at.items()]
+
+    def take(self, entry: Entry) -> None:
+        """An entry was recorded."""
+        match entry:
+            case StatusTold(source, _, status):
+                if status.state == "gone":
+                    self._at.pop(source, None)
+                    self._incoming.pop(source, None)
+            case EventBatch(source, epoch, sequence):
+                if epoch > self._incoming.get(source, self._at.get(source, (0, 0)))[0]:
+                    self._incoming.pop(source, None)
+                at = self._incoming if source in self._incoming else self._at
+                at[source] = (epoch, sequence)
+            case SnapshotChunk(source):
+                if entry.first:
+                    self._incoming[source] = (entry.epoch, entry.sequence)
+                if entry.last and source in self._incoming:
+                    self._at[source] = self._incoming.pop(source)
+            case Lost():
+                self._incoming.clear()
+            case End():
+                pass

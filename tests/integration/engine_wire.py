@@ -1,0 +1,358 @@
+"""An engine's KV events on real ZeroMQ sockets, a worker that listens to them, and an indexer.
+
+`EngineWire` publishes as SGLang and vLLM do: PUB with [topic, number, msgpack of a batch], the last
+batches kept for replay by a ROUTER. What it says is the test's to choose; a batch can be kept from
+its subscribers, and the engine can be replaced by a new process on the same ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from common import rpc
+from common.blocks import PrefixHasher, hashes_to_bytes
+from common.kv import Hashes, Partition, Source, Tier
+from common.kv_proto import partition_to_proto
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from indexer_svc.app import IndexerApp
+from indexer_svc.config import IndexerConfig
+from kvmesh.indexer.v1 import indexer_pb2 as pb
+from kvmesh.indexer.v1 import indexer_pb2_grpc
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
+from worker_svc.echo_engine import EchoConfig, EchoEngine
+from worker_svc.engine import EngineConfig
+from worker_svc.sglang_events import TOPIC, Endpoints, KvReader
+
+WAIT_S = 20.0
+BLOCK = 4
+RULES = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+
+# Any: what an engine says, before it is packed.
+WireEvent = Mapping[str, Any]
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + WAIT_S
+    while not condition():
+        assert loop.time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.005)
+
+
+def stored(
+    hashes: Sequence[int | bytes],
+    parent: int | bytes | None,
+    tokens: Sequence[int],
+    *,
+    block: int = BLOCK,
+    medium: str | None = None,
+    **more: Any,
+) -> WireEvent:
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": block,
+        "lora_id": None,
+        "medium": medium,
+        **more,
+    }
+
+
+def removed(*hashes: int | bytes, medium: str | None = None) -> WireEvent:
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": medium}
+
+
+CLEARED: WireEvent = {"type": "AllBlocksCleared"}
+
+
+class EngineWire:
+    """One rank's publisher. as_arrays: events as arrays, as vLLM packs them, not as maps.
+
+    keeps: batches kept for replay; 0: there is no replay service.
+    """
+
+    def __init__(self, *, keeps: int = 10_000, as_arrays: bool = False, rank: int = 0) -> None:
+        self.rank = rank
+        self.sequence = 0
+        self.replays = 0
+        self._keeps = keeps
+        self._as_arrays = as_arrays
+        # Whether it is being replaced, or an answer is on its way.
+        self._turn = asyncio.Lock()
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
+        self._context = zmq.asyncio.Context()
+        self._live = self._bound(zmq.PUB, 0)
+        self._router = self._bound(zmq.ROUTER, 0) if keeps else None
+        self.endpoints = Endpoints(
+            _port(self._live) - rank, None if self._router is None else _port(self._router) - rank
+        )
+
+    async def publish(self, *events: WireEvent, reaches: bool = True) -> None:
+        """One batch. reaches: whether subscribers get it."""
+        batch = [float(self.sequence), [self._packed(one) for one in events], self.rank]
+        payload = msgspec.msgpack.encode(batch)
+        number = self.sequence.to_bytes(8, "big")
+        self._kept.append((self.sequence, payload))
+        self.sequence += 1
+        if reaches:
+            await self._live.send_multipart([TOPIC.encode(), number, payload])
+
+    async def restart(self) -> None:
+        """A new process on the same ports: empty, and its first batch has the number 0."""
+        async with self._turn:
+            live, router = self._live, self._router
+            self.sequence = 0
+            self._kept.clear()
+            self._live = await self._bound_again(live)
+            if router is not None:
+                self._router = await self._bound_again(router)
+
+    async def serve(self) -> None:
+        """Answers replay requests, until cancelled."""
+        while self._router is not None:
+            async with self._turn:
+                if await self._router.poll(20):
+                    await self._answer(self._router)
+            await asyncio.sleep(0.001)
+
+    async def _answer(self, router: zmq.asyncio.Socket) -> None:
+        client, _, first = await router.recv_multipart()
+        self.replays += 1
+        for sequence, payload in tuple(self._kept):
+            if sequence >= int.from_bytes(first, "big"):
+                number = sequence.to_bytes(8, "big")
+                await router.send_multipart([client, b"", TOPIC.encode(), number, payload])
+        end = (-1).to_bytes(8, "big", signed=True)
+        await router.send_multipart([client, b"", b"", end, b""])
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _packed(self, event: WireEvent) -> Any:
+        return list(event.values()) if self._as_arrays else event
+
+    def _bound(self, kind: int, port: int) -> zmq.asyncio.Socket:
+        socket: zmq.asyncio.Socket = self._context.socket(kind)
+        try:
+            socket.bind(f"tcp://127.0.0.1:{port or '*'}")
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
+        return socket
+
+    async def _bound_again(self, old: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+        kind, port = int(old.get(zmq.TYPE)), _port(old)
+        old.close(linger=0)
+        # The socket that was closed gives its port back a moment later.
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while True:
+            try:
+                return self._bound(kind, port)
+            except zmq.ZMQError:
+                assert asyncio.get_running_loop().time() < deadline, f"port {port} stays taken"
+                await asyncio.sleep(0.01)
+
+
+def _port(socket: zmq.asyncio.Socket) -> int:
+    endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return int(endpoint.decode().rsplit(":", 1)[1])
+
+
+class WiredEngine(EchoEngine):
+    """An engine whose KV events come over the wire."""
+
+    def __init__(self, wires: Sequence[EngineWire], rules: KvRules, model: str) -> None:
+        super().__init__(EchoConfig(model=model))
+        self.kv_rules = rules
+        self.kv_silence = ""
+        self.readers: list[KvReader] = []
+        self._wires = wires
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return replace(
+            await super().start(worker_id),
+            kv_index="events",
+            kv_index_reason="",
+            kv_cache_block_size=self.kv_rules.block_size,
+            dp_size=len(self._wires),
+        )
+
+    def publish_to(self, sink: KvSink) -> None:
+        for wire in self._wires:
+            reader = KvReader(wire.rank, wire.endpoints, sink)
+            self.readers.append(reader)
+            self._tasks.append(asyncio.create_task(reader.run()))
+            self._tasks.append(asyncio.create_task(wire.serve()))
+
+    async def cleanup(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await super().cleanup()
+
+
+class WiredMesh:
+    """An indexer, asked over gRPC, and workers whose engines are on the wire."""
+
+    def __init__(self, store: MemoryStore, indexer: IndexerApp) -> None:
+        self.store = store
+        self.indexer = indexer
+        self.channel = rpc.channel(indexer.address)
+        self.stub = indexer_pb2_grpc.IndexerServiceStub(self.channel)
+
+    @asynccontextmanager
+    async def worker(
+        self,
+        worker_id: int,
+        *wires: EngineWire,
+        rules: KvRules = RULES,
+        model: str = "m",
+    ) -> AsyncIterator[WorkerApp]:
+        """A worker that is in discovery and publishes to the indexer."""
+        engine = WiredEngine(wires, rules, model)
+        config = WorkerConfig(registry="memory", block_size=rules.block_size)
+        registry = MemoryRegistry(self.store)
+        app = WorkerApp(config, instance_id=worker_id, registry=registry, engine=engine)
+        life = Life(Health())
+        sources = [Source(worker_id, wire.rank) for wire in wires]
+        feed = self.indexer.ingest.feed
+        try:
+            await app.start(life)
+            await app.register()
+            await until(lambda: all(one in feed for one in sources), "it has said hello")
+            await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
+            yield app
+        finally:
+            assert await life.cancel_tasks(WAIT_S) == []
+            await app.close()
+            for wire in wires:
+                wire.close()
+
+    async def rows(self, partition: Partition, hashes: Hashes) -> list[pb.MatchedDepth]:
+        request = pb.MatchRequest(
+            partition=partition_to_proto(partition), prefix_hashes=hashes_to_bytes(hashes)
+        )
+        answer = await rpc.unary(self.stub.Match, request, timeout_s=WAIT_S)
+        assert isinstance(answer, pb.MatchResponse)
+        return list(answer.matches)
+
+    async def depths(
+        self,
+        app: WorkerApp,
+        tokens: Sequence[int],
+        *,
+        lora: str = "",
+        salt: str = "",
+        rank: int = 0,
+    ) -> tuple[int, int, int]:
+        """How deep the index says that a worker holds a prompt: device, host, disk."""
+        partition = partition_of(app)
+        names = names_of(partition, tokens, lora=lora, salt=salt)
+        for row in await self.rows(partition, names):
+            if (row.source.worker_id, row.source.dp_rank) == (app.instance_id, rank):
+                return row.device_blocks, row.host_blocks, row.disk_blocks
+        return 0, 0, 0
+
+    async def holds(
+        self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
+    ) -> None:
+        """Waits until the index says so; a depth alone is that of all tiers."""
+        wanted = depth if isinstance(depth, tuple) else (depth,) * 3
+        said: list[tuple[int, int, int]] = []
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        while not said or said[-1] != wanted:
+            assert asyncio.get_running_loop().time() < deadline, f"{wanted}, not {said[-1]}"
+            said.append(await self.depths(app, tokens, **how))
+
+    async def settled(self, app: WorkerApp) -> None:
+        """Waits until the index stands where the worker does."""
+        await until(lambda: self.is_settled(app), "the index has caught up")
+
+    def is_settled(self, app: WorkerApp) -> bool:
+        """Whether the index stands where the worker does."""
+        assert app.publisher is not None
+        feed = self.indexer.ingest.feed
+        ledgers = [one.ledger for one in app.publisher.feeds.values()]
+        return all(feed.position(one.source) == one.state for one in ledgers)
+
+    async def verified(self, app: WorkerApp) -> int:
+        """`Verify` finds no difference; how many blocks are equal, over all ranks and tiers."""
+        await self.settled(app)
+        request = pb.VerifyRequest(worker_id=app.instance_id)
+        answer = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
+        assert isinstance(answer, pb.VerifyResponse)
+        for row in answer.sources:
+            assert (row.extra, row.missing, row.error) == (0, 0, "")
+        return sum(row.equal for row in answer.sources)
+
+    def state(self, app: WorkerApp, rank: int = 0) -> str:
+        return self.indexer.ingest.feed.status(Source(app.instance_id, rank)).state
+
+    def claimed(self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE) -> set[int]:
+        index, claims = self.indexer.ingest.feed.claims(Source(app.instance_id, rank))
+        return {key for of, part in index.chunks(claims) if of is tier for key in part.tolist()}
+
+
+def partition_of(app: WorkerApp) -> Partition:
+    assert app.publisher is not None
+    return app.publisher.partition
+
+
+def names_of(
+    partition: Partition, tokens: Sequence[int], *, lora: str = "", salt: str = ""
+) -> Hashes:
+    """The prefix hashes of a prompt in a partition."""
+    hasher = PrefixHasher(
+        mesh_key=b"",
+        model=partition.model,
+        block_size=partition.block_size,
+        lora_name=lora,
+        cache_salt=salt,
+    )
+    return hasher.prefix_hashes(list(tokens))
+
+
+def reader_of(app: WorkerApp, rank: int = 0) -> KvReader:
+    assert isinstance(app.engine, WiredEngine)
+    return app.engine.readers[rank]
+
+
+@asynccontextmanager
+async def wired_mesh(**knobs: Any) -> AsyncIterator[WiredMesh]:
+    """An indexer of a mesh in this process."""
+    store = MemoryStore()
+    config = IndexerConfig(registry="memory", **knobs)
+    app = IndexerApp(config, registry=MemoryRegistry(store))
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    mesh = WiredMesh(store, app)
+    try:
+        yield mesh
+    finally:
+        await mesh.channel.close()
+        await app.deregister()
+        await app.drain(0.5)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()

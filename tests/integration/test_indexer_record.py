@@ -1,0 +1,362 @@
+"""KV events recorded from a real indexer, and replayed into an index and into another indexer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import indexer_svc.record
+from common.blocks import PrefixHasher
+from common.errors import Unavailable
+from common.index_feed import IndexFeed
+from common.kv import Partition, Source
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from common.tasks import TaskGroup
+from indexer_svc.app import IndexerApp
+from indexer_svc.config import IndexerConfig
+from indexer_svc.core.recording import BrokenRecording, header, line_of
+from indexer_svc.core.recording import End as EndOfRecording
+from indexer_svc.record import Recorder, record
+from indexer_svc.replay import replay_here, replay_to
+from worker_svc.core.kv_events import (
+    Canonicaliser,
+    Duplicates,
+    Feed,
+    KvRules,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+from worker_svc.publisher import Publisher
+
+NS = "default"
+WAIT_S = 30.0
+BLOCK = 4
+MB = 1_000_000
+CHAIN = 8
+RANKS = 2
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + WAIT_S
+    while not condition():
+        assert loop.time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.005)
+
+
+def claims_of(feed: IndexFeed) -> dict[Source, set[int]]:
+    held = {}
+    for source in feed.sources():
+        index, claims = feed.claims(source)
+        held[source] = {key for _, part in index.chunks(claims) for key in part.tolist()}
+    return held
+
+
+def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+    return PrefixHasher(mesh_key=b"", model="m", block_size=block_size)
+
+
+class Worker:
+    """A real publisher, fed with an engine's events by the test."""
+
+    def __init__(self, worker_id: int, store: MemoryStore) -> None:
+        rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+        feeds = {
+            rank: Feed(Source(worker_id, rank), Canonicaliser(rules, hasher_of))
+            for rank in range(RANKS)
+        }
+        self.held: list[set[int]] = [set() for _ in range(RANKS)]
+        self.publisher = Publisher(
+            worker_id,
+            Partition("m", BLOCK, 1),
+            feeds,
+            lambda: (),
+            MemoryRegistry(store),
+            NS,
+            rng=Random(worker_id),
+        )
+
+    def store(self, rank: int, chain: int) -> None:
+        self.held[rank].add(chain)
+        tokens = b"".join(value.to_bytes(4, "little") for value in self._tokens(chain))
+        hashes = range(chain * CHAIN, (chain + 1) * CHAIN)
+        self.publisher.take([PagesStored(hashes, None, tokens, BLOCK, rank=rank)])
+
+    def remove(self, rank: int, chain: int) -> None:
+        self.held[rank].discard(chain)
+        hashes = range((chain + 1) * CHAIN - 1, chain * CHAIN - 1, -1)
+        self.publisher.take([PagesRemoved(hashes, rank=rank)])
+
+    def disturb(self, rng: Random) -> None:
+        rank = rng.randrange(RANKS)
+        match rng.choices(("store", "remove", "clear", "reset"), (70, 25, 3, 2))[0]:
+            case "store":
+                self.store(rank, rng.randrange(500))
+            case "remove" if self.held[rank]:
+                self.remove(rank, rng.choice(sorted(self.held[rank])))
+            case "clear":
+                self.held[rank].clear()
+                self.publisher.take([PagesCleared(rank)])
+            case "reset":
+                self.held[rank].clear()
+                self.publisher.reset(rank)
+
+    def is_in(self, feed: IndexFeed) -> bool:
+        ledgers = [one.ledger for one in self.publisher.feeds.values()]
+        return all(
+            one.source in feed
+            and feed.position(one.source) == one.state
+            and feed.status(one.source).state == "exact"
+            for one in ledgers
+        )
+
+    @staticmethod
+    def _tokens(chain: int) -> Sequence[int]:
+        return [chain, *range(1, CHAIN * BLOCK)]
+
+
+@asynccontextmanager
+async def indexer(store: MemoryStore, port: int = 0) -> AsyncIterator[IndexerApp]:
+    config = IndexerConfig(registry="memory", port=port)
+    app = IndexerApp(config, registry=MemoryRegistry(store))
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    try:
+        yield app
+    finally:
+        await app.deregister()
+        await app.drain(0.5)
+        life.drain("test over")
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+@asynccontextmanager
+async def publishing(workers: Sequence[Worker]) -> AsyncIterator[None]:
+    async with TaskGroup() as tasks:
+        running = [tasks.create_task(worker.publisher.run()) for worker in workers]
+        try:
+            yield
+        finally:
+            for one in running:
+                one.cancel()
+
+
+@asynccontextmanager
+async def recording(path: Path, address: str, **knobs: Any) -> AsyncIterator[Recorder]:
+    with path.open("xb") as file:
+        recorder = Recorder(file, knobs.get("bytes_max", 100 * MB), time.monotonic)
+        task = asyncio.create_task(record(address, recorder))
+        try:
+            yield recorder
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            recorder.flush()
+
+
+def is_copy(copy: IndexFeed, feed: IndexFeed) -> bool:
+    exact = all(copy.status(source).state == "exact" for source in copy.sources())
+    return exact and claims_of(copy) == claims_of(feed)
+
+
+def stands_where(recorder: Recorder, feed: IndexFeed) -> bool:
+    return {state for state in recorder.positions.states() if state.sequence} == {
+        state for state in feed.positions() if state.sequence
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.row("S1-22")
+@pytest.mark.parametrize("seed", range(2))
+async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
+    tmp_path: Path, seed: int
+) -> None:
+    rng, store, path = Random(seed), MemoryStore(), tmp_path / "events"
+    workers = [Worker(n, store) for n in range(1, 4)]
+    for worker in workers:
+        for chain in range(1500):  # Snapshots of more than one part.
+            worker.store(0, 1000 + chain)
+    async with publishing(workers):
+        async with indexer(store) as app:
+            port = int(app.address.rsplit(":", 1)[1])
+            feed = app.ingest.feed
+            await until(lambda: all(w.is_in(feed) for w in workers), "the index is filled")
+            async with recording(path, app.address) as recorder:
+                for _ in range(300):
+                    rng.choice(workers).disturb(rng)
+                    if rng.random() < 0.2:
+                        await asyncio.sleep(0)
+                await until(lambda: all(w.is_in(feed) for w in workers), "it has caught up")
+                await until(lambda: stands_where(recorder, feed), "all is recorded")
+        assert recorder.recorded.losses == 0
+        played = IndexFeed()
+        replayed = await replay_here(path, played)
+        assert claims_of(played) == claims_of(feed)
+        assert replayed.blocks == feed.blocks
+        assert not replayed.has_ended, "it was not ended in order"
+        assert (replayed.lines, replayed.is_cut) == (recorder.recorded.lines, False)
+        async with indexer(MemoryStore(), port) as other:
+            replaying = asyncio.create_task(replay_to(path, other.address, hold_s=WAIT_S))
+            copied = other.ingest.feed
+            await until(
+                lambda: replaying.done() or is_copy(copied, feed), "it is published, and exact"
+            )
+            assert not replaying.done(), replaying.exception()
+            replaying.cancel()
+            await asyncio.wait({replaying})
+
+
+@pytest.mark.slow
+async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(indexer_svc.record, "RETRY_S", 0.01)
+    store, path = MemoryStore(), tmp_path / "events"
+    worker = Worker(1, store)
+    async with publishing([worker]), indexer(store) as app:
+        port = int(app.address.rsplit(":", 1)[1])
+        async with recording(path, app.address) as recorder:
+            worker.store(0, 1)
+            await until(lambda: recorder.positions.states(), "it is recorded")
+            await app.drain(0.5)
+            await until(lambda: recorder.recorded.losses == 1, "the loss is recorded")
+            await app.deregister()
+            await app.close()
+            worker.store(0, 2)
+            worker.remove(0, 1)
+            async with indexer(store, port) as again:
+                await until(lambda: worker.is_in(again.ingest.feed), "it is there again")
+                worker.store(1, 3)
+                await until(lambda: worker.is_in(again.ingest.feed), "and goes on")
+                await until(lambda: stands_where(recorder, again.ingest.feed), "all is recorded")
+                held = claims_of(again.ingest.feed)
+    played = IndexFeed()
+    await replay_here(path, played)
+    assert claims_of(played) == held
+    async with indexer(MemoryStore()) as other:
+        replayed = await replay_to(path, other.address)
+        assert claims_of(other.ingest.feed) == held
+        assert replayed.sources == RANKS
+
+
+async def test_a_recording_keeps_its_bound_and_says_so(tmp_path: Path) -> None:
+    store, path = MemoryStore(), tmp_path / "events"
+    worker = Worker(1, store)
+    async with publishing([worker]), indexer(store) as app:
+        with path.open("xb") as file:
+            recorder = Recorder(file, 10_000, time.monotonic)
+            task = asyncio.create_task(record(app.address, recorder))
+            for chain in range(200):
+                worker.store(0, chain)
+                await asyncio.sleep(0)
+            await asyncio.wait({task}, timeout=WAIT_S)
+            assert isinstance(task.exception(), Unavailable)
+            assert recorder.recorded.is_full
+            recorder.add(EndOfRecording())
+    assert path.stat().st_size <= 10_000
+    replayed = await replay_here(path, IndexFeed())
+    assert replayed.has_ended
+
+
+async def test_the_recorded_pace_is_kept_when_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_bytes(header() + line_of(0.4, EndOfRecording()))
+    assert (await replay_here(path, IndexFeed(), speed=2.0)).seconds >= 0.2
+    path.write_bytes(header() + line_of(3600.0, EndOfRecording()))
+    assert (await replay_here(path, IndexFeed())).seconds < 3600.0
+
+
+async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    batch = (
+        b'{"t":0,"is":"batch","source":["7",0],"epoch":1,"sequence":1,'
+        b'"events":[["stored","device","AQAAAAAAAAA="]]}\n'
+    )
+    status = (
+        b'{"t":0,"is":"status","source":["7",0],"state":"exact","reason":"",'
+        b'"partition":{"model":"m","block_size":4,"hash_scheme":1,"adapter_version":0}}\n'
+    )
+    async with indexer(MemoryStore()) as app:
+        for text, line in (
+            (header() + batch, 2),
+            (header() + status + batch + b"rust\n", 4),
+            (b"", 1),
+        ):
+            path.write_bytes(text)
+            for replaying in (replay_to(path, app.address), replay_here(path, IndexFeed())):
+                with pytest.raises(BrokenRecording) as error:
+                    await replaying
+                assert error.value.line == line
+        assert app.ingest.feed.sources() == []
+
+
+@pytest.mark.slow
+@pytest.mark.row("S1-22")
+async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> None:
+    store, path = MemoryStore(), tmp_path / "events"
+    worker = Worker(1, store)
+    async with publishing([worker]), indexer(store) as app:
+        worker.store(0, 1)
+        recorder = await started("record", "--indexer", app.address, "--out", str(path))
+        await until(lambda: path.exists() and b"sequence" in _read(path), "it records")
+        recorder.send_signal(signal.SIGTERM)
+        said = await ended(recorder)
+        assert (said["error"], said["is_full"], said["losses"]) == ("", False, 0)
+        assert await ended(await started("record", "--indexer", "x:1", "--out", str(path)), 1) == {}
+        here = await ended(await started("replay", "--recording", str(path)))
+        assert (here["blocks"], here["has_ended"], here["is_cut"]) == (CHAIN, True, False)
+    # A crash may cut the last line: the rest still counts.
+    path.write_bytes(_read(path)[:-3])
+    async with indexer(MemoryStore()) as other:
+        flags = ["--recording", str(path), "--indexer", other.address]
+        there = await ended(await started("replay", *flags))
+        assert (there["sources"], there["has_ended"], there["is_cut"]) == (RANKS, False, True)
+        assert other.ingest.feed.blocks == CHAIN
+        path.write_bytes(b"rust\n" + _read(path))
+        assert await ended(await started("replay", *flags), 1) == {}
+
+
+def _read(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+async def started(command: str, *flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"indexer_svc.{command}", *flags),
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[str, Any]:
+    """The JSON a command ended with; empty where it ended with an error."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == status, errors.decode()
+    if status:
+        assert errors
+        return {}
+    said: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return said

@@ -1,0 +1,344 @@
+"""From an engine's ZeroMQ socket to `Match` and `Verify`: what other indexes get wrong, and tiers.
+
+The four failures that Dynamo 1.6.1's index shows through its own listener stand first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq, which `make setup` installs")
+pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` installs")
+
+import worker_svc.publisher
+from common.kv import Tier
+from tests.integration.engine_wire import (
+    BLOCK,
+    CLEARED,
+    EngineWire,
+    names_of,
+    partition_of,
+    reader_of,
+    removed,
+    stored,
+    until,
+    wired_mesh,
+)
+from worker_svc.core.kv_events import Duplicates, KvRules
+
+PROMPT = list(range(100, 100 + 5 * BLOCK))
+OTHER = list(range(900, 900 + 3 * BLOCK))
+
+
+# What Dynamo's index gets wrong.
+
+
+async def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
+    one_wire, other_wire = EngineWire(), EngineWire(as_arrays=True)
+    async with (
+        wired_mesh() as mesh,
+        mesh.worker(1, one_wire) as one,
+        mesh.worker(2, other_wire) as other,
+    ):
+        await one_wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        # Another engine names the same blocks in its own way, signed as it likes.
+        await other_wire.publish(stored([-1, -2, -3, -4, -5], None, PROMPT))
+        # And one engine may hold equal content twice, under two names.
+        await other_wire.publish(stored([71, 72, 73, 74, 75], None, PROMPT))
+        await mesh.holds(one, PROMPT, 5)
+        await mesh.holds(other, PROMPT, 5)
+        await other_wire.publish(removed(2**64 - 5, -4), removed(75))
+        await mesh.holds(other, PROMPT, 4)
+        assert await mesh.depths(one, PROMPT) == (5, 5, 5), "its blocks are its own"
+        await other_wire.publish(removed(74))
+        await mesh.holds(other, PROMPT, 3)
+        await other_wire.publish(removed(-3, -2, -1), removed(73, 72, 71))
+        await mesh.holds(other, PROMPT, 0)
+        assert await mesh.verified(other) == 0
+        assert await mesh.verified(one) == 5
+
+
+async def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.publish(removed(13))
+        await mesh.holds(app, PROMPT, 2)
+        assert await mesh.verified(app) == 2, "what cannot be reached is not claimed"
+        await wire.publish(stored([13], 12, PROMPT[2 * BLOCK : 3 * BLOCK]))
+        await mesh.holds(app, PROMPT, 5)
+        assert await mesh.verified(app) == 5
+
+
+@pytest.mark.slow
+async def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        for n in range(20):
+            await wire.publish(stored([n], None, [n] * BLOCK))
+        await wire.publish(stored([1001, 1002, 1003, 1004, 1005], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.restart()
+        await wire.publish(stored([1001, 1002, 1003], None, OTHER))
+        await mesh.holds(app, OTHER, 3)
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0), "the old cache is gone"
+        assert await mesh.verified(app) == 3
+        assert mesh.state(app) == "exact"
+        assert reader_of(app).counts["resets"] == 1
+
+
+@pytest.mark.slow
+async def test_a_gap_without_replay_never_serves_a_wrong_index() -> None:
+    wire = EngineWire(keeps=0)
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        # Nothing is replayed, so that the first batch to arrive shows that somebody listens.
+        await _heard(wire, app)
+        await wire.publish(CLEARED)
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.publish(removed(15, 14, 13, 12, 11), reaches=False)
+        await wire.publish(stored([21, 22, 23], None, OTHER))
+        await mesh.holds(app, OTHER, 3)
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0), "it may be gone, so it is not claimed"
+        assert mesh.state(app) == "degraded", "less than all may be claimed, and it is said"
+        assert await mesh.verified(app) == 3
+        await wire.publish(CLEARED)
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        assert mesh.state(app) == "exact", "a cleared cache is known whole"
+
+
+async def _heard(wire: EngineWire, app: object) -> None:
+    from worker_svc.app import WorkerApp
+
+    assert isinstance(app, WorkerApp)
+    reader = reader_of(app)
+    while not reader.counts["batches"]:
+        await wire.publish(CLEARED)
+        await asyncio.sleep(0.02)
+
+
+# The same wire, further.
+
+
+@pytest.mark.slow
+async def test_a_gap_with_replay_is_closed_and_the_source_stays_exact() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.publish(removed(15), reaches=False)
+        await wire.publish(removed(14), reaches=False)
+        await wire.publish(stored([21, 22, 23], None, OTHER))
+        await mesh.holds(app, OTHER, 3)
+        assert await mesh.depths(app, PROMPT) == (3, 3, 3)
+        # Nothing follows it that would show the gap: the silence does.
+        await wire.publish(removed(13), reaches=False)
+        await mesh.holds(app, PROMPT, 2)
+        assert mesh.state(app) == "exact"
+        assert reader_of(app).counts["losses"] == 0
+
+
+@pytest.mark.slow
+async def test_a_gap_longer_than_what_the_engine_keeps_is_a_loss() -> None:
+    wire = EngineWire(keeps=2)
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.publish(removed(15, 14, 13, 12, 11), reaches=False)
+        for n in range(5):
+            await wire.publish(stored([n], None, [n] * BLOCK), reaches=False)
+        await wire.publish(stored([21, 22, 23], None, OTHER))
+        await mesh.holds(app, OTHER, 3)
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0)
+        assert await mesh.depths(app, [4] * BLOCK) == (1, 1, 1), "what was kept is known"
+        assert mesh.state(app) == "degraded"
+        assert reader_of(app).counts["losses"] == 1
+
+
+async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.publish(stored([21, 22, 23], None, OTHER, medium="TAPE"))
+        await wire.publish(stored([31], None, [7] * BLOCK))
+        await mesh.holds(app, [7] * BLOCK, 1)
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0)
+        assert mesh.state(app) == "degraded"
+        assert reader_of(app).counts["malformed"] == 1
+
+
+@pytest.mark.slow
+async def test_an_engine_that_restarts_and_says_nothing_is_noticed_too() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.restart()
+        await mesh.holds(app, PROMPT, 0)
+        assert mesh.state(app) == "exact"
+        assert await mesh.verified(app) == 0
+
+
+@pytest.mark.slow
+async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_one() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(stored([11, 12], None, PROMPT[: 2 * BLOCK]))
+        await wire.publish(stored([13, 14, 15], 12, PROMPT[2 * BLOCK :]))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.restart()
+        await wire.publish(stored([21], None, OTHER[:BLOCK]), reaches=False)
+        await wire.publish(stored([22], 21, OTHER[BLOCK : 2 * BLOCK]), reaches=False)
+        # Its number is the very one that the old engine would have used next.
+        await wire.publish(stored([23], 22, OTHER[2 * BLOCK :]))
+        await mesh.holds(app, OTHER, 3)
+        await mesh.holds(app, PROMPT, 0)
+        assert await mesh.verified(app) == 3
+
+
+@pytest.mark.slow
+async def test_a_new_connection_that_proves_nothing_is_a_loss() -> None:
+    wire = EngineWire(keeps=0)
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await _heard(wire, app)
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await mesh.holds(app, PROMPT, 5)
+        await wire.restart()
+        reader = reader_of(app)
+        while not reader.counts["losses"]:
+            await wire.publish(stored([21, 22, 23], None, OTHER))
+            await asyncio.sleep(0.02)
+        await mesh.holds(app, OTHER, 3)
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0)
+        assert mesh.state(app) == "degraded"
+
+
+async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
+    rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT, tiers=3)
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire, rules=rules) as app:
+        await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT, medium="GPU"))
+        await mesh.holds(app, PROMPT, 5)
+        # Copied to the host, then evicted from the device, the deepest further to the disk.
+        await wire.publish(stored([13, 14, 15], 12, PROMPT[2 * BLOCK :], medium="CPU_PINNED"))
+        await wire.publish(removed(15, 14, 13, medium="GPU"))
+        await mesh.holds(app, PROMPT, (2, 5, 5))
+        await wire.publish(stored([15], 14, PROMPT[4 * BLOCK :], medium="DISK"))
+        await wire.publish(removed(15, medium="CPU_PINNED"))
+        await mesh.holds(app, PROMPT, (2, 4, 5))
+        assert await mesh.verified(app) == 2 + 4 + 5, "sets are cumulative"
+        names = names_of(partition_of(app), PROMPT).tolist()
+        for tier, count in ((Tier.DEVICE, 2), (Tier.HOST, 4), (Tier.DISK, 5)):
+            assert mesh.claimed(app, tier=tier) == set(names[:count])
+        # The beginning goes from the device: what is behind it there is of no use there any more.
+        await wire.publish(stored([11], None, PROMPT[:BLOCK], medium="CPU_PINNED"))
+        await wire.publish(removed(11, medium="GPU"))
+        await mesh.holds(app, PROMPT, (0, 4, 5))
+        await wire.publish(removed(11, medium="CPU_PINNED"))
+        await mesh.holds(app, PROMPT, 0)
+        assert await mesh.verified(app) == 0
+
+
+async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none() -> None:
+    wire = EngineWire()
+    async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
+        await wire.publish(
+            stored([11, 12, 13, 14, 15], None, PROMPT, lora_name="sql"),
+            stored([21, 22, 23, 24], None, PROMPT[: 4 * BLOCK], cache_salt="tenant"),
+            stored([31, 32, 33], None, PROMPT[: 3 * BLOCK]),
+        )
+        await mesh.holds(app, PROMPT, 5, lora="sql")
+        await mesh.holds(app, PROMPT, 4, salt="tenant")
+        await mesh.holds(app, PROMPT, 3)
+        await mesh.holds(app, PROMPT, 0, lora="sql", salt="tenant")
+        await wire.publish(removed(11))
+        await mesh.holds(app, PROMPT, 0, lora="sql")
+        assert await mesh.depths(app, PROMPT) == (3, 3, 3)
+        # An adapter without a name, and an image: these blocks cannot be told from others.
+        await wire.publish(
+            {**stored([41, 42, 43], None, OTHER), "lora_id": 7},
+            stored([51, 52, 53], None, OTHER, extra_keys=[["image"], None, None]),
+            stored([61], None, [5] * BLOCK),
+        )
+        await mesh.holds(app, [5] * BLOCK, 1)
+        assert await mesh.depths(app, OTHER) == (0, 0, 0)
+        assert mesh.state(app) == "exact", "they are left out by rule, not lost"
+
+
+async def test_models_and_block_sizes_live_beside_one_another() -> None:
+    small, large, other = EngineWire(), EngineWire(), EngineWire()
+    wide = KvRules(2 * BLOCK, 2 * BLOCK, Duplicates.IDEMPOTENT)
+    prompt = list(range(8 * BLOCK))
+    async with (
+        wired_mesh() as mesh,
+        mesh.worker(1, small) as one,
+        mesh.worker(2, large, rules=wide, model="wide") as two,
+        mesh.worker(3, other, model="another") as three,
+    ):
+        await small.publish(stored(range(8), None, prompt))
+        await large.publish(stored(range(3), None, prompt[: 6 * BLOCK], block=2 * BLOCK))
+        await other.publish(stored(range(5), None, prompt[: 5 * BLOCK]))
+        for app, depth in ((one, 8), (two, 3), (three, 5)):
+            await mesh.holds(app, prompt, depth)
+            partition = partition_of(app)
+            rows = await mesh.rows(partition, names_of(partition, prompt))
+            assert [row.source.worker_id for row in rows] == [app.instance_id], "nobody else's"
+        # The chain of one partition means nothing in another.
+        foreign = await mesh.rows(partition_of(two), names_of(partition_of(one), prompt))
+        assert foreign == []
+
+
+@pytest.mark.row("S1-10")
+async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
+    wires = [EngineWire(rank=rank) for rank in range(2)]
+    async with wired_mesh() as mesh, mesh.worker(1, *wires) as app:
+        await wires[0].publish(stored([11, 12, 13, 14, 15], None, PROMPT))
+        await wires[1].publish(stored([11, 12], None, PROMPT[: 2 * BLOCK]))
+        await mesh.holds(app, PROMPT, 5, rank=0)
+        await mesh.holds(app, PROMPT, 2, rank=1)
+        await wires[0].publish(CLEARED)
+        await mesh.holds(app, PROMPT, 0, rank=0)
+        assert await mesh.depths(app, PROMPT, rank=1) == (2, 2, 2)
+        assert await mesh.verified(app) == 2
+
+
+@pytest.mark.slow
+async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay_true(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_svc.publisher, "REGROW_S", 3600.0)
+    wire = EngineWire()
+    chain = 64
+    async with wired_mesh(budget_mb=1) as mesh, mesh.worker(1, wire) as app:
+        ingest = mesh.indexer.ingest
+        budget = ingest.budget.budget_bytes
+        prompts = [[n, *range(chain * BLOCK - 1)] for n in range(400)]
+        for n, prompt in enumerate(prompts):
+            await wire.publish(stored(range(n * chain, (n + 1) * chain), None, prompt))
+        await until(lambda: reader_of(app).counts["batches"] == len(prompts), "all is heard")
+        assert app.publisher is not None
+        counters = app.publisher.counters
+        await until(lambda: counters["shrunk_blocks"], "the publisher is asked")
+        await until(
+            lambda: mesh.is_settled(app) and ingest.feed.used_bytes <= budget,
+            "it has obeyed, and that was enough",
+        )
+        blocks = await mesh.verified(app)
+        assert 0 < blocks < len(prompts) * chain
+        assert mesh.state(app) == "exact", "what is withdrawn is withdrawn by batches"
+        # The deepest went first: all prompts are cut at about the same depth.
+        depths = [(await mesh.depths(app, prompt))[0] for prompt in prompts]
+        assert sum(depths) == blocks
+        assert max(depths) - min(depths) <= 1
+        # What the engine evicts goes, whether it was withdrawn before or not.
+        for n in range(200):
+            await wire.publish(removed(*range((n + 1) * chain - 1, n * chain - 1, -1)))
+        await mesh.holds(app, prompts[199], 0)
+        await mesh.verified(app)
+        names = {name for p in prompts[200:] for name in names_of(partition_of(app), p).tolist()}
+        assert mesh.claimed(app) <= names, "all that is claimed is held"
