@@ -1,6 +1,7 @@
 """One answer between the loop's callbacks and the task that writes it to its client.
 
-Tokens wait here as ids: what a slow client has not taken costs four bytes a token and no work.
+Tokens wait here as ids: what a slow client has not taken costs four bytes a token and no work. Of a
+body that was passed through, chunks wait as they came.
 """
 
 from __future__ import annotations
@@ -14,17 +15,36 @@ from frontend_svc.core.request import Outcome
 from frontend_svc.gateway import UNREAD_TOKENS_MAX, Ticket
 from frontend_svc.metrics import RequestMeter
 
+# A chunk weighs about so much more than a token.
+TOKENS_A_CHUNK = 64
+
 
 class Answer:
     """The Listener of one request, read by one task. clock: the meter's, monotonic seconds."""
 
-    __slots__ = ("_clock", "_loop", "_meter", "_unread", "_waiter", "first_at", "outcome", "ticket")
+    __slots__ = (
+        "_chunks",
+        "_clock",
+        "_loop",
+        "_meter",
+        "_silence",
+        "_silence_s",
+        "_unread",
+        "_waiter",
+        "_waiting_since",
+        "first_at",
+        "outcome",
+        "ticket",
+    )
 
     def __init__(self, meter: RequestMeter, clock: Callable[[], float]) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._meter = meter
         self._unread: list[int] = []
+        self._chunks: list[bytes] = []
+        self._silence: asyncio.TimerHandle | None = None
+        self._silence_s = self._waiting_since = 0.0
         self._waiter: asyncio.Future[None] | None = None
         self.first_at: float | None = None
         self.outcome: Outcome | None = None
@@ -32,20 +52,53 @@ class Answer:
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See Listener."""
-        now = self._clock()
-        if self.first_at is None:
-            self.first_at = now
-        self._meter.tokens(len(token_ids), now)
+        self._count(len(token_ids))
         self._unread += token_ids
         self._notify()
-        if len(self._unread) > UNREAD_TOKENS_MAX and self.ticket is not None:
-            error = Overloaded(None, "the client reads too slowly", reason="SLOW_READER")
-            self.ticket.fail(error, "slow_reader")
+        if len(self._unread) > UNREAD_TOKENS_MAX:
+            self._refuse_to_wait()
+
+    def chunk(self, json: bytes) -> None:
+        """The next chunk of an answer to a body that was passed through."""
+        self._count(1)
+        self._chunks.append(json)
+        self._notify()
+        if len(self._chunks) * TOKENS_A_CHUNK > UNREAD_TOKENS_MAX:
+            self._refuse_to_wait()
 
     def finished(self, outcome: Outcome) -> None:
         """See Listener."""
         self.outcome = outcome
+        if self._silence is not None:
+            self._silence.cancel()
         self._notify()
+
+    def wake_in_silence(self, after_s: float) -> None:
+        """From now on, `next` and `next_chunks` return with nothing after so long a wait."""
+        self._silence_s = after_s
+        if self.outcome is None:
+            self._silence = self._loop.call_later(after_s, self._on_silence)
+
+    def _on_silence(self) -> None:
+        """One timer an answer, set anew when it rings: none is made for a token."""
+        now, due = self._loop.time(), self._waiting_since + self._silence_s
+        if self._waiter is not None and now >= due:
+            self._notify()
+        elif self._waiter is not None:
+            self._silence = self._loop.call_at(due, self._on_silence)
+            return
+        self._silence = self._loop.call_later(self._silence_s, self._on_silence)
+
+    def _count(self, tokens: int) -> None:
+        now = self._clock()
+        if self.first_at is None:
+            self.first_at = now
+        self._meter.tokens(tokens, now)
+
+    def _refuse_to_wait(self) -> None:
+        if self.ticket is not None:
+            error = Overloaded(None, "the client reads too slowly", reason="SLOW_READER")
+            self.ticket.fail(error, "slow_reader")
 
     def _notify(self) -> None:
         waiter = self._waiter
@@ -55,16 +108,23 @@ class Answer:
                 waiter.set_result(None)
 
     async def next(self) -> list[int]:
-        """The tokens that arrived since the last call, at least one unless `outcome` is set."""
-        while not self._unread and self.outcome is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
+        """The tokens that arrived since the last call.
+
+        At least one, unless `outcome` is set or nothing came for as long as `wake_in_silence` says.
+        """
+        if not self._unread and self.outcome is None:
+            await self._wait()
         taken, self._unread = self._unread, []
         return taken
 
-    async def rest(self) -> list[int]:
-        """All tokens to the end."""
-        while self.outcome is None:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._unread
+    async def next_chunks(self) -> list[bytes]:
+        """As `next`, of chunks."""
+        if not self._chunks and self.outcome is None:
+            await self._wait()
+        taken, self._chunks = self._chunks, []
+        return taken
+
+    async def _wait(self) -> None:
+        self._waiting_since = self._loop.time()
+        self._waiter = self._loop.create_future()
+        await self._waiter

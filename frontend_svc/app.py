@@ -18,18 +18,30 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from common import rpc
 from common.discovery import health_meta, open_registry
 from common.errors import Conflict, MeshError, Unavailable
-from common.instances import Instance, Snapshot, new_instance_id
+from common.instances import PREFILL_BYPASS, Instance, Snapshot, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry, follow
+from frontend_svc.artifacts import ArtifactCollector, grpc_artifacts
 from frontend_svc.config import FrontendConfig
+from frontend_svc.core.departed import Departed
+from frontend_svc.core.patience import Patience
 from frontend_svc.core.request import Placed
-from frontend_svc.core.routable import missing_role
+from frontend_svc.core.routable import missing_role, unsplit
 from frontend_svc.engine_client import EngineClient, GrpcDialer
 from frontend_svc.gateway import Gateway, place_alone
 from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
-from frontend_svc.metrics import DeploymentState, FrontendMetrics, ModelConfigCollector
+from frontend_svc.kv_watch import KvWatch
+from frontend_svc.metrics import (
+    DeploymentState,
+    FrontendMetrics,
+    KvDriftCollector,
+    ModelConfigCollector,
+    Survival,
+    SurvivalCollector,
+)
 from frontend_svc.models import Models
+from frontend_svc.pulse import measure
 from frontend_svc.router_client import Query, RouterClient, grpc_sessions
 
 # How often a model that could not be loaded is tried again.
@@ -59,24 +71,45 @@ class FrontendApp:
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self._rng = Random()
         self._snapshot = Snapshot()
+        self._departed = Departed()
         self._changed = asyncio.Event()
         self._calls = Calls()
         self._server = rpc.server(security=self._security, calls=self._calls)
         self._models = Models(
-            self._registry.get_card, now_s=time.time, mesh_key=config.mesh_key.encode()
+            self._registry.get_card,
+            now_s=time.time,
+            mesh_key=config.mesh_key.encode(),
+            open_artifact=grpc_artifacts(self._security),
         )
-        self._engines = EngineClient(self.instance_id, GrpcDialer(self._security))
+        loop = asyncio.get_running_loop()
+        self._patience = Patience(loop.time())
+
+        def lost_s() -> float:
+            return self._patience.lost_s(loop.time())
+
+        self._engines = EngineClient(self.instance_id, GrpcDialer(self._security), lost_s=lost_s)
         self._router = RouterClient(
             self.instance_id,
             lambda: self._snapshot.of("router"),
             self._place_alone,
+            frontends=lambda: self._snapshot.of("frontend"),
             open_session=grpc_sessions(self._security),
             rng=self._rng,
+            lost_s=lost_s,
         )
-        self.gateway = Gateway(self._router, self._engines, lambda: self._snapshot, self._rng)
+        self.gateway = Gateway(
+            self._router,
+            self._engines,
+            lambda: self._snapshot,
+            self._rng,
+            lost_s=lost_s,
+            silent_s=self._engines.silent_s,
+            departed=self._departed,
+        )
         self._state = DeploymentState(
             self._models.names, frontend=FrontendMetrics(config.metrics_prefix)
         )
+        self._kv = KvWatch(lambda: self._snapshot, loop.time, config.kv_drift_max)
         self._http: uvicorn.Server | None = None
         self._http_task: asyncio.Task[None] | None = None
         self._lease: Lease | None = None
@@ -94,6 +127,8 @@ class FrontendApp:
         listener = _listen(config.http_host, config.http_port)
         http_port = listener.getsockname()[1]
         self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
+        self._patience.tick(asyncio.get_running_loop().time())
+        life.spawn(measure(self._patience, self.address, self._security), name="pulse")
         entered = asyncio.Event()
         life.spawn(self._run_engines(entered), name="engine client")
         await entered.wait()
@@ -113,15 +148,21 @@ class FrontendApp:
     def _serve_http(self, life: Life, listener: socket.socket) -> None:
         metrics = CollectorRegistry()
         self._state.register(metrics)
-        metrics.register(
-            ModelConfigCollector(
-                lambda: self._snapshot, self._models.names, self._config.metrics_prefix
-            )
-        )
+        prefix = self._config.metrics_prefix
+        metrics.register(ModelConfigCollector(lambda: self._snapshot, self._models.names, prefix))
+        metrics.register(ArtifactCollector(self._models.artifacts, prefix))
+        metrics.register(KvDriftCollector(self._kv.standings, prefix))
+        metrics.register(SurvivalCollector(self._survival, prefix))
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=metrics)
         api = build_api(
-            self.gateway, self._models, self._state, metrics, self._config, self._readiness
+            self.gateway,
+            self._models,
+            self._state,
+            metrics,
+            self._config,
+            self._readiness,
+            self._kv.ended,
         )
         server = _Uvicorn(
             uvicorn.Config(
@@ -186,6 +227,8 @@ class FrontendApp:
     def _see(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
         self._engines.keep(snapshot.instances)
+        self._departed.follow(snapshot.instances)
+        self._kv.follow(snapshot)
         self._changed.set()
 
     async def _follow_models(self, seen: asyncio.Event) -> None:
@@ -204,6 +247,17 @@ class FrontendApp:
     def _place_alone(self, query: Query) -> Placed | MeshError:
         return place_alone(self._snapshot, self._engines.open_slots, query, self._rng)
 
+    def _survival(self) -> Survival:
+        retries, reroutes = self.gateway.retries, self.gateway.reroutes
+        return Survival(
+            lost_s=self.gateway.lost_s(),
+            retries=retries.taken,
+            retries_refused=retries.refused,
+            rerouted=reroutes.computing,
+            rerouted_waiting=reroutes.waiting,
+            left_alone=len(self._engines.why_left_alone()),
+        )
+
     def _readiness(self) -> Readiness:
         is_draining = self._life is not None and self._life.draining
         reasons = []
@@ -219,12 +273,16 @@ class FrontendApp:
             if (why := missing_role(self._snapshot.serving(name)))
         }
         reasons += [f"model {name}: {why}" for name, why in missing.items()]
+        for name in self._models.names():
+            if why := unsplit(self._snapshot.serving(name)):
+                reasons.append(f"model {name}: requests are not split: {why}")
         for worker_id, why in self._engines.why_left_alone().items():
             reasons.append(f"worker {worker_id} gets no requests for now: {why}")
         return Readiness(
             is_ready=not is_draining and bool(self._models.names() - missing.keys()),
             is_draining=is_draining,
             reasons=tuple(reasons),
+            degraded=tuple(self._kv.degraded()),
             models_not_ready={**self._models.not_ready, **missing},
             instances=tuple(map(_shown, self._snapshot.instances.values())),
         )
@@ -239,6 +297,8 @@ def _shown(instance: Instance) -> dict[str, object]:
     }
     if instance.model:
         shown |= {"model": instance.model, "role": instance.role}
+    if policy := instance.meta.get(PREFILL_BYPASS):
+        shown[PREFILL_BYPASS] = policy
     return shown
 
 

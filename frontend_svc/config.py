@@ -12,7 +12,7 @@ class FrontendConfig(ServiceConfig):
     """What the gateway can be told."""
 
     stable_name: str = field(
-        default="frontend", metadata=knob("Name that survives restarts; one per replica.")
+        default="", metadata=knob("Name that survives restarts; one per replica; empty: none.")
     )
     http_host: str = field(
         default="127.0.0.1", metadata=knob("Address the OpenAI API binds; 0.0.0.0 in a container.")
@@ -42,6 +42,22 @@ class FrontendConfig(ServiceConfig):
     requests_max: int = field(
         default=8192,
         metadata=knob("Requests under way at once; above it clients get 503.", check=at_least(1)),
+    )
+    kv_drift_max: float = field(
+        default=0.1,
+        metadata=knob(
+            "Share of cached tokens predicted wrongly above which a worker's cache counts as "
+            "unknown; raise it where many requests share a beginning and come at once.",
+            check=between(0, 1),
+        ),
+    )
+    keep_alive_s: float = field(
+        default=15.0,
+        metadata=knob(
+            "Seconds of silence after which a stream gets an SSE comment; below the idle timeout "
+            "of every proxy on the way to clients.",
+            check=at_least(0.1),
+        ),
     )
     metrics_prefix: str = field(
         default="kvmesh_frontend", metadata=knob("First part of metric names; match dashboards.")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 import grpc.aio
 import structlog
@@ -29,12 +30,13 @@ from common.attach import (
     ToWorker,
 )
 from common.attach_proto import to_frontend_from_proto, to_worker_to_proto
-from common.errors import MeshError, WorkerLost
+from common.errors import InvalidRequest, MeshError, WorkerLost
 from common.interceptors import from_rpc_error
 from common.load import Load
 from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds, TokenLogprob
 from common.tasks import TaskGroup
 from frontend_svc.core.breaker import Breaker, HangWatch
+from frontend_svc.core.patience import never_late
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 
 IDLE_S = 60.0
@@ -122,7 +124,10 @@ class Witness(Protocol):
     """Who is told what a connection sees of its worker."""
 
     def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
-        """The stream was lost, an order was not accepted, or the engine stands still."""
+        """The stream was lost, an order was not accepted, or the engine stands still.
+
+        is_hung: nothing was heard of it, or its engine stands still: it may be whole again soon.
+        """
 
     def moved(self, worker_id: int) -> None:
         """The engine moves (again)."""
@@ -157,45 +162,62 @@ _PROBE = PreprocessedRequest(
 )
 
 
+# What came of a probe. A worker may be too full for one, which is no sign of anything.
+Answer = Literal["answered", "refused", "silent"]
+
+
 class _Canary:
-    """The sink of a probe. Any answer is one, a refusal too: then nobody can tell by probing."""
+    """The sink of a probe. An engine that cannot be probed has answered: nobody can tell more."""
 
     def __init__(self) -> None:
         self.over = asyncio.Event()
-        self.is_answered = False
+        self.answer: Answer = "silent"
 
     def accepted(self) -> None:
         """That is the service's word, not the engine's."""
 
     def rejected(self, error: MeshError) -> None:
         """See LegSink."""
-        self._answered()
+        self._came("answered" if isinstance(error, InvalidRequest) else "refused")
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See LegSink."""
-        self._answered()
+        self._came("answered")
 
     def chunk(self, json: bytes) -> None:
         """See LegSink."""
-        self._answered()
+        self._came("answered")
 
     def terminal(self, terminal: Terminal) -> None:
         """See LegSink."""
-        self._answered()
+        self._came("answered" if terminal.error is None else "refused")
 
     def lost(self, error: MeshError) -> None:
         """See LegSink."""
         self.over.set()
 
-    def _answered(self) -> None:
-        self.is_answered = True
+    def _came(self, answer: Answer) -> None:
+        self.answer = answer
         self.over.set()
 
 
 class WorkerConnection:
-    """One Attach stream from the first order to its end."""
+    """One Attach stream from the first order to its end.
 
-    def __init__(self, hello: Hello, address: str, dialer: Dialer, witness: Witness) -> None:
+    lost_s: how long the loop has stood still so far; the worker is not judged for that time.
+    """
+
+    def __init__(
+        self,
+        hello: Hello,
+        address: str,
+        dialer: Dialer,
+        witness: Witness,
+        lost_s: Callable[[], float] = never_late,
+    ) -> None:
+        self._lost_s = lost_s
+        self._heard_at, self._lost_before = 0.0, lost_s()
+        self._is_silent = False
         self._loop = asyncio.get_running_loop()
         self.link = FrontendLink(hello, self._loop.time())
         self.address = address
@@ -207,6 +229,11 @@ class WorkerConnection:
         self.heard = asyncio.Event()
         self._used_at = self._loop.time()
         self.is_over = False
+
+    @property
+    def silent_s(self) -> float:
+        """Since when nothing was heard, without what this process lost meanwhile."""
+        return self._loop.time() - self._heard_at - (self._lost_s() - self._lost_before)
 
     def submit(self, order: Order, sink: LegSink) -> int:
         """Queues an order; returns its slot."""
@@ -238,7 +265,7 @@ class WorkerConnection:
             self.is_over = True
             self.heard.set()
             if reason not in _HARMLESS:
-                self._witness.failed(self.link.worker_id, why)
+                self._witness.failed(self.link.worker_id, why, is_hung=self._is_silent)
             message = f"worker {self.link.worker_id} was lost: {why}"
             self.link.lose(WorkerLost(message, retryable=True, reason=reason))
 
@@ -257,6 +284,7 @@ class WorkerConnection:
         link, loop = self.link, self._loop
         while (frame := await transport.read()) is not None:
             link.receive(frame, loop.time())
+            self._heard_at, self._lost_before = loop.time(), self._lost_s()
             self.heard.set()
             if frame.heartbeat:
                 self._judge(frame.heartbeat, tasks)
@@ -266,7 +294,7 @@ class WorkerConnection:
 
     def _judge(self, loads: Sequence[Load], tasks: TaskGroup) -> None:
         """Hung or not, by the ranks' steps; a hung engine's requests go elsewhere."""
-        now = self._loop.time()
+        now = self._loop.time() - self._lost_s()
         seen = [
             self._ranks.setdefault(load.dp_rank, _RankWatch()).heard(load, now) for load in loads
         ]
@@ -280,23 +308,33 @@ class WorkerConnection:
 
     async def _examine(self) -> None:
         """Asks an engine that does not step although work waits: it may be hung, or wait for KV."""
-        answers = await self.answers(PROBE_S)
-        if not answers and not any(load.running for load in self.link.loads):
+        answer = await self.probe(PROBE_S)
+        if answer == "silent" and not any(load.running for load in self.link.loads):
             self._condemn()  # one that has begun something since has its two seconds for it
 
-    async def answers(self, within_s: float) -> bool:
-        """Whether the engine answers a probe, which goes ahead of its queue, in that time."""
+    async def probe(self, within_s: float) -> Answer:
+        """What the engine says to a probe, which goes ahead of its queue, in that time."""
         canary = _Canary()
         try:
             # Its deadline is no answer, and comes after it was given up.
             slot = self.submit(Order("probe", timeout_s=2 * within_s, request=_PROBE), canary)
         except MeshError:  # the stream has ended
-            return False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(within_s):
-                await canary.over.wait()
+            return "silent"
+        await self.until(canary.over, within_s)
         self.abort(slot, "probe_late")  # a no-op for one that has ended
-        return canary.is_answered
+        return canary.answer
+
+    async def until(self, event: asyncio.Event, within_s: float) -> bool:
+        """Whether it comes in that time, of which none counts in which the loop stood still."""
+        began_at = self._loop.time() - self._lost_s()
+        while not event.is_set():
+            left_s = within_s - (self._loop.time() - self._lost_s() - began_at)
+            if left_s < 0.001:  # a timer for less might ring at the same moment for ever
+                return False
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await event.wait()
+        return True
 
     def _condemn(self) -> None:
         worker_id = self.link.worker_id
@@ -310,14 +348,17 @@ class WorkerConnection:
             await self._wake.wait()
             self._wake.clear()
             while (frame := self.link.next_frame(self._loop.time())) is not None:
+                if frame.hello is not None:
+                    self._lost_before = self._lost_s()
                 await transport.write(frame)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            lost = self.link.tick(now)
+            lost = self.link.tick(now - (self._lost_s() - self._lost_before))
             if lost is not None:
+                self._is_silent = self.link.is_open
                 raise lost
             if self.link.open_slots:
                 self._used_at = now
@@ -339,9 +380,20 @@ class Submission:
 
 
 class EngineClient:
-    """All Attach streams of a frontend process. Use as an async context manager."""
+    """All Attach streams of a frontend process. Use as an async context manager.
 
-    def __init__(self, frontend_id: int, dialer: Dialer, rng: Random | None = None) -> None:
+    lost_s: how long the loop has stood still so far, see `core/patience.py`.
+    """
+
+    def __init__(
+        self,
+        frontend_id: int,
+        dialer: Dialer,
+        rng: Random | None = None,
+        *,
+        lost_s: Callable[[], float] = never_late,
+    ) -> None:
+        self._lost_s = lost_s
         self._frontend_id = frontend_id
         self._dialer = dialer
         self._loop = asyncio.get_running_loop()
@@ -421,18 +473,14 @@ class EngineClient:
         connection = self._connection(worker_id, address)
         if worker_id in self._hung:
             # Without requests it does not step, and how it stands then says nothing.
-            if await connection.answers(PROBE_S):
+            if await connection.probe(PROBE_S) == "answered":
                 self.moved(worker_id)
             self._breaker.probed(worker_id, worker_id not in self._hung, self._loop.time())
             return
         connection.heard.clear()
-        with contextlib.suppress(TimeoutError):
-            # On an open stream the next heartbeat is due within HEARTBEAT_S.
-            async with asyncio.timeout(PROBE_S + HEARTBEAT_S):
-                await connection.heard.wait()
-        worked = (
-            connection.heard.is_set() and not connection.is_over and worker_id not in self._hung
-        )
+        # On an open stream the next heartbeat is due within HEARTBEAT_S.
+        heard = await connection.until(connection.heard, PROBE_S + HEARTBEAT_S)
+        worked = heard and not connection.is_over and worker_id not in self._hung
         self._breaker.probed(worker_id, worked, self._loop.time())
         if worked:
             log.info("worker_back", worker_id=worker_id)
@@ -441,6 +489,13 @@ class EngineClient:
         """A worker's last heartbeat and when it came (loop time); None without a stream."""
         found = self._open.get(worker_id)
         return None if found is None else (found[0].link.loads, found[0].link.loads_at)
+
+    def silent_s(self, worker_id: int) -> float:
+        """Seconds since a frame of the worker came; infinite without one on an open stream."""
+        found = self._open.get(worker_id)
+        if found is None or not found[0].link.is_open:
+            return math.inf
+        return found[0].silent_s
 
     @property
     def open_slots(self) -> dict[int, int]:
@@ -453,7 +508,7 @@ class EngineClient:
             return found[0]
         self._stream_seq[worker_id] += 1
         hello = Hello(self._frontend_id, worker_id, self._stream_seq[worker_id])
-        connection = WorkerConnection(hello, address, self._dialer, self)
+        connection = WorkerConnection(hello, address, self._dialer, self, self._lost_s)
         task = self._tasks.create_task(self._live(worker_id, connection))
         self._open[worker_id] = connection, task
         return connection

@@ -6,16 +6,21 @@ Nothing here knows HTTP. `Gateway.open` starts a request and tells a `Listener` 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 from random import Random
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from common.attach import LegSink, Order
 from common.errors import MeshError, Unavailable, UnknownModel, WorkerLost
 from common.instances import Instance, Snapshot
-from common.preprocessed import TokenLogprob
+from common.preprocessed import PreprocessedRequest, RoutingHints, TokenLogprob
 from frontend_svc.core.breaker import RetryBudget
+from frontend_svc.core.growth import Growth
+from frontend_svc.core.patience import never_late
 from frontend_svc.core.request import Leg, Outcome, Placed, Plan, RequestMachine
+from frontend_svc.core.reroutes import Reroutes
 from frontend_svc.models import no_worker
 from frontend_svc.router_client import Key, Query
 
@@ -33,6 +38,9 @@ class Placer(Protocol):
         """See RouterClient."""
 
     def prefill_done(self, key: Key) -> None:
+        """See RouterClient."""
+
+    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None:
         """See RouterClient."""
 
     def free(self, key: Key) -> None:
@@ -70,17 +78,32 @@ class Listener(Protocol):
         """The end."""
 
 
+@runtime_checkable
+class ChunkListener(Listener, Protocol):
+    """Who hears of a request whose body was passed through."""
+
+    def chunk(self, json: bytes) -> None:
+        """The next chunk."""
+
+
 class Ticket:
     """A request under way: the ports of its machine, and the handle its owner keeps."""
 
     def __init__(self, gateway: Gateway, plan: Plan, query: Query, listener: Listener) -> None:
         self._gateway = gateway
-        self._query = query
+        self._query = query = _completed(query, plan.request)
+        self._growth = Growth(query.total_tokens, query.block_size, query.expected_output_tokens)
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._waits_left = WHOLE_AGAIN_TRIES
         self._submitted: dict[Leg, Aborts] = {}
+        # Workers by what routers told of them, which may hear of a new one first.
+        self._told: dict[int, str] = {}
+        # The attempt that waits for its turn, or computes, among the re-routes.
+        self._rerouted: tuple[int, frozenset[int]] | None = None
+        # Who failed it and was left alone for that when it began to wait for somebody.
+        self._failed_alone: frozenset[int] = frozenset()
         self.machine = RequestMachine(plan, self, gateway.rng)
 
     def stop(self) -> None:
@@ -100,12 +123,18 @@ class Ticket:
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         """See RequestPorts."""
         if not self.machine.awaits_placement(attempt):
-            return  # given up while it waited for somebody to be whole again
+            return  # given up while it waited
+        if attempt and not self._has_turn(attempt, excluded):
+            return
         query = self._query
         pool, alone = self._gateway.pool(query.model)
+        # It waited because nobody else was left: one that failed it and is whole again will do.
+        healed = self._failed_alone - alone
+        excluded -= healed
+        self._failed_alone -= healed
         untried = pool - excluded
         if untried and untried <= alone and self._waits_left:
-            self._place_later(attempt, excluded)
+            self._place_later(attempt, excluded, alone)
             return
         if excluded or alone:
             query = query.without(excluded | alone)
@@ -114,27 +143,58 @@ class Ticket:
             if isinstance(answer, UnknownModel):  # we knew it: its last worker has just left
                 answer = no_worker(query.model)
             if isinstance(answer, Unavailable) and alone and self._waits_left:
-                self._place_later(attempt, excluded)  # the router may not know those that we know
+                # The router may not know those that we know.
+                self._place_later(attempt, excluded, alone)
             elif isinstance(answer, MeshError):
                 self.machine.place_failed(attempt, answer)
             else:
+                self._told[answer.worker_id] = answer.address
+                if answer.prefill is not None:
+                    self._told[answer.prefill.worker_id] = answer.prefill.address
                 self.machine.placed(attempt, answer, self._loop.time())
 
         self._gateway.placer.place(self._key(attempt), query, answered)
 
-    def _place_later(self, attempt: int, excluded: frozenset[int]) -> None:
+    def _has_turn(self, attempt: int, excluded: frozenset[int]) -> bool:
+        """Whether it may be tried again now; else it waits for `go`, or is told to come again."""
+        gateway, model = self._gateway, self._query.model
+        self._rerouted = attempt, excluded
+        turn = gateway.reroutes.ask(model, self, self._query.arrived_at, gateway.survivors(model))
+        if turn == "full":
+            why = "too many requests wait to be tried again"
+            error = Unavailable(why, 1.0, reason="REROUTES_FULL")
+            self._loop.call_soon(self.machine.place_failed, attempt, error)
+        return turn == "go"
+
+    def go(self) -> None:
+        """Its turn among the re-routes has come."""
+        if self._rerouted is not None:
+            self._loop.call_soon(self.place, *self._rerouted)
+
+    def _leave_reroutes(self) -> None:
+        if self._rerouted is not None:
+            self._rerouted = None
+            self._gateway.leave_reroutes(self._query.model, self)
+
+    def _place_later(self, attempt: int, excluded: frozenset[int], alone: frozenset[int]) -> None:
         """Most often a link was cut for a moment: cheaper to wait than to fail."""
         self._waits_left -= 1
+        self._failed_alone |= excluded & alone
         self._loop.call_later(WHOLE_AGAIN_S, self.place, attempt, excluded)
 
     def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
         """See RequestPorts."""
         instance = self._gateway.snapshot().instances.get(worker_id)
-        if instance is None:
+        if instance is not None:
+            address = instance.address
+        elif self._gateway.has_left(worker_id):
+            address = ""
+        else:
+            address = self._told.get(worker_id, "")
+        if not address:
             error = WorkerLost(f"worker {worker_id} has left the mesh", retryable=True)
             self._loop.call_soon(leg.lost, error)
             return
-        address = instance.address
         self._submitted[leg] = self._gateway.workers.submit(worker_id, address, order, leg)
 
     def abort(self, leg: Leg, reason: str) -> None:
@@ -145,20 +205,32 @@ class Ticket:
 
     def prefill_done(self, attempt: int) -> None:
         """See RequestPorts."""
+        self._leave_reroutes()
         self._gateway.placer.prefill_done(self._key(attempt))
 
     def free(self, attempt: int) -> None:
         """See RequestPorts."""
+        self._leave_reroutes()
         self._gateway.placer.free(self._key(attempt))
 
     def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See RequestPorts."""
+        grown = self._growth.reached(self.machine.attempt, len(self.machine.generated))
+        if grown is not None:
+            key = self._key(self.machine.attempt)
+            self._gateway.placer.output(key, grown.blocks, grown.decay_fraction)
         self._listener.tokens(token_ids, logprobs)
+
+    def emit_chunk(self, json: bytes) -> None:
+        """See RequestPorts."""
+        assert isinstance(self._listener, ChunkListener), "who passes a body through takes chunks"
+        self._listener.chunk(json)
 
     def finish(self, outcome: Outcome) -> None:
         """See RequestPorts."""
         if self._timer is not None:
             self._timer.cancel()
+        self._leave_reroutes()
         self._gateway.closed(self)
         self._listener.finished(outcome)
 
@@ -176,6 +248,14 @@ class Ticket:
         """See RequestPorts."""
         return self._gateway.retries.take(self._loop.time())
 
+    def lost_s(self) -> float:
+        """See RequestPorts."""
+        return self._gateway.lost_s()
+
+    def silent_s(self, worker_id: int) -> float:
+        """See RequestPorts."""
+        return self._gateway.silent_s(worker_id)
+
     def _on_time(self) -> None:
         self.machine.on_time(self._loop.time())
 
@@ -186,7 +266,10 @@ class Ticket:
 class Gateway:
     """The requests of a frontend process.
 
-    snapshot: the mesh's members as discovery knows them now. rng: makes span ids.
+    snapshot: the mesh's members as discovery knows them now. rng: makes span ids. lost_s: how long
+    this process has stood still so far, see `core/patience.py`; silent_s: since when nothing was
+    heard of a worker. departed: who was seen to leave; None:
+    nobody goes to a worker that is not in the snapshot.
     """
 
     def __init__(
@@ -195,12 +278,20 @@ class Gateway:
         workers: Workers,
         snapshot: Callable[[], Snapshot],
         rng: Random | None = None,
+        *,
+        lost_s: Callable[[], float] = never_late,
+        silent_s: Callable[[int], float] = lambda worker_id: math.inf,
+        departed: Container[int] | None = None,
     ) -> None:
         self.placer = placer
+        self._departed = departed
+        self.lost_s = lost_s
+        self.silent_s = silent_s
         self.workers = workers
         self.snapshot = snapshot
         self.rng = Random() if rng is None else rng
         self.retries = RetryBudget()
+        self.reroutes: Reroutes[Ticket] = Reroutes()
         self._loop = asyncio.get_running_loop()
         self._open: set[Ticket] = set()
 
@@ -210,17 +301,31 @@ class Gateway:
         return len(self._open)
 
     def open(self, plan: Plan, query: Query, listener: Listener) -> Ticket:
-        """Starts a request."""
+        """Starts a request. A plan with a body needs a ChunkListener."""
         self.retries.request(self._loop.time())
         ticket = Ticket(self, plan, query, listener)
         self._open.add(ticket)
         ticket.machine.start()
         return ticket
 
+    def has_left(self, worker_id: int) -> bool:
+        """Whether a worker that discovery does not show was there; else it is about to be."""
+        return self._departed is None or worker_id in self._departed
+
     def pool(self, model: str) -> tuple[frozenset[int], frozenset[int]]:
         """Workers of a model, and those of them that this frontend saw fail and leaves alone."""
         pool = frozenset(i.id for i in self.snapshot().serving(model))
         return pool, self.workers.left_alone(pool)
+
+    def survivors(self, model: str) -> int:
+        """Workers of a model that compute prompts and are not left alone."""
+        fit = [i.id for i in self.snapshot().serving(model) if i.role != "decode"]
+        return len(fit) - len(self.workers.left_alone(fit))
+
+    def leave_reroutes(self, model: str, ticket: Ticket) -> None:
+        """A ticket that was tried again computes no more, or waits no more."""
+        for next_one in self.reroutes.leave(model, ticket, self.survivors(model)):
+            next_one.go()
 
     def closed(self, ticket: Ticket) -> None:
         """A ticket's request has ended."""
@@ -234,6 +339,19 @@ class Gateway:
         return [ticket.machine.plan.request_id for ticket in tickets]
 
 
+def _completed(query: Query, request: PreprocessedRequest) -> Query:
+    """The query with what the request says to the router, where it does not say so itself."""
+    routing = query.routing
+    expected = None if routing is None else routing.expected_output_tokens
+    return replace(
+        query,
+        config_override=query.config_override or request.router_config_override,
+        expected_output_tokens=expected
+        if query.expected_output_tokens is None
+        else query.expected_output_tokens,
+    )
+
+
 def place_alone(
     snapshot: Snapshot, open_slots: dict[int, int], query: Query, rng: Random
 ) -> Placed | MeshError:
@@ -244,7 +362,7 @@ def place_alone(
     workers = snapshot.serving(query.model)
     if not workers:
         return no_worker(query.model)
-    if query.routing is not None:
+    if query.routing is not None and _restricts(query.routing):
         return Unavailable(
             "no router answers, and without one no request can be sent where it asks to run",
             1.0,
@@ -261,4 +379,21 @@ def place_alone(
         )
     pair: list[Instance] = rng.sample(fit, min(2, len(fit)))
     worker = min(pair, key=lambda w: open_slots.get(w.id, 0))
-    return Placed(worker.id, worker.dp_rank_start, reasons=("unrouted: no router answers",))
+    why = ("unrouted: no router answers",)
+    return Placed(worker.id, worker.dp_rank_start, reasons=why, is_unrouted=True)
+
+
+def _restricts(routing: RoutingHints) -> bool:
+    """Whether only some workers will do. Order, length, sessions and preferences leave all."""
+    constraints = routing.routing_constraints
+    if constraints is not None and constraints.required_taints:
+        return True
+    rest = replace(
+        routing,
+        expected_output_tokens=None,
+        priority=None,
+        priority_jump=None,
+        routing_constraints=None,
+        session_control=None,
+    )
+    return rest != RoutingHints()

@@ -27,9 +27,10 @@ from common.errors import (
     Overloaded,
     RequestCancelled,
 )
-from common.preprocessed import CompletionUsage, PreprocessedRequest
+from common.preprocessed import CompletionUsage, PreprocessedRequest, TokenIds
 from frontend_svc.answer import Answer
 from frontend_svc.config import FrontendConfig
+from frontend_svc.core.model_watch import Table
 from frontend_svc.core.openai import (
     ChatRequest,
     CompletionRequest,
@@ -43,9 +44,10 @@ from frontend_svc.core.openai import (
     to_preprocessed,
 )
 from frontend_svc.core.openai_errors import BODY_TOO_LARGE, error_event, error_type, http_error
+from frontend_svc.core.pass_through import PassThroughBody, folded, read_body
 from frontend_svc.core.prompt import TemplateError
-from frontend_svc.core.request import Outcome, Plan, is_migratable
-from frontend_svc.core.sse import DONE, ChunkWriter, Kind
+from frontend_svc.core.request import Outcome, PassedBody, Plan
+from frontend_svc.core.sse import DONE, KEEP_ALIVE, ChunkWriter, Kind, event
 from frontend_svc.core.text import TextFlow
 from frontend_svc.gateway import Gateway, Ticket
 from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
@@ -88,8 +90,7 @@ class Call:
     client_id: bytes
     span: RequestSpan
     began_s: float
-    body: ChatRequest | CompletionRequest | None = None
-    request: PreprocessedRequest | None = None
+    body: ChatRequest | CompletionRequest | PassThroughBody | None = None
     answer: Answer | None = None
     status: int = 0
     error: MeshError | None = None
@@ -117,9 +118,13 @@ class GenerationEndpoint:
         models: Models,
         state: DeploymentState,
         config: FrontendConfig,
+        ended: Callable[[Outcome], None],
     ) -> None:
+        self._ended = ended
         self._endpoint = endpoint
-        self._parse = parse_chat if endpoint is Endpoint.CHAT_COMPLETIONS else parse_completion
+        is_chat = endpoint is Endpoint.CHAT_COMPLETIONS
+        self._parse = parse_chat if is_chat else parse_completion
+        self._table: Table = "chat" if is_chat else "completions"
         self._gateway = gateway
         self._models = models
         self._state = state
@@ -147,7 +152,7 @@ class GenerationEndpoint:
             try:
                 if self._inside > self._config.requests_max:
                     raise Overloaded(1.0, "this frontend has all the requests it can hold")
-                call.body = self._parse(await self._body_in_time(headers, receive))
+                call.body = self._read(await self._body_in_time(headers, receive))
             finally:
                 name = call.body.model if call.body is not None else ""
                 is_stream = call.body is not None and call.body.is_stream
@@ -164,6 +169,19 @@ class GenerationEndpoint:
                 meter.close()
             self._tell_span(call)
             self._log(call)
+
+    def _read(self, raw: bytes) -> ChatRequest | CompletionRequest | PassThroughBody:
+        if self._models.pass_through():
+            body = read_body(raw)
+            if self._passes_through(body.model):
+                return body
+        return self._parse(raw)
+
+    def _passes_through(self, model: str) -> bool:
+        try:
+            return self._models.engine(model, self._table).pipeline.is_pass_through
+        except MeshError:  # whoever serves it otherwise says what is wrong
+            return False
 
     async def _body_in_time(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         try:
@@ -196,18 +214,14 @@ class GenerationEndpoint:
     async def _serve(self, call: Call, meter: RequestMeter, receive: Receive, send: Send) -> None:
         body = call.body
         assert body is not None
-        model = self._models.get(body.model)
-        call.request = await self._prepare(body, model)
-        meter.prompt(len(call.request.token_ids))
-        flow = TextFlow(model.detokenizer(), body.stops)
-        async with self._opened(call, model, meter, receive) as ticket:
-            if body.is_stream:
-                await self._stream(call, model, ticket, flow, send)
-            else:
-                await self._answer_whole(call, model, ticket, flow, send)
+        if isinstance(body, PassThroughBody):
+            await self._pass_through(call, body, meter, receive, send)
+        else:
+            await self._generate(call, body, meter, receive, send)
         assert call.answer is not None
         outcome = call.answer.outcome
         assert outcome is not None, "both ways of answering wait for it"
+        self._ended(outcome)
         details = outcome.usage.prompt_tokens_details
         if details is not None and details.cached_tokens is not None:
             meter.cached(details.cached_tokens)
@@ -215,6 +229,79 @@ class GenerationEndpoint:
             meter.mark_ok()
         else:
             meter.mark_failed(error_type(outcome.error))
+
+    async def _generate(
+        self,
+        call: Call,
+        body: ChatRequest | CompletionRequest,
+        meter: RequestMeter,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        model = self._models.get(body.model)
+        request = await self._prepare(body, model)
+        meter.prompt(len(request.token_ids))
+        flow = TextFlow(model.detokenizer(), body.stops)
+        plan = self._plan(call, request)
+        query = self._query(model, request, call.span.traceparent)
+        async with self._opened(call, plan, query, meter, receive) as ticket:
+            if body.is_stream:
+                await self._stream(call, body, model, ticket, flow, send)
+            else:
+                await self._answer_whole(call, model, ticket, flow, send)
+
+    async def _pass_through(
+        self, call: Call, body: PassThroughBody, meter: RequestMeter, receive: Receive, send: Send
+    ) -> None:
+        is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
+        passed = PassedBody("chat_json" if is_chat else "completion_json", body.json)
+        nothing = PreprocessedRequest(model=body.model, token_ids=TokenIds())
+        plan = replace(self._plan(call, nothing), body=passed)
+        # Nobody has counted its tokens: the router balances such requests by their number.
+        query = Query(
+            model=body.model,
+            total_tokens=0,
+            arrived_at=asyncio.get_running_loop().time(),
+            traceparent=call.span.traceparent,
+        )
+        async with self._opened(call, plan, query, meter, receive):
+            if body.is_stream:
+                await self._stream_chunks(call, send)
+            else:
+                await self._fold_chunks(call, send)
+
+    async def _stream_chunks(self, call: Call, send: Send) -> None:
+        answer = call.answer
+        assert answer is not None
+        answer.wake_in_silence(self._config.keep_alive_s)
+        chunks = await answer.next_chunks()
+        if not chunks and answer.outcome is not None and answer.outcome.error is not None:
+            raise answer.outcome.error
+        call.status = 200
+        await send(_start(200, (*_STREAM, call.id_header)))
+        while chunks or answer.outcome is None:
+            await send(_body(b"".join(map(event, chunks)) or KEEP_ALIVE))
+            chunks = await answer.next_chunks()
+        error = answer.outcome.error
+        call.is_ended = True
+        await send(_body(DONE if error is None else error_event(error)))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fold_chunks(self, call: Call, send: Send) -> None:
+        answer = call.answer
+        assert answer is not None
+        chunks: list[bytes] = []
+        while more := await answer.next_chunks():
+            chunks += more
+        outcome = answer.outcome
+        assert outcome is not None
+        if outcome.error is not None:
+            raise outcome.error
+        kind = Kind.CHAT if self._endpoint is Endpoint.CHAT_COMPLETIONS else Kind.COMPLETION
+        counted = outcome.usage if outcome.usage.total_tokens else None
+        whole = folded(kind, chunks, counted)
+        call.status, call.is_ended = 200, True
+        await _send_whole(send, 200, (_JSON, call.id_header), whole)
 
     async def _prepare(
         self, body: ChatRequest | CompletionRequest, model: ServedModel
@@ -251,29 +338,27 @@ class GenerationEndpoint:
             raise InvalidRequest(str(error), "messages") from error
         return await model.encode(text, special_tokens=False)
 
-    @asynccontextmanager
-    async def _opened(
-        self, call: Call, model: ServedModel, meter: RequestMeter, receive: Receive
-    ) -> AsyncIterator[Ticket]:
-        """Runs the request while its client is there; leaving ends what still runs."""
-        request = call.request
-        assert request is not None
-        loop = asyncio.get_running_loop()
-        answer = call.answer = Answer(meter, self._state.clock)
-        plan = Plan(
+    def _plan(self, call: Call, request: PreprocessedRequest) -> Plan:
+        now = asyncio.get_running_loop().time()
+        return Plan(
             request_id=call.request_id,
             request=request,
-            deadline=loop.time() + self._config.request_timeout_s,
-            migratable=is_migratable(request),
+            deadline=now + self._config.request_timeout_s,
             attempts_max=self._config.attempts_max,
             accept_s=self._config.accept_s,
             traceparent=call.span.traceparent,
             trace_id=call.span.trace_id,
             priority=request.routing.priority if request.routing is not None else None,
         )
-        ticket = self._gateway.open(
-            plan, self._query(model, request, loop.time(), call.span.traceparent), answer
-        )
+
+    @asynccontextmanager
+    async def _opened(
+        self, call: Call, plan: Plan, query: Query, meter: RequestMeter, receive: Receive
+    ) -> AsyncIterator[Ticket]:
+        """Runs the request while its client is there; leaving ends what still runs."""
+        loop = asyncio.get_running_loop()
+        answer = call.answer = Answer(meter, self._state.clock)
+        ticket = self._gateway.open(plan, query, answer)
         answer.ticket = ticket
         # Not a TaskGroup: it would wrap what the body raises.
         watch = loop.create_task(_await_disconnect(receive, ticket, meter))
@@ -286,14 +371,12 @@ class GenerationEndpoint:
             if not watch.cancelled() and watch.exception() is not None:
                 log.error("disconnect_watch_failed", exc_info=watch.exception())
 
-    def _query(
-        self, model: ServedModel, request: PreprocessedRequest, now: float, traceparent: str
-    ) -> Query:
+    def _query(self, model: ServedModel, request: PreprocessedRequest, traceparent: str) -> Query:
         hashes = model.hasher.prefix_hashes(request.token_ids.array)
         return Query(
             model=model.name,
             total_tokens=len(request.token_ids),
-            arrived_at=now,
+            arrived_at=asyncio.get_running_loop().time(),
             prefix_hashes=hashes_to_bytes(hashes),
             hash_scheme=SCHEME_ID,
             block_size=model.hasher.block_size,
@@ -302,11 +385,17 @@ class GenerationEndpoint:
         )
 
     async def _stream(
-        self, call: Call, model: ServedModel, ticket: Ticket, flow: TextFlow, send: Send
+        self,
+        call: Call,
+        body: ChatRequest | CompletionRequest,
+        model: ServedModel,
+        ticket: Ticket,
+        flow: TextFlow,
+        send: Send,
     ) -> None:
-        answer, body = call.answer, call.body
+        answer = call.answer
         assert answer is not None
-        assert body is not None
+        answer.wake_in_silence(self._config.keep_alive_s)
         token_ids = await answer.next()
         if not token_ids and answer.outcome is not None and answer.outcome.error is not None:
             raise answer.outcome.error  # before the first byte it is an ordinary HTTP error
@@ -327,8 +416,10 @@ class GenerationEndpoint:
             if flow.stopped is not None:
                 ticket.stop()
                 break
-            if not token_ids and answer.outcome is not None:
-                break
+            if not token_ids:
+                if answer.outcome is not None:
+                    break
+                events.append(KEEP_ALIVE)
             if events:
                 await send(_body(b"".join(events)))
                 events = []
@@ -514,11 +605,15 @@ async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) ->
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether requests can be served now, and why not. models: those that are not, with why."""
+    """Whether requests can be served now, and why not. models: those that are not, with why.
+
+    degraded: what is served less well than it should be.
+    """
 
     is_ready: bool
     is_draining: bool
     reasons: tuple[str, ...]
+    degraded: tuple[str, ...]
     models_not_ready: Mapping[str, str]
     instances: tuple[Mapping[str, object], ...]
 
@@ -530,8 +625,12 @@ def build_api(
     registry: Any,
     config: FrontendConfig,
     readiness: Callable[[], Readiness],
+    ended: Callable[[Outcome], None],
 ) -> Starlette:
-    """The whole HTTP surface. registry: the prometheus registry that /metrics shows."""
+    """The whole HTTP surface. registry: the prometheus registry that /metrics shows.
+
+    ended: hears of the end of each request that was sent to workers.
+    """
 
     async def health(_: Request) -> Response:
         now = readiness()
@@ -539,6 +638,7 @@ def build_api(
             {
                 "status": "healthy" if now.is_ready else "unhealthy",
                 "reasons": now.reasons,
+                "degraded": now.degraded,
                 "models": sorted(models.names() - now.models_not_ready.keys()),
                 "models_not_ready": dict(now.models_not_ready),
                 "instances": now.instances,
@@ -549,7 +649,8 @@ def build_api(
     async def ready(_: Request) -> Response:
         now = readiness()
         return _json_response(
-            {"ready": now.is_ready, "reasons": now.reasons}, 200 if now.is_ready else 503
+            {"ready": now.is_ready, "reasons": now.reasons, "degraded": now.degraded},
+            200 if now.is_ready else 503,
         )
 
     async def live(_: Request) -> Response:
@@ -557,20 +658,25 @@ def build_api(
 
     async def list_models(_: Request) -> Response:
         missing = readiness().models_not_ready
-        served = [m for m in models.all() if m.name not in missing]
-        entries = [model_value(m.name, m.created, OWNER) for m in served]
+        served = [(m.name, m.created) for m in models.all()]
+        served += [(engine.name, engine.created) for engine in models.pass_through()]
+        entries = [model_value(name, at, OWNER) for name, at in served if name not in missing]
         return Response(model_list(entries), media_type="application/json")
 
     async def one_model(request: Request) -> Response:
+        name = request.path_params["name"]
+        for engine in models.pass_through():
+            if engine.name == name:
+                return _json_response(model_value(name, engine.created, OWNER), 200)
         try:
-            model = models.get(request.path_params["name"])
+            model = models.get(name)
         except MeshError as error:
             answer = http_error(error)
             return Response(answer.body, answer.status, dict(answer.headers))
         return _json_response(model_value(model.name, model.created, OWNER), 200)
 
     def generation(endpoint: Endpoint) -> GenerationEndpoint:
-        return GenerationEndpoint(endpoint, gateway, models, state, config)
+        return GenerationEndpoint(endpoint, gateway, models, state, config, ended)
 
     _docs, metrics = metrics_router(registry)
     return Starlette(

@@ -25,11 +25,16 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from common.errors import Conflict
 from common.instances import Instance, Snapshot
+from frontend_svc.core.drift import Standing
 from frontend_svc.core.openai_errors import ErrorType
 
 Registry = CollectorRegistry
@@ -603,6 +608,102 @@ class ModelConfigCollector(Collector):
                 if values:
                     gauge.add_metric((model,), sum(values) if name in self.SUMS else min(values))
             yield gauge
+
+
+@dataclass(frozen=True, slots=True)
+class KvStanding:
+    """How predictions about a worker's rank have fared; model and worker are label values."""
+
+    model: str
+    worker: str
+    dp_rank: int
+    standing: Standing
+
+
+class KvDriftCollector(Collector):
+    """Predicted against actual cached tokens, by worker; read when it is scraped.
+
+    Only workers that are there have samples: a restarted one begins anew.
+    """
+
+    LABELS = ("model", "worker", "dp_rank")
+
+    def __init__(self, standings: Callable[[], Iterable[KvStanding]], prefix: str) -> None:
+        self._standings = standings
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """See prometheus_client."""
+
+        def counter(name: str, documentation: str) -> CounterMetricFamily:
+            return CounterMetricFamily(f"{self._prefix}_{name}", documentation, labels=self.LABELS)
+
+        def gauge(name: str, documentation: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"{self._prefix}_{name}", documentation, labels=self.LABELS)
+
+        predicted = counter("kv_predicted_cached_tokens", "Prompt tokens predicted to be cached")
+        actual = counter("kv_actual_cached_tokens", "Prompt tokens that were cached")
+        requests = counter("kv_predicted_requests", "Requests whose prediction was compared")
+        ratio = gauge("kv_drift_ratio", "Share of cached tokens predicted wrongly, of late, 0 to 1")
+        degraded = gauge("kv_degraded", "1 where that is above kv_drift_max")
+        for one in self._standings():
+            labels = (one.model, one.worker, str(one.dp_rank))
+            standing = one.standing
+            predicted.add_metric(labels, standing.predicted)
+            actual.add_metric(labels, standing.actual)
+            requests.add_metric(labels, standing.requests)
+            ratio.add_metric(labels, standing.ratio)
+            degraded.add_metric(labels, float(standing.is_degraded))
+        yield from (predicted, actual, requests, ratio, degraded)
+
+
+@dataclass(frozen=True, slots=True)
+class Survival:
+    """What this frontend did so that requests survive; counts since its start.
+
+    lost_s: seconds its own loop has lost. retries, retries_refused: attempts after the first that
+    its budget allowed and did not. rerouted, rerouted_waiting: requests being tried again that have
+    no token yet, and those that wait for their turn. left_alone: workers that get no requests.
+    """
+
+    lost_s: float
+    retries: int
+    retries_refused: int
+    rerouted: int
+    rerouted_waiting: int
+    left_alone: int
+
+
+class SurvivalCollector(Collector):
+    """Shows `Survival` as it is at a scrape."""
+
+    def __init__(self, survival: Callable[[], Survival], prefix: str) -> None:
+        self._survival = survival
+        self._prefix = prefix
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """See prometheus_client."""
+        now, prefix = self._survival(), self._prefix
+        yield CounterMetricFamily(
+            f"{prefix}_loop_lost_seconds",
+            "Time the event loop came round late; peers are not judged for it",
+            now.lost_s,
+        )
+        yield CounterMetricFamily(f"{prefix}_retries", "Attempts after the first", now.retries)
+        yield CounterMetricFamily(
+            f"{prefix}_retries_refused", "Attempts beyond the retry budget", now.retries_refused
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}_rerouted_requests", "Requests tried again, without a token", now.rerouted
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}_rerouted_waiting_requests",
+            "Requests that wait for their turn to be tried again",
+            now.rerouted_waiting,
+        )
+        yield GaugeMetricFamily(
+            f"{prefix}_workers_left_alone", "Workers that get no requests for now", now.left_alone
+        )
 
 
 def _register(registry: Registry, collectors: Sequence[Collector]) -> None:

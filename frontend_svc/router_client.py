@@ -1,5 +1,8 @@
 """The frontend's end of the router's Session: placements, batched per loop tick, failing over.
 
+Frontends share themselves out over the routers (`core/router_choice.py`). One that had to go to
+another router than its home goes back once that answers, each after a random while.
+
 A placement asked for while no router answers waits up to UNROUTED_AFTER_S, then the frontend
 places it by itself, by power of two on its own requests in flight (counted as unrouted). Bookings
 that live are announced to whatever router comes next, so that its books are right.
@@ -19,24 +22,35 @@ import structlog
 
 from common import rpc
 from common.error_proto import error_from_proto
-from common.errors import MeshError, Overloaded, WorkerLost
+from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.instances import Instance
 from common.interceptors import from_rpc_error
 from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from common.tasks import TaskGroup
+from frontend_svc.core.patience import never_late
 from frontend_svc.core.request import Place, Placed
+from frontend_svc.core.router_choice import RouterChoice
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 UNROUTED_AFTER_S = 3.0
 WAITING_MAX = 8192
 TICK_S = 0.1
-# Before dialling again; jittered so that a fleet of frontends does not stampede a new router.
+# Before dialling again, at least and at most: at random, so that the frontends of a router that
+# died do not stampede the others.
+REDIAL_MIN_S = 0.02
 REDIAL_S = 0.2
+# A frontend whose home is another router goes there within this, at random; that one has HOME_S
+# to show that it answers.
+MOVE_S = 1.0
+HOME_S = 1.0
 # A router is asked for a sign of life this often; one that gave none for SILENT_AFTER_S is lost.
 # Below UNROUTED_AFTER_S, so that a router which hangs is no worse than one that is gone.
 PING_S = 0.5
 SILENT_AFTER_S = 2.0
+# A booking is announced again this often, for a router forgets those that nobody speaks of.
+RENEW_S = 100.0
+_HOME = "HOME"
 
 log = structlog.get_logger()
 
@@ -119,10 +133,19 @@ class Query:
     excluded: frozenset[int] = frozenset()
     expected_output_tokens: int | None = None
     traceparent: str = ""
+    strict_priority: int = 0
 
     def without(self, excluded: frozenset[int]) -> Query:
         """The same, not to be placed on `excluded`."""
         return replace(self, excluded=excluded)
+
+
+@dataclass(slots=True)
+class _Output:
+    """Growth of an answer that the router was not told of yet."""
+
+    blocks: int = 0
+    decay_fraction: float | None = None
 
 
 @dataclass(slots=True)
@@ -131,13 +154,15 @@ class _Waiting:
     query: Query
     answer: Answer
     since: float
+    lost_before: float
 
 
 class RouterClient:
     """One Session at a time with one of the routers in discovery.
 
-    routers: who is there now. place_alone: chooses without a router. open_session: how to reach
-    one; by default over gRPC.
+    routers, frontends: who is there now. place_alone: chooses without a router. open_session: how
+    to reach one; by default over gRPC. lost_s: how long the loop has stood still so far, which is
+    held against no router, see `core/patience.py`.
     """
 
     def __init__(
@@ -146,11 +171,16 @@ class RouterClient:
         routers: Callable[[], Sequence[Instance]],
         place_alone: Callable[[Query], Placed | MeshError],
         *,
+        frontends: Callable[[], Sequence[Instance]] = tuple,
         open_session: OpenSession | None = None,
         rng: Random | None = None,
+        lost_s: Callable[[], float] = never_late,
     ) -> None:
+        self._lost_s = lost_s
         self._frontend_id = frontend_id
         self._routers = routers
+        self._frontends = frontends
+        self._choice = RouterChoice(frontend_id)
         self._place_alone = place_alone
         self._open_session = open_session or grpc_sessions()
         self._rng = rng or Random()
@@ -161,13 +191,16 @@ class RouterClient:
         self._numbers: dict[Key, int] = {}
         self._news: list[int] = []
         self._prefills_done: list[Key] = []
+        self._outputs: dict[Key, _Output] = {}
         self._frees: list[Key] = []
         # Whether what is told to the router is kept for it: the next session begins with the whole
         # state, so without one these lists would only grow.
         self._is_told = False
         self._bookings: dict[Key, router_pb2.Booking] = {}
-        self._heard_at = 0.0
-        self._lost_router = 0
+        # When each was last spoken of; longest ago first.
+        self._renewed: dict[Key, float] = {}
+        self._tracks_output = False  # Whether the router wants to hear of output.
+        self._heard_at = self._lost_before = 0.0
         self.is_connected = False
         self.unrouted = 0
 
@@ -178,7 +211,9 @@ class RouterClient:
             self._loop.call_soon(answer, error)
             return
         self._last_id += 1
-        self._waiting[self._last_id] = _Waiting(key, query, answer, self._loop.time())
+        self._waiting[self._last_id] = _Waiting(
+            key, query, answer, self._loop.time(), self._lost_s()
+        )
         self._numbers[key] = self._last_id
         self._tell(self._news, self._last_id)
 
@@ -190,9 +225,32 @@ class RouterClient:
             booking.revision += 1
             self._tell(self._prefills_done, key)
 
+    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None:
+        """The answer grew by so many blocks; of no effect where the router does not track output.
+
+        decay_fraction: share of the expected output still to come, 0..1; None: unknown.
+        """
+        booking = self._bookings.get(key)
+        if booking is None or not self._tracks_output:
+            return
+        booking.decode_blocks += blocks
+        if decay_fraction is not None:
+            booking.decay_fraction = decay_fraction
+        unsent = self._outputs.get(key)
+        if unsent is None:
+            unsent = self._outputs[key] = _Output()
+            booking.revision += 1  # By one a word, and what is unsent is one word.
+        unsent.blocks += blocks
+        unsent.decay_fraction = (
+            decay_fraction if decay_fraction is not None else unsent.decay_fraction
+        )
+        self._wake.set()
+
     def free(self, key: Key) -> None:
         """The booking holds nothing any more; also right while its placement is still open."""
         self._bookings.pop(key, None)
+        self._renewed.pop(key, None)
+        self._outputs.pop(key, None)
         number = self._numbers.pop(key, None)
         if number is not None:
             del self._waiting[number]
@@ -209,33 +267,67 @@ class RouterClient:
             tasks.create_task(self._place_unrouted())
             while True:
                 router = self._choose()
-                if router is not None:
-                    await self._serve(router)
-                await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
+                if router is None or not await self._serve(router):
+                    await asyncio.sleep(self._rng.uniform(REDIAL_MIN_S, REDIAL_S))
 
     def _choose(self) -> Instance | None:
-        """Any router, but not the one just lost where there is another."""
-        routers = self._routers()
-        others = [router for router in routers if router.id != self._lost_router]
-        return self._rng.choice(others or routers) if routers else None
+        """The router to ask now, if there is any."""
+        routers = {router.id: router for router in self._routers()}
+        frontends = [frontend.id for frontend in self._frontends()]
+        chosen = self._choice.choose(frontends, routers, self._loop.time())
+        return None if chosen is None else routers[chosen]
 
-    async def _serve(self, router: Instance) -> None:
-        self._heard_at = self._loop.time()
+    def _heard(self) -> None:
+        self._heard_at, self._lost_before = self._loop.time(), self._lost_s()
+
+    async def _serve(self, router: Instance) -> bool:
+        """A session until it ends; whether that is because another router is to be asked."""
+        self._heard()
         try:
             async with self._open_session(router) as session, TaskGroup() as tasks:
                 tasks.create_task(self._write(session))
                 tasks.create_task(self._ping())
+                tasks.create_task(self._go_home(router))
                 await self._read(session)
         except MeshError as error:
-            self._lost_router = router.id
+            if error.reason == _HOME:
+                log.info("router_left", router_id=router.id, why=str(error))
+                return True
+            self._choice.lost(router.id, self._loop.time())
             log.warning("router_lost", router_id=router.id, why=str(error))
         finally:
             self.is_connected = self._is_told = False
+        return False
+
+    async def _go_home(self, router: Instance) -> None:
+        """Ends the session when another router is to be asked, and answers."""
+        while True:
+            await asyncio.sleep(PING_S)
+            if (home := self._choose()) is None or home.id == router.id:
+                continue
+            await asyncio.sleep(MOVE_S * self._rng.random())
+            if (home := self._choose()) is None or home.id == router.id:
+                continue
+            if await self._answers(home):
+                raise Unavailable(f"router {home.id} is this frontend's home", reason=_HOME)
+            self._choice.lost(home.id, self._loop.time())
+
+    async def _answers(self, router: Instance) -> bool:
+        """Whether a session with that router could be had now; this one goes on meanwhile."""
+        hello = router_pb2.SessionHello(frontend_id=self._frontend_id)
+        try:
+            async with asyncio.timeout(HOME_S), self._open_session(router) as session:
+                await session.write(router_pb2.SessionRequest(hello=hello))
+                return await session.read() is not None
+        except (MeshError, TimeoutError):
+            return False
 
     async def _read(self, session: Session) -> None:
         while (frame := await session.read()) is not None:
             self.is_connected = True
-            self._heard_at = self._loop.time()
+            self._heard()
+            if frame.HasField("hello_ack"):
+                self._tracks_output = frame.hello_ack.track_output_blocks
             for result in frame.results:
                 self._answered(result)
         raise WorkerLost("the router closed the session", retryable=True)
@@ -244,7 +336,8 @@ class RouterClient:
         """An empty frame asks for an empty one. Keepalive is slower, and sees no hung process."""
         while True:
             await asyncio.sleep(PING_S)
-            silent_s = self._loop.time() - self._heard_at
+            lost_s = self._lost_s() - self._lost_before
+            silent_s = self._loop.time() - self._heard_at - lost_s
             if silent_s > SILENT_AFTER_S:
                 raise WorkerLost(f"the router said nothing for {silent_s:.1f} s", retryable=True)
             self._wake.set()
@@ -259,26 +352,26 @@ class RouterClient:
             return
         decision = result.decision
         self._bookings[waiting.key] = self._booking(waiting, decision)
+        self._renewed[waiting.key] = self._loop.time()
         waiting.answer(_placed(decision))
 
     def _booking(self, waiting: _Waiting, decision: router_pb2.Decision) -> router_pb2.Booking:
-        query = waiting.query
-        cached = decision.predicted_cached_tokens
-        blocks = -(-query.total_tokens // query.block_size) if query.block_size else 0
         return router_pb2.Booking(
             key=_key(waiting.key),
             frontend_id=self._frontend_id,
-            model=query.model,
+            model=waiting.query.model,
             worker=decision.worker,
             prefill=decision.prefill if decision.HasField("prefill") else None,
-            prefill_tokens=max(0, query.total_tokens - cached),
-            decode_blocks=blocks,
+            prefill_tokens=decision.charged_prefill_tokens,
+            decode_blocks=decision.charged_decode_blocks,
             revision=1,
         )
 
     async def _write(self, session: Session) -> None:
         """The one writer: what gathered since the last write goes out as one frame."""
         self._news, self._prefills_done, self._frees = list(self._waiting), [], []
+        self._outputs.clear()
+        self._renewed = dict.fromkeys(self._bookings, self._loop.time())
         self._is_told = True
         frame = router_pb2.SessionRequest(
             hello=router_pb2.SessionHello(frontend_id=self._frontend_id),
@@ -289,13 +382,30 @@ class RouterClient:
                 waiting = self._waiting.get(number)
                 if waiting is not None:
                     frame.news.append(self._new(number, waiting))
+            frame.announced.extend(self._renewals())
             frame.prefills_done.extend(map(_key, self._prefills_done))
+            frame.outputs.extend(map(_output, self._outputs.items()))
+            self._outputs.clear()
             frame.frees.extend(map(_key, self._frees))
             self._news, self._prefills_done, self._frees = [], [], []
             await session.write(frame)
             await self._wake.wait()
             self._wake.clear()
             frame = router_pb2.SessionRequest()
+
+    def _renewals(self) -> list[router_pb2.Booking]:
+        """Bookings to be announced again, with all that is not sent yet of their output."""
+        now = self._loop.time()
+        due: list[Key] = []
+        for key, at in self._renewed.items():
+            if now - at < RENEW_S:
+                break
+            due.append(key)
+        for key in due:
+            del self._renewed[key]
+            self._renewed[key] = now
+            self._outputs.pop(key, None)
+        return [self._bookings[key] for key in due]
 
     def _new(self, number: int, waiting: _Waiting) -> router_pb2.New:
         query = waiting.query
@@ -308,6 +418,7 @@ class RouterClient:
             excluded_worker_ids=query.excluded,
             waited_ms=round((self._loop.time() - query.arrived_at) * 1000),
             expected_output_tokens=query.expected_output_tokens,
+            strict_priority=query.strict_priority,
         )
         if query.routing is not None:
             part_to_proto(query.routing, message.routing)
@@ -323,7 +434,12 @@ class RouterClient:
             if self.is_connected:
                 continue
             before = self._loop.time() - UNROUTED_AFTER_S
-            late = [number for number, w in self._waiting.items() if w.since <= before]
+            lost_s = self._lost_s()
+            late = [
+                number
+                for number, w in self._waiting.items()
+                if w.since + lost_s - w.lost_before <= before
+            ]
             for number in late:
                 waiting = self._waiting.pop(number)
                 del self._numbers[waiting.key]
@@ -331,6 +447,13 @@ class RouterClient:
                 # The router may have been asked: what it books now is not what happens.
                 self._tell(self._frees, waiting.key)
                 waiting.answer(self._place_alone(waiting.query))
+
+
+def _output(grown: tuple[Key, _Output]) -> router_pb2.OutputBlocks:
+    key, output = grown
+    return router_pb2.OutputBlocks(
+        key=_key(key), blocks=output.blocks, decay_fraction=output.decay_fraction
+    )
 
 
 def _key(key: Key) -> router_pb2.BookingKey:
@@ -346,8 +469,13 @@ def _placed(decision: router_pb2.Decision) -> Placed:
         overlap_blocks=decision.overlap_blocks,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         reasons=tuple(decision.reasons),
-        prefill=Place(prefill.worker_id, prefill.dp_rank) if has("prefill") else None,
+        prefill=(
+            Place(prefill.worker_id, prefill.dp_rank, decision.prefill_address)
+            if has("prefill")
+            else None
+        ),
         bootstrap=(
             part_from_proto(BootstrapInfo, decision.bootstrap) if has("bootstrap") else None
         ),
+        address=decision.worker_address,
     )

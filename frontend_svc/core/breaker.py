@@ -41,6 +41,8 @@ class Breaker:
         """The worker failed; whether that is news."""
         found = self._tripped.get(worker_id)
         if found is not None:
+            # One that stood still and is now seen to be gone counts as gone.
+            found.why, found.is_hung = why, found.is_hung and is_hung
             return False
         probe_at = now + self._jittered(FIRST_PROBE_S)
         self._tripped[worker_id] = _Tripped(why, is_hung, FIRST_PROBE_S, probe_at)
@@ -49,10 +51,6 @@ class Breaker:
     def heal(self, worker_id: int) -> bool:
         """The worker works; whether that is news."""
         return self._tripped.pop(worker_id, None) is not None
-
-    def is_tripped(self, worker_id: int) -> bool:
-        """Whether the worker is left alone."""
-        return worker_id in self._tripped
 
     def why(self) -> dict[int, str]:
         """Tripped workers, with what was seen of them."""
@@ -107,7 +105,8 @@ class Breaker:
 class RetryBudget:
     """How many retries a frontend may make, so that a failing mesh is not buried under them.
 
-    Of the requests begun in the last WINDOW_S, SHARE may be retried, and FLOOR in any case.
+    Of the requests begun in the last WINDOW_S, SHARE may be retried, and FLOOR in any case. taken,
+    refused: retries that were within it, and that were not, since the start.
     """
 
     SHARE = 0.1
@@ -115,6 +114,8 @@ class RetryBudget:
     WINDOW_S = 10.0
 
     def __init__(self) -> None:
+        self.taken = 0
+        self.refused = 0
         self._began_at = 0.0
         self._requests = [0, 0]  # of the last full half window, and of this one
         self._retries = [0, 0]
@@ -128,7 +129,9 @@ class RetryBudget:
         """Whether one more retry is within the budget; counts it if so."""
         self._roll(now)
         if sum(self._retries) >= max(self.FLOOR, self.SHARE * sum(self._requests)):
+            self.refused += 1
             return False
+        self.taken += 1
         self._retries[1] += 1
         return True
 

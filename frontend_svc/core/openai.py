@@ -10,8 +10,10 @@ Honoured
   completions  prompt (a text, a list of one text, or a list of token ids)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids
   nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
-               agent_hints.priority, agent_hints.osl, token_data, and ignore_eos, top_k, min_p,
-               repetition_penalty, which count only where the top level has none
+               agent_hints.priority, agent_hints.osl, routing_constraints.required_taints and
+               .preferred_taints, session_control.session_id and .action, token_data, and
+               ignore_eos, top_k, min_p, repetition_penalty, which count only where the top level
+               has none
 Accepted, because they cannot change the answer
                user, metadata, safety_identifier, prompt_cache_key, parallel_tool_calls
 Accepted with a value that asks for nothing, else refused by name
@@ -27,8 +29,7 @@ Refused by name unless null
                audio, prediction, web_search_options, moderation, prompt_cache_options,
                reasoning_effort, messages[].refusal, .audio, .function_call, parts that are not
                text, nvext.max_thinking_tokens, .cache_control, .cache_salt, .router,
-               .routing_constraints, .session_control, .agent_context, .metadata_upload,
-               .request_timestamp_ms
+               .agent_context, .metadata_upload, .request_timestamp_ms
 
 `null` means absent, as the SDK sends it. Types are strict: true is no 1, and 1.0 is no integer.
 Some combinations are refused, since honouring both is impossible: stream_options without stream,
@@ -63,8 +64,11 @@ from common.errors import InvalidRequest, PromptTooLong, Unsupported
 from common.preprocessed import (
     CompletionUsage,
     PreprocessedRequest,
+    RoutingConstraints,
     RoutingHints,
     SamplingOptions,
+    SessionAction,
+    SessionControl,
     StopConditions,
     TokenIds,
     to_value,
@@ -77,6 +81,9 @@ STOPS_MAX = 32
 STOP_CHARS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 256
 MODEL_CHARS_MAX = 512
+TAINTS_MAX = 64
+TAINT_CHARS_MAX = 256
+SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
 # No shape has half as many; more would only make millions of errors to report.
 KEYS_MAX = 64
@@ -115,6 +122,8 @@ I32: TypeAlias = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 I64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 AtLeastOne: TypeAlias = Annotated[int, Field(ge=1, le=2**32 - 1)]
 StopText: TypeAlias = Annotated[str, Field(min_length=1, max_length=STOP_CHARS_MAX)]
+Taint: TypeAlias = Annotated[str, Field(min_length=1, max_length=TAINT_CHARS_MAX)]
+Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
@@ -256,6 +265,22 @@ class AgentHints(_Shape):
     osl: U32 | None = None
 
 
+class Constraints(_Shape):
+    """Marks that a worker must have, and what others are worth: see `RoutingConstraints`."""
+
+    required_taints: Annotated[list[Taint], Field(max_length=TAINTS_MAX, fail_fast=True)] | None = (
+        None
+    )
+    preferred_taints: Annotated[dict[Taint, Weight], Field(max_length=TAINTS_MAX)] | None = None
+
+
+class Session(_Shape):
+    """Keeps requests on one worker: see `SessionControl`."""
+
+    session_id: Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARS_MAX)]
+    action: Literal["open", "close"] | None = None
+
+
 _NO_NVEXT = "not available yet"
 
 
@@ -268,6 +293,8 @@ class Nvext(_Shape):
     dp_rank: U32 | None = None
     prefill_dp_rank: U32 | None = None
     agent_hints: AgentHints | None = None
+    routing_constraints: Constraints | None = None
+    session_control: Session | None = None
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     top_k: TopK | None = None
@@ -282,8 +309,6 @@ class Nvext(_Shape):
     cache_control: Annotated[object, _refused(_NO_NVEXT)] = None
     cache_salt: Annotated[object, _refused(_NO_NVEXT)] = None
     router: Annotated[object, _refused(_NO_NVEXT)] = None
-    routing_constraints: Annotated[object, _refused(_NO_NVEXT)] = None
-    session_control: Annotated[object, _refused(_NO_NVEXT)] = None
     agent_context: Annotated[object, _refused(_NO_NVEXT)] = None
     metadata_upload: Annotated[object, _refused(_NO_NVEXT)] = None
     request_timestamp_ms: Annotated[object, _refused(_NO_NVEXT)] = None
@@ -741,6 +766,7 @@ def _routing(nvext: Nvext | None) -> RoutingHints | None:
     if nvext is None:
         return None
     agent = nvext.agent_hints or AgentHints()
+    wanted, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
         prefill_worker_id=nvext.prefill_worker_id,
@@ -751,6 +777,17 @@ def _routing(nvext: Nvext | None) -> RoutingHints | None:
         priority=agent.priority,
         # Seconds: a positive priority counts as so much longer a wait.
         priority_jump=None if agent.priority is None else float(max(0, agent.priority)),
+        routing_constraints=None
+        if wanted is None
+        else RoutingConstraints(
+            required_taints=frozenset(wanted.required_taints or ()),
+            preferred_taints=wanted.preferred_taints or {},
+        ),
+        session_control=None
+        if session is None
+        else SessionControl(
+            session.session_id, None if session.action is None else SessionAction(session.action)
+        ),
     )
     return None if hints == RoutingHints() else hints
 

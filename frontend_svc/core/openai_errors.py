@@ -41,6 +41,7 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
+from frontend_svc.core.request import NOT_MIGRATABLE
 
 # Reasons with a status of their own: `InvalidRequest(..., reason=BODY_TOO_LARGE)` is 413, and an
 # `Overloaded` whose reason starts with TENANT_REASON is the caller's own limit.
@@ -97,6 +98,7 @@ _INVALID = "invalid_request_error"
 _TENANT_LIMIT = _Row(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
 _TOO_LARGE = _Row(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
 _WORKER_GONE = _Row(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
+_NOT_MIGRATABLE = _Row(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
 
 _TABLE: dict[type[MeshError], _Row] = {
     InvalidRequest: _Row(400, _INVALID, None, ErrorType.VALIDATION),
@@ -139,6 +141,8 @@ def _row(error: BaseException) -> _Row:
             return _TENANT_LIMIT
         case InvalidRequest() if error.reason == BODY_TOO_LARGE:
             return _TOO_LARGE
+        case WorkerLost() if error.reason == NOT_MIGRATABLE:
+            return _NOT_MIGRATABLE
         case WorkerLost() if not error.retryable:
             return _WORKER_GONE
     for cls in type(error).__mro__:

@@ -7,7 +7,8 @@ An attempt has one leg, or two when prefill and decode are apart: a prefill leg,
 proves that the prompt is computed, and a decode leg, whose tokens are the answer. With a bootstrap
 rendezvous both start at once; without, decode starts with what prefill's end hands over. They are
 one transaction: the failure of either ends both and the whole is tried again, until decode has
-delivered, for then the prompt's KV has arrived and prefill's fate is its own.
+delivered, for then the prompt's KV has arrived and prefill's fate is its own. Only prefill knows
+how much of the prompt was cached: an answer that is complete waits PREFILL_WORD_S for its word.
 
 Invariants: `finish` is called exactly once and nothing is emitted after it; the tokens emitted are
 the concatenation of what main legs delivered, nothing lost, repeated or reordered; at most one
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import Literal, Protocol
 
 from common.attach import Order, Terminal
 from common.errors import (
@@ -28,6 +29,7 @@ from common.errors import (
     MeshError,
     RequestCancelled,
     Unavailable,
+    Unsupported,
     WorkerLost,
 )
 from common.preprocessed import (
@@ -49,16 +51,34 @@ PEER_LOST = frozenset(
 )
 # The router's word for "all that could serve it are excluded".
 ALL_EXCLUDED = "ALL_EXCLUDED"
+# The error of an answer that had begun and cannot go on elsewhere.
+NOT_MIGRATABLE = "NOT_MIGRATABLE"
+# A worker heard from so lately is there, and only slow: it has `accept_s`, also in a pair.
+TALKS_S = 0.5
+# How soon a slow one is looked at again.
+LOOK_AGAIN_S = 0.25
+# How long an answer that is complete waits for prefill to say what was cached.
+PREFILL_WORD_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PassedBody:
+    """A client's body that goes to the worker as it is; `field` of `Order` carries it."""
+
+    field: Literal["chat_json", "completion_json"]
+    json: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What is fixed for a request's whole life.
 
-    deadline: on the clock that `now` arguments use, seconds. migratable: a started answer may go on
-    elsewhere (prompt + generated tokens say all there is to know). attempts_max: tries, the first
-    included. accept_s: how long a worker may take to accept before another one is asked;
-    pair_accept_s: the same where two have to. trace_id: 32 hex digits, "" when not sampled.
+    deadline: on the clock that `now` arguments use, seconds. migratable: whether the request's
+    owner lets a started answer go on elsewhere; `pinned_by` may still forbid it. attempts_max:
+    tries, the first included. accept_s: how long a worker may take to accept before another one is
+    asked; pair_accept_s: the same where two have to, for one that is silent. trace_id: 32 hex
+    digits, "" when not sampled. body: sent in place of the request; then chunks come back, and
+    nothing is known of tokens.
     """
 
     request_id: str
@@ -72,14 +92,16 @@ class Plan:
     trace_id: str = ""
     tenant: str = ""
     priority: int | None = None
+    body: PassedBody | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A worker and one of its ranks."""
+    """A worker and one of its ranks. address: where the router knows it, "" if it does not say."""
 
     worker_id: int
     dp_rank: int = 0
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +109,8 @@ class Placed:
     """The router's answer, as far as the machine needs it.
 
     worker_id: where the whole request, or its decode, runs. prefill: where its prefill runs, None
-    when it is not split. bootstrap: how the two meet; None: prefill completes first.
+    when it is not split. bootstrap: how the two meet; None: prefill completes first. is_unrouted:
+    no router said so, and nothing was predicted. address: of worker_id, as in Place.
     """
 
     worker_id: int
@@ -97,6 +120,8 @@ class Placed:
     reasons: tuple[str, ...] = ()
     prefill: Place | None = None
     bootstrap: BootstrapInfo | None = None
+    is_unrouted: bool = False
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +139,34 @@ class Outcome:
     placed: Placed | None
 
 
-def is_migratable(request: PreprocessedRequest) -> bool:
-    """Whether prompt + generated tokens say all that an engine needs to go on.
+def pinned_by(request: PreprocessedRequest) -> str:
+    """What keeps a started answer at its worker, "" if nothing: it may go on elsewhere.
 
-    Not so with guided decoding (the grammar's state), several choices or beams, penalties (they
-    count the output apart from the prompt) and prompt_embeds.
+    Where prompt + generated tokens do not say all that an engine needs to go on: guided decoding
+    (the grammar's state), several choices or beams, penalties (they count the output apart from
+    the prompt; no engine takes an output prefix yet), custom logits processors (their state), and
+    prompt_embeds (a prompt that cannot be made longer by ids). min_tokens moves: what was
+    generated is taken off it.
     """
     sampling = request.sampling_options
-    return (
-        sampling.guided_decoding is None
-        and sampling.n in (None, 1)
-        and sampling.best_of in (None, 1)
-        and not sampling.use_beam_search
-        and not sampling.presence_penalty
-        and not sampling.frequency_penalty
-        and sampling.repetition_penalty in (None, 1.0)
-        and request.prompt_embeds is None
-    )
+    pins = {
+        "guided decoding": sampling.guided_decoding is not None,
+        "n": sampling.n not in (None, 1),
+        "best_of": sampling.best_of not in (None, 1),
+        "use_beam_search": bool(sampling.use_beam_search),
+        "presence_penalty": bool(sampling.presence_penalty),
+        "frequency_penalty": bool(sampling.frequency_penalty),
+        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
+        "a custom logits processor": has_custom_processor(request),
+        "prompt_embeds": request.prompt_embeds is not None,
+    }
+    return ", ".join(name for name, pins_it in pins.items() if pins_it)
+
+
+def has_custom_processor(request: PreprocessedRequest) -> bool:
+    """Whether engine-specific arguments name a logits processor of the client's own."""
+    extra = request.extra_args
+    return isinstance(extra, dict) and any("processor" in key for key in extra)
 
 
 class RequestPorts(Protocol):
@@ -154,6 +190,9 @@ class RequestPorts(Protocol):
     def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Tokens for the client."""
 
+    def emit_chunk(self, json: bytes) -> None:
+        """A chunk for the client, of a body that was passed through."""
+
     def finish(self, outcome: Outcome) -> None:
         """The end."""
 
@@ -165,6 +204,12 @@ class RequestPorts(Protocol):
 
     def take_retry(self) -> bool:
         """Whether the frontend's budget allows one more retry; counts it if so."""
+
+    def lost_s(self) -> float:
+        """Seconds that the frontend itself has lost so far; see `core/patience.py`."""
+
+    def silent_s(self, worker_id: int) -> float:
+        """Seconds since something was heard of the worker; infinite when nothing was."""
 
 
 class Leg:
@@ -200,8 +245,9 @@ class Leg:
             self._machine.leg_tokens(self, token_ids, logprobs)
 
     def chunk(self, json: bytes) -> None:
-        """Pass-through chunks belong to requests without a machine."""
-        raise AssertionError("a preprocessed request got a pass-through chunk")
+        """The next chunk."""
+        if self.is_live:
+            self._machine.leg_chunk(self, json)
 
     def terminal(self, terminal: Terminal) -> None:
         """The end."""
@@ -223,6 +269,8 @@ class RequestMachine:
     def __init__(self, plan: Plan, ports: RequestPorts, rng: Random | None = None) -> None:
         self.plan = plan
         self.generated: list[int] = []
+        self._chunks = 0
+        self._engines_word: CompletionUsage | None = None
         self.is_finished = False
         self._ports = ports
         self._rng = rng
@@ -235,10 +283,16 @@ class RequestMachine:
         self._prefill_told = False
         self._placed: Placed | None = None
         self._booked = False
-        self._accept_by: float | None = None
+        self._asked_at: float | None = None
+        self._accept_s = 0.0
+        self._lost_before = 0.0
+        # What the answer ended with, while it waits for prefill's word until then.
+        self._ended_with: FinishReason | None = None
+        self._word_by = 0.0
         self._excluded: frozenset[int] = frozenset()
         self._worker_ids: list[int] = []
         self._cached_tokens: int | None = None
+        self._decodes_word: int | None = None
         # The span that the next leg continues: prefill's, or that of a leg which failed.
         self._origin_span = ""
 
@@ -254,14 +308,18 @@ class RequestMachine:
         if not self.awaits_placement(attempt):
             return  # freed when it was given up
         self._placed = placed
-        if placed.prefill is None:
+        if self.plan.body is not None and placed.prefill is not None:
+            self._free()
+            why = "prefill and decode workers take token ids, and this body is passed through"
+            self._finish(FinishReason.ERROR, Unsupported("model", why))
+        elif placed.prefill is None:
             self._await_acceptance(now, self.plan.accept_s)
             self._submit_main("", now)
-            return
-        self._await_acceptance(now, self.plan.pair_accept_s)
-        self._submit_prefill(placed.prefill, now)
-        if placed.bootstrap is not None:
-            self._submit_main("decode", now)
+        else:
+            self._await_acceptance(now, self.plan.pair_accept_s)
+            self._submit_prefill(placed.prefill, now)
+            if placed.bootstrap is not None:
+                self._submit_main("decode", now)
 
     def place_failed(self, attempt: int, error: MeshError) -> None:
         """The router found no place. Nothing is booked."""
@@ -306,17 +364,31 @@ class RequestMachine:
             self._give_up("deadline")
             self._finish(FinishReason.ERROR, DeadlineExceeded("the request took too long"))
             return
+        if self._ended_with is not None:
+            if now >= self._word_by:
+                self._finish(self._ended_with, None)
+            else:  # a timer may be early by a tick of its clock
+                self._ports.wake_at(min(self._word_by, self.plan.deadline))
+            return
+        self._judge_acceptance(now)
+
+    def _judge_acceptance(self, now: float) -> None:
         late = [leg for leg in self._live() if not leg.is_accepted]
-        accept_by = self._accept_by
-        if not late or accept_by is None:
+        if not late or self._asked_at is None:
             self._ports.wake_at(self.plan.deadline)
-        elif now < accept_by:  # a timer may be early by a tick of its clock
+            return
+        # While we stood still ourselves they may well have accepted, unread.
+        asked_at = self._asked_at + self._ports.lost_s() - self._lost_before
+        accept_by = asked_at + self._accept_s
+        if now >= accept_by and all(self._ports.silent_s(leg.worker_id) < TALKS_S for leg in late):
+            accept_by = min(max(accept_by, now + LOOK_AGAIN_S), asked_at + self.plan.accept_s)
+        if now < accept_by:
             self._ports.wake_at(min(accept_by, self.plan.deadline))
-        else:
-            self._excluded |= {leg.worker_id for leg in late}
-            names = " and ".join(str(leg.worker_id) for leg in late)
-            error = WorkerLost(f"worker {names} did not accept in time", retryable=True)
-            self._retry(error, "not_accepted")
+            return
+        self._excluded |= {leg.worker_id for leg in late}
+        names = " and ".join(str(leg.worker_id) for leg in late)
+        error = WorkerLost(f"worker {names} did not accept in time", retryable=True)
+        self._retry(error, "not_accepted")
 
     # -- legs -----------------------------------------------------------------------------------
 
@@ -331,6 +403,14 @@ class RequestMachine:
         self.generated += token_ids
         self._ports.emit(token_ids, logprobs)
 
+    def leg_chunk(self, leg: Leg, json: bytes) -> None:
+        """A live leg delivered a chunk."""
+        assert self.plan.body is not None, "a preprocessed request got a pass-through chunk"
+        leg.delivered += 1
+        self._tell_prefill_done(leg.attempt)
+        self._chunks += 1
+        self._ports.emit_chunk(json)
+
     def leg_ended(self, leg: Leg, terminal: Terminal) -> None:
         """A live leg came to its end."""
         error: MeshError | None = terminal.error
@@ -339,10 +419,11 @@ class RequestMachine:
         if error is not None:
             self.leg_failed(leg, error)
             return
-        details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
+        if self.plan.body is not None:
+            self._engines_word = terminal.usage
         # The leg that computed the prompt knows; of several attempts, the first.
-        if details is not None and self._cached_tokens is None and leg.phase != "decode":
-            self._cached_tokens = details.cached_tokens
+        if self._cached_tokens is None and leg.phase != "decode":
+            self._cached_tokens = _cached_tokens(terminal)
         leg.is_live = False
         if terminal.finish_reason is FinishReason.CANCELLED:
             self._give_up("peer_cancelled")
@@ -350,12 +431,25 @@ class RequestMachine:
             self._finish(FinishReason.CANCELLED, cancelled)
         elif leg is self._prefill:
             self._prefill_ended(leg, terminal)
+        elif self._prefill is not None and self._cached_tokens is None:
+            self._await_prefills_word(terminal)
         else:
             self._finish(terminal.finish_reason, None)
+
+    def _await_prefills_word(self, terminal: Terminal) -> None:
+        """The answer is complete; what was cached is on its way, or lost with prefill."""
+        self._main = None
+        self._ended_with = terminal.finish_reason
+        self._decodes_word = _cached_tokens(terminal)
+        self._word_by = self._ports.now() + PREFILL_WORD_S
+        self._ports.wake_at(min(self._word_by, self.plan.deadline))
 
     def _prefill_ended(self, leg: Leg, terminal: Terminal) -> None:
         self._prefill = None
         self._tell_prefill_done(leg.attempt)
+        if self._ended_with is not None:
+            self._finish(self._ended_with, None)
+            return
         if self._main is not None:
             return  # with a bootstrap: decode is under way and has it all
         reason = terminal.finish_reason
@@ -379,6 +473,10 @@ class RequestMachine:
     def leg_failed(self, leg: Leg, error: MeshError) -> None:
         """A live leg failed: try elsewhere where that is right, else end."""
         leg.is_live = False
+        if self._ended_with is not None:
+            self._prefill = None
+            self._finish(self._ended_with, None)
+            return
         main = self._main
         if leg is self._prefill and main is not None and main.delivered:
             self._prefill = None  # decode has the prompt's KV: what it sends is whole
@@ -401,20 +499,27 @@ class RequestMachine:
         self._give_up(reason)
         if error.retryable and self.generated and self._remaining() == 0:
             self._finish(FinishReason.LENGTH, None)  # all was delivered, only the end got lost
-        elif not self._may_retry(error):
+        elif not error.retryable or self._attempt + 1 >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
+        elif (self.generated or self._chunks) and (pin := self._pin()):
+            self._finish(FinishReason.ERROR, _not_migratable(error, pin))
         elif self._ports.take_retry():
             self._place()
         else:
             why = f"too many requests are being tried again; this one failed with: {error.message}"
             self._finish(FinishReason.ERROR, Unavailable(why, 1.0, reason="RETRY_BUDGET"))
 
-    def _may_retry(self, error: MeshError) -> bool:
-        if not error.retryable or self._attempt + 1 >= self.plan.attempts_max:
-            return False
-        return not self.generated or self.plan.migratable
+    def _pin(self) -> str:
+        if self.plan.body is not None:
+            return "its body, which only its worker has read"
+        return pinned_by(self.plan.request) if self.plan.migratable else "its owner's wish"
 
     # -- doing ----------------------------------------------------------------------------------
+
+    @property
+    def attempt(self) -> int:
+        """The try under way, from 0; -1 before the first."""
+        return self._attempt
 
     def awaits_placement(self, attempt: int) -> bool:
         """Whether an answer of the router to this attempt is still of use."""
@@ -434,8 +539,9 @@ class RequestMachine:
         self._ports.place(self._attempt, self._excluded)
 
     def _await_acceptance(self, now: float, accept_s: float) -> None:
-        self._accept_by = now + accept_s
-        self._ports.wake_at(min(self._accept_by, self.plan.deadline))
+        self._asked_at, self._accept_s = now, accept_s
+        self._lost_before = self._ports.lost_s()
+        self._ports.wake_at(min(now + accept_s, self.plan.deadline))
 
     def _submit_prefill(self, place: Place, now: float) -> None:
         request = self._continued_request()
@@ -481,6 +587,7 @@ class RequestMachine:
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
         plan = self.plan
+        body = plan.body
         order = Order(
             request_id=plan.request_id,
             attempt=leg.attempt,
@@ -489,7 +596,11 @@ class RequestMachine:
             span_id=leg.span_id,
             tenant=plan.tenant,
             priority=plan.priority,
-            request=request,
+            request=request if body is None else None,
+            chat_json=body.json if body is not None and body.field == "chat_json" else None,
+            completion_json=(
+                body.json if body is not None and body.field == "completion_json" else None
+            ),
             phase=leg.phase,
         )
         self._ports.submit(leg.worker_id, order, leg)
@@ -529,7 +640,7 @@ class RequestMachine:
             leg.is_live = False
             self._ports.abort(leg, reason)
         self._main = self._prefill = None
-        self._accept_by = None
+        self._asked_at = None
         self._free()
 
     def _free(self) -> None:
@@ -556,9 +667,25 @@ class RequestMachine:
         )
 
     def usage(self) -> CompletionUsage:
-        """Prompt as the client sent it, completion as it was delivered."""
+        """Prompt as the client sent it, completion as it was delivered.
+
+        Of a body that was passed through: as its engine counted, if it did.
+        """
+        if self._engines_word is not None:
+            return self._engines_word
         counts = usage(len(self.plan.request.token_ids), len(self.generated))
-        if self._cached_tokens is None:
+        cached_tokens = self._decodes_word if self._cached_tokens is None else self._cached_tokens
+        if cached_tokens is None:
             return counts
-        details = PromptTokensDetails(cached_tokens=self._cached_tokens)
+        details = PromptTokensDetails(cached_tokens=cached_tokens)
         return replace(counts, prompt_tokens_details=details)
+
+
+def _cached_tokens(terminal: Terminal) -> int | None:
+    details = terminal.usage.prompt_tokens_details if terminal.usage is not None else None
+    return None if details is None else details.cached_tokens
+
+
+def _not_migratable(error: MeshError, pin: str) -> WorkerLost:
+    message = f"{error.message}; the answer had begun and cannot go on elsewhere because of {pin}"
+    return WorkerLost(message, retryable=True, reason=NOT_MIGRATABLE)

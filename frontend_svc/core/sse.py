@@ -28,6 +28,11 @@ _HOLE = "\x00"
 _HOLE_JSON = orjson.dumps(_HOLE)
 
 
+def event(chunk: bytes) -> bytes:
+    """The event of a chunk that is JSON already."""
+    return b"data: " + chunk + b"\n\n"
+
+
 class Kind(StrEnum):
     """Which API's chunks."""
 
@@ -35,21 +40,11 @@ class Kind(StrEnum):
     COMPLETION = "text_completion"
 
 
-def escaped(text: str) -> bytes:
-    """`text` as the inside of a JSON string, UTF-8; concatenates. For tables of token texts.
-
-    Raises TypeError for a lone surrogate, which no UTF-8 text has.
-    """
-    return orjson.dumps(text)[1:-1]
-
-
 class ChunkWriter:
     """Writes the events of one answer; `created` is Unix seconds, the same on every chunk."""
 
     __slots__ = (
-        "_after_escaped",
         "_after_text",
-        "_before_escaped",
         "_before_text",
         "_failed",
         "_finished",
@@ -74,9 +69,7 @@ class ChunkWriter:
         self._failed = False
         # From the right: nothing after the hole is the caller's, while an id may look like one.
         template = self._event([self._choice(_HOLE, None)], None)
-        before, _, after = template.rpartition(_HOLE_JSON)
-        self._before_text, self._after_text = before, after
-        self._before_escaped, self._after_escaped = before + b'"', b'"' + after
+        self._before_text, _, self._after_text = template.rpartition(_HOLE_JSON)
 
     @property
     def is_finished(self) -> bool:
@@ -87,11 +80,6 @@ class ChunkWriter:
         """One chunk of text. Raises TypeError for a lone surrogate, which no UTF-8 text has."""
         assert not self._finished, "content after the end"
         return b"".join((self._before_text, orjson.dumps(text), self._after_text))
-
-    def content_escaped(self, text: bytes) -> bytes:
-        """One chunk of text that `escaped` has made ready."""
-        assert not self._finished, "content after the end"
-        return b"".join((self._before_escaped, text, self._after_escaped))
 
     def role(self) -> bytes:
         """The first chunk of a chat answer, which names the role; completions have none."""
@@ -127,7 +115,7 @@ class ChunkWriter:
         chunk: dict[str, object] = {**self._fixed, "choices": choices}
         if self._include_usage:
             chunk["usage"] = None if usage is None else usage_value(usage)
-        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+        return event(orjson.dumps(chunk))
 
 
 def _chat_choice(delta: dict[str, str | None], reason: FinishWord | None) -> dict[str, object]:

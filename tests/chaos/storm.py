@@ -5,9 +5,9 @@ at a moment drawn by chance, in one of these ways: amid a stream, before a unary
 first token of a long prompt, or amid a gRPC Generate call at a worker. Meanwhile control requests
 are sent; their answers must be byte-identical to those from before the storm.
 
-One JSON line a mesh. Afterwards everything is counted: slots, KV blocks, rooms, bookings, requests
-in flight, open files, memory; then all services are told to leave, and none may have a call left to
-cut. Exit status 1 when something is not back where it was.
+One JSON line a mesh, and one for both. Afterwards everything is counted: slots, KV blocks, rooms,
+bookings, requests in flight, open files, memory; then all services are told to leave, and none may
+have a call left to cut. Exit status 1 when something is not back where it was.
 """
 
 from __future__ import annotations
@@ -268,13 +268,29 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1, help="draws ways and moments")
     parser.add_argument("--mesh", choices=sorted(_MESHES), action="append", help="only this one")
     options = parser.parse_args(argv)
-    missed = 0
     names = options.mesh or list(_MESHES)
+    lines = []
     for name in names:
         line = storm(name, _MESHES[name], options.requests // len(names), options.seed)
-        missed += bool(line["missed"])
         print(json.dumps(line), flush=True)
-    return 1 if missed else 0
+        lines.append(line)
+    print(json.dumps(_summary(lines)), flush=True)
+    return 1 if any(line["missed"] for line in lines) else 0
+
+
+def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The line for all meshes; rss_growth_mb: the largest of any service."""
+    growths = [grown["rss_mb"] for line in lines for grown in line["growth"].values()]
+    return {
+        "case": "storm",
+        "cancelled": sum(line["requests"] for line in lines),
+        "left": sum(sum(line["left"].values()) for line in lines),
+        "calls_cut": sum(len(line["calls_cut"]) for line in lines),
+        "controls_same": sum(line["controls"].get("same", 0) for line in lines),
+        "controls_different": sum(line["controls"].get("different", 0) for line in lines),
+        "rss_growth_mb": max(growths),
+        "missed": [f"{line['case']}: {what}" for line in lines for what in line["missed"]],
+    }
 
 
 if __name__ == "__main__":

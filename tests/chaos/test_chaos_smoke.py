@@ -76,6 +76,14 @@ def test_streams_survive_the_death_of_their_worker() -> None:
 
 
 @pytest.mark.slow
+def test_a_rolling_restart_of_every_service_costs_no_client_an_error() -> None:
+    rolling = next(case for case in all_cases() if case.name == "pd/rolling-restart")
+    line = run_case(replace(rolling, streams=8, pause_s=None))
+    assert line["missed"] == [], line
+    assert line["requests"] > 8
+
+
+@pytest.mark.slow
 def test_a_small_storm_leaves_nothing_behind() -> None:
     line = storm("smoke", CASE.shape, 100, seed=1)
     assert (line["left"], line["calls_cut"]) == ({}, []), line

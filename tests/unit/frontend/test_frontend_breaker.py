@@ -53,11 +53,23 @@ def test_all_that_are_lost_are_left_alone() -> None:
     assert breaker.excluded(range(4)) == {0, 1, 2, 3}
 
 
+def test_one_that_stood_still_and_is_gone_now_does_not_count_as_standing_still() -> None:
+    breaker = Breaker(Random(4))
+    for worker_id in range(4):
+        breaker.trip(worker_id, "stands still", 0.0, is_hung=True)
+    assert breaker.excluded(range(4)) == {0}, "a quarter"
+    assert not breaker.trip(3, "its stream was lost", 1.0), "no news: it gets no requests either"
+    assert breaker.excluded(range(4)) == {0, 3}
+    assert breaker.why()[3] == "its stream was lost"
+    breaker.trip(3, "stands still", 2.0, is_hung=True)
+    assert breaker.excluded(range(4)) == {0, 3}, "and it stays gone until it is whole"
+
+
 def test_who_has_left_is_forgotten() -> None:
     breaker = Breaker(Random(5))
     breaker.trip(1, "lost", 0.0)
     breaker.keep([2])
-    assert not breaker.is_tripped(1)
+    assert breaker.why() == {}
     assert breaker.due(100.0) == []
 
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Sequence
 from random import Random
 
 import pytest
 
 from common.attach import HelloAck, Order, Start, Terminal, ToFrontend, ToWorker, WorkerLink
-from common.errors import MeshError, Unavailable
+from common.errors import MeshError, Overloaded, Unavailable
 from common.instances import Instance, Snapshot
 from common.load import Load
 from common.preprocessed import FinishReason, PreprocessedRequest, TokenIds, TokenLogprob
 from frontend_svc.core.breaker import PROBE_LIMIT_S
+from frontend_svc.core.patience import TICK_S, Patience
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient
 from frontend_svc.gateway import place_alone
 from frontend_svc.router_client import Query
-from tests.sim.loop import run_virtually
+from tests.sim.loop import VirtualLoop, run_virtually
 
 MODEL = "model"
 WORKER = 7
@@ -82,7 +84,7 @@ class Frozen:
         ]
 
     async def read(self) -> ToFrontend | None:
-        at, frame = self._script.pop(0)
+        at, frame = self._script.pop(0) if self._script else (math.inf, None)
         await asyncio.sleep(max(0.0, at - asyncio.get_running_loop().time()))
         return frame
 
@@ -99,13 +101,15 @@ class Frozen:
 class Engine:
     """A worker behind a transport of its own. frozen: it takes requests and does nothing.
 
-    waits: its requests wait for KV; only a probe is answered.
+    waits: its requests wait for KV; only a probe is answered. full: it refuses what comes.
     """
 
-    def __init__(self, *, frozen: bool = False, waits: bool = False) -> None:
+    def __init__(self, *, frozen: bool = False, waits: bool = False, full: bool = False) -> None:
         self.frozen = frozen
         self.waits = waits
+        self.full = full
         self.ran = 0
+        self.stopped: list[int] = []
         self._open: dict[int, bool] = {}
         self._started: set[int] = set()
         self._steps = 0
@@ -143,11 +147,14 @@ class Engine:
 
     async def write(self, frame: ToWorker) -> None:
         for command in self._link.receive(frame, asyncio.get_running_loop().time()):
-            if isinstance(command, Start):
+            if isinstance(command, Start) and self.full:
+                self._link.reject(command.slot, Overloaded(1.0))
+            elif isinstance(command, Start):
                 assert command.order.request is not None
                 self._open[command.slot] = command.order.request.is_probe
                 self._link.accept(command.slot)
             elif command.slot in self._open:
+                self.stopped.append(command.slot)
                 self._end(command.slot, FinishReason.CANCELLED)
 
     async def close(self) -> None:
@@ -162,6 +169,7 @@ class Sink:
 
     def __init__(self) -> None:
         self.lost_at = 0.0
+        self.reason = ""
         self.begun = asyncio.Event()
         self.over = asyncio.Event()
 
@@ -177,7 +185,7 @@ class Sink:
     def terminal(self, terminal: Terminal) -> None: ...
 
     def lost(self, error: MeshError) -> None:
-        assert error.reason in ("HUNG", "CLOSED")
+        self.reason = error.reason
         self.lost_at = asyncio.get_running_loop().time()
         self.over.set()
 
@@ -197,6 +205,7 @@ def test_two_seconds_of_standing_still_are_enough_also_when_the_first_heartbeat_
         async with EngineClient(1, Frozen(late_s), Random(1)) as engines:
             sink = submit(engines)
             await asyncio.wait_for(sink.over.wait(), 8.0)
+            assert sink.reason == "HUNG"
         return sink.lost_at
 
     assert run_virtually(main()) == pytest.approx(3.0, abs=0.05)
@@ -210,6 +219,7 @@ def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
             await asyncio.wait_for(sink.begun.wait(), 1.0)
             engine.frozen = True
             await asyncio.wait_for(sink.over.wait(), 4.0)
+            assert sink.reason == "HUNG"
             await asyncio.sleep(30.0)
             assert engine.loads()[0].running == 0, "what it had was aborted"
             assert engines.left_alone([WORKER]) == {WORKER}
@@ -220,12 +230,34 @@ def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
     run_virtually(main())
 
 
+def test_a_hung_engine_is_told_to_end_its_orphans_before_it_gets_requests_again() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sinks = [submit(engines) for _ in range(3)]
+            await asyncio.wait_for(sinks[0].begun.wait(), 1.0)
+            engine.frozen = True
+            for sink in sinks:
+                await asyncio.wait_for(sink.over.wait(), 4.0)
+            engine.frozen = False
+            assert engines.left_alone([WORKER]) == {WORKER}
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                if not engines.left_alone([WORKER]):
+                    break
+            assert engines.left_alone([WORKER]) == frozenset()
+            assert engine.stopped == [1, 2, 3]
+
+    run_virtually(main(), until=60.0)
+
+
 def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
     async def main() -> float:
         engine = Engine(frozen=True)
         async with EngineClient(1, engine, Random(1)) as engines:
             sink = submit(engines)
             await asyncio.wait_for(sink.over.wait(), 6.0)
+            assert sink.reason == "HUNG"
             assert engines.left_alone([WORKER]) == {WORKER}
         return sink.lost_at
 
@@ -244,3 +276,95 @@ def test_an_engine_whose_requests_wait_for_kv_is_not_hung() -> None:
             assert engines.left_alone([WORKER]) == frozenset()
 
     run_virtually(main())
+
+
+def test_a_hung_engine_whose_service_is_too_full_for_a_probe_stays_left_alone() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.begun.wait(), 1.0)
+            engine.frozen = engine.full = True
+            await asyncio.wait_for(sink.over.wait(), 4.0)
+            assert sink.reason == "HUNG"
+            await asyncio.sleep(30.0)
+            assert engines.left_alone([WORKER]) == {WORKER}, "a refusal is the service's"
+
+    run_virtually(main())
+
+
+def test_an_engine_too_full_for_a_probe_is_busy_and_not_hung() -> None:
+    async def main() -> None:
+        engine = Engine(waits=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.sleep(0.5)
+            engine.full = True
+            await asyncio.sleep(30.0)
+            assert not sink.over.is_set()
+            assert engines.left_alone([WORKER]) == frozenset()
+
+    run_virtually(main())
+
+
+def stall(seconds: float) -> None:
+    """The loop stands still: what was due meanwhile is due at once afterwards."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop._now += seconds
+
+
+async def ticking(patience: Patience) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(TICK_S)
+        patience.tick(loop.time())
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_frontend_that_stood_still_itself_does_not_take_its_workers_for_silent(
+    measured: bool,
+) -> None:
+    async def main() -> bool:
+        loop = asyncio.get_running_loop()
+        patience = Patience(loop.time())
+        ticker = asyncio.create_task(ticking(patience))
+        engine = Engine()
+
+        def lost_s() -> float:
+            return patience.lost_s(loop.time()) if measured else 0.0
+
+        async with EngineClient(1, engine, Random(1), lost_s=lost_s) as engines:
+            sink = submit(engines)
+            for _ in range(5):
+                await asyncio.sleep(0.5)
+                stall(4.0)
+            await asyncio.sleep(0.2)
+            was_lost = sink.over.is_set()
+        ticker.cancel()
+        return was_lost
+
+    assert run_virtually(main()) is not measured, "without the measure it would"
+
+
+def test_a_silent_worker_is_found_by_a_frontend_that_is_chronically_late_too() -> None:
+    class Mute(Frozen):
+        def __init__(self) -> None:
+            super().__init__(0.0)
+            self._script = [self._script[0], (1e6, self._script[1][1])]
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        patience = Patience(loop.time())
+        ticker = asyncio.create_task(ticking(patience))
+        engines = EngineClient(1, Mute(), Random(1), lost_s=lambda: patience.lost_s(loop.time()))
+        async with engines:
+            sink = submit(engines)
+            while not sink.over.is_set():
+                await asyncio.sleep(0.2)
+                stall(0.3)
+            assert engines.left_alone([WORKER]) == {WORKER}
+        ticker.cancel()
+        return sink.lost_at
+
+    assert 3.0 < run_virtually(main()) < 8.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import settings
@@ -26,6 +28,7 @@ from common.errors import (
     Overloaded,
     RequestCancelled,
     Unavailable,
+    Unsupported,
     WorkerLost,
 )
 from common.preprocessed import (
@@ -44,14 +47,17 @@ from common.preprocessed import (
     TokenLogprob,
     usage,
 )
+from frontend_svc.core.openai_errors import http_error
 from frontend_svc.core.request import (
+    NOT_MIGRATABLE,
     Leg,
     Outcome,
+    PassedBody,
     Place,
     Placed,
     Plan,
     RequestMachine,
-    is_migratable,
+    pinned_by,
 )
 
 PROMPT = [1, 2, 3]
@@ -102,6 +108,8 @@ class Ports:
     wake: float | None = None
     time: float = 0.0
     may_retry: bool = True
+    lost: float = 0.0
+    chunks: list[bytes] = field(default_factory=list)
     on_emit: Callable[[], None] | None = None
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
@@ -133,6 +141,10 @@ class Ports:
         if self.on_emit is not None:
             self.on_emit()
 
+    def emit_chunk(self, json: bytes) -> None:
+        self._alive()
+        self.chunks.append(json)
+
     def finish(self, outcome: Outcome) -> None:
         self._alive()
         self.outcomes.append(outcome)
@@ -146,6 +158,12 @@ class Ports:
 
     def take_retry(self) -> bool:
         return self.may_retry
+
+    def lost_s(self) -> float:
+        return self.lost
+
+    def silent_s(self, worker_id: int) -> float:
+        return math.inf
 
     def _alive(self) -> None:
         assert not self.outcomes, "asked for something after the end"
@@ -208,6 +226,7 @@ def end_of(
 # The ordinary way
 
 
+@pytest.mark.row("S1-20")
 def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
     one = plan()
     life = begin(one)
@@ -297,6 +316,61 @@ def test_a_pass_through_chunk_is_a_bug() -> None:
     life = begin()
     with pytest.raises(AssertionError):
         life.run(1).chunk(b"{}")
+
+
+# A body that is passed through
+
+
+def passing(field: Literal["chat_json", "completion_json"] = "chat_json") -> Plan:
+    nothing = PreprocessedRequest(model="m", token_ids=TokenIds())
+    return Plan("r", nothing, DEADLINE, body=PassedBody(field, b'{"model":"m"}'))
+
+
+def test_a_body_is_passed_through_as_it_is_and_its_chunks_come_back() -> None:
+    life = begin(passing())
+    leg = life.run(1)
+    order = life.ports.order
+    assert (order.chat_json, order.completion_json, order.request) == (
+        b'{"model":"m"}',
+        None,
+        None,
+    )
+    leg.chunk(b"one")
+    leg.chunk(b"two")
+    assert life.ports.prefills == [0], "its first chunk is its first token"
+    leg.terminal(Terminal(1, FinishReason.STOP, usage=usage(4, 2)))
+    assert life.ports.chunks == [b"one", b"two"]
+    outcome = life.ports.outcome
+    assert (outcome.finish_reason, outcome.error) == (FinishReason.STOP, None)
+    assert outcome.usage == usage(4, 2), "as the engine counted"
+
+
+def test_a_completion_body_goes_where_completions_go() -> None:
+    life = begin(passing("completion_json"))
+    life.run(1)
+    assert life.ports.order.completion_json == b'{"model":"m"}'
+    assert life.ports.order.chat_json is None
+
+
+def test_a_passed_body_is_tried_elsewhere_until_its_first_chunk() -> None:
+    life = begin(passing())
+    life.run(1).lost(LOST)
+    leg = life.run(2)
+    leg.chunk(b"one")
+    leg.lost(LOST)
+    error = life.ports.outcome.error
+    assert error is not None
+    assert error.reason == NOT_MIGRATABLE
+    assert life.ports.outcome.worker_ids == (1, 2)
+    assert life.ports.freed == [0, 1]
+
+
+def test_a_passed_body_cannot_run_on_a_pair() -> None:
+    life = begin(passing())
+    life.machine.placed(0, Placed(1, prefill=Place(2)), 0.0)
+    assert isinstance(life.ports.outcome.error, Unsupported)
+    assert life.ports.freed == [0]
+    assert life.ports.submitted == []
 
 
 # Retries
@@ -480,7 +554,10 @@ def test_what_is_not_migratable_fails_once_it_has_started_but_not_before() -> No
     life.run(11).lost(LOST)
     assert not life.ports.outcomes
     life.run(12, [5]).lost(LOST)
-    assert life.ports.outcome.error is LOST
+    error = life.ports.outcome.error
+    assert isinstance(error, WorkerLost)
+    assert error.reason == NOT_MIGRATABLE
+    assert LOST.message in error.message, "and what happened to the worker"
     assert life.ports.outcome.usage == usage(3, 1)
     assert life.ports.emitted == [5]
 
@@ -521,7 +598,7 @@ def test_a_request_for_no_tokens_is_not_complete_before_a_worker_says_so() -> No
 )
 def test_an_answer_whose_tokens_say_it_all_may_move(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
-    assert is_migratable(one)
+    assert pinned_by(one) == ""
 
 
 @pytest.mark.parametrize(
@@ -538,11 +615,64 @@ def test_an_answer_whose_tokens_say_it_all_may_move(sampling: dict[str, Any]) ->
 )
 def test_an_answer_with_state_outside_of_its_tokens_may_not_move(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
-    assert not is_migratable(one)
+    (named,) = sampling
+    assert pinned_by(one) == named.replace("guided_decoding", "guided decoding")
 
 
 def test_a_prompt_that_is_not_tokens_may_not_move() -> None:
-    assert not is_migratable(replace(plan().request, prompt_embeds="AA=="))
+    assert pinned_by(replace(plan().request, prompt_embeds="AA==")) == "prompt_embeds"
+
+
+@pytest.mark.parametrize("name", ["logits_processors", "custom_logit_processor"])
+def test_a_logits_processor_of_the_clients_own_may_not_move(name: str) -> None:
+    one = replace(plan().request, extra_args={name: "module:Class"})
+    assert "processor" in pinned_by(one)
+    assert pinned_by(replace(one, extra_args={"chunked": True})) == ""
+
+
+def test_what_pins_an_answer_is_named_in_its_error() -> None:
+    one = plan()
+    sampling = replace(one.request.sampling_options, presence_penalty=0.5, seed=1)
+    life = begin(replace(one, request=replace(one.request, sampling_options=sampling)))
+    life.run(11, [5]).lost(LOST)
+    error = life.ports.outcome.error
+    assert error is not None
+    assert "presence_penalty" in error.message
+    answer = http_error(error)
+    assert answer.status == 503
+    assert json.loads(answer.body)["error"]["code"] == "not_migratable"
+
+
+def test_min_tokens_moves_for_what_was_generated_is_taken_off_it() -> None:
+    life = begin(plan(min_tokens=3))
+    life.run(11, [5, 6]).lost(LOST)
+    life.run(12)
+    moved = life.ports.order.request
+    assert moved is not None
+    assert moved.stop_conditions.min_tokens == 1
+
+
+# A loop that stood still
+
+
+def test_time_that_the_frontend_lost_itself_is_not_held_against_a_worker() -> None:
+    life = begin(replace(plan(), accept_s=1.0))
+    life.ports.lost = 7.0
+    life.place(11, now=10.0)
+    life.ports.lost = 9.5  # the loop stood still for 2.5 s of the 2.6 since
+    life.machine.on_time(12.6)
+    assert life.ports.aborted == [], "it may have accepted, unread"
+    assert life.ports.wake == pytest.approx(13.5)
+    life.machine.on_time(13.5)
+    assert [reason for _, reason in life.ports.aborted] == ["not_accepted"]
+
+
+def test_a_deadline_is_the_clients_whoever_lost_the_time() -> None:
+    life = begin()
+    life.place(11)
+    life.ports.lost = 50.0
+    life.machine.on_time(DEADLINE)
+    assert isinstance(life.ports.outcome.error, DeadlineExceeded)
 
 
 # Prefill and decode apart; the rest of it is in test_frontend_request_pair.py

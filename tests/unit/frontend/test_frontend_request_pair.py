@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -24,6 +25,8 @@ from common.preprocessed import (
     usage,
 )
 from frontend_svc.core.request import (
+    LOOK_AGAIN_S,
+    PREFILL_WORD_S,
     Leg,
     Outcome,
     Place,
@@ -55,6 +58,7 @@ class Ports:
     wake: float = 0.0
     time: float = 0.0
     may_retry: bool = True
+    silent: dict[int, float] = field(default_factory=dict)
 
     def place(self, attempt: int, excluded: frozenset[int]) -> None:
         assert not self.outcomes
@@ -80,6 +84,9 @@ class Ports:
         assert not self.outcomes
         self.emitted += token_ids
 
+    def emit_chunk(self, json: bytes) -> None:
+        raise AssertionError("nothing is passed through here")
+
     def finish(self, outcome: Outcome) -> None:
         assert not self.outcomes
         self.outcomes.append(outcome)
@@ -92,6 +99,12 @@ class Ports:
 
     def take_retry(self) -> bool:
         return self.may_retry
+
+    def lost_s(self) -> float:
+        return 0.0
+
+    def silent_s(self, worker_id: int) -> float:
+        return self.silent.get(worker_id, math.inf)
 
     def last(self, phase: str) -> tuple[Leg, Order]:
         return next(pair for pair in reversed(self.legs) if pair[0].phase == phase)
@@ -130,6 +143,90 @@ def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() 
     assert prefill.stop_conditions == StopConditions(max_tokens=1, min_tokens=1)
     assert decode.stop_conditions == StopConditions(max_tokens=8, min_tokens=2)
     assert ports.wake == 1.0, "a pair has a second to accept"
+
+
+def test_of_a_pair_a_worker_that_talks_and_is_slow_has_longer_to_accept() -> None:
+    machine, ports = begin(PAIR)
+    (prefill, _), _ = ports.legs
+    prefill.accepted()
+    ports.silent[DECODE] = 0.1
+    machine.on_time(1.0)
+    assert ports.aborted == [], "it is heard of all the time"
+    assert ports.wake == 1.0 + LOOK_AGAIN_S
+    machine.on_time(2.9)
+    assert ports.wake == 3.0, "no longer than anybody"
+    machine.on_time(3.0)
+    assert [reason for _, reason in ports.aborted] == ["not_accepted"] * 2
+
+
+@pytest.mark.parametrize("silent", [{DECODE: 0.7}, {}], ids=["silent since", "never heard"])
+def test_of_a_pair_a_silent_worker_has_a_second(silent: dict[int, float]) -> None:
+    machine, ports = begin(PAIR)
+    (prefill, _), _ = ports.legs
+    prefill.accepted()
+    ports.silent = {PREFILL: 0.0, **silent}
+    machine.on_time(1.0)
+    assert [reason for _, reason in ports.aborted] == ["not_accepted"] * 2
+    assert ports.places[-1] == (1, frozenset({DECODE}))
+
+
+def cached_tokens_of(outcome: Outcome) -> int | None:
+    details = outcome.usage.prompt_tokens_details
+    return None if details is None else details.cached_tokens
+
+
+def complete_before_prefill(decode_says: int | None = None) -> tuple[RequestMachine, Ports, Leg]:
+    """The whole answer is there, prefill's end is not."""
+    machine, ports = begin(PAIR)
+    (prefill, _), (decode, _) = ports.legs
+    prefill.accepted()
+    decode.accepted()
+    ports.time = 5.0
+    decode.tokens([5, 6], ())
+    decode.terminal(end(FinishReason.EOS, cached=decode_says))
+    return machine, ports, prefill
+
+
+def test_a_complete_answer_waits_for_prefill_to_say_what_was_cached() -> None:
+    _, ports, prefill = complete_before_prefill(decode_says=0)
+    assert ports.emitted == [5, 6], "the client has it all"
+    assert ports.outcomes == []
+    assert ports.wake == 5.0 + PREFILL_WORD_S
+    prefill.tokens([5], ())
+    prefill.terminal(end(cached=2))
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, outcome.error) == (FinishReason.EOS, None)
+    assert cached_tokens_of(outcome) == 2
+    assert ports.freed == [0]
+    assert ports.aborted == []
+
+
+@pytest.mark.parametrize("decode_says", [None, 3])
+def test_the_wait_for_prefills_word_is_bounded_and_decodes_word_will_do(
+    decode_says: int | None,
+) -> None:
+    machine, ports, prefill = complete_before_prefill(decode_says)
+    machine.on_time(ports.wake - 0.01)
+    assert ports.outcomes == []
+    machine.on_time(ports.wake)
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.EOS, decode_says)
+    prefill.terminal(end(cached=2))  # too late, and nobody's any more
+
+
+def test_a_complete_answer_stays_one_when_prefill_fails_afterwards() -> None:
+    _, ports, prefill = complete_before_prefill()
+    prefill.lost(WorkerLost("gone", retryable=True))
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, outcome.error, outcome.attempts) == (FinishReason.EOS, None, 1)
+
+
+def test_a_client_that_goes_while_prefills_word_is_awaited_ends_prefill_too() -> None:
+    machine, ports, _ = complete_before_prefill()
+    machine.client_gone()
+    assert ports.aborted == [("prefill", "client_gone")]
+    assert ports.freed == [0]
+    assert len(ports.outcomes) == 1
 
 
 def test_the_answer_is_decodes_and_the_cache_hit_is_prefills() -> None:

@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionChunk
 from common.errors import Overloaded
 from common.preprocessed import CompletionUsage, PromptTokensDetails
 from frontend_svc.core.openai import FinishWord
-from frontend_svc.core.sse import DONE, KEEP_ALIVE, ChunkWriter, Kind, escaped
+from frontend_svc.core.sse import DONE, KEEP_ALIVE, ChunkWriter, Kind
 
 CREATED = 1_700_000_000
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
@@ -54,14 +54,6 @@ def test_every_text_comes_through_as_one_line_of_valid_json(
     assert chunk["object"] == kind.value
     assert (chunk["created"], chunk["model"]) == (CREATED, "m")
     assert chunk["choices"][0]["finish_reason"] is None
-
-
-@settings(max_examples=200, deadline=None)
-@given(KINDS, st.lists(TEXTS, max_size=5))
-def test_escaped_pieces_make_the_same_chunk_as_their_text(kind: Kind, pieces: list[str]) -> None:
-    made = writer(kind)
-    joined = b"".join(escaped(piece) for piece in pieces)
-    assert made.content_escaped(joined) == made.content("".join(pieces))
 
 
 @settings(max_examples=100, deadline=None)
@@ -148,7 +140,6 @@ def test_nothing_follows_the_finish() -> None:
     writes: list[Callable[[], bytes]] = [
         lambda: made.finish("stop"),
         lambda: made.content("x"),
-        lambda: made.content_escaped(b"x"),
         lambda: made.role(),
         lambda: made.error(Overloaded()),
     ]
@@ -170,8 +161,6 @@ def test_an_error_is_the_last_event() -> None:
 def test_a_lone_surrogate_is_refused() -> None:
     with pytest.raises(TypeError):
         writer().content("\ud800")
-    with pytest.raises(TypeError):
-        escaped("\udfff")
 
 
 def sdk(stream: bytes) -> openai.OpenAI:

@@ -1,0 +1,220 @@
+"""Replaces 20 of 120 sim workers under load, and measures what clients and the router see of it.
+
+    python -m tests.chaos.churn [--hosts 12] [--replaced 2] [--warm-s 20] [--after-s 20]
+
+The mesh: one frontend, router and indexer as processes of their own, and workers by tens in one
+process each (`worker_host.py`). Clients ask one request after the other: one of GROUPS beginnings
+that many prompts share, and an end of its own. The workers of `--replaced` processes are killed and
+as many are started at once. A request's hit rate is the share of its prompt's tokens that its
+worker had cached, by usage. The last line is a JSON object:
+
+    errors, inexact    answers that failed, or are not the sim model's
+    hit_before         mean hit rate of the warm mesh; hit_lowest: of the worst second afterwards
+    hit_back_s         from the kill to the first second from which on it stays within 10 %
+    known_s            from the kill until the router trusts what all its workers say again
+    ready_s            of that, until the new workers were ready
+    snapshot_s         from a new router's start to serve until it has the index of all workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.tasks import TaskGroup
+from tests.chaos.worker_host import WORKERS_A_HOST
+from tests.e2e.mesh import MODEL, Mesh, Oracle, Service
+
+CLIENTS = 8
+GROUPS = 60
+SHARED_TOKENS = 384
+OWN_TOKENS = 16
+ANSWER_TOKENS = 4
+# Ids of plain words of the sim model.
+IDS = range(300, 1000)
+WITHIN = 0.9
+WAIT_S = 180.0
+WORKER_MODULE = "tests.chaos.worker_host"
+WORKER_FLAGS = ("--speedup=20", "--log-level=warning")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request. at: when it was begun, `time.monotonic`. error: "" for a good answer."""
+
+    at: float
+    took_s: float
+    prompt: list[int]
+    text: str
+    cached: int
+    error: str = ""
+
+    @property
+    def hit(self) -> float:
+        return self.cached / len(self.prompt)
+
+
+class Churn:
+    """One run."""
+
+    def __init__(self, mesh: Mesh, given: argparse.Namespace) -> None:
+        self._mesh = mesh
+        self._given = given
+        self._workers = given.hosts * WORKERS_A_HOST
+        self._asked: list[Asked] = []
+        self._rng = Random(7)
+        self._beginnings = [self._rng.choices(IDS, k=SHARED_TOKENS) for _ in range(GROUPS)]
+
+    async def run(self) -> dict[str, Any]:
+        await self._start()
+        await self._until(lambda: self._trusted(self._mesh.router) == self._workers, "all trusted")
+        async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http, TaskGroup() as tasks:
+            clients = [tasks.create_task(self._ask(http)) for _ in range(CLIENTS)]
+            await asyncio.sleep(self._given.warm_s)
+            killed_at = time.monotonic()
+            ready_s, known_s = await self._replace(killed_at)
+            await asyncio.sleep(max(0.0, killed_at + self._given.after_s - time.monotonic()))
+            for client in clients:
+                client.cancel()
+        snapshot_s = await self._snapshot()
+        return {
+            "workers": self._workers,
+            "replaced": self._given.replaced * WORKERS_A_HOST,
+            **self._figures(killed_at),
+            "ready_s": round(ready_s, 2),
+            "known_s": round(known_s, 2),
+            "snapshot_s": round(snapshot_s, 2),
+        }
+
+    async def _start(self) -> None:
+        hosts = [self._mesh.spawn("worker") for _ in range(self._given.hosts)]
+        rest = [self._mesh.spawn(kind) for kind in ("indexer", "router", "frontend")]
+        for service in (*hosts, *rest):
+            await asyncio.to_thread(service.wait_ready, WAIT_S)
+
+    async def _replace(self, killed_at: float) -> tuple[float, float]:
+        """kill -9 of some hosts, new ones at once; seconds until they are ready, and known."""
+        victims = self._mesh.workers[: self._given.replaced]
+        for victim in victims:
+            victim.process.kill()
+        for victim in victims:
+            victim.process.wait()
+        for new in [self._mesh.spawn("worker") for _ in victims]:
+            await asyncio.to_thread(new.wait_ready, WAIT_S)
+        ready_s = time.monotonic() - killed_at
+        await self._until(lambda: self._trusted(self._mesh.router) == self._workers, "all trusted")
+        return ready_s, time.monotonic() - killed_at
+
+    async def _snapshot(self) -> float:
+        router = self._mesh.spawn("router")
+        await asyncio.to_thread(router.wait_ready, WAIT_S)
+        began = time.monotonic()
+        await self._until(lambda: self._trusted(router) == self._workers, "a new router knows all")
+        return time.monotonic() - began
+
+    def _trusted(self, router: Service) -> int:
+        """Workers whose word the router's index trusts; -1 while it also knows others."""
+        text = httpx.get(f"http://{router.addresses['metrics']}/metrics", trust_env=False).text
+        found = {
+            sample.labels["state"]: int(sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "kvmesh_router_index_sources"
+        }
+        return found["exact"] if sum(found.values()) == found["exact"] else -1
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not await asyncio.to_thread(condition):
+            assert time.monotonic() < deadline, f"never: {what}\n{self._mesh.logs()}"
+            await asyncio.sleep(0.02)
+
+    async def _ask(self, http: httpx.AsyncClient) -> None:
+        while True:
+            prompt = self._rng.choice(self._beginnings) + self._rng.choices(IDS, k=OWN_TOKENS)
+            began = time.monotonic()
+            answer = await http.post(f"{self._mesh.url}/v1/completions", json=body_of(prompt))
+            took_s = time.monotonic() - began
+            if answer.status_code != 200:
+                self._asked.append(Asked(began, took_s, prompt, "", 0, answer.text))
+                continue
+            said = answer.json()
+            cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
+            text = said["choices"][0]["text"]
+            self._asked.append(Asked(began, took_s, prompt, text, cached))
+
+    def _figures(self, killed_at: float) -> dict[str, Any]:
+        oracle = Oracle()
+        good = [a for a in self._asked if not a.error]
+        failed = [a.error for a in self._asked if a.error]
+        inexact = sum(
+            a.text != oracle.completion(a.prompt, ANSWER_TOKENS, ignore_eos=True).text for a in good
+        )
+        before = [a.hit for a in good if killed_at - self._given.warm_s / 2 <= a.at < killed_at]
+        hit_before = _mean(before)
+        seconds = [
+            _mean([a.hit for a in good if second <= a.at - killed_at < second + 1])
+            for second in range(self._given.after_s)
+        ]
+        low = [n for n, hit in enumerate(seconds) if hit < WITHIN * hit_before]
+        rate = len(before) / (self._given.warm_s / 2)
+        return {
+            "requests": len(self._asked),
+            "requests_per_s": round(rate, 1),
+            "errors": len(failed),
+            **({"why": sorted(set(failed))[:3]} if failed else {}),
+            "inexact": inexact,
+            "slowest_ms": round(max(a.took_s for a in good) * 1000),
+            "hit_before": round(hit_before, 3),
+            "hit_lowest": round(min(seconds), 3),
+            "hit_back_s": low[-1] + 1 if low else 0,
+            "hit_by_second": [round(hit, 3) for hit in seconds],
+        }
+
+
+def body_of(prompt: list[int]) -> dict[str, Any]:
+    """A completion of token ids."""
+    return {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def main() -> None:
+    """Runs it once and prints the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--hosts", type=int, default=12)
+    parser.add_argument("--replaced", type=int, default=2)
+    parser.add_argument("--warm-s", type=int, default=20)
+    parser.add_argument("--after-s", type=int, default=20)
+    given = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="kvmesh-churn-") as folder:
+        mesh = Mesh(
+            Path(folder),
+            worker_module=WORKER_MODULE,
+            worker_flags=WORKER_FLAGS,
+            router_flags=["--metrics-port=0"],
+        )
+        try:
+            line = asyncio.run(Churn(mesh, given).run())
+        finally:
+            mesh.close()
+    print(json.dumps({**line, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Predicted against actual cached tokens on real processes: true under load, alarmed when not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from frontend_svc.core.drift import REQUESTS_MIN
+from tests.chaos.client import Reply, fetch
+from tests.e2e.mesh import Mesh, wait_for
+
+CLIENTS = 32
+TURNS = 6
+SYSTEMS = 8
+# Clients of one system come so far apart that the first has it computed: see `core/drift.py`.
+SIBLING_S = 0.4
+# What people need at least to read an answer and to write.
+THINK_S = 0.1
+DRIFT_MAX = 0.02
+WORDS = ["able", "about", "above", "accept", "across", "act", "action", "active"]
+
+
+def words(rng: Random, count: int) -> str:
+    return " ".join(rng.choices(WORDS, k=count))
+
+
+def system(number: int) -> str:
+    return f"System {number}: {words(Random(number), 300)}"
+
+
+async def converse(url: str, client: int) -> None:
+    """Turns of a chat, each with all that was said before, by one of many clients."""
+    rng, said = Random(client), f"{system(client % SYSTEMS)} Client {client}: "
+    await asyncio.sleep(client / SYSTEMS * SIBLING_S)
+    for _ in range(TURNS):
+        said += words(rng, 60)
+        reply = await fetch(url, Reply(said, 16))
+        assert not reply.error, reply.error
+        said += reply.text
+        await asyncio.sleep(THINK_S)
+
+
+async def load(url: str) -> None:
+    for number in range(SYSTEMS):  # as a mesh that has run for a while knows them
+        reply = await fetch(url, Reply(system(number), 4))
+        assert not reply.error, reply.error
+    async with asyncio.TaskGroup() as tasks:
+        for client in range(CLIENTS):
+            tasks.create_task(converse(url, client))
+
+
+def metrics(mesh: Mesh) -> dict[str, float]:
+    """Sums over workers of what the frontend shows of predictions; of drift, the largest."""
+    found: dict[str, float] = {}
+    text = mesh.http.get(f"{mesh.url}/metrics").text
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("kvmesh_frontend_")
+            if name == "kv_drift_ratio":
+                found[name] = max(found.get(name, 0.0), sample.value)
+            elif name.startswith("kv_"):
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [{"workers": 2}, {"workers": 0, "prefill": 2, "decode": 2}])
+def test_under_load_predictions_and_engines_differ_by_two_percent_at_most(
+    tmp_path: Path, shape: dict[str, int]
+) -> None:
+    with Mesh(tmp_path, indexers=1, **shape) as mesh:  # type: ignore[arg-type]  # counts
+        asyncio.run(load(mesh.url))
+        sent = SYSTEMS + CLIENTS * TURNS
+        wait_for(lambda: len(mesh.frontend.events("request")) >= sent, "every request has its line")
+        lines = mesh.frontend.events("request")
+        assert all("cached_tokens" in one for one in lines), "each answer says what was cached"
+        pairs: list[tuple[int, int]] = [
+            (one["predicted_cached_tokens"], one["cached_tokens"]) for one in lines
+        ]
+        largest = sum(max(pair) for pair in pairs)
+        wrong = sum(abs(predicted - actual) for predicted, actual in pairs)
+        assert largest > sent * 100, "the caches were used"
+        assert wrong <= DRIFT_MAX * largest, (wrong, largest)
+        shown = metrics(mesh)
+        assert shown["kv_predicted_requests_total"] == sent
+        assert shown["kv_predicted_cached_tokens_total"] == sum(p for p, _ in pairs)
+        assert shown["kv_actual_cached_tokens_total"] == sum(a for _, a in pairs)
+        assert mesh.http.get(f"{mesh.url}/ready").json()["degraded"] == []
+        assert mesh.frontend.events("kv_drift") == []
+
+
+@pytest.mark.slow
+def test_an_index_that_knows_nothing_is_told_to_people_and_metrics(tmp_path: Path) -> None:
+    async def ask_often(url: str) -> None:
+        for number in range(2 * REQUESTS_MIN):
+            reply = await fetch(url, Reply(f"{system(1)} {number}", 4))
+            assert not reply.error, reply.error
+
+    with Mesh(tmp_path, workers=1) as mesh:  # nobody tells the router of KV events
+        asyncio.run(ask_often(mesh.url))
+        (told,) = mesh.http.get(f"{mesh.url}/ready").json()["degraded"]
+        assert "worker" in told
+        assert "100.0%" in told
+        assert mesh.http.get(f"{mesh.url}/health").json()["degraded"] == [told]
+        assert mesh.http.get(f"{mesh.url}/ready").json()["ready"], "it serves, only less well"
+        (warning,) = mesh.frontend.events("kv_drift")
+        assert warning["level"] == "warning"
+        assert warning["worker_id"] == mesh.workers[0].instance_id
+        shown = metrics(mesh)
+        assert (shown["kv_degraded"], shown["kv_drift_ratio"]) == (1.0, 1.0)
+        assert shown["kv_predicted_cached_tokens_total"] == 0.0

@@ -1,0 +1,85 @@
+"""How late a process hears: by its own server's answers, or by its loop alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health, health_pb2
+
+from common import rpc
+from frontend_svc.core.patience import Patience
+from frontend_svc.pulse import measure
+
+GIVE_UP_S = 20.0
+
+
+class SlowHealth(health.aio.HealthServicer):
+    """Answers late, as a process does whose gRPC threads are starved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    # Any: the package has no types.
+    async def Check(self, request: Any, context: Any) -> Any:
+        self.asked.set()
+        await self.answer.wait()
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
+class Ticks(Patience):
+    """Counts them."""
+
+    def __init__(self, now: float) -> None:
+        super().__init__(now)
+        self.count = 0
+        self.third = asyncio.Event()
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self.count += 1
+        if self.count >= 3:
+            self.third.set()
+
+
+@asynccontextmanager
+async def measured(address: str) -> AsyncIterator[Ticks]:
+    patience = Ticks(asyncio.get_running_loop().time())
+    task = asyncio.create_task(measure(patience, address, rpc.PLAINTEXT))
+    try:
+        yield patience
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@pytest.mark.slow
+async def test_what_passes_before_its_own_answer_comes_is_lost() -> None:
+    loop, servicer, server = asyncio.get_running_loop(), SlowHealth(), rpc.server()
+    rpc.add_health(server, servicer)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    try:
+        async with asyncio.timeout(GIVE_UP_S), measured(f"127.0.0.1:{port}") as patience:
+            await servicer.asked.wait()
+            asked_at = loop.time()
+            while patience.lost_s(loop.time()) < 0.2:
+                assert patience.count == 0, "no answer, no tick"
+                await asyncio.sleep(0.01)
+            assert loop.time() - asked_at >= 0.2 - 0.1
+            servicer.answer.set()
+            await patience.third.wait()
+            assert patience.lost_s(loop.time()) >= 0.2, "it stays lost"
+    finally:
+        await server.stop(None)
+
+
+@pytest.mark.slow
+async def test_without_an_own_server_the_loop_is_measured() -> None:
+    async with asyncio.timeout(GIVE_UP_S), measured("127.0.0.1:1") as patience:
+        await patience.third.wait()

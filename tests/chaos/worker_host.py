@@ -1,0 +1,75 @@
+"""Several sim workers in one process, so that a small machine can hold a large mesh.
+
+    python -m tests.chaos.worker_host FLAGS...
+
+The flags are those of `python -m worker_svc`. Every worker has its own id, port, engine, publisher
+and registration, and serves real gRPC; what they share is the event loop and one look at the
+registry, less often than a worker of its own would take it. kill -9 of the process is the death of
+all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import replace
+from random import SystemRandom
+
+from common import env, log
+from common.config import read_config_or_exit
+from common.file_registry import FileRegistry
+from common.instances import new_instance_id
+from common.lifecycle import run, run_main, settle_memory
+from common.tasks import TaskGroup
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+
+WORKERS_A_HOST = 10
+# They only look for indexers.
+POLL_S = 0.5
+
+
+class _Ready:
+    """Says that the host is ready once each of its workers is."""
+
+    def __init__(self, fd: int | None, ids: list[int]) -> None:
+        self._fd = fd
+        self._ids = ids
+        self._left = len(ids)
+
+    def one(self) -> None:
+        self._left -= 1
+        if self._left or self._fd is None:
+            return
+        settle_memory()
+        line = {"instance_id": self._ids[0], "addresses": {}, "workers": self._ids}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
+        os.close(self._fd)
+
+
+def main() -> None:
+    """Runs the workers until the process is killed."""
+    config, _ = read_config_or_exit(WorkerConfig, "WORKER", env.environ(), sys.argv[1:])
+    log.setup(config.log_level, config.log_format, service="workers")
+    ids = [new_instance_id(SystemRandom()) for _ in range(WORKERS_A_HOST)]
+    ready = _Ready(config.ready_fd, ids)
+    config = replace(config, ready_fd=None)
+
+    async def live() -> int:
+        registry = FileRegistry(config.registry_path, poll_s=POLL_S)
+        async with TaskGroup() as tasks:
+            for worker_id in ids:
+                app = WorkerApp(config, instance_id=worker_id, registry=registry)
+                tasks.create_task(
+                    run(app, notice_s=0.0, drain_s=0.0, signals=False, on_ready=ready.one)
+                )
+            await asyncio.get_running_loop().create_future()
+        return 0
+
+    run_main(live)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""The Session with a router: failing over, announcing, going home; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.errors import MeshError, Unavailable
+from common.instances import Instance
+from frontend_svc.core.request import Placed
+from frontend_svc.core.router_choice import AVOID_S, home_of
+from frontend_svc.router_client import (
+    MOVE_S,
+    PING_S,
+    REDIAL_S,
+    SILENT_AFTER_S,
+    Query,
+    RouterClient,
+)
+from kvmesh.router.v1 import router_pb2 as pb
+from tests.sim.loop import run_virtually
+
+FRONTEND = 7
+HOME, OTHER = sorted((1, 2), key=lambda router: router != home_of(FRONTEND, (), {1, 2}))
+MOVED_S = PING_S + MOVE_S + 0.1
+
+
+class FakeRouter:
+    """Answers at once, unless it hangs or is dead. sessions: the frames of each, oldest first."""
+
+    def __init__(self, router_id: int) -> None:
+        self.id = router_id
+        self.is_dead = self.hangs = False
+        self.sessions: list[list[pb.SessionRequest]] = []
+        self._open: set[asyncio.Queue[pb.SessionResponse | None]] = set()
+
+    @property
+    def open_sessions(self) -> int:
+        return len(self._open)
+
+    @property
+    def frames(self) -> list[pb.SessionRequest]:
+        return self.sessions[-1]
+
+    def die(self) -> None:
+        self.is_dead = True
+        for answers in self._open:
+            answers.put_nowait(None)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[_FakeSession]:
+        if self.is_dead:
+            raise Unavailable("nobody listens")
+        answers: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self.sessions.append([])
+        self._open.add(answers)
+        try:
+            yield _FakeSession(self, self.sessions[-1], answers)
+        finally:
+            self._open.discard(answers)
+
+    def answer(self, frame: pb.SessionRequest) -> pb.SessionResponse:
+        decision = pb.Decision(
+            worker=pb.Placement(worker_id=50), worker_address="w:50", predicted_cached_tokens=20
+        )
+        return pb.SessionResponse(
+            hello_ack=pb.SessionHelloAck(router_id=self.id) if frame.HasField("hello") else None,
+            results=[pb.NewResult(id=new.id, decision=decision) for new in frame.news],
+        )
+
+
+class _FakeSession:
+    def __init__(
+        self,
+        router: FakeRouter,
+        frames: list[pb.SessionRequest],
+        answers: asyncio.Queue[pb.SessionResponse | None],
+    ) -> None:
+        self._router = router
+        self._frames = frames
+        self._answers = answers
+
+    async def read(self) -> pb.SessionResponse | None:
+        return await self._answers.get()
+
+    async def write(self, frame: pb.SessionRequest) -> None:
+        copy = pb.SessionRequest()
+        copy.CopyFrom(frame)
+        self._frames.append(copy)
+        if not (self._router.hangs or self._router.is_dead):
+            self._answers.put_nowait(self._router.answer(frame))
+
+
+class Bed:
+    """A client and its routers. `there`: those that discovery shows."""
+
+    def __init__(self, *there: int) -> None:
+        self.there = list(there)
+        self.routers = {router: FakeRouter(router) for router in (HOME, OTHER)}
+        self.home, self.other = self.routers[HOME], self.routers[OTHER]
+        self.client = RouterClient(
+            FRONTEND,
+            lambda: [Instance(r, "n", "router", "", "a:1") for r in self.there],
+            lambda query: Unavailable("no router"),
+            open_session=lambda router: self.routers[router.id].session(),
+            rng=Random(1),
+        )
+        self.answers: list[Placed | MeshError] = []
+
+    def place(self, name: str) -> None:
+        now = asyncio.get_running_loop().time()
+        query = Query("m", 100, now, block_size=16)
+        self.client.place((name, 0), query, self.answers.append)
+
+
+def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *there: int) -> None:
+    async def main() -> None:
+        bed = Bed(*there)
+        task = asyncio.get_running_loop().create_task(bed.client.run())
+        try:
+            await script(bed)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    run_virtually(main(), until=300.0)
+
+
+def test_a_frontend_asks_its_home_and_nobody_else() -> None:
+    async def script(bed: Bed) -> None:
+        await asyncio.sleep(10.0)
+        bed.place("a")
+        await asyncio.sleep(0.1)
+        assert isinstance(bed.answers[0], Placed)
+        assert (bed.home.open_sessions, bed.other.sessions) == (1, [])
+        assert len(bed.home.sessions) == 1
+
+    play(script, HOME, OTHER)
+
+
+@pytest.mark.parametrize("shown", [True, False], ids=["discovery lags", "discovery knows"])
+def test_when_the_router_dies_the_other_is_asked_and_told_what_is_held(shown: bool) -> None:
+    async def script(bed: Bed) -> None:
+        bed.place("a")
+        bed.place("b")
+        await asyncio.sleep(0.1)
+        bed.client.prefill_done(("a", 0))
+        bed.client.free(("b", 0))
+        if not shown:
+            bed.there = [OTHER]
+        bed.home.die()
+        bed.place("c")
+        await asyncio.sleep(REDIAL_S + 0.01)
+        first = bed.other.frames[0]
+        assert [b.key.request_id for b in first.announced] == ["a"]
+        assert (first.announced[0].prefill_tokens, first.announced[0].revision) == (0, 2)
+        assert [new.key.request_id for new in first.news] == ["c"]
+        assert len(bed.answers) == 3
+
+    play(script, HOME, OTHER)
+
+
+def test_a_router_that_comes_back_gets_its_frontends_again() -> None:
+    async def script(bed: Bed) -> None:
+        await asyncio.sleep(1.0)
+        bed.place("a")
+        await asyncio.sleep(0.1)
+        assert bed.other.open_sessions == 1
+        bed.there = [HOME, OTHER]
+        await asyncio.sleep(MOVED_S)
+        assert (bed.home.open_sessions, bed.other.open_sessions) == (1, 0)
+        assert [b.key.request_id for b in bed.home.frames[0].announced] == ["a"]
+
+    play(script, OTHER)
+
+
+def test_a_home_that_hangs_is_left_after_silence_and_not_gone_back_to_while_it_hangs() -> None:
+    async def script(bed: Bed) -> None:
+        await asyncio.sleep(1.0)
+        bed.home.hangs = True
+        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S)
+        assert bed.other.open_sessions == 1
+        waited_s = 0.0
+        for n in range(300):
+            bed.place(f"{n}")
+            await asyncio.sleep(0.1)
+            waited_s += 0.1
+            assert len(bed.answers) == n + 1, "answered, also while home is tried"
+        assert waited_s > 2 * AVOID_S
+        assert len(bed.home.sessions) > 2, "it was tried"
+        assert len(bed.other.sessions) == 1
+        bed.home.hangs = False
+        await asyncio.sleep(AVOID_S + MOVED_S + 1.0)
+        assert (bed.home.open_sessions, bed.other.open_sessions) == (1, 0)
+
+    play(script, HOME, OTHER)
+
+
+def test_an_answer_says_where_the_worker_is() -> None:
+    async def script(bed: Bed) -> None:
+        bed.place("a")
+        await asyncio.sleep(0.1)
+        (placed,) = bed.answers
+        assert isinstance(placed, Placed)
+        assert (placed.worker_id, placed.address) == (50, "w:50")
+
+    play(script, HOME)
