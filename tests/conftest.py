@@ -1,9 +1,10 @@
-"""What all tests share: the row report, and which tests may be tried again."""
+"""What all tests share: the row report, settings, and which tests are tried again."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a machine they share; one that fails is tried once
 # more, and the summary names it. Everything else must hold the first time.
-TRIED_AGAIN = {"contract", "integration", "e2e", "chaos"}
+TRIED_AGAIN = {"contract", "integration", "e2e", "chaos", "sglang"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -69,6 +70,12 @@ class RowReport:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("hypothesis"):  # the environment of SGLang has none
+        from hypothesis import settings
+
+        # How long an example takes says more of the machine than of the code.
+        settings.register_profile("any machine", deadline=None)
+        settings.load_profile("any machine")
     document = config.getoption("--rows")
     if document is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RowReport(document), "rows")
