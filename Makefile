@@ -20,7 +20,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm churn setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -71,6 +71,12 @@ sim: $(VENV)/.dev ## Virtual-time simulation with faults, SEEDS=500
 
 chaos: $(VENV)/.dev ## Faults on real processes under load, one JSON line a case (minutes)
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+storm: $(VENV)/.dev ## 2,000 requests whose clients leave; nothing may be left of them
+	$(BIN)/python -m tests.chaos.storm $(ARGS)
+
+churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
+	$(BIN)/python -m tests.chaos.churn $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang_venv.sh

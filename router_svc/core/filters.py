@@ -203,7 +203,7 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
 def _nobody(model: str, leg: Leg, reason: str, who: str) -> Unavailable:
     role = "" if leg == "whole" else f"{leg} "
     return Unavailable(
-        f"nobody can serve {model!r}: there is no {role}{who}",
+        f"nobody can serve {model!r}: no {role}{who}",
         RETRY_AFTER_S,
         reason=reason,
         metadata={"model": model, "leg": leg},
