@@ -1,4 +1,4 @@
-"""Runs seeds: `python -m tests.sim N [--first S] [--vertical] [--storm] [--trace]`."""
+"""Runs seeds in virtual time: `make sim SEEDS=500`, or `python -m tests.sim N [--first S]`."""
 
 from __future__ import annotations
 
@@ -6,40 +6,62 @@ import argparse
 import sys
 import time
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 
-from tests.sim.world import draw_scenario, draw_vertical, run_scenario
+from tests.sim.faults import FaultKind
+from tests.sim.world import Report, draw_scenario, run_scenario
 
 
-def main() -> int:
-    """Runs N seeds from S on; 1 when one of them failed."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs N seeds from S on; 1 when one of them failed. argv: of the process by default."""
     parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
     parser.add_argument("count", type=int, help="how many seeds to run")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
-    parser.add_argument("--vertical", action="store_true", help="with pairs and a KV index")
     parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--trace", action="store_true", help="print what happened, event by event")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     began = time.perf_counter()
-    virtual_s, failed = 0.0, 0
+    seen, failed, virtual_s, slowest_s = Counter[str](), 0, 0.0, 0.0
     for seed in range(args.first, args.first + args.count):
-        draw = draw_vertical if args.vertical else draw_scenario
-        scenario = draw(seed, storm=args.storm)
-        try:
-            report = run_scenario(scenario)
-        except Exception:
+        if seed > args.first and (seed - args.first) % 100 == 0:
+            print(f"{seed - args.first} have run, {failed} failed", flush=True)
+        report = _run(seed, storm=args.storm)
+        if report is None or report.breaches:
             failed += 1
-            print(f"seed {seed}:\n{traceback.format_exc()}  replay: {scenario.command}")
+        if report is None:
             continue
-        virtual_s += report.virtual_s
         if args.trace:
             print("\n".join(report.trace))
         if report.breaches:
-            failed += 1
-            print(report)
+            print(report, flush=True)
+        seen += Counter(key for key, count in report.counts.items() if count)
+        virtual_s += report.virtual_s
+        slowest_s = max(slowest_s, report.recovered_s)
+    _print_counts(seen)
     real_s = time.perf_counter() - began
+    print(f"all was well at most {slowest_s:.1f} s after the last fault and the last request")
     print(f"{virtual_s:.0f} virtual seconds in {real_s:.1f} s, {args.count / real_s:.1f} seeds/s")
     print(f"{args.count - failed} passed, {failed} failed")
     return 1 if failed else 0
+
+
+def _run(seed: int, *, storm: bool) -> Report | None:
+    """None when the run itself broke, which is printed."""
+    scenario = draw_scenario(seed, storm=storm)
+    try:
+        return run_scenario(scenario)
+    except Exception:
+        print(f"seed {seed}:\n{traceback.format_exc()}  replay: {scenario.command}", flush=True)
+        return None
+
+
+def _print_counts(seen: Counter[str]) -> None:
+    """Seeds in which each fault struck, and each thing happened."""
+    kinds = {str(kind): seen[kind] for kind in FaultKind}
+    others = {key: count for key, count in sorted(seen.items()) if key not in kinds}
+    for title, counts in (("faults", kinds), ("what happened", others)):
+        print(f"{title}, in so many seeds: {', '.join(f'{k} {n}' for k, n in counts.items())}")
 
 
 if __name__ == "__main__":

@@ -5,16 +5,18 @@ Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as th
 `submit`, `admit`, `role` (no work for who left, and none that is not its role's); `pair` (a pair is
 one transaction: when a leg fails before decode has delivered, the other ends soon); `abort` (work
 ends soon after its client left); `pages` (no KV page holds what is not its owner's); `credit` (a
-stalled frontend stalls its streams); `bounded` (all end soon after the last fault); `index`,
-`predicted`, `healed` (then the index is the truth, it predicts, and all is served at once); `rest`
-(nothing is left open anywhere); `log` (nobody logged a mistake of ours).
+stalled frontend stalls its streams); `bounded` (all end soon after the last fault); `index`, `rest`
+(not long after, the index is the truth, and nothing is left open anywhere, then and at the end);
+`known` (by then everybody knows everybody, and leaves nobody alone); `books` (routers' books are
+alike); `predicted`, `healed` (what
+comes then is served at once, as the index predicts); `log` (nobody logged a mistake of ours).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,7 @@ from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
 from common.errors import (
     DeadlineExceeded,
     MeshError,
+    Overloaded,
     RequestCancelled,
     Unavailable,
     WorkerLost,
@@ -50,6 +53,12 @@ ABORT_S = 0.7
 # just when the silence of another was over.
 PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
 
+# All routers know a booking as it is so long after it was made or changed.
+BOOKS_S = 1.5
+
+# Why a router turns away who waited in its queue, or could not.
+QUEUED_OUT = ("QUEUE_FULL", "QUEUE_TIMEOUT")
+
 # Stands for routers, and for the links and the registry by which they are reached.
 CONTROL = 0
 
@@ -59,22 +68,16 @@ ROOM_ENDS = (
     *("leases_expired", "aborts_forced"),
 )
 
-# Coroutines that a mesh at rest may have running; whatever else runs was forgotten.
+# Coroutines that a mesh at rest may have running beside those it began with, above all for streams
+# that are open; whatever else runs was forgotten.
 SERVICES = frozenset(
     {
-        "World._watch",
         "_run",
-        "RouterClient.run",
-        "RouterClient._place_unrouted",
         "RouterClient._write",
         "RouterClient._ping",
-        "FleetWatch.run",
-        "SimRouter._tick",
+        "RouterClient._go_home",
         "RouterService._serve",
-        "SimFrontend._follow",
-        "SimFrontend._keep_engines",
         "EngineClient._live",
-        "EngineClient._probe_tripped",
         "WorkerConnection._write",
         "WorkerConnection._tick",
         "WorkerConnection._examine",
@@ -82,14 +85,12 @@ SERVICES = frozenset(
         "AttachStream._write_frames",
         "AttachStream._tick",
         "_handle",
-        "Publisher.run",
-        "Publisher._report_loads",
         "Link.run",
         "Link._read",
-        "IndexReplica.run",
-        "IndexReplica._keep_tidy",
+        "PeerSync._keep_telling",
+        "_Hearing.read",
+        "_Hearing.end_when_silent",
         "IndexReplica._end_when_silent",
-        "SimIndexer._tick",
         "IndexerService._read_publisher",
         "Event.wait",  # of an outbox, whose wait has an end
     }
@@ -109,12 +110,16 @@ class Breach:
 
 
 class Checks:
-    """Watches one run. attempts_explained: off where workers refuse because they are full."""
+    """Watches one run. attempts_explained: off where workers refuse because they are full.
 
-    def __init__(self, *, attempts_explained: bool = True) -> None:
+    queued_s: how long a request may wait in a router's queue.
+    """
+
+    def __init__(self, *, attempts_explained: bool = True, queued_s: float = 0.0) -> None:
         self.breaches: list[Breach] = []
         self._loop = asyncio.get_running_loop()
         self._attempts_explained = attempts_explained
+        self._queued_s = queued_s
         # Who was touched by a fault, and when; ids of workers and frontends.
         self.retries = 0
         self._troubles: dict[int, list[tuple[float, float]]] = {}
@@ -122,6 +127,8 @@ class Checks:
         self._asked: dict[Key, list[int]] = {}
         self._delivered: set[Key] = set()
         self._corrupt: Counter[int] = Counter()
+        self._alike_at = 0.0
+        self._services = SERVICES
         self.pairs_failed = 0
 
     def breach(self, rule: str, what: str) -> None:
@@ -145,7 +152,7 @@ class Checks:
         if isinstance(placed, Placed):
             legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
             self._asked[key] = [leg.worker_id for leg in legs]
-        if took_s > PLACED_S:
+        if took_s > PLACED_S + self._queued_s:
             self.breach("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
 
     def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
@@ -272,6 +279,8 @@ class Checks:
             if wish.deadline_s == DEADLINE_S:
                 self.breach("errors", f"{name}: hung until its deadline")
             return
+        if self._queued_s and isinstance(error, Overloaded) and error.reason in QUEUED_OUT:
+            return
         if not isinstance(error, WorkerLost | Unavailable):
             self.breach("errors", f"{name}: {error!r} has no place here")
             return
@@ -331,50 +340,31 @@ class Checks:
 
     # -- after it -------------------------------------------------------------------------------
 
-    def index(
-        self,
-        indexers: Sequence[SimIndexer],
-        routers: Sequence[SimRouter],
-        workers: Sequence[SimWorker],
-    ) -> None:
-        """Everybody's index is what the engines hold, long after the last fault."""
-        for indexer in indexers:
-            feed = indexer.ingest.feed
-            self._check_feed(indexer.process.name, feed, workers)
-            known = {source.worker_id for source in feed.sources()}
-            for worker_id in sorted(known - {worker.id for worker in workers}):
-                self.breach("index", f"{indexer.process.name} remembers {worker_id:x}, which left")
-        for router in routers:
-            if router.index is not None:
-                self._check_feed(router.process.name, router.index.feed, workers)
-                if not router.index.is_caught_up:
-                    self.breach("index", f"{router.process.name} has not caught up")
+    def begin(self) -> None:
+        """All has started, and nobody has come yet: what runs now, runs always."""
+        self._services = SERVICES | {coroutine_of(task) for task in asyncio.all_tasks()}
 
-    def _check_feed(self, name: str, feed: IndexFeed, workers: Sequence[SimWorker]) -> None:
-        by_id = {worker.id: worker for worker in workers}
-        for source in feed.sources():
-            if source.worker_id not in by_id and feed.counts(source):
-                self.breach("index", f"{name} counts {source.worker_id:x}, which left")
-        for worker in workers:
-            source = Source(worker.id)
-            where = f"{name}, {worker.stable_name}"
-            state = feed.status(source).state if source in feed else "unknown"
-            wanted = {"exact", "degraded"} if worker.has_forgotten else {"exact"}
-            if state not in wanted or not feed.counts(source):
-                self.breach("index", f"{where}: it is {state} when all is well")
-                continue
-            index, claims = feed.claims(source)
-            claimed = {int(one) for _, part in index.chunks(claims) for one in part}
-            held = set(worker.engine.blocks.names())
-            if claimed - held:
-                self.breach("index", f"{where}: {len(claimed - held)} blocks are not held")
-            if held - claimed and not worker.has_forgotten:
-                self.breach("index", f"{where}: {len(held - claimed)} blocks are not claimed")
+    def well(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
+        """All is well by now."""
+        for rule, what in self.flaws(peers, idle=idle):
+            self.breach(rule, what)
+
+    def flaws(self, peers: Sequence[Peer], *, idle: bool = False) -> Iterator[tuple[str, str]]:
+        """What keeps a mesh from being well, by rule, cheapest first. peers: those who live.
+
+        idle: unused streams must have been closed by now.
+        """
+        yield from _known(peers)
+        yield from _at_rest(peers, idle=idle)
+        running = Counter(coroutine_of(task) for task in asyncio.all_tasks())
+        for name in sorted(running.keys() - self._services):
+            yield "rest", f"{running[name]} tasks of {name} still run"
+        yield from _index_flaws(peers)
 
     def quiescent(self, client: Client, workers: Sequence[SimWorker]) -> int:
         """A request that had the mesh for itself, long after the last fault.
 
-        Returns the cached tokens that were predicted for it, and found.
+        Returns the cached tokens that were predicted for it, and found; 0 without an index.
         """
         name = client.wish.request_id
         if not client.outcomes:
@@ -387,15 +377,27 @@ class Checks:
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
         computed_by = next((worker for worker in workers if worker.id == id), None)
+        if computed_by is None or computed_by.publisher is None:
+            return 0
         details = outcome.usage.prompt_tokens_details
         actual = details.cached_tokens if details is not None else None
         predicted = placed.predicted_cached_tokens
         if actual is None:  # decode's last words came before prefill's, who knows
             return 0
-        is_subset = computed_by is not None and computed_by.has_forgotten
+        is_subset = computed_by.has_forgotten
         if not (predicted <= actual if is_subset else predicted == actual):
             self.breach("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
         return predicted
+
+    def books(self, client: Client, peers: Sequence[Peer]) -> None:
+        """While a request has a well mesh for itself, all routers soon have the same books."""
+        now = self._loop.time()
+        routers = [peer for peer in peers if isinstance(peer, SimRouter)]
+        if len({frozenset(one.router.book) for one in routers}) < 2:
+            self._alike_at = now
+        elif now > max(self._alike_at, client.placed_at or now) + BOOKS_S:
+            held = {one.process.name: len(one.router.book) for one in routers}
+            self.breach("books", f"{client.wish.request_id}: routers hold {held}")
 
     def unfinished(self, clients: Sequence[Client]) -> None:
         """These have not ended, long after the last fault."""
@@ -405,27 +407,6 @@ class Checks:
                 f"{client.wish.request_id} has not ended; "
                 f"{len(client.delivered)} of {len(client.expected)} tokens",
             )
-
-    def at_rest(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
-        """Nothing runs any more, and everything that was held was given back.
-
-        idle: long enough for unused streams to have been closed.
-        """
-        for peer in peers if idle else ():
-            is_open = bool(
-                peer.engines.open_slots
-                if isinstance(peer, SimFrontend)
-                else isinstance(peer, SimWorker) and peer.attach._streams
-            )
-            if is_open:
-                self.breach("rest", f"{peer.process.name}: an unused stream is still open")
-        for peer in peers:
-            for what, is_well in _REST[type(peer)](peer).items():
-                if not is_well:
-                    self.breach("rest", f"{peer.process.name}: {what}")
-        running = Counter(coroutine_of(task) for task in asyncio.all_tasks())
-        for name in sorted(running.keys() - SERVICES):
-            self.breach("rest", f"{running[name]} tasks of {name} still run")
 
     def over(self) -> None:
         """Every process has ended: no task but the caller's is left."""
@@ -440,6 +421,84 @@ class Checks:
                 "ATTACH_BREACH",
             ):
                 self.breach("log", str(dict(event)))
+
+
+def _index_flaws(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
+    """Everybody's index is what the engines hold."""
+    workers = [peer for peer in peers if isinstance(peer, SimWorker) and peer.is_serving]
+    for peer in peers:
+        if isinstance(peer, SimIndexer):
+            yield from _indexer_flaws(peer, workers)
+        elif isinstance(peer, SimRouter) and peer.index is not None:
+            yield from _feed_flaws(peer.process.name, peer.index.feed, workers)
+            if not peer.index.is_caught_up:
+                yield "index", f"{peer.process.name} has not caught up"
+
+
+def _known(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
+    """Everybody was shown the newest list, has a router, and leaves no worker alone."""
+    for peer in peers:
+        name = peer.process.name
+        if not peer.discovery.is_current:
+            yield "known", f"{name}: it was shown an old list of the mesh"
+        if isinstance(peer, SimRouter):
+            others = {one.id for one in peers if isinstance(one, SimRouter)} - {peer.id}
+            if set(peer.peers.replica.peers) != others:
+                yield "known", f"{name}: not all other routers, or more, tell it of bookings"
+        if isinstance(peer, SimFrontend):
+            if not peer.router.is_connected:
+                yield "known", f"{name}: it has no router"
+            for worker_id, why in peer.engines.why_left_alone().items():
+                yield "known", f"{name}: it leaves {worker_id:x} alone: {why}"
+
+
+def _at_rest(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[str, str]]:
+    """Nothing runs any more, and everything that was held was given back."""
+    for peer in peers if idle else ():
+        is_open = bool(
+            peer.engines.open_slots
+            if isinstance(peer, SimFrontend)
+            else isinstance(peer, SimWorker) and peer.attach._streams
+        )
+        if is_open:
+            yield "rest", f"{peer.process.name}: an unused stream is still open"
+    for peer in peers:
+        for what, is_well in _REST[type(peer)](peer).items():
+            if not is_well:
+                yield "rest", f"{peer.process.name}: {what}"
+
+
+def _indexer_flaws(indexer: SimIndexer, workers: Sequence[SimWorker]) -> Iterator[tuple[str, str]]:
+    feed = indexer.ingest.feed
+    yield from _feed_flaws(indexer.process.name, feed, workers)
+    known = {source.worker_id for source in feed.sources()}
+    for worker_id in sorted(known - {worker.id for worker in workers}):
+        yield "index", f"{indexer.process.name} remembers {worker_id:x}, which left"
+
+
+def _feed_flaws(
+    name: str, feed: IndexFeed, workers: Sequence[SimWorker]
+) -> Iterator[tuple[str, str]]:
+    """An index is what the engines hold; a part of it where claims were dropped."""
+    by_id = {worker.id: worker for worker in workers}
+    for source in feed.sources():
+        if source.worker_id not in by_id and feed.counts(source):
+            yield "index", f"{name} counts {source.worker_id:x}, which left"
+    for worker in workers:
+        source = Source(worker.id)
+        where = f"{name}, {worker.stable_name}"
+        state = feed.status(source).state if source in feed else "unknown"
+        wanted = {"exact", "degraded"} if worker.has_forgotten else {"exact"}
+        if state not in wanted or not feed.counts(source):
+            yield "index", f"{where}: it is {state} when all is well"
+            continue
+        index, claims = feed.claims(source)
+        claimed = {int(one) for _, part in index.chunks(claims) for one in part}
+        held = set(worker.engine.blocks.names())
+        if claimed - held:
+            yield "index", f"{where}: {len(claimed - held)} blocks are not held"
+        if held - claimed and not worker.has_forgotten:
+            yield "index", f"{where}: {len(held - claimed)} blocks are not claimed"
 
 
 def can_serve(workers: Sequence[SimWorker]) -> bool:
@@ -502,8 +561,11 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
 
 
 def _router_rest(router: SimRouter) -> dict[str, bool]:
-    book = router.router.book
+    book, replica = router.router.book, router.peers.replica
     return {
+        "it tells others of bookings": not len(replica._own),
+        "requests are parked": not (len(router.router.queue) or router.router.queue.tokens),
+        "claims of peers are left": not any(c.bookings for c in replica._claims.values()),
         f"{len(book)} bookings are left": len(book) == 0,
         f"{book.orphan_count} orphans are left": book.orphan_count == 0,
         "a rank still carries load": all(

@@ -89,6 +89,7 @@ class Client:
     on_tokens: Callable[[Client, list[int]], None]
     on_finish: Callable[[Client, Outcome], None]
     began_at: float = 0.0
+    placed_at: float | None = None
     frontend: SimFrontend | None = None
     ticket: Ticket | None = None
     delivered: list[int] = field(default_factory=list)

@@ -12,10 +12,11 @@ T = TypeVar("T")
 
 
 class FaultKind(StrEnum):
-    """What happens. Attach is the token plane, session the link to a router.
+    """What happens. Attach is the token plane, session the link to a router, sync that between two.
 
-    Handoffs are the links between engines; feeds those from workers over indexers to routers. From
-    PREFILL_KILL on, what strikes a role strikes amid a handoff, if there is one soon.
+    Handoffs are the links between engines; feeds those from workers over indexers to routers. A
+    drain is a rollout: an orderly end, and a successor. From PREFILL_KILL on, what strikes a role
+    strikes amid a handoff, if there is one soon.
     """
 
     ATTACH_CUT = auto()
@@ -31,6 +32,14 @@ class FaultKind(StrEnum):
     ROUTER_STOP = auto()
     FRONTEND_STALL = auto()
     FRONTEND_KILL = auto()
+    FRONTEND_DRAIN = auto()
+    ROUTER_DRAIN = auto()
+    ROUTERS_KILL = auto()
+    LINKS_SLOW = auto()
+    SYNC_CUT = auto()
+    SYNC_HOLD = auto()
+    SYNC_GARBLED = auto()
+    REGISTRY_OLD = auto()
     REGISTRY_LOST = auto()
     REGISTRY_STALE = auto()
     PREFILL_KILL = auto()
@@ -43,6 +52,8 @@ class FaultKind(StrEnum):
     HANDOFF_REFUSED = auto()
     INDEXER_KILL = auto()
     INDEXER_STOP = auto()
+    INDEXER_DRAIN = auto()
+    INDEXERS_KILL = auto()
     FEED_CUT = auto()
     FEED_HOLD = auto()
     EVENTS_GARBLED = auto()
@@ -57,6 +68,7 @@ LINK_FAULTS = (
     FaultKind.SESSION_CUT,
     FaultKind.SESSION_HOLD,
     FaultKind.FRONTEND_STALL,
+    FaultKind.LINKS_SLOW,
 )
 WORKER_FAULTS = (
     FaultKind.WORKER_KILL,
@@ -72,6 +84,13 @@ CONTROL_FAULTS = (
     FaultKind.REGISTRY_STALE,
     FaultKind.SESSION_CUT,
     FaultKind.FRONTEND_KILL,
+    FaultKind.FRONTEND_DRAIN,
+    FaultKind.ROUTER_DRAIN,
+    FaultKind.ROUTERS_KILL,
+    FaultKind.REGISTRY_OLD,
+    FaultKind.SYNC_CUT,
+    FaultKind.SYNC_HOLD,
+    FaultKind.SYNC_GARBLED,
 )
 # Those of a mesh without a KV plane.
 ALL_FAULTS = tuple(FaultKind)[: tuple(FaultKind).index(FaultKind.PREFILL_KILL)]
@@ -96,25 +115,49 @@ HANDOFF_FAULTS = (
 INDEX_FAULTS = (
     FaultKind.INDEXER_KILL,
     FaultKind.INDEXER_STOP,
+    FaultKind.INDEXER_DRAIN,
+    FaultKind.INDEXERS_KILL,
     FaultKind.FEED_CUT,
     FaultKind.FEED_HOLD,
     FaultKind.EVENTS_GARBLED,
     FaultKind.EVENTS_LOST,
     FaultKind.CACHE_RESET,
 )
-FLAPS = (FaultKind.REGISTRY_FLAP, FaultKind.REGISTRY_LOST, FaultKind.REGISTRY_STALE)
+FLAPS = (
+    FaultKind.REGISTRY_FLAP,
+    FaultKind.REGISTRY_LOST,
+    FaultKind.REGISTRY_STALE,
+    FaultKind.REGISTRY_OLD,
+)
+FAILOVERS = (
+    FaultKind.ROUTER_KILL,
+    FaultKind.ROUTER_STOP,
+    FaultKind.ROUTER_DRAIN,
+    FaultKind.ROUTERS_KILL,
+    FaultKind.INDEXER_KILL,
+    FaultKind.INDEXER_STOP,
+    FaultKind.INDEXER_DRAIN,
+    FaultKind.INDEXERS_KILL,
+    FaultKind.SESSION_CUT,
+    FaultKind.LINKS_SLOW,
+    FaultKind.SYNC_CUT,
+    FaultKind.SYNC_HOLD,
+    FaultKind.SYNC_GARBLED,
+)
 # Where prefill and decode are apart, and there is an index.
 VERTICAL_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (),
     HANDOFF_FAULTS,
     INDEX_FAULTS,
     (*FLAPS, FaultKind.INDEXER_KILL, FaultKind.WORKER_KILL),
+    FAILOVERS,
     (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS),
     tuple(FaultKind),
 )
 VERTICAL_STORMS: tuple[tuple[FaultKind, ...], ...] = (
     HANDOFF_FAULTS,
     (*INDEX_FAULTS, *FLAPS, *WORKER_FAULTS),
+    FAILOVERS,
     tuple(FaultKind),
 )
 # What there may be very much of at once.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, cast
@@ -25,6 +25,7 @@ from common.errors import MeshError
 from common.index_feed import IndexFeed
 from common.instances import Instance, Snapshot, new_instance_id
 from common.kv import Partition, Source
+from common.load import Load
 from common.preprocessed import TokenLogprob
 from common.registry import Lease, MemoryRegistry, MemoryStore, Watch
 from frontend_svc.core.request import Placed
@@ -40,37 +41,46 @@ from indexer_svc.service import IndexerService
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
+from router_svc.app import EXPIRE_BLOCKS, FIRST_SNAPSHOT_S
+from router_svc.app import TICK_S as ROUTER_TICK_S
+from router_svc.core.fleet import Placement
 from router_svc.core.load import LoadBook
 from router_svc.core.route import Router
+from router_svc.core.rules import DEFAULT_RULES, Rules
 from router_svc.core.select import SELECTORS
 from router_svc.fleet_watch import FleetWatch
-from router_svc.index_replica import IndexReplica
+from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics
 from router_svc.service import RouterService
+from router_svc.sync import PeerSync
 from tests.sim.net import End, Net, Process
 from tests.sim.wire import (
     PUBLISH,
     SUBSCRIBE,
+    SYNC,
     Garble,
     HandoffNetwork,
     StreamContext,
     publications,
     subscriptions,
+    syncs,
 )
-from worker_svc.app import kv_index_of, sim_events
+from worker_svc.app import kv_index_of
 from worker_svc.attach_server import AttachServer
 from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
 from worker_svc.engine import EngineConfig
 from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
-from worker_svc.sim_engine import SimConfig, SimEngine, SimModel
+from worker_svc.sim_engine import SimConfig, SimEngine, SimModel, sim_events
 
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
 # As `ServiceConfig` has them, shortened: a simulated drain need not wait for people.
 NOTICE_S = 1.0
 DRAIN_S = 5.0
-_ROUTER_TICK_S = 0.5
+# Between the end of a service's streams and that of its process: they close in order.
+CLOSING_S = 0.2
+_LOOK_S = 0.1
 # Longer than in a real mesh, since half of all events would be reports; short enough to count.
 _LOAD_EVERY_S = 0.4
 
@@ -78,13 +88,19 @@ _LOAD_EVERY_S = 0.4
 class Discovery(MemoryRegistry):
     """The registry as one process sees it: late, and not at all while it is out of reach.
 
-    seen: workers it was shown, and since when.
+    seen: instances it was shown, and since when. shows_old: it asks a follower that lags behind, so
+    that news comes after what was known before it. is_watched: whether anybody follows it here.
     """
 
     def __init__(self, store: MemoryStore, lag_s: Callable[[], float]) -> None:
         super().__init__(store)
         self.seen: dict[int, float] = {}
         self.found_at = 0.0
+        self.shows_old = False
+        self.is_watched = False
+        self.olds_shown = 0
+        self._last_shown = Snapshot()
+        self._before_last = Snapshot()
         self._lag_s = lag_s
         self._outages = 0
         self._in_reach = asyncio.Event()
@@ -114,6 +130,7 @@ class Discovery(MemoryRegistry):
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
         """See Registry."""
+        self.is_watched = True
         async with super().watch(namespace) as watch:
             late = _LateWatch(self, watch)
             if self.is_in_reach:
@@ -123,8 +140,21 @@ class Discovery(MemoryRegistry):
     def note(self, snapshot: Snapshot) -> None:
         """Somebody was given this snapshot."""
         now = asyncio.get_running_loop().time()
-        workers = [i.id for i in snapshot.of("worker")]
-        self.seen = {id: self.seen.get(id, now) for id in workers}
+        self.seen = {id: self.seen.get(id, now) for id in snapshot.instances}
+        if snapshot is not self._last_shown:
+            self._before_last, self._last_shown = self._last_shown, snapshot
+
+    @property
+    def is_current(self) -> bool:
+        """Whether whoever follows it here was shown all there is."""
+        return not self.is_watched or self._last_shown is self._store.members(NAMESPACE).snapshot
+
+    def old_news(self) -> Snapshot | None:
+        """What a follower that lags behind would show now."""
+        if not (self.shows_old and self._before_last.revision):
+            return None
+        self.olds_shown += 1
+        return self._before_last
 
 
 class _LateWatch:
@@ -140,12 +170,16 @@ class _LateWatch:
 
     async def next(self) -> Snapshot:
         # What a process that was cut off from the start has missed is its first news.
-        if not self._is_new:
+        is_new, self._is_new = self._is_new, False
+        if not is_new:
             await self._watch.next()
-        self._is_new = False
         await asyncio.sleep(self._discovery._lag_s())
         await self._discovery.reached()
-        self.take(await self._discovery.snapshot(NAMESPACE))
+        if not is_new and (old := self._discovery.old_news()) is not None:
+            self._is_new = True
+            self.take(old)
+        else:
+            self.take(await self._discovery.snapshot(NAMESPACE))
         return self.current
 
 
@@ -253,6 +287,7 @@ class Parts:
     router: type[Router] = Router
     publisher: type[Publisher] = Publisher
     feed: type[IndexFeed] = IndexFeed
+    peers: type[PeerSync] = PeerSync
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +373,8 @@ class SimWorker:
                 bootstrap_port=endpoint[1],
                 local_prefill=config.local_prefill,
                 total_kv_blocks=config.total_kv_blocks,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 context_length=config.context_length,
                 kv_index="none" if self.publisher is None else kv_index_of(config),
             )
@@ -387,10 +424,9 @@ class SimWorker:
         self.gone_at = asyncio.get_running_loop().time()
         await asyncio.sleep(NOTICE_S)
         self.runner.is_draining = True
-        try:
-            await asyncio.wait_for(self.runner.idle(), DRAIN_S)
-        except TimeoutError:
-            await asyncio.sleep(0)  # the rest is cut by the end of the process
+        with suppress(TimeoutError):  # the rest is cut by the end of the process
+            async with asyncio.timeout(DRAIN_S):
+                await self.runner.idle()
         await self.engine.drain()
         self._net.close(self.address, self.process)
 
@@ -459,11 +495,13 @@ class SimFrontend:
         self.snapshot = Snapshot()
         self.registered_at: float | None = None
         self.lease: Lease | None = None
+        # Whose sessions it had, in order.
+        self.routers_asked: list[int] = []
         self.engines = parts.engines(self.id, _Dialer(net, self.process), rng)
         self.engines.frontend, self.witness = self, witness
         self._rng = rng
         self._net = net
-        self._address = address
+        self.address = address
         self._ended = asyncio.Event()
         self.router = parts.placer(
             self.id,
@@ -492,7 +530,7 @@ class SimFrontend:
                 namespace=NAMESPACE,
                 service="frontend",
                 stable_name=self.stable_name,
-                address=self._address,
+                address=self.address,
             )
         )
         self.registered_at = asyncio.get_running_loop().time()
@@ -504,6 +542,16 @@ class SimFrontend:
             if ticket._timer is not None:
                 ticket._timer.cancel()
         self.process.kill()
+
+    async def drain(self) -> None:
+        """Leaves as a frontend does that was told to; what has not ended by then is cut."""
+        self.registered_at = None
+        await _leave(self)
+        for _ in range(round(DRAIN_S / _LOOK_S)):
+            if not self.gateway.open_requests:
+                break
+            await asyncio.sleep(_LOOK_S)
+        self.end()
 
     def end(self) -> None:
         """Closes the streams to workers, as at the end of a process."""
@@ -523,6 +571,7 @@ class SimFrontend:
     @asynccontextmanager
     async def _open_session(self, router: Instance) -> AsyncIterator[Session]:
         end = self._net.dial(self.process, router.address)
+        self.routers_asked.append(router.id)
         try:
             yield _SimSession(end)
         finally:
@@ -533,7 +582,8 @@ class SimFrontend:
 
 
 class SimRouter:
-    """A router process; see `router_svc/app.py`. kv: None follows no index."""
+    """A router process; see `router_svc/app.py`. kv: None follows no index. garble: of what it
+    tells other routers."""
 
     def __init__(
         self,
@@ -544,6 +594,9 @@ class SimRouter:
         rng: Random,
         parts: Parts | None = None,
         kv: KvPlane | None = None,
+        garble: Garble | None = None,
+        *,
+        rules: Rules = DEFAULT_RULES,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(f"router@{address}")
@@ -555,30 +608,52 @@ class SimRouter:
         self._clock = asyncio.get_running_loop().time
         book = LoadBook()
         self.index: IndexReplica | None = None
+        # Whom it followed, in order.
+        self.indexers_followed: list[int] = []
         if kv is not None:
+            self._subscribe = subscriptions(net, self.process, kv.garble)
             self.index = IndexReplica(
                 lambda: self.router.fleet.indexers,
-                book.report,
-                subscribe=subscriptions(net, self.process, kv.garble),
+                self._report,
+                subscribe=self._follow,
                 feed=parts.feed(),
                 rng=Random(self.id),
                 clock=self._clock,
                 stopwatch=_stopwatch(Random(self.id)),
             )
-        self.router = parts.router(SELECTORS[selector](), index=self.index, book=book)
+        self.router = parts.router(SELECTORS[selector](), index=self.index, book=book, rules=rules)
+        self.peers = parts.peers(
+            self.id,
+            lambda: self.router.fleet.routers,
+            book,
+            open_sync=syncs(net, self.process, garble or Garble(rng)),
+            rng=Random(self.id),
+            clock=self._clock,
+        )
         self._service = RouterService(
-            self.router, self.id, Metrics(self.router), rng=rng, clock=self._clock
+            self.router,
+            self.id,
+            Metrics(self.router),
+            peers=self.peers,
+            track_output_blocks=True,
+            rng=rng,
+            clock=self._clock,
         )
 
     async def start(self) -> None:
-        """Follows the fleet, serves once it was seen, and becomes known."""
+        """Follows the fleet, serves once it was seen and peers were heard, and becomes known."""
         watch = FleetWatch(self.discovery, NAMESPACE, self.router, self._clock)
         self.process.spawn(watch.run())
         self.process.spawn(self._tick())
         if self.index is not None:
             self.process.spawn(self.index.run())
-        await watch.first_seen.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_SNAPSHOT_S):
+                await watch.first_seen.wait()
+                self.process.spawn(self.peers.run())
+                await self.peers.caught_up.wait()
         self._net.listen(self.address, self.process, self._serve)
+        self._net.listen(SYNC.format(self.address), self.process, self._sync)
         await self.discovery.reached()
         self.lease = await self.discovery.register(
             Instance(
@@ -590,6 +665,25 @@ class SimRouter:
             )
         )
 
+    async def drain(self) -> None:
+        """Leaves as a router does that was told to."""
+        await _leave(self)
+        self._service.end_sessions()
+        await asyncio.sleep(CLOSING_S)
+
+    def _report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+        """As `RouterApp` does."""
+        if self.router.fleet.has(Placement(worker_id, dp_rank)):
+            self.router.book.report(worker_id, dp_rank, load, now)
+
+    @asynccontextmanager
+    async def _follow(
+        self, indexer: Instance, request: indexer_pb2.SubscribeRequest
+    ) -> AsyncIterator[Subscription]:
+        self.indexers_followed.append(indexer.id)
+        async with self._subscribe(indexer, request) as subscription:
+            yield subscription
+
     async def _serve(self, end: End) -> None:
         async def frames() -> AsyncIterator[router_pb2.SessionRequest]:
             while (message := await end.read()) is not None:
@@ -598,10 +692,23 @@ class SimRouter:
         # Any: a context of grpc.aio has no public constructor.
         await self._service.Session(frames(), cast(Any, StreamContext(end)))
 
+    async def _sync(self, end: End) -> None:
+        async def frames() -> AsyncIterator[router_pb2.SyncRequest]:
+            while (message := await end.read()) is not None:
+                yield router_pb2.SyncRequest.FromString(message)
+
+        # Any: a context of grpc.aio has no public constructor.
+        await self._service.Sync(frames(), cast(Any, StreamContext(end)))
+
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(_ROUTER_TICK_S)
-            self.router.book.expire(self._clock())
+            await asyncio.sleep(ROUTER_TICK_S)
+            self.router.expire(self._clock())
+            self._service.decisions.serve_parked()
+            has_more = True
+            while has_more:
+                has_more = self.router.overlaps.expire(self._clock(), EXPIRE_BLOCKS)
+                await asyncio.sleep(0)
 
 
 class SimIndexer:
@@ -614,6 +721,9 @@ class SimIndexer:
         address: str,
         rng: Random,
         parts: Parts | None = None,
+        *,
+        budget_bytes: int = 0,
+        subscriber_bytes: int = 1 << 20,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(f"indexer@{address}")
@@ -624,7 +734,7 @@ class SimIndexer:
         self._net = net
         clock = asyncio.get_running_loop().time
         self.ingest = Ingest(
-            parts.feed(), Budget(0), clock, stopwatch=_stopwatch(Random(rng.random()))
+            parts.feed(), Budget(budget_bytes), clock, stopwatch=_stopwatch(Random(rng.random()))
         )
         self._fleet = IndexerFleetWatch(discovery, NAMESPACE, clock)
         self._service = IndexerService(
@@ -632,7 +742,7 @@ class SimIndexer:
             self._fleet,
             IndexerMetrics(self.ingest),
             security=rpc.PLAINTEXT,
-            subscriber_bytes=1 << 20,
+            subscriber_bytes=subscriber_bytes,
             clock=clock,
         )
 
@@ -653,6 +763,12 @@ class SimIndexer:
             )
         )
 
+    async def drain(self) -> None:
+        """Leaves as an indexer does that was told to."""
+        await _leave(self)
+        self._service.end_streams()
+        await asyncio.sleep(CLOSING_S)
+
     async def _publish(self, end: End) -> None:
         async def frames() -> AsyncIterator[indexer_pb2.PublishRequest]:
             while (message := await end.read()) is not None:
@@ -670,6 +786,15 @@ class SimIndexer:
         while True:
             await asyncio.sleep(INDEXER_TICK_S)
             await self.ingest.tick(self._fleet)
+
+
+async def _leave(peer: SimFrontend | SimRouter | SimIndexer) -> None:
+    """Deregisters, and serves on until others know."""
+    lease, peer.lease = peer.lease, None
+    await peer.discovery.reached()
+    if lease is not None:
+        await lease.close()
+    await asyncio.sleep(NOTICE_S)
 
 
 def _stopwatch(rng: Random) -> Callable[[], float]:

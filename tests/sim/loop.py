@@ -1,15 +1,19 @@
 """An asyncio loop in virtual time: no clock, no I/O, no threads, the same run for the same program.
 
 When nothing is ready, time jumps to the next timer. When there is no timer either, the program
-waits for something that cannot happen, and `Deadlock` says so. Work for an executor is done at
-once. Tasks hash by their number, so that sets of them (in `asyncio.TaskGroup`) have one order.
+waits for something that cannot happen, and `Deadlock` says so. Timers of the same time fire in the
+order they were set, or in one that chance gives. Work for an executor is done at once. Tasks hash
+by their number, so that sets of them (in `asyncio.TaskGroup`) have one order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import deque
 from collections.abc import Callable, Coroutine
+from heapq import heappop, heappush
+from random import Random
 from typing import Any, TypeVar, TypeVarTuple
 
 T = TypeVar("T")
@@ -33,29 +37,22 @@ class VirtualTask(asyncio.Task[T]):
         return self.number
 
 
-class _Selector:
-    """Stands where a loop waits for sockets: lets time pass instead."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def select(self, timeout: float | None) -> list[object]:
-        self._loop.pass_time(timeout)
-        return []
-
-
 class VirtualLoop(asyncio.BaseEventLoop):
-    """See the module. until: virtual seconds after which `Overrun` ends the run.
+    """See the module. until: virtual seconds after which `Overrun` ends the run; shuffled: where
+    from the order of timers of the same time comes.
 
     failures: what callbacks and forgotten tasks raised; a run without mistakes leaves it empty.
     """
 
-    def __init__(self, until: float = float("inf")) -> None:
+    def __init__(self, until: float = float("inf"), *, shuffled: Random | None = None) -> None:
         super().__init__()
-        self._selector = _Selector(self)
         self._now = 0.0
         self._until = until
         self._last_task = 0
+        self._last_timer = 0
+        self._shuffled = shuffled
+        self._ready: deque[asyncio.Handle] = deque()
+        self._timers: list[tuple[float, int, int, asyncio.TimerHandle]] = []
         self.failures: list[str] = []
         self.set_task_factory(self._new_task)
         self.set_exception_handler(self._note_failure)
@@ -64,17 +61,57 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the beginning."""
         return self._now
 
-    def pass_time(self, timeout: float | None) -> None:
-        """What the selector does. Raises Deadlock, Overrun."""
-        if timeout is None:
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.Handle:
+        """As the loop it replaces, without what only its debug mode needs."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """As the loop it replaces; see the module for the order."""
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._last_timer += 1
+        place = self._shuffled.getrandbits(16) if self._shuffled is not None else 0
+        heappush(self._timers, (when, place, self._last_timer, timer))
+        return timer
+
+    def _run_once(self) -> None:
+        """One turn of `run_forever`. Raises Deadlock, Overrun."""
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][3].cancelled():
+            heappop(timers)
+        if not ready and not self._is_stopping():
+            self._pass_time()
+        while timers and timers[0][0] <= self._now:
+            ready.append(heappop(timers)[3])
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if not handle.cancelled():
+                handle._run()
+
+    def _pass_time(self) -> None:
+        if not self._timers:
             raise Deadlock(f"at {self._now:.3f} s everybody waits and no timer is set")
-        if timeout <= 0:
-            return
-        # The timer's own time, since now + (when - now) is not always when.
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        self._now = max(self._now, scheduled[0].when())
+        self._now = max(self._now, self._timers[0][0])
         if self._now > self._until:
             raise Overrun(f"the run went past {self._until:g} virtual seconds")
+
+    def _is_stopping(self) -> bool:
+        return bool(self._stopping)  # type: ignore[attr-defined]
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """It is forgotten when its time comes."""
 
     def run_in_executor(
         self, executor: object, func: Callable[[*Ts], T], *args: *Ts
@@ -96,9 +133,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """There is one thread."""
         return self.call_soon(callback, *args, context=context)
 
-    def _process_events(self, event_list: list[object]) -> None:
-        assert not event_list, "there is no I/O"
-
     def _write_to_self(self) -> None:
         """Nobody sleeps in a selector."""
 
@@ -116,13 +150,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.failures.append(f"{context.get('message')}: {error!r}")
 
 
-def run_virtually(main: Coroutine[Any, Any, T], *, until: float = float("inf")) -> T:
+def run_virtually(
+    main: Coroutine[Any, Any, T], *, until: float = float("inf"), shuffled: Random | None = None
+) -> T:
     """Runs `main` to its end on a new virtual loop, then cancels what it left behind.
 
     Raises what `main` raises, Deadlock, Overrun, and RuntimeError when a callback or a forgotten
     task failed.
     """
-    loop = VirtualLoop(until)
+    loop = VirtualLoop(until, shuffled=shuffled)
     try:
         result = loop.run_until_complete(main)
         if loop.failures:

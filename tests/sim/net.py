@@ -24,12 +24,14 @@ WINDOW_BYTES = 64 << 10
 class Process:
     """What lives and dies together. A stopped process neither sends nor hears, but forgets nothing.
 
-    Its tasks go on in a stop, since one loop runs them all; nothing of that gets out.
+    Its tasks go on in a stop, since one loop runs them all; nothing of that gets out. lag_s: how
+    much longer all travels that comes from it or goes to it, in seconds.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
+        self.lag_s = 0.0
         self._is_stopped = False
         self._held: deque[Callable[[], object]] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}
@@ -219,7 +221,8 @@ class End:
 
     def _depart(self, arrive: Callable[[End], None]) -> None:
         self._travelling.append(arrive)
-        at = max(self._path.arrival(self._loop.time()), self._last_arrival)
+        lag_s = self.owner.lag_s + (self.peer.owner.lag_s if self.peer is not None else 0.0)
+        at = max(self._path.arrival(self._loop.time() + lag_s), self._last_arrival)
         self._last_arrival = at
         self._loop.call_at(at, self._land)
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING
 
 from common.errors import Unavailable, WorkerLost
 from common.instances import Role
 from tests.sim.faults import KEEPALIVE_S, Fault, picked
-from tests.sim.fleet import NAMESPACE, Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
+from tests.sim.fleet import NAMESPACE, NOTICE_S, Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
 from tests.sim.net import End, ends_between
 from tests.sim.wire import kv_address
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # What strikes amid a handoff waits so long for one.
 AMID_S = 2.0
 LOOK_S = 0.005
+# How long messages travel at most while links are slow, in seconds; below what makes a worker lost.
+SLOW_MAX_S = 0.6
 # Whom no fault strikes where the first worker (of each role) is spared.
 SPARED = frozenset({"w0", "p0", "d0"})
 
@@ -71,6 +74,7 @@ class Strikes:
 
     def _note(self, fault: Fault, *facts: object) -> None:
         self._world.trace.note("fault", fault.kind.value, *facts)
+        self._world.struck[fault.kind.value] += 1
 
     def _cut(self, near: End, fault: Fault) -> None:
         """Breaks a stream; each side learns of it in its own time."""
@@ -219,13 +223,22 @@ class Strikes:
             return
         self._note(fault, worker.stable_name)
         self._world.checks.trouble(worker, 30.0)
+        start = partial(self._world.start_worker, worker.stable_name)
+        await self._roll(worker, start, fault)
+
+    async def _roll(
+        self, peer: Peer, start: Callable[[str], Coroutine[None, None, None]], fault: Fault
+    ) -> None:
+        """Ends a process in order; its successor comes before that, or after it."""
         if fault.pick_too < 0.5:
-            await self._world.start_worker(worker.stable_name, self._world.new_address())
-        if worker.is_serving:  # still, after the wait
-            await worker.drain()
-            await self._crash(worker, replace(fault, near_s=0.0, notice_s=0.0))
+            await start(self._world.new_address())
+        # Still, after the wait.
+        is_there = peer.is_serving if isinstance(peer, SimWorker) else peer.lease is not None
+        if is_there and peer.process.is_alive:
+            await peer.drain()
+            await self._crash(peer, replace(fault, near_s=0.0, notice_s=0.0))
         if fault.pick_too >= 0.5:
-            await self._world.start_worker(worker.stable_name, worker.address)
+            await start(peer.address)
 
     async def router_kill(self, fault: Fault) -> None:
         """A router dies, and another takes its place."""
@@ -237,6 +250,25 @@ class Strikes:
         await asyncio.sleep(fault.lasts_s)
         await self._world.start_router(router.address)
 
+    async def routers_kill(self, fault: Fault) -> None:
+        """All routers die at once; for a while nobody routes."""
+        there = [r for r in self._world.routers if r.process.is_alive and r.lease is not None]
+        self._note(fault, *(router.process.name for router in there))
+        for router in there:
+            await self._crash(router, fault)
+        await asyncio.sleep(fault.lasts_s)
+        for router in there:
+            await self._world.start_router(router.address)
+
+    async def router_drain(self, fault: Fault) -> None:
+        """A router is replaced as in a rollout."""
+        router = self._some_router(fault)
+        if router is None:
+            return
+        self._note(fault, router.process.name)
+        self._world.checks.trouble(None, NOTICE_S)
+        await self._roll(router, self._world.start_router, fault)
+
     async def router_stop(self, fault: Fault) -> None:
         """A router stands still."""
         router = self._some_router(fault)
@@ -247,6 +279,37 @@ class Strikes:
         router.process.stop()
         await asyncio.sleep(fault.lasts_s)
         router.process.go_on()
+
+    def _sync_ends(self, fault: Fault) -> list[End]:
+        """Both ends of a stream between two routers, if there is one."""
+        routers = [router.process for router in self._world.routers if router.process.is_alive]
+        ends = [end for near in routers for far in routers for end in ends_between(near, far)]
+        if not ends:
+            return []
+        end = picked(ends, fault.pick)
+        assert end.peer is not None, "such ends were left out"
+        self._note(fault, end.owner.name, end.peer.owner.name)
+        return [end, end.peer]
+
+    async def sync_cut(self, fault: Fault) -> None:
+        """A stream between two routers breaks."""
+        ends = self._sync_ends(fault)
+        if ends:
+            self._cut(ends[0], fault)
+
+    async def sync_hold(self, fault: Fault) -> None:
+        """A stream between two routers stands still, one way or both ways."""
+        ends = self._sync_ends(fault)
+        await self._hold(ends if fault.pick_too < 0.5 else ends[:1], fault)
+
+    async def sync_garbled(self, fault: Fault) -> None:
+        """Routers hear from others, but some of what those tell is lost."""
+        if len(self._world.routers) < 2:
+            return
+        self._note(fault, f"{fault.lasts_s:.3f}")
+        self._world.sync_garble.rate += 0.3
+        await asyncio.sleep(fault.lasts_s)
+        self._world.sync_garble.rate = max(0.0, self._world.sync_garble.rate - 0.3)
 
     async def frontend_stall(self, fault: Fault) -> None:
         """A frontend does not get round to reading."""
@@ -267,6 +330,27 @@ class Strikes:
         await self._crash(frontend, fault)
         await asyncio.sleep(fault.lasts_s)
         await self._world.start_frontend(frontend.stable_name, self._world.new_address())
+
+    async def frontend_drain(self, fault: Fault) -> None:
+        """A frontend is replaced as in a rollout."""
+        frontend = self._some_frontend(fault)
+        if frontend is None:
+            return
+        self._note(fault, frontend.stable_name)
+        start = partial(self._world.start_frontend, frontend.stable_name)
+        await self._roll(frontend, start, replace(fault, pick_too=fault.pick))
+
+    async def links_slow(self, fault: Fault) -> None:
+        """All that comes from a process, or goes to it, travels long."""
+        peer = picked(self._world.alive(), fault.pick)
+        lag_s = SLOW_MAX_S * fault.pick_too
+        self._note(fault, peer.process.name, f"{lag_s:.3f} {fault.lasts_s:.3f}")
+        is_control = isinstance(peer, SimRouter | SimIndexer)
+        for one in (None,) if is_control else (peer, None):
+            self._world.checks.trouble(one, fault.lasts_s)
+        peer.process.lag_s += lag_s
+        await asyncio.sleep(fault.lasts_s)
+        peer.process.lag_s = max(0.0, peer.process.lag_s - lag_s)
 
     async def registry_lost(self, fault: Fault) -> None:
         """Nobody can reach the registry."""
@@ -291,6 +375,24 @@ class Strikes:
         peer.discovery.lose()
         await asyncio.sleep(fault.lasts_s)
         peer.discovery.find()
+
+    async def registry_old(self, fault: Fault) -> None:
+        """To some, news from the registry comes after what was there before it."""
+        rng = Random(fault.pick)
+        those = [peer for peer in self._world.alive() if rng.random() < 0.5]
+        self._note(fault, *(peer.process.name for peer in those), f"{fault.lasts_s:.3f}")
+        for one in (None, *self._world.workers, *self._world.frontends):
+            self._world.checks.trouble(one, fault.lasts_s)
+        for peer in those:
+            peer.discovery.shows_old = True
+        members = self._world.store.members(NAMESPACE)
+        known = next(iter(members.registered.values()), None)
+        if known is not None:  # gone and back at once: there is news, and it says nothing new
+            members.remove(known.id)
+            members.put(known)
+        await asyncio.sleep(fault.lasts_s)
+        for peer in those:
+            peer.discovery.shows_old = False
 
     async def registry_flap(self, fault: Fault) -> None:
         """Some processes vanish from the registry for a while, though they live."""
@@ -402,6 +504,23 @@ class Strikes:
         await asyncio.sleep(fault.lasts_s)
         same = fault.pick_too < 0.5
         await self._world.start_indexer(indexer.address if same else self._world.new_address())
+
+    async def indexers_kill(self, fault: Fault) -> None:
+        """All indexers die at once, and come back empty."""
+        there = [i for i in self._world.indexers if i.process.is_alive and i.lease is not None]
+        self._note(fault, *(indexer.process.name for indexer in there))
+        for indexer in there:
+            await self._crash(indexer, fault)
+        await asyncio.sleep(fault.lasts_s)
+        for indexer in there:
+            await self._world.start_indexer(indexer.address)
+
+    async def indexer_drain(self, fault: Fault) -> None:
+        """An indexer is replaced as in a rollout."""
+        indexer = self._some_indexer(fault)
+        if indexer is not None:
+            self._note(fault, indexer.process.name)
+            await self._roll(indexer, self._world.start_indexer, fault)
 
     async def indexer_stop(self, fault: Fault) -> None:
         """An indexer stands still."""

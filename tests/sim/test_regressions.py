@@ -75,17 +75,17 @@ def test_a_successor_on_an_old_address_is_not_taken_for_its_predecessor() -> Non
     report = passed(
         Scenario(seed=5, workers=2, selector="round_robin", wishes=WISHES, faults=(kill,))
     )
-    assert report.migrated > 0
+    assert report.counts["requests tried again"] > 0
 
 
 def test_a_mesh_whose_only_worker_is_away_for_a_while_serves_again() -> None:
     kill = replace(FAULT, kind=FaultKind.WORKER_KILL, lasts_s=1.0)
     report = passed(Scenario(seed=6, workers=1, spares_first=False, wishes=WISHES, faults=(kill,)))
-    assert 0 < report.failed < len(WISHES)
+    assert 0 < report.counts["requests failed"] < len(WISHES)
 
 
 def test_unused_streams_are_closed_at_both_ends() -> None:
-    passed(Scenario(seed=7, frontends=2, wishes=WISHES, rest_s=70.0))
+    passed(Scenario(seed=7, frontends=2, wishes=WISHES, lingers_s=70.0))
 
 
 def test_prompts_longer_than_a_part_arrive_whole_over_slow_links() -> None:
@@ -106,10 +106,25 @@ def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() 
     report = passed(
         Scenario(seed=9, workers=1, spares_first=False, wishes=WISHES, faults=(stop, kill))
     )
-    assert report.failed > 0
+    assert report.counts["requests failed"] > 0
 
 
 def test_a_worker_left_alone_for_a_moment_is_waited_for_when_all_others_were_tried() -> None:
     """The only other worker had failed the request, so it was refused within milliseconds."""
-    report = run_seed(152, storm=True)
-    assert not report.breaches, str(report)
+    short = StopConditions(max_tokens=4, ignore_eos=True)
+    at = [0.1 * n for n in range(4)] + [1.06 + 0.02 * n for n in range(4)]
+    wishes = tuple(Wish(n, at[n], (10 + n, 20, 30), short) for n in range(8))
+    broken = replace(FAULT, kind=FaultKind.WORKER_BREAK, at=1.0, lasts_s=0.5)
+    cut = replace(FAULT, kind=FaultKind.ATTACH_CUT, at=1.05, pick=0.9, near_s=0.0, far_s=0.0)
+    report = passed(
+        Scenario(
+            seed=10,
+            workers=2,
+            selector="round_robin",
+            spares_first=False,
+            wishes=wishes,
+            faults=(broken, cut),
+        )
+    )
+    assert report.counts["requests tried again"] >= 4
+    assert report.counts["requests failed"] == 0

@@ -336,6 +336,6 @@ class KeepsStreamsOpen(WatchedEngines):
 
 @pytest.mark.slow
 def test_a_stream_that_stays_open_unused_is_caught() -> None:
-    quiet = replace(CALM, rest_s=70.0)
+    quiet = replace(CALM, lingers_s=70.0)
     assert rules_broken(quiet, Parts()) == set()
     assert "rest" in rules_broken(quiet, Parts(engines=KeepsStreamsOpen))

@@ -17,7 +17,6 @@ from common.preprocessed import StopConditions
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import Submission
 from frontend_svc.router_client import Answer, Key, Query
-from router_svc.core.load import BookingKey
 from router_svc.core.query import Query as RouterQuery
 from router_svc.core.route import Decision, Router
 from router_svc.core.select import Matches
@@ -43,7 +42,6 @@ def fault(kind: FaultKind, at: float, *, lasts_s: float = 1.0) -> Fault:
 
 CALM = Scenario(
     seed=7,
-    is_vertical=True,
     workers=0,
     prefills=("bootstrap", "completed"),
     decodes=2,
@@ -166,10 +164,8 @@ class SeesMoreThanThereIs(Router):
 
 
 class LeavesPrefillCharged(Router):
-    def decide(
-        self, query: RouterQuery, key: BookingKey | None, *args: Any, **others: Any
-    ) -> Decision:
-        decision = super().decide(query, key, *args, **others)
+    def _place(self, *args: Any) -> Decision:
+        decision = super()._place(*args)
         if decision.prefill is not None:
             self.book._rank(decision.prefill).booked.add(1, 0, 0)
         return decision

@@ -1,8 +1,9 @@
-"""What joins the parts of the KV plane in a simulation: handoffs, publications, subscriptions.
+"""What joins the parts of the KV plane in a simulation, and routers with each other.
 
-The real ones are TCP between engines and two gRPC calls to the indexer. Batches of KV events may
-also be garbled here, as no gRPC stream does it: lost, doubled and overtaken by the next one. Only a
-batch that another one follows is lost, since nobody could notice the loss of the last.
+Handoffs, publications, subscriptions; the real ones are TCP between engines and two gRPC calls to
+the indexer. Batches of KV events may also be garbled here, as no gRPC stream does it: lost, doubled
+and overtaken by the next one. Only a batch that another one follows is lost, since nobody could
+notice the loss of the last. What routers tell each other may be lost too; digests show that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from google.protobuf.message import Message
 from common.errors import MeshError
 from common.instances import Instance
 from kvmesh.indexer.v1 import indexer_pb2
+from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
+from router_svc.sync import OpenSync, Stream
 from tests.sim.net import End, Net, Process
 from worker_svc.publisher import OpenCall, PublishCall
 from worker_svc.sim_handoff import Connection, Listener, Serve
@@ -26,6 +29,7 @@ from worker_svc.sim_handoff import Connection, Listener, Serve
 # Where the streams of an indexer and the handoffs of an engine are listened for.
 PUBLISH = "{}/publish"
 SUBSCRIBE = "{}/subscribe"
+SYNC = "{}/sync"
 KV_HOST = "kv"
 # How long a batch is held back for another one to overtake it, in seconds.
 _HELD_S = 1.0
@@ -250,6 +254,40 @@ def subscriptions(net: Net, process: Process, garble: Garble) -> Subscribe:
             end.finish(None)
 
     return subscribe
+
+
+class _Sync:
+    """See `router_svc.sync.Stream`. Frames may lose what they tell of bookings."""
+
+    def __init__(self, end: End, garble: Garble) -> None:
+        self._end = end
+        self._garble = garble
+
+    async def read(self) -> router_pb2.SyncResponse | None:
+        message = await self._end.read()
+        return None if message is None else router_pb2.SyncResponse.FromString(message)
+
+    async def write(self, frame: router_pb2.SyncRequest) -> None:
+        garble = self._garble
+        told = len(frame.upserts) + len(frame.removals)
+        if garble.rate and told and garble.rng.random() < garble.rate:
+            garble.count += 1
+            del frame.upserts[:], frame.removals[:]
+        await self._end.write(frame.SerializeToString())
+
+
+def syncs(net: Net, process: Process, garble: Garble) -> OpenSync:
+    """How a router reaches the others."""
+
+    @asynccontextmanager
+    async def open_sync(router: Instance) -> AsyncIterator[Stream]:
+        end = net.dial(process, SYNC.format(router.address))
+        try:
+            yield _Sync(end, garble)
+        finally:
+            end.finish(None)
+
+    return open_sync
 
 
 class StreamContext:

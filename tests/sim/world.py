@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from random import Random
 from typing import Any, Literal, TypeVar
 
@@ -18,12 +19,14 @@ from structlog.testing import capture_logs
 
 from common.attach import Order
 from common.blocks import PrefixHasher
-from common.errors import MeshError
+from common.errors import DeadlineExceeded, MeshError
 from common.preprocessed import StopConditions
 from common.registry import MemoryStore
 from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.engine_client import IDLE_S
 from frontend_svc.router_client import Key
+from router_svc.core.queue import NO_QUEUE, QueueRules
+from router_svc.core.rules import Rules
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
 from tests.sim.clients import (
     Client,
@@ -68,24 +71,34 @@ T = TypeVar("T")
 WORDS = tuple(range(10, 500))
 EOS = 2
 EOS_ONE_IN = 60
+# Short, so that some find it full, and some wait too long.
+QUEUE = QueueRules(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
 # All requests have ended this long after the last fault was over and the last client had come.
 BOUND_S = 45.0
 # By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
 REST_S = KEEPALIVE_S + 6.0
 _UNTIL_S = 1_000.0
 _LOOK_S = 0.1
+# How often a mesh that is to recover is looked at.
+_REST_LOOK_S = 0.5
 # Counting spoilt pages takes a while, and no count is ever forgotten.
 _PAGES_EVERY = 10
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
 # As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
 HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
-# Requests that have the mesh for themselves, once it is well.
-QUIESCENT = 4
+# What requests ask for that have the mesh for themselves, once it is well.
+QUIESCENT_TOKENS = (8, 8, 8, 60)
+# So many events are shown with a breach.
+LAST_EVENTS = 25
 # KV events and bookings have settled by then.
 SETTLE_S = 0.5
 # As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
 SHORT_REST_S = 13.0
 SOON_S = 3.0
+# How many of all meshes are such ones.
+QUICK = 0.7
+# A mesh at rest stays so, whatever timers are still set: keepalive's, those of orphans and leases.
+LINGERS_S = 20.0
 
 Mode = Literal["bootstrap", "completed"]
 
@@ -95,17 +108,18 @@ class Scenario:
     """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
 
     delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
-    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: how
-    long the mesh is left alone after the last request; past IDLE_S, streams must be closed.
+    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: when
+    all must be well after the last request. lingers_s: how long it is left alone then; past IDLE_S,
+    streams must be closed.
 
     With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
     worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
     prefill_token_s: see `Timing`; with batched_tokens, a step must not take as long as a hang.
+    budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no bound.
     """
 
     seed: int
     is_storm: bool = False
-    is_vertical: bool = False
     workers: int = 3
     prefills: tuple[Mode, ...] = ()
     decodes: int = 0
@@ -118,6 +132,7 @@ class Scenario:
     routers: int = 1
     frontends: int = 1
     selector: str = "least_loaded"
+    queue: QueueRules = NO_QUEUE
     step_s: float = 0.04
     blocks: int = 4096
     seqs: int = 64
@@ -127,7 +142,10 @@ class Scenario:
     spares_first: bool = True
     requests_max: int = 4096
     window_bytes: int = WINDOW_BYTES
+    budget_bytes: int = 0
+    subscriber_bytes: int = 1 << 20
     rest_s: float = REST_S
+    lingers_s: float = 0.0
     wishes: tuple[Wish, ...] = ()
     faults: tuple[Fault, ...] = ()
 
@@ -140,24 +158,35 @@ class Scenario:
     def command(self) -> str:
         """How to run it again."""
         storm = " --storm" if self.is_storm else ""
-        vertical = " --vertical" if self.is_vertical else ""
-        return f"python -m tests.sim 1 --first {self.seed}{vertical}{storm} --trace"
+        return f"make sim SEEDS=1 ARGS='--first {self.seed}{storm} --trace'"
+
+
+def is_vertical(seed: int) -> bool:
+    """Whether a seed's mesh has a KV plane: two of five have one."""
+    return seed % 5 in (1, 3)
 
 
 def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
     """The scenario of a seed. storm: many more faults than any mesh should see."""
-    rng = Random(f"scenario {seed}")
+    return (_draw_vertical if is_vertical(seed) else _draw_flat)(seed, storm=storm)
+
+
+def _draw_flat(seed: int, *, storm: bool) -> Scenario:
+    """Aggregated workers, and no index."""
+    rng = Random(f"flat {seed}")
     truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
     blocks = rng.choice((160, 4096, 4096))
     until = rng.uniform(6.0, 14.0)
     kinds = PROFILES[rng.randrange(len(PROFILES))]
     if storm:
         kinds = STORMS[rng.randrange(len(STORMS))]
+    faults = draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until)
+    is_quick = rng.random() < QUICK
     return Scenario(
         seed=seed,
         is_storm=storm,
         workers=rng.randrange(2, 6),
-        routers=rng.randrange(1, 3),
+        routers=rng.randrange(1, 4),
         frontends=rng.randrange(1, 3),
         selector=SELECTOR_NAMES[rng.randrange(len(SELECTOR_NAMES))],
         step_s=rng.uniform(0.02, 0.08),
@@ -168,40 +197,43 @@ def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
         quantum_s=rng.choice((0.0, 0.01, 0.05)),
         spares_first=rng.random() < 0.7,
         requests_max=rng.choice((4096, 4096, 4096, 6)),
+        rest_s=SHORT_REST_S if is_quick else REST_S,
+        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
         wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
-        faults=draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until),
+        faults=_noticed_soon(faults) if is_quick else faults,
     )
 
 
-def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
-    """The scenario of a seed with a KV plane: pairs of prefill and decode, and an index."""
+def _noticed_soon(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    return tuple(
+        replace(one, near_s=min(SOON_S, one.near_s), far_s=min(SOON_S, one.far_s)) for one in faults
+    )
+
+
+def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
+    """Pairs of prefill and decode workers, and an index."""
     rng = Random(f"vertical {seed}")
     truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
     until = rng.uniform(6.0, 12.0)
     profiles = VERTICAL_STORMS if storm else VERTICAL_PROFILES
     kinds = profiles[rng.randrange(len(profiles))]
     faults = draw_faults(rng, kinds, 20 if storm else rng.randrange(2, 9), until)
-    is_quick = rng.random() < 0.7
-    if is_quick:
-        faults = tuple(
-            replace(one, near_s=min(SOON_S, one.near_s), far_s=min(SOON_S, one.far_s))
-            for one in faults
-        )
+    is_quick = rng.random() < QUICK
     modes: tuple[Mode, ...] = ("bootstrap", "bootstrap", "completed")
     return Scenario(
         seed=seed,
         is_storm=storm,
-        is_vertical=True,
         workers=rng.choice((0, 0, 0, 1, 2)),
         prefills=tuple(rng.choices(modes, k=rng.randrange(1, 4))),
         decodes=rng.randrange(2, 5),
-        indexers=rng.randrange(1, 3),
-        routers=rng.randrange(1, 3),
+        indexers=rng.randrange(1, 4),
+        routers=rng.randrange(1, 4),
         frontends=rng.randrange(1, 3),
         selector=rng.choice(("kv", "kv", "kv", "round_robin")),
         step_s=rng.uniform(0.02, 0.06),
         prefill_token_s=rng.choice((2e-5, 1e-3)),
         batched_tokens=600,
+        queue=QUEUE if rng.random() < 0.3 else NO_QUEUE,
         gb_per_s=rng.choice((25.0, 0.5, 0.1)),
         chunk_pages=rng.choice((1, 4, 64)),
         local_prefill=rng.random() < 0.5,
@@ -210,9 +242,12 @@ def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
         jitter_s=rng.choice((0.0, 0.002, 0.02)),
         quantum_s=rng.choice((0.0, 0.01, 0.05)),
         spares_first=rng.random() < 0.7,
+        budget_bytes=rng.choice((0, 0, 0, 0, 20_000)),
+        subscriber_bytes=rng.choice((1 << 20, 1 << 20, 4096)),
         rest_s=SHORT_REST_S if is_quick else REST_S,
+        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
         wishes=draw_conversations(rng, rng.randrange(20, 50), until, truth),
-        faults=faults,
+        faults=_noticed_soon(faults) if is_quick else faults,
     )
 
 
@@ -220,9 +255,8 @@ def draw_vertical(seed: int, *, storm: bool = False) -> Scenario:
 class Report:
     """How a run went. digest: of all its events, in order.
 
-    migrated, failed: requests. pairs_failed: legs. cached_tokens: as clients were told. garbled:
-    batches of events. predicted: cached tokens of the requests that had the mesh for themselves.
-    counters: the sums of all engines'.
+    recovered_s: after the last fault and request, until all was well. counts: how often what
+    happened; see `_counts`. counters: the sums of all engines'.
     """
 
     scenario: Scenario
@@ -230,25 +264,36 @@ class Report:
     digest: str
     trace: tuple[str, ...]
     virtual_s: float
-    migrated: int
-    failed: int
+    recovered_s: float
     unacked_max: int
-    pairs_failed: int
-    cached_tokens: int
-    garbled: int
-    predicted: int
+    counts: Counter[str]
     counters: Mapping[str, int]
 
     def __str__(self) -> str:
         lines = [f"seed {self.scenario.seed}: {len(self.breaches)} breaches"]
         lines += [f"  {breach}" for breach in self.breaches[:10]]
+        if self.breaches:
+            lines += ["  before the first:", *(f"  {line}" for line in self.before_breach())]
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
+    def before_breach(self) -> list[str]:
+        """The last events before the first breach, and all of the requests it names."""
+        first = self.breaches[0]
+        named = set(re.findall(r"\br\d+\b", first.what))
+        past = [line for line in self.trace if float(line.split()[0]) <= first.at + 1e-6]
+        older = [line for line in past[:-LAST_EVENTS] if _concerns(line, named)]
+        return [*older[-LAST_EVENTS:], *past[-LAST_EVENTS:]]
 
-def run_seed(seed: int, *, storm: bool = False, vertical: bool = False) -> Report:
-    """Runs the scenario of a seed; see `draw_scenario`, `draw_vertical`."""
-    draw = draw_vertical if vertical else draw_scenario
-    return run_scenario(draw(seed, storm=storm))
+
+def _concerns(line: str, named: set[str]) -> bool:
+    """Whether an event is a fault, or about one of these requests."""
+    words = line.split()
+    return words[1] == "fault" or (words[1] != "tokens" and words[2:3] != [] and words[2] in named)
+
+
+def run_seed(seed: int, *, storm: bool = False) -> Report:
+    """Runs the scenario of a seed; see `draw_scenario`."""
+    return run_scenario(draw_scenario(seed, storm=storm))
 
 
 def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:
@@ -257,29 +302,68 @@ def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:
     Raises Deadlock, Overrun, and what a callback of the mesh raised.
     """
     with capture_logs() as logs:
-        return run_virtually(_run(scenario, parts or Parts(), logs), until=_UNTIL_S)
+        return run_virtually(
+            _run(scenario, parts or Parts(), logs),
+            until=_UNTIL_S,
+            shuffled=Random(f"ties {scenario.seed}"),
+        )
 
 
 async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any]]) -> Report:
     world = World(scenario, parts)
     await world.run()
     world.checks.logged(logs)
-    outcomes = [outcome for client in world.clients for outcome in client.outcomes]
     return Report(
         scenario=scenario,
         breaches=tuple(world.checks.breaches),
         digest=world.trace.digest,
         trace=tuple(world.trace.lines),
         virtual_s=asyncio.get_running_loop().time(),
-        migrated=sum(outcome.attempts > 1 for outcome in outcomes),
-        failed=sum(outcome.error is not None for outcome in outcomes),
+        recovered_s=world.recovered_s,
         unacked_max=world.unacked_max,
-        pairs_failed=world.checks.pairs_failed,
-        cached_tokens=sum(_cached_tokens(outcome) for outcome in outcomes),
-        garbled=world.garbled,
-        predicted=world.predicted,
+        counts=_counts(world),
         counters=sum((Counter(w.engine.counters) for w in world.workers), Counter()),
     )
+
+
+def _counts(world: World) -> Counter[str]:
+    """Faults that struck, by kind, and what else makes a run worth its time, in words."""
+    outcomes = [outcome for client in world.clients for outcome in client.outcomes]
+    feeds = [indexer.ingest.feed for indexer in world.indexers]
+    feeds += [router.index.feed for router in world.routers if router.index is not None]
+    sessions = [frontend.routers_asked for frontend in world.frontends]
+    followed = [router.indexers_followed for router in world.routers]
+    return Counter(
+        {
+            **world.struck,
+            "requests": len(world.clients),
+            "requests failed": sum(one.error is not None for one in outcomes),
+            "requests tried again": sum(one.attempts > 1 for one in outcomes),
+            "answers migrated": len(world.migrated),
+            "clients left": sum(client.has_left for client in world.clients),
+            "clients said stop": sum(client.has_stopped for client in world.clients),
+            "clients read slowly": sum(client.wish.pause_s > 0 for client in world.clients),
+            "deadlines passed": sum(isinstance(one.error, DeadlineExceeded) for one in outcomes),
+            "pairs failed": world.checks.pairs_failed,
+            "cached tokens": sum(_cached_tokens(outcome) for outcome in outcomes),
+            "cached tokens predicted": world.predicted,
+            "batches garbled": world.garbled,
+            "batches doubled": sum(feed.counters.duplicates for feed in feeds),
+            "gaps": sum(feed.counters.gaps for feed in feeds),
+            "snapshots": sum(feed.counters.snapshots for feed in feeds),
+            "router failovers": sum(map(_changes, sessions)),
+            "indexer failovers": sum(map(_changes, followed)),
+            "requests parked": sum(r.router.queue._number for r in world.routers),
+            "peers asked again": sum(r.peers.replica.resends for r in world.routers),
+            "unrouted": sum(frontend.router.unrouted for frontend in world.frontends),
+            "old lists shown": sum(peer.discovery.olds_shown for peer in world.everybody()),
+        }
+    )
+
+
+def _changes(ids: Sequence[int]) -> int:
+    """How often one is not the one before."""
+    return sum(one != other for one, other in pairwise(ids))
 
 
 def _cached_tokens(outcome: Outcome) -> int:
@@ -309,9 +393,11 @@ class World:
 
     def __init__(self, scenario: Scenario, parts: Parts) -> None:
         self.scenario = scenario
-        self.checks = Checks(attempts_explained=not scenario.is_tight)
+        queued_s = scenario.queue.wait_max_s if scenario.queue.threshold is not None else 0.0
+        self.checks = Checks(attempts_explained=not scenario.is_tight, queued_s=queued_s)
         self.trace = Trace()
         self.clients: list[Client] = []
+        self._asking: dict[str, Client] = {}
         self.workers: list[SimWorker] = []
         self.routers: list[SimRouter] = []
         self.frontends: list[SimFrontend] = []
@@ -323,6 +409,9 @@ class World:
         self.net = Net(self._path, scenario.window_bytes)
         self._by_id: dict[int, SimWorker] = {}
         self.unacked_max = 0
+        self.recovered_s = 0.0
+        self.migrated: set[str] = set()
+        self.struck: Counter[str] = Counter()
         self.predicted = 0
         self.outages = 0
         self._paths = 0
@@ -331,13 +420,14 @@ class World:
         self.kv: KvPlane | None = None
         if scenario.indexers:
             self.kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
+        self.sync_garble = Garble(Random(f"sync {scenario.seed}"))
         self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
         self._hasher = PrefixHasher(mesh_key=b"", model=MODEL, block_size=16)
 
     async def run(self) -> None:
         """From the start of the first process to the end of the last."""
-        await self._start()
         watch = self._loop.create_task(self._watch())
+        await self._start()
         strikes = Strikes(self)
         async with asyncio.TaskGroup() as tasks:
             for fault in self.scenario.faults:
@@ -345,11 +435,12 @@ class World:
             await self._let_clients_come()
         self.trace.note("healed")
         await self._until_ended()
-        await asyncio.sleep(self.scenario.rest_s)
-        if self.kv is not None:
-            await self._try_out()
+        await self._until_well()
+        await asyncio.sleep(self.scenario.lingers_s)
+        self.checks.well(self.alive(), idle=self.scenario.lingers_s > IDLE_S + AFTERMATH_S)
+        await self._try_out()
         self.checks.pages(self.workers)
-        self.checks.at_rest(self.alive(), idle=self.scenario.rest_s > IDLE_S + AFTERMATH_S)
+        self.checks.well(self.alive())
         await self._end()
         watch.cancel()
         await asyncio.wait([watch])
@@ -367,6 +458,7 @@ class World:
             self._handoffs[name] = handoff
             await self.start_worker(name, self.new_address())
         await asyncio.sleep(2 * LAG_MAX_S)
+        self.checks.begin()
 
     def _roles(self) -> list[tuple[str, SimHandoffConfig]]:
         """All workers by name, and what each does."""
@@ -391,13 +483,11 @@ class World:
         return 0 if self.kv is None else self.kv.garble.count
 
     async def _try_out(self) -> None:
-        """The mesh is well: its index is the truth, and predicts what single requests find."""
+        """The mesh is well, so single requests are served, and find what the index predicts."""
         workers = [worker for worker in self.workers if worker.is_serving]
-        routers = [router for router in self.routers if router.process.is_alive]
-        self.checks.index([i for i in self.indexers if i.process.is_alive], routers, workers)
         frontend = next(frontend for frontend in self.frontends if frontend.is_serving)
-        stop = StopConditions(max_tokens=24, ignore_eos=True)
-        for number in range(QUIESCENT):
+        for number, limit in enumerate(QUIESCENT_TOKENS):
+            stop = StopConditions(max_tokens=limit, ignore_eos=True)
             earlier = self._rng.choice(self.scenario.wishes)
             # Some of it was said before, some is new.
             said = earlier.prompt[: self._rng.randrange(16, 400)]
@@ -408,6 +498,7 @@ class World:
                 if client.outcomes:
                     break
                 await asyncio.sleep(0.1)
+                self.checks.books(client, self.alive())
             await asyncio.sleep(SETTLE_S)
             self.predicted += self.checks.quiescent(client, workers)
 
@@ -437,6 +528,7 @@ class World:
         expected, finish = expected_answer(wish, self._truth)
         client = Client(wish, expected, finish, self._tokens, self._finished)
         self.clients.append(client)
+        self._asking[wish.request_id] = client
         self.trace.note("asks", wish.request_id, frontend.stable_name)
         frontend.process.spawn(client.run(frontend, self._hasher))
         return client
@@ -447,6 +539,16 @@ class World:
                 return
             await asyncio.sleep(0.5)
         self.checks.unfinished(self._open_clients())
+
+    async def _until_well(self) -> None:
+        """Returns once all is well, or should be."""
+        healed_at = self._loop.time()
+        while self._loop.time() < healed_at + self.scenario.rest_s:
+            if next(self.checks.flaws(self.alive()), None) is None:
+                break
+            await asyncio.sleep(_REST_LOOK_S)
+        self.recovered_s = self._loop.time() - healed_at
+        self.trace.note("well", f"{self.recovered_s:.1f}")
 
     def _open_clients(self) -> list[Client]:
         """Those who were not told the end, and whose frontend lives to tell it."""
@@ -494,6 +596,7 @@ class World:
             scenario.requests_max,
             self.kv,
         )
+        worker.has_forgotten = scenario.budget_bytes > 0
         self.workers.append(worker)
         self._by_id[worker.id] = worker
         self.trace.note("starts", stable_name, worker.id)
@@ -504,7 +607,15 @@ class World:
     async def start_router(self, address: str) -> None:
         selector = self.scenario.selector
         router = SimRouter(
-            self.net, self._discovery(), address, selector, self._rng, self._parts, self.kv
+            self.net,
+            self._discovery(),
+            address,
+            selector,
+            self._rng,
+            self._parts,
+            self.kv,
+            self.sync_garble,
+            rules=Rules(queue=self.scenario.queue),
         )
         self.routers.append(router)
         self.trace.note("starts", router.process.name, router.id)
@@ -525,7 +636,16 @@ class World:
         await frontend.start()
 
     async def start_indexer(self, address: str) -> None:
-        indexer = SimIndexer(self.net, self._discovery(), address, self._rng, self._parts)
+        scenario = self.scenario
+        indexer = SimIndexer(
+            self.net,
+            self._discovery(),
+            address,
+            self._rng,
+            self._parts,
+            budget_bytes=scenario.budget_bytes,
+            subscriber_bytes=scenario.subscriber_bytes,
+        )
         self.indexers.append(indexer)
         self.trace.note("starts", indexer.process.name, indexer.id)
         await indexer.start()
@@ -560,10 +680,13 @@ class World:
         worker = self._by_id.get(worker_id)
         name = worker.stable_name if worker is not None else "?"
         self.trace.note("submits", order.request_id, order.attempt, order.phase, name)
+        if order.attempt and self._asking[order.request_id].delivered:
+            self.migrated.add(order.request_id)
         self.checks.submitted(frontend, worker, order)
 
     def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
         """See Witness."""
+        self._asking[key[0]].placed_at = self._loop.time()
         self.checks.placed(key, took_s, placed)
 
     def delivered(self, order: Order) -> None:

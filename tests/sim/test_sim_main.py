@@ -1,0 +1,57 @@
+"""What `make sim` prints: the last line counts, and a breach says how to see it again."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from frontend_svc.core.request import Outcome, Plan
+from frontend_svc.gateway import Gateway, Listener, Ticket
+from frontend_svc.router_client import Query
+from tests.sim.__main__ import main
+from tests.sim.clients import draw_wishes
+from tests.sim.fleet import Parts
+from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Scenario, run_scenario
+from worker_svc.core.truth import Truth
+
+WISHES = draw_wishes(
+    Random(7), 20, 3.0, Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN), long_prompts=False
+)
+
+
+@pytest.mark.slow
+def test_the_last_line_counts_the_seeds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["2", "--first", "4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "2 passed, 0 failed"
+    assert any(line.startswith("faults, in so many seeds: attach_cut ") for line in lines)
+
+
+class _Twice:
+    """A Listener that hears of the end twice."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.tokens = listener.tokens
+        self._finished = listener.finished
+
+    def finished(self, outcome: Outcome) -> None:
+        self._finished(outcome)
+        self._finished(outcome)
+
+
+class EndsTwice(Gateway):
+    def open(self, plan: Plan, query: Query, listener: Listener) -> Ticket:
+        return super().open(plan, query, _Twice(listener))
+
+
+@pytest.mark.slow
+def test_a_breach_comes_with_what_led_to_it_and_the_command_that_repeats_it() -> None:
+    report = run_scenario(Scenario(seed=7, wishes=WISHES), Parts(gateway=EndsTwice))
+    name = report.breaches[0].what.split()[0]
+    lines = [line.strip() for line in str(report).splitlines()]
+    assert lines[-1] == "replay: make sim SEEDS=1 ARGS='--first 7 --trace'"
+    shown = lines[lines.index("before the first:") + 1 : -1]
+    assert any(f"asks {name} " in line for line in shown)
+    assert any(f"ends {name} " in line for line in shown)
+    assert all(float(line.split()[0]) <= report.breaches[0].at + 1e-5 for line in shown)
