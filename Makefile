@@ -13,7 +13,7 @@ ENGINE ?= sim
 ifeq ($(ENGINE),sglang)
 RUN_NEEDS := setup-sglang
 RUN := .venv-sglang/bin/python -m meshctl up --sample --engine sglang --workers 1 --ready-s 300 \
-	--model-name $(if $(MODEL_PATH),$(notdir $(MODEL_PATH)) --model-path $(MODEL_PATH),tiny)
+	--model-name $(if $(MODEL_PATH),$(notdir $(patsubst %/,%,$(MODEL_PATH))) --model-path $(MODEL_PATH),tiny)
 else
 RUN_NEEDS := $(VENV)/.runtime
 RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)

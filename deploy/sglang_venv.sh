@@ -31,7 +31,7 @@ skip() {
 
 have_libraries() {
     for library in libibverbs.so.1 libnuma.so.1; do
-        ldconfig -p 2>/dev/null | grep -q "$library" || return 1
+        PATH="$PATH:/sbin:/usr/sbin" ldconfig -p 2>/dev/null | grep -q "$library" || return 1
     done
 }
 
@@ -51,8 +51,13 @@ if ! have_libraries && ! get_libraries; then
     echo "warning: $why; on Debian: apt-get install -y --no-install-recommends" \
         "libibverbs1 libnuma1" >&2
 fi
-# The tests run three engines at once.
-memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1000000)}' /proc/meminfo)
+# The tests run three engines at once. A container may be allowed less than its host has.
+memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1000000)}' /proc/meminfo 2>/dev/null || true)
+group=/sys/fs/cgroup
+if [ -r $group/memory.max ] && [ "$(cat $group/memory.max)" != max ]; then
+    allowed_gb=$((($(cat $group/memory.max) - $(cat $group/memory.current)) / 1000000000))
+    [ "${memory_gb:-99}" -le $allowed_gb ] || memory_gb=$allowed_gb
+fi
 if [ $needs_handoff = yes ] && [ "${memory_gb:-99}" -lt 6 ]; then
     skip "$memory_gb GB of memory are free; SGLang's engines need 6"
 fi
