@@ -41,7 +41,7 @@ from frontend_svc.metrics import (
     SurvivalCollector,
 )
 from frontend_svc.models import Models
-from frontend_svc.pulse import measure
+from frontend_svc.pulse import measure, own_address, own_security_of
 from frontend_svc.router_client import Query, RouterClient, grpc_sessions
 
 # How often a model that could not be loaded is tried again.
@@ -128,7 +128,8 @@ class FrontendApp:
         http_port = listener.getsockname()[1]
         self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
         self._patience.tick(asyncio.get_running_loop().time())
-        life.spawn(measure(self._patience, self.address, self._security), name="pulse")
+        own, own_security = own_address(config, port), own_security_of(config, self._security)
+        life.spawn(measure(self._patience, own, own_security), name="pulse")
         entered = asyncio.Event()
         life.spawn(self._run_engines(entered), name="engine client")
         await entered.wait()

@@ -3,9 +3,10 @@
 Frontends share themselves out over the routers (`core/router_choice.py`). One that had to go to
 another router than its home goes back once that answers, each after a random while.
 
-A placement asked for while no router answers waits up to UNROUTED_AFTER_S, then the frontend
-places it by itself, by power of two on its own requests in flight (counted as unrouted). Bookings
-that live are announced to whatever router comes next, so that its books are right.
+Once no router has answered for UNROUTED_AFTER_S, the frontend places by itself what has waited as
+long, by power of two on its own requests in flight (counted as unrouted). What waits in a router's
+queue counts from when that router was last heard, for the next one may well have room for it.
+Bookings that live are announced to whatever router comes next, so that its books are right.
 """
 
 from __future__ import annotations
@@ -200,7 +201,10 @@ class RouterClient:
         # When each was last spoken of; longest ago first.
         self._renewed: dict[Key, float] = {}
         self._tracks_output = False  # Whether the router wants to hear of output.
-        self._heard_at = self._lost_before = 0.0
+        self._heard()
+        # When a router was last heard before none answered, and what was lost by then.
+        self._unanswered_since = (self._heard_at, self._lost_before)
+        self._is_sign_due = False  # Whether the router is to be asked for a sign of life.
         self.is_connected = False
         self.unrouted = 0
 
@@ -296,6 +300,8 @@ class RouterClient:
             self._choice.lost(router.id, self._loop.time())
             log.warning("router_lost", router_id=router.id, why=str(error))
         finally:
+            if self.is_connected:
+                self._unanswered_since = (self._heard_at, self._lost_before)
             self.is_connected = self._is_told = False
         return False
 
@@ -333,13 +339,17 @@ class RouterClient:
         raise WorkerLost("the router closed the session", retryable=True)
 
     async def _ping(self) -> None:
-        """An empty frame asks for an empty one. Keepalive is slower, and sees no hung process."""
+        """An empty frame asks for an empty one. Keepalive is slower, and sees no hung process.
+
+        Only an empty one does: a router has nothing to answer to frames of output and frees.
+        """
         while True:
             await asyncio.sleep(PING_S)
             lost_s = self._lost_s() - self._lost_before
             silent_s = self._loop.time() - self._heard_at - lost_s
             if silent_s > SILENT_AFTER_S:
                 raise WorkerLost(f"the router said nothing for {silent_s:.1f} s", retryable=True)
+            self._is_sign_due = True
             self._wake.set()
 
     def _answered(self, result: router_pb2.NewResult) -> None:
@@ -389,6 +399,10 @@ class RouterClient:
             frame.frees.extend(map(_key, self._frees))
             self._news, self._prefills_done, self._frees = [], [], []
             await session.write(frame)
+            if self._is_sign_due:
+                self._is_sign_due = False
+                if frame.ListFields():
+                    await session.write(router_pb2.SessionRequest())
             await self._wake.wait()
             self._wake.clear()
             frame = router_pb2.SessionRequest()
@@ -435,11 +449,11 @@ class RouterClient:
                 continue
             before = self._loop.time() - UNROUTED_AFTER_S
             lost_s = self._lost_s()
-            late = [
-                number
-                for number, w in self._waiting.items()
-                if w.since + lost_s - w.lost_before <= before
-            ]
+            late = []
+            for number, w in self._waiting.items():
+                since, lost_before = max((w.since, w.lost_before), self._unanswered_since)
+                if since + lost_s - lost_before <= before:
+                    late.append(number)
             for number in late:
                 waiting = self._waiting.pop(number)
                 del self._numbers[waiting.key]

@@ -291,7 +291,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             decided = self.decisions.ask(new.query, key, session, new.traceparent, answer)
         except MeshError as error:
-            return self._result(number, error)
+            if error.reason != DRAINING:
+                return self._result(number, error)
+            # Not for the client: other routers may have room. See `end_sessions`.
+            outbox.breach = error
+            outbox.close()
+            return None
         return None if isinstance(decided, Parked) else self._result(number, decided)
 
     def _result(self, number: int, outcome: Decision | MeshError) -> router_pb2.NewResult:

@@ -19,6 +19,7 @@ from frontend_svc.router_client import (
     PING_S,
     REDIAL_S,
     SILENT_AFTER_S,
+    UNROUTED_AFTER_S,
     Query,
     RouterClient,
 )
@@ -31,11 +32,14 @@ MOVED_S = PING_S + MOVE_S + 0.1
 
 
 class FakeRouter:
-    """Answers at once, unless it hangs or is dead. sessions: the frames of each, oldest first."""
+    """Answers at once, unless it hangs or is dead. sessions: the frames of each, oldest first.
+
+    parks: no worker has room, so that nobody is placed.
+    """
 
     def __init__(self, router_id: int) -> None:
         self.id = router_id
-        self.is_dead = self.hangs = False
+        self.is_dead = self.hangs = self.parks = False
         self.sessions: list[list[pb.SessionRequest]] = []
         self._open: set[asyncio.Queue[pb.SessionResponse | None]] = set()
 
@@ -70,7 +74,11 @@ class FakeRouter:
         )
         return pb.SessionResponse(
             hello_ack=pb.SessionHelloAck(router_id=self.id) if frame.HasField("hello") else None,
-            results=[pb.NewResult(id=new.id, decision=decision) for new in frame.news],
+            results=(
+                []
+                if self.parks
+                else [pb.NewResult(id=new.id, decision=decision) for new in frame.news]
+            ),
         )
 
 
@@ -92,8 +100,11 @@ class _FakeSession:
         copy = pb.SessionRequest()
         copy.CopyFrom(frame)
         self._frames.append(copy)
-        if not (self._router.hangs or self._router.is_dead):
-            self._answers.put_nowait(self._router.answer(frame))
+        if self._router.hangs or self._router.is_dead:
+            return
+        answer = self._router.answer(frame)
+        if answer.ListFields() or not frame.ListFields():
+            self._answers.put_nowait(answer)
 
 
 class Bed:
@@ -208,5 +219,51 @@ def test_an_answer_says_where_the_worker_is() -> None:
         (placed,) = bed.answers
         assert isinstance(placed, Placed)
         assert (placed.worker_id, placed.address) == (50, "w:50")
+
+    play(script, HOME)
+
+
+def test_who_waits_in_a_queue_is_not_placed_unrouted_while_its_session_moves() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks = bed.other.parks = True
+        bed.place("a")
+        await asyncio.sleep(10 * UNROUTED_AFTER_S)
+        bed.there = []
+        bed.home.die()
+        await asyncio.sleep(UNROUTED_AFTER_S - PING_S - 0.2)
+        bed.there = [OTHER]
+        await asyncio.sleep(10 * UNROUTED_AFTER_S)
+        assert [new.key.request_id for new in bed.other.frames[0].news] == ["a"]
+        assert (bed.client.unrouted, bed.answers) == (0, [])
+
+    play(script, HOME)
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hung", "gone"])
+def test_who_waits_in_a_queue_is_placed_unrouted_when_no_router_answers_for_long(
+    hangs: bool,
+) -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks = True
+        bed.place("a")
+        await asyncio.sleep(10 * UNROUTED_AFTER_S)
+        if hangs:
+            bed.home.hangs = True
+        else:
+            bed.home.die()
+        await asyncio.sleep(UNROUTED_AFTER_S + 0.2)
+        assert (bed.client.unrouted, len(bed.answers)) == (1, 1)
+
+    play(script, HOME)
+
+
+def test_a_router_that_is_told_much_and_has_nothing_to_answer_is_not_silent() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks = True
+        for n in range(round(5 * SILENT_AFTER_S / PING_S * 8)):
+            bed.client.free((f"{n}", 0))
+            await asyncio.sleep(PING_S / 8)
+        assert sum(len(frame.frees) > 0 for frame in bed.home.frames) > 100
+        assert len(bed.home.sessions) == 1
 
     play(script, HOME)
