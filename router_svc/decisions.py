@@ -28,7 +28,7 @@ from router_svc.tracing import DecisionSpans, Stopwatch
 
 LOG = structlog.get_logger(__name__)
 
-# The parked that are placed without letting the loop run; about 5 ms.
+# The parked that are picked for without letting the loop run; about 5 ms.
 SLICE = 64
 # Looking through the queue takes at most one part in so many of the loop's time.
 PART = 4
@@ -68,10 +68,13 @@ class Decisions:
         self.spans = spans
         self._clock = clock
         self._waiting: dict[BookingKey, _Waiting] = {}
-        self._is_awake = False
+        self._turn: asyncio.TimerHandle | None = None  # The next call of `serve_parked`.
+        self._is_serving = False
+        self._is_midway = False  # A sweep through the queue is to be gone on with.
+        self._was_relieved = False  # Since that sweep, or else the next one, began.
         self._next_at = 0.0  # Loop time.
         self._is_closed = False
-        router.book.relieved = self._wake
+        router.book.relieved = self._relieved
 
     def ask(
         self,
@@ -162,17 +165,25 @@ class Decisions:
 
         To be called now and then: other reasons than the passing of time are noticed at once.
         """
-        self._is_awake = False
+        if self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        if not self._is_midway:
+            self._was_relieved = False
         loop = asyncio.get_running_loop()
         began = loop.time()
-        is_more_there = self._serve()
-        ended = loop.time()
-        self._next_at = ended + (PART - 1) * (ended - began)
-        if is_more_there:
+        self._is_serving = True  # The next turn is set when it is known how long this one took.
+        try:
+            self._is_midway = self._serve()
+        finally:
+            ended = loop.time()
+            self._next_at = ended + (PART - 1) * (ended - began)
+            self._is_serving = False
+        if self._is_midway or self._was_relieved:
             self._wake()
 
     def _serve(self) -> bool:
-        """Whether there may be more to place at once."""
+        """Whether there may be more to pick for in the same sweep."""
         now, queue = self._clock(), self._router.queue
         for parked in queue.overdue(now):
             waiting = self._waiting.pop(parked.key)
@@ -181,7 +192,8 @@ class Decisions:
         if queue:
             for parked, outcome in islice(self._router.admitted(now, self._rng), SLICE):
                 count += 1
-                self._end(self._waiting.pop(parked.key), outcome)
+                if outcome is not None:
+                    self._end(self._waiting.pop(parked.key), outcome)
         return count == SLICE
 
     def close(self) -> None:
@@ -192,11 +204,15 @@ class Decisions:
 
     # Inside.
 
-    def _wake(self) -> None:
+    def _relieved(self) -> None:
         """Load went down somewhere, or the fleet changed."""
-        if self._waiting and not self._is_awake:
-            self._is_awake = True
-            asyncio.get_running_loop().call_at(self._next_at, self.serve_parked)
+        self._was_relieved = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and self._turn is None and not self._is_serving:
+            loop = asyncio.get_running_loop()
+            self._turn = loop.call_at(self._next_at, self.serve_parked)
 
     def _park(self, waiting: _Waiting) -> None:
         key = waiting.parked.key

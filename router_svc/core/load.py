@@ -193,7 +193,8 @@ class LoadBook:
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
         self._peers: Peers = _NoPeers()
-        # Called whenever some rank may have less to do than before; must not call back.
+        # Called whenever some rank may have less of prompts to compute, or fewer requests, than
+        # before; must not call back.
         self.relieved: Callable[[], None] = _nobody_waits
 
     def join(self, peers: Peers) -> None:
@@ -243,6 +244,7 @@ class LoadBook:
             self._charge(entry, +1)
             self._discard_blank(entry.booking.prefill)
             self._tell(entry)
+            self.relieved()
         return True
 
     def add_output_blocks(
@@ -478,6 +480,7 @@ class LoadBook:
         self._charge(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
             self._discard_blank(placement)
+        self.relieved()
 
     def _drop(self, entry: _Entry) -> None:
         key = entry.booking.key
@@ -491,6 +494,7 @@ class LoadBook:
             del self._of_frontend[key.frontend_id]
         self._discard_blank(entry.booking.worker)
         self._discard_blank(entry.booking.prefill)
+        self.relieved()
 
     def _expire_forgotten(self, now: float) -> int:
         """End those that a session here has and has not renewed in time."""
@@ -571,8 +575,6 @@ class LoadBook:
         rank.booked.add(tokens, block_weight, requests)
         if mark == rank.report_count:
             rank.newer.add(tokens, block_weight, requests)
-        if requests < 0 or tokens < 0:
-            self.relieved()
 
     def _mark(self, entry: _Entry) -> None:
         """Its ranks' next reports will be the first ones that can count it."""

@@ -48,7 +48,8 @@ class QueueRules:
     """threshold: batches of prompt tokens before a worker counts as busy; None: nobody ever waits.
 
     requests_max: who may wait. tokens_max: the prompt tokens of those; whoever crosses it is still
-    let in. wait_max_s: the longest anybody waits.
+    let in. wait_max_s: the longest anybody waits at this router, from when it was parked here. Time
+    since arrival does not count: it contains the computing of attempts that failed later.
     """
 
     threshold: float | None = None
@@ -105,11 +106,12 @@ class Parked:
 class Hindrance(NamedTuple):
     """Whom a lane waits for: all of them are busy, as long as the fleet is the same.
 
-    fleet_version: see `Router`.
+    fleet_version: see `Router`. sweep: the last one in which its head was picked for, in vain.
     """
 
     fleet_version: int
     workers: Sequence[Candidate]
+    sweep: int = 0
 
 
 @dataclass(slots=True)

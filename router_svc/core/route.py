@@ -112,12 +112,12 @@ class Router:
         # Booked decisions by request, oldest first, with the attempt each is of.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
-        self._fleet_version = 0  # How many snapshots were taken.
+        self._fleet_version = 0  # How many snapshots changed the workers.
+        self._sweep = 1  # The number of the sweep through the queue that is next or underway.
 
     def update(self, snapshot: Snapshot, now: float) -> Changes:
         """Take a discovery snapshot: the fleet changes at once, lost frontends' orphans go."""
         changes = self.fleet.update(snapshot, now)
-        self._fleet_version += 1
         for instance in changes.left:
             if instance.service == "worker":
                 self.book.worker_left(instance.id)
@@ -130,7 +130,10 @@ class Router:
                 self.book.frontend_joined(instance.id)
         self.overlaps.follow(snapshot.of("worker"))
         self._picker.follow(snapshot.of("worker"), now)
-        self.book.relieved()
+        changed = (*changes.joined, *changes.left, *changes.changed)
+        if any(instance.service == "worker" for instance in changed):
+            self._fleet_version += 1
+            self.book.relieved()
         return changes
 
     def expire(self, now: float) -> None:
@@ -196,8 +199,14 @@ class Router:
             )
         return self._place(ask, picks, key, session)
 
-    def admitted(self, now: float, rng: Random) -> Iterator[tuple[Parked, Decision | MeshError]]:
+    def admitted(
+        self, now: float, rng: Random
+    ) -> Iterator[tuple[Parked, Decision | MeshError | None]]:
         """Whoever need not wait any more, best first: placed and booked, or why it cannot be.
+
+        None: it was picked for, but must wait on; so that whoever asks can tell each costly step.
+        The iteration may be left at any of them: the next one then goes on with the same sweep,
+        which picks in vain for a lane once, and so gets to the last lane.
 
         To be asked when load went down, the fleet changed, or time passed. What caches hold is
         looked up anew: it may have changed since the request was parked.
@@ -209,7 +218,7 @@ class Router:
         for parked in self.queue.heads():
             hindrance = self.queue.hindrance(parked.lane)
             name = (hindrance.fleet_version, id(hindrance.workers))
-            if name in stuck:
+            if hindrance.sweep == self._sweep or name in stuck:
                 continue
             if self._is_stuck(hindrance, now):
                 stuck.add(name)
@@ -226,8 +235,8 @@ class Router:
                 bug.__cause__ = error
                 yield parked, bug
             else:
-                if placed is not None:
-                    yield parked, placed
+                yield parked, placed
+        self._sweep += 1
 
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
@@ -299,7 +308,12 @@ class Router:
         return self._all_prefill_busy(picks.prefilling.kept, now)
 
     def _is_stuck(self, hindrance: Hindrance, now: float) -> bool:
-        """Whether a lane still waits for the same workers, seen without deciding anything."""
+        """Whether a lane still waits for the same workers, seen without deciding anything.
+
+        Never where load says also who may serve: then there may be others by now.
+        """
+        if not self._rules.busy.are_off or self._rules.bypass.policy != "off":
+            return False
         is_same_fleet = hindrance.fleet_version == self._fleet_version
         return is_same_fleet and self._all_prefill_busy(hindrance.workers, now)
 
@@ -315,7 +329,8 @@ class Router:
         picks = self._picker.pick(ask)
         if self._hindered(picks, now):
             workers = picks.prefilling.kept
-            self.queue.hinder(parked.lane, Hindrance(self._fleet_version, workers))
+            hindrance = Hindrance(self._fleet_version, workers, self._sweep)
+            self.queue.hinder(parked.lane, hindrance)
             return None
         decision = self._place(ask, picks, parked.key, parked.session, now - parked.parked_at)
         self.queue.withdraw(parked.key)

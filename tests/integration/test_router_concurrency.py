@@ -46,6 +46,7 @@ class Bed:
     def __init__(self, app: RouterApp, registry: MemoryRegistry) -> None:
         self.app = app
         self.router = app.router
+        self.decisions = app._service.decisions
         self.registry = registry
         self.now = 1000.0
         self.leases: dict[int, Lease] = {}
@@ -434,6 +435,20 @@ async def test_a_router_that_closes_tells_all_who_wait_to_ask_another_one(bed: B
         await drain
         reasons = {by_stream.value.reason, by_call.value.reason}
         assert reasons == {"ROUTER_DRAINING"}
+        assert len(bed.router.queue) == 0
+
+
+async def test_who_asks_a_closing_router_and_would_wait_is_told_to_ask_another_one(
+    bed: Bed,
+) -> None:
+    async with bed.session() as session:
+        await session.ask(1)
+        await session.results(1)
+        bed.decisions.close()
+        await session.ask(2, 3)
+        with pytest.raises(Unavailable) as closing:
+            await session.read()
+        assert closing.value.reason == "ROUTER_DRAINING"
         assert len(bed.router.queue) == 0
 
 

@@ -104,6 +104,23 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
     assert not book.add_output_blocks(key(), 1)
 
 
+def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
+    book, session = owned()
+    told: list[None] = []
+    book.relieved = lambda: told.append(None)
+    split = replace(booking(), prefill=W2)
+    book.book(split, session, 0.0)
+    book.add_output_blocks(key(), 3, 0.5)
+    assert len(told) == 0
+    book.mark_prefill_done(key())
+    book.mark_prefill_done(key())
+    assert len(told) == 1
+    book.announce(replace(split, revision=9), session, 0.0)
+    assert len(told) == 2
+    book.free(key())
+    assert len(told) == 3
+
+
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
 def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
     book, session = owned()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from random import Random
 from typing import Any
 
@@ -23,6 +24,7 @@ from common.preprocessed import (
     SessionControl,
 )
 from router_svc.core.busy import BusyLimits
+from router_svc.core.disagg import NO_BYPASS, Bypass
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import BookingKey, Totals
 from router_svc.core.overlap import Standing
@@ -73,11 +75,12 @@ class Bed:
         *workers: Instance,
         selector: WorkerSelector | None = None,
         busy: BusyLimits | None = None,
+        bypass: Bypass = NO_BYPASS,
         index: Any = None,
         **queue: Any,
     ) -> None:
         given = {"threshold": 1.0, **queue}
-        rules = Rules(queue=QueueRules(**given), busy=busy or BusyLimits())
+        rules = Rules(queue=QueueRules(**given), busy=busy or BusyLimits(), bypass=bypass)
         self.router = Router(selector or SELECTORS["least_loaded"](), rules=rules, index=index)
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
@@ -105,6 +108,8 @@ class Bed:
         """Let those in who need not wait; their names, in that order."""
         names = []
         for parked, outcome in self.router.admitted(self.now, Random(0)):
+            if outcome is None:
+                continue
             names.append(parked.key.request_id)
             self.answers[parked.key.request_id] = outcome
         return names
@@ -243,6 +248,89 @@ def test_a_pair_waits_for_whom_computes_the_prompt_only() -> None:
     parked(bed.admit("b"))
     bed.router.book.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"], "decode was not asked"
+
+
+def test_a_worker_that_was_above_a_busy_threshold_lets_in_who_waited_for_others() -> None:
+    workers = [worker(1, total_kv_blocks=100), worker(2, total_kv_blocks=100)]
+    bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
+    bed.router.book.report(1, 0, Load(kv_used_blocks=90), bed.now)
+    bed.router.book.report(2, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    parked(bed.admit("a", 10))
+    assert bed.serve() == []
+    bed.router.book.report(1, 0, Load(), bed.now)
+    assert bed.serve() == ["a"]
+    assert placed(bed.answers["a"]).worker == Placement(1, 0)
+
+
+def test_a_worker_that_gets_room_to_serve_alone_lets_in_who_waited_for_prefill() -> None:
+    group = {"transfer_group": "g", "local_prefill": True, "total_kv_blocks": 100}
+    workers = [worker(1, role="prefill", **group), worker(2, role="decode", **group)]
+    bypass = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1, decode_busy_threshold=0.5)
+    bed = Bed(*workers, bypass=bypass)
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    bed.router.book.report(2, 0, Load(kv_used_blocks=90), bed.now)
+    parked(bed.admit("a", 10))
+    assert bed.serve() == []
+    bed.router.book.report(2, 0, Load(), bed.now)
+    assert bed.serve() == ["a"]
+    assert placed(bed.answers["a"]).bypass == "short_prompt"
+
+
+# What a look through the queue costs.
+
+
+class Counting:
+    """Chooses the first, and counts how often it was asked."""
+
+    name = "counting"
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        self.asked += 1
+        return Choice(candidates[0], "first")
+
+
+def crowded(selector: WorkerSelector, lanes: int, **rules: Any) -> Bed:
+    """So many lanes wait for worker 1."""
+    bed = Bed(selector=selector, **rules)
+    placed(bed.admit("a"))
+    for number in range(lanes):
+        parked(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
+    return bed
+
+
+@pytest.mark.parametrize(
+    "busy", [BusyLimits(), BusyLimits(active_prefill_tokens=9 * BATCH)], ids=["no limits", "limits"]
+)
+def test_a_sweep_that_is_left_early_goes_on_and_gets_to_the_last_lane(busy: BusyLimits) -> None:
+    selector = Counting()
+    bed = crowded(selector, 25, busy=busy)
+    bed.see(worker(1, max_num_batched_tokens=BATCH + 1))
+    selector.asked = 0
+    looked_at: list[int] = []
+    for count in (10, 10, 5):
+        part = list(islice(bed.router.admitted(bed.now, Random(0)), 10))
+        assert len(part) == count
+        assert all(outcome is None for _, outcome in part)
+        looked_at += [one.number for one, _ in part]
+    assert looked_at == list(range(1, 26))
+    assert selector.asked == 25
+    bed.free("a")
+    assert bed.serve() == ["r0"], "a new sweep looks again"
+
+
+def test_a_frontend_that_comes_makes_nobody_be_picked_for_again() -> None:
+    selector = Counting()
+    bed = crowded(selector, 3)
+    selector.asked = 0
+    bed.see(worker(1), Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:2"))
+    assert (bed.serve(), selector.asked) == ([], 0)
+    bed.see(worker(1), worker(2, model="n"))
+    assert (bed.serve(), selector.asked) == ([], 3)
 
 
 # Pins, and other ways to be particular.
