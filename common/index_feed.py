@@ -139,6 +139,7 @@ class _Track:
     stale_since: float | None = None
     stale_reason: str = ""
     incoming: _Incoming | None = None
+    is_cut_short: bool = False  # What was under way was dropped, though nobody was lost.
     buffer: dict[int, EventBatch] = field(default_factory=dict)
     buffered_blocks: int = 0
     demanded_at: float | None = None
@@ -285,7 +286,7 @@ class IndexFeed:
             partition = self._known(source).partition
         track = self._opened(partition, source)
         track.said = status
-        if track.incoming is None and not track.buffer:
+        if track.incoming is None and not track.buffer and not track.is_cut_short:
             # What an index lost meanwhile had been about to send, this one sends if it has it.
             track.head = track.sequence
         if status.state == "stale":
@@ -305,6 +306,7 @@ class IndexFeed:
         track = self._tracks.get(source)
         if track is not None:
             self._drop_pending(track)
+            track.is_cut_short = False
             self._mark_stale(track, now, reason)
             self._settle(track, now)
 
@@ -348,6 +350,7 @@ class IndexFeed:
             quiet_since = max(track.progressed_at, track.demanded_at or 0.0)
             if track.demanded_at is not None and now - quiet_since >= self._retry_s:
                 self._drop_pending(track)
+                track.is_cut_short = True
             self._settle(track, now)
 
     def sweep(self, blocks: int) -> bool:
@@ -429,6 +432,7 @@ class IndexFeed:
         self._drop_pending(track)
         self._empty(track)
         track.epoch, track.sequence, track.head = epoch, 0, 0
+        track.is_cut_short = False
 
     def _start_over(self, track: _Track, epoch: int) -> None:
         self._begin_epoch(track, epoch)
@@ -458,6 +462,7 @@ class IndexFeed:
         if track.buffered_blocks + weight > self._buffer_blocks_max:
             self.counters.overflows += 1
             self._drop_pending(track)
+            track.is_cut_short = True
             return
         track.buffer[batch.sequence] = batch
         track.buffered_blocks += weight
@@ -505,6 +510,7 @@ class IndexFeed:
         track.index.retire(track.claims)
         track.claims, track.incoming = incoming.claims, None
         track.sequence = incoming.sequence
+        track.is_cut_short = False
         self.counters.snapshots += 1
         self._news.append(Replaced(track.source))
 

@@ -18,6 +18,8 @@ FIRST: Final = 10_240
 LAST: Final = 30_000
 # Ports between the places where two processes with neighbouring ids begin.
 STRIDE: Final = 16
+# Where the system leaves less room than this below its own range, that range is ignored.
+ROOM_MIN: Final = 4096
 
 _LOCAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -30,7 +32,9 @@ def free_ports(count: int, *, start: int | None = None) -> int:
     """
     if not 1 <= count <= 100 * STRIDE:
         raise ValueError(f"count: {count} is not in 1..{100 * STRIDE}")
-    last = max(FIRST + 2 * count, min(LAST, _ephemeral_from()))
+    last = min(LAST, _ephemeral_from())
+    if last - FIRST < ROOM_MIN:
+        last = LAST
     span = last - FIRST - count
     begin = _own_place() if start is None else start
     for step in range(0, span, count):

@@ -379,6 +379,11 @@ class Link:
                     await asyncio.wait([reader], timeout=END_S)
                 raise _Ended
         except _Ended:
+            # The group puts what is no MeshError first, but the reader's says why it ended.
+            if reader.done() and not reader.cancelled():
+                error = reader.exception()
+                if isinstance(error, MeshError):
+                    raise error from None
             return ends_to_begin_anew
         finally:
             patience.cancel()

@@ -303,7 +303,9 @@ class SglangEngine:
             return
         for rank in range(self._facts.dp_size):
             reader = KvReader(rank, self._endpoints, sink)
-            self._tasks.append(asyncio.create_task(reader.run(), name=f"sglang kv events {rank}"))
+            task = asyncio.create_task(reader.run(), name=f"sglang kv events {rank}")
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
 
     def loads(self) -> Sequence[Load]:
         """The load of every rank, at most LOADS_EVERY_S old while SGLang lives."""
@@ -396,16 +398,17 @@ class SglangEngine:
         manager = self._engine.tokenizer_manager
         manager.event_loop = loop
         reader = loop.create_task(manager.handle_loop(), name="sglang outputs")
-        reader.add_done_callback(self._reader_ended)
         self._tasks = [reader, loop.create_task(self._follow_loads(), name="sglang loads")]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
         for process in multiprocessing.active_children():
             self._sentinels.append(process.sentinel)
             loop.add_reader(process.sentinel, self._lose, f"its process {process.pid} ended")
 
-    def _reader_ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
-            log.error("sglang_reader_failed", exc_info=task.exception())
-            self._lose("its answers cannot be read any more")
+            log.error("sglang_task_failed", task=task.get_name(), exc_info=task.exception())
+            self._lose(f"{task.get_name()} cannot be read any more")
 
     def _read_facts(self, resolved: Mapping[str, Any]) -> Facts:
         manager = self._engine.tokenizer_manager

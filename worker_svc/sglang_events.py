@@ -130,7 +130,16 @@ class KvReader:
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
-        """Reads until cancelled."""
+        """Reads until cancelled; what fails is a loss, after which it begins again."""
+        while True:
+            try:
+                await self._read()
+            except Exception as error:
+                log.exception("kv_reader_failed", dp_rank=self._rank, next=self._next)
+                self._lose(f"reading failed: {error!r}")
+            await asyncio.sleep(QUIET_S)
+
+    async def _read(self) -> None:
         with (
             zmq.asyncio.Context() as context,
             context.socket(zmq.SUB) as live,

@@ -415,6 +415,21 @@ def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
     assert demands(feed) == []
 
 
+def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_indexs_word() -> (
+    None
+):
+    feed = IndexFeed(buffer_blocks_max=100)
+    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    give(feed, chunk(3, 1, first=True), batch(4, stored(*range(100))), chunk(3, 2, last=True))
+    assert feed.counters.overflows == 1
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "gapped"
+    feed.lose_all(0.0, "it subscribes again")
+    give(feed, chunk(4, 1, 2, first=True, last=True))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "exact"
+
+
 # What Dynamo's index gets wrong (reference, section 11).
 
 
