@@ -73,9 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if find_spec("hypothesis"):  # the environment of SGLang has none
         from hypothesis import settings
 
-        # How long an example takes says more of the machine than of the code.
-        settings.register_profile("any machine", deadline=None)
-        settings.load_profile("any machine")
+        # How long an example takes says more of the machine than of the code. The same examples
+        # each time; `--hypothesis-profile=search` draws others.
+        settings.register_profile("search", deadline=None)
+        settings.register_profile("same", deadline=None, derandomize=True)
+        settings.load_profile("same")
     document = config.getoption("--rows")
     if document is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(RowReport(document), "rows")
