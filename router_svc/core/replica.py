@@ -264,8 +264,9 @@ class Replica:
             untold = [key for key, (_, told) in claims.bookings.items() if told != claims.round]
             for key in untold:
                 self._ended(claims, key)
-        is_wrong = is_missing or frame.digest not in (0, claims.digest.value)
-        if claims.awaits_all or not is_wrong:
+        differs = frame.digest not in (0, claims.digest.value)
+        # What was missed while everything is awaited may have been the beginning of that.
+        if not (is_missing or (differs and not claims.awaits_all)):
             return False
         claims.awaits_all = True
         self.resends += 1
