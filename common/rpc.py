@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -27,6 +27,7 @@ from common.errors import Conflict, InvalidRequest
 from common.interceptors import (
     Calls,
     MeshInterceptor,
+    from_rpc_error,
     outgoing_metadata,
     raising_mesh_errors,
     time_left_s,
@@ -43,6 +44,7 @@ RECONNECT_MAX_S = 2.0
 CLEANUP_S = 5.0
 
 _CallT = TypeVar("_CallT", bound=grpc.aio.Call)
+_MessageT = TypeVar("_MessageT")
 _Options = list[tuple[str, Any]]  # grpc's options are ints or strings, by name.
 
 
@@ -170,6 +172,17 @@ async def cancelling(call: _CallT) -> AsyncIterator[_CallT]:
         yield call
     finally:
         call.cancel()
+
+
+async def read(
+    call: grpc.aio.UnaryStreamCall[Any, _MessageT] | grpc.aio.StreamStreamCall[Any, _MessageT],
+) -> _MessageT | None:
+    """The next message of a stream; None at its end. Raises MeshError when it failed."""
+    try:
+        message = await call.read()
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return None if message is grpc.aio.EOF else cast(_MessageT, message)
 
 
 async def unary(

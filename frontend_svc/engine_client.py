@@ -37,7 +37,7 @@ from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds, T
 from common.tasks import TaskGroup
 from frontend_svc.core.breaker import Breaker, HangWatch
 from frontend_svc.core.patience import never_late
-from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.engine.v1 import engine_pb2_grpc
 
 IDLE_S = 60.0
 DIALS_PER_S = 50
@@ -85,14 +85,8 @@ class GrpcTransport:
 
     async def read(self) -> ToFrontend | None:
         """See Transport."""
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if message is grpc.aio.EOF:
-            return None
-        assert isinstance(message, engine_pb2.AttachResponse), "the stub deserialises"
-        return to_frontend_from_proto(message)
+        message = await rpc.read(self._call)
+        return None if message is None else to_frontend_from_proto(message)
 
     async def write(self, frame: ToWorker) -> None:
         """See Transport."""

@@ -25,7 +25,6 @@ from common import rpc
 from common.error_proto import error_from_proto
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.instances import Instance
-from common.interceptors import from_rpc_error
 from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from common.tasks import TaskGroup
@@ -85,14 +84,7 @@ class _GrpcSession:
 
     async def read(self) -> router_pb2.SessionResponse | None:
         """See Session."""
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if message is grpc.aio.EOF:
-            return None
-        assert isinstance(message, router_pb2.SessionResponse), "the stub deserialises"
-        return message
+        return await rpc.read(self._call)
 
     async def write(self, frame: router_pb2.SessionRequest) -> None:
         """See Session."""

@@ -25,7 +25,6 @@ from common.blocks import hashes_from_bytes
 from common.errors import MeshError, Unavailable
 from common.index_feed import Demand, IndexFeed
 from common.instances import Instance
-from common.interceptors import from_rpc_error
 from common.kv import Partition, Source, SourceStatus
 from common.kv_proto import (
     batch_from_proto,
@@ -332,14 +331,7 @@ class _GrpcSubscription:
 
     async def read(self) -> indexer_pb2.SubscribeResponse | None:
         """See Subscription."""
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if message is grpc.aio.EOF:
-            return None
-        assert isinstance(message, indexer_pb2.SubscribeResponse), "the stub deserialises"
-        return message
+        return await rpc.read(self._call)
 
 
 def _name_of(partition: Partition) -> tuple[str, int, int]:

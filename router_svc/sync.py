@@ -24,7 +24,6 @@ import structlog
 from common import rpc
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.instances import Instance
-from common.interceptors import from_rpc_error
 from common.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load import LoadBook
@@ -289,14 +288,7 @@ class _GrpcStream:
 
     async def read(self) -> router_pb2.SyncResponse | None:
         """See Stream."""
-        try:
-            message = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
-        if message is grpc.aio.EOF:
-            return None
-        assert isinstance(message, router_pb2.SyncResponse), "the stub deserialises"
-        return message
+        return await rpc.read(self._call)
 
     async def write(self, frame: router_pb2.SyncRequest) -> None:
         """See Stream."""
