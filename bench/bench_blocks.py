@@ -10,18 +10,14 @@ and output (array, list of ints), beside the XXH3 loop over the same prompts.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
-import subprocess
-import sys
 import timeit
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
+from bench.measure import print_report
 from common.blocks import (
     DEFAULT_BLOCK_SIZE,
     SCHEME_ID,
@@ -47,21 +43,19 @@ def main() -> None:
         str(tokens): prompt_figures(tokens, settings.block_size, settings.repeats)
         for tokens in PROMPT_TOKENS
     }
-    report = {
-        "bench": "blocks",
-        "commit": commit(),
-        "machine": machine() | {"load_1m_before": load_before},
-        "settings": {
-            "scheme": SCHEME_ID,
-            "block_size": settings.block_size,
-            "repeats": settings.repeats,
-            "sample_s": SAMPLE_S,
-        },
+    asked = {
+        "scheme": SCHEME_ID,
+        "block_size": settings.block_size,
+        "repeats": settings.repeats,
+        "sample_s": SAMPLE_S,
+    }
+    result = {
+        "numpy": np.__version__,
         "unit": "us per call, median",
         "prompt_tokens": prompts,
         "single": single_figures(settings.block_size, settings.repeats),
     }
-    sys.stdout.write(json.dumps(report) + "\n")
+    print_report("blocks", asked, result, load_1m_before=load_before)
 
 
 def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, float]:
@@ -105,40 +99,6 @@ def median_us(call: Callable[[], object], repeats: int) -> float:
     timer = timeit.Timer(call)
     calls = max(1, int(SAMPLE_S / max(timer.timeit(3) / 3, 1e-7)))
     return round(statistics.median(timer.repeat(repeats, calls)) / calls * 1e6, 2)
-
-
-def machine() -> dict[str, object]:
-    """Return what the figures depend on beside the code."""
-    return {
-        "cpu": cpu_model(),
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-
-
-def cpu_model() -> str:
-    """Return the processor's name; its architecture where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.machine()
-    lines = info.read_text().splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def commit() -> str:
-    """Return the commit measured, with "-dirty" when any file, new ones too, differs from it."""
-    changed = "-dirty" if git("status", "--porcelain") else ""
-    return git("rev-parse", "--short=12", "HEAD") + changed
-
-
-def git(*arguments: str) -> str:
-    """Return what a git command says about the tree this file is in."""
-    done = subprocess.run(
-        ["git", *arguments], cwd=Path(__file__).parent, check=True, capture_output=True, text=True
-    )
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

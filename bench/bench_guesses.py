@@ -10,7 +10,7 @@ in blocks and by way to know.
 
 from __future__ import annotations
 
-import json
+import os
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from random import Random
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.measure import commit, machine
+from bench.measure import print_report
 from common.blocks import PrefixHasher, hashes_from_bytes, hashes_to_bytes
 from common.instances import Instance, Snapshot
 from common.kv import Source
@@ -132,13 +132,14 @@ def hit_rate(queries: list[Query], blocks: int, knobs: Mapping[str, Any]) -> flo
 
 
 def main() -> None:
+    load_before = os.getloadavg()[0]
     queries = prompts(Random(4))
     rates = {
         str(blocks): {way: hit_rate(queries, blocks, knobs) for way, knobs in WAYS.items()}
         for blocks in (600, 2_500, 20_000)
     }
-    about = {"commit": commit(), "machine": machine(), "workers": WORKERS, "requests": REQUESTS}
-    print(json.dumps({**about, "hit_rate": rates}))
+    asked = {"workers": WORKERS, "requests": REQUESTS}
+    print_report("guesses", asked, {"hit_rate": rates}, load_1m_before=load_before)
 
 
 if __name__ == "__main__":

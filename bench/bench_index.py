@@ -30,7 +30,7 @@ from typing import Protocol
 
 import numpy as np
 
-from bench.measure import commit, machine, rss_mb
+from bench.measure import print_report, rss_mb
 from common.kv import Hashes, Source
 from common.prefix_index import Claims, PrefixIndex
 
@@ -186,14 +186,8 @@ def main() -> None:
         for sources in settings.sources
         for name in STRUCTURES
     ]
-    report = {
-        "bench": "index",
-        "commit": commit(),
-        "machine": machine() | {"load_1m_before": load_before},
-        "settings": {"blocks": settings.blocks, "chain": CHAIN, "batch": BATCH},
-        "rows": rows,
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    asked = {"blocks": settings.blocks, "chain": CHAIN, "batch": BATCH}
+    print_report("index", asked, {"rows": rows}, load_1m_before=load_before)
 
 
 def run_alone(name: str, sources: int, blocks: int) -> dict[str, object]:

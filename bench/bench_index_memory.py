@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 from bench.index_mesh import CHAIN, IndexerProcess, LoopPause, Workers, be_quiet, dump
-from bench.measure import commit, machine, rss_mb
+from bench.measure import print_report, rss_mb
 from common.file_registry import FileRegistry
 from common.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2
@@ -131,14 +130,8 @@ def main() -> None:
     be_quiet()
     load_before = os.getloadavg()[0]
     result = asyncio.run(push(settings.budget_mb, settings.times, settings.workers))
-    report = {
-        "bench": "index_memory",
-        "commit": commit(),
-        "machine": machine() | {"load_1m_before": load_before, "load_1m": os.getloadavg()[0]},
-        "settings": vars(settings) | {"chain": CHAIN},
-        **result,
-    }
-    sys.stdout.write(json.dumps(report) + "\n")
+    asked = vars(settings) | {"chain": CHAIN}
+    print_report("index_memory", asked, result, load_1m_before=load_before)
     sys.exit(not result["is_met"])
 
 

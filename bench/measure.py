@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,27 @@ def machine_busy() -> tuple[int, int]:
     return sum(values) - values[3] - values[4], sum(values)
 
 
+def print_report(
+    bench: str,
+    settings: Mapping[str, object],
+    result: Mapping[str, object],
+    *,
+    load_1m_before: float,
+) -> None:
+    """One line of JSON on stdout: what was measured, of which commit, where, how busy it was.
+
+    load_1m_before: the machine's load (1 minute) before the benchmark added its own.
+    """
+    report = {
+        "bench": bench,
+        "commit": commit(),
+        "machine": machine() | {"load_1m_before": load_1m_before, "load_1m": os.getloadavg()[0]},
+        "settings": dict(settings),
+        **result,
+    }
+    sys.stdout.write(json.dumps(report) + "\n")
+
+
 def commit() -> str:
     """The checked out commit, with -dirty when files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
@@ -77,9 +99,17 @@ def machine() -> dict[str, object]:
     return {
         "cores": os.cpu_count(),
         "python": platform.python_version(),
+        "cpu": _cpu_model(),
         "arch": platform.machine(),
         "core_sha256_mb_s": core_sha256_mb_s(),
     }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "unknown")
 
 
 # Any: the load generator's JSON.
