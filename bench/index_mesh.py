@@ -190,11 +190,16 @@ class Workers:
 
 async def dump(stub: Any) -> Mapping[int, set[int]]:
     """The blocks that the index claims, by worker."""
-    claims: dict[int, set[int]] = {}
+    parts: dict[tuple[int, int], set[int]] = {}
     async for message in stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S):
         chunk = message.chunk
-        blocks = hashes_from_bytes(chunk.prefix_hashes).tolist()
-        claims.setdefault(chunk.source.worker_id, set()).update(blocks)
+        part = parts.setdefault((chunk.source.worker_id, chunk.source.dp_rank), set())
+        if chunk.first:
+            part.clear()  # Perhaps anew: the source was replaced amid the dump.
+        part.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
+    claims: dict[int, set[int]] = {}
+    for (worker_id, _), part in parts.items():
+        claims.setdefault(worker_id, set()).update(part)
     return claims
 
 

@@ -202,7 +202,8 @@ def replicate(
         if part.HasField("status"):
             partition = partition_from_proto(part.partition) if part.HasField("partition") else None
             source = source_from_proto(part.source)
-            feed.follow(partition, source, status_from_proto(part.status), now)
+            at = (part.epoch, part.sequence)
+            feed.follow(partition, source, status_from_proto(part.status), now, at)
         if part.HasField("batch"):
             batch = batch_from_proto(part.batch, part.source.worker_id)
             yield from feed.apply(batch, now)

@@ -40,9 +40,12 @@ LOG_SLACK = 8192
 """Entries a log may have beyond twice the held blocks before it is compacted."""
 
 _SHARD_MASK = SHARDS - 1
-# Measured (bench/bench_index.py): table, hash and mask of one block, and one entry of a log.
+# Measured (bench/bench_index.py): table and hash of one block, and one entry of a log.
 _BLOCK_BYTES = 100
 _LOG_BYTES = 8
+# A Python int: 28 bytes with its first digit of 30 bits, and 4 for each digit more.
+_MASK_BYTES = 28
+_MASK_BIT_BYTES = 4 / 30
 
 
 class Matched(NamedTuple):
@@ -106,7 +109,7 @@ class PrefixIndex:
     @property
     def used_bytes(self) -> int:
         """An estimate from what is held: memory that the tables keep for later is left out."""
-        return _BLOCK_BYTES * len(self) + _LOG_BYTES * self._log_entries
+        return _BLOCK_BYTES * len(self) + _LOG_BYTES * self._log_entries + self._mask_bytes()
 
     @property
     def needs_sweep(self) -> bool:
@@ -214,6 +217,17 @@ class PrefixIndex:
         return self.needs_sweep
 
     # Inside.
+
+    def _mask_bytes(self) -> int:
+        """Of blocks that several sources hold: each has a mask of its own, as wide as its highest
+        bit, of k random ones of n: k n / (k + 1). Others share one mask a source."""
+        held = len(self)
+        shared = min(held, self.blocks - held)
+        if shared <= 0:
+            return 0
+        each = self.blocks / held
+        width = self._bit_count * each / (each + 1)
+        return round(shared * (_MASK_BYTES + _MASK_BIT_BYTES * width))
 
     def _ends(self, keys: memoryview, held: int) -> list[tuple[int, int]]:
         """(depth, bits that end there), shallow first. held: the mask of the first block."""

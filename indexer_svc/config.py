@@ -15,7 +15,8 @@ class IndexerConfig(ServiceConfig):
         default=4096,
         metadata=knob(
             "Memory for the index; above it workers are asked to withdraw blocks, deepest first."
-            " 0: no bound. About 100 bytes a block; lower it on small hosts.",
+            " 0: no bound. About 110 bytes a block, twice that where hundreds of workers share it;"
+            " lower it on small hosts.",
             check=at_least(0),
         ),
     )

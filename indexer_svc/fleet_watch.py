@@ -23,12 +23,16 @@ class FleetWatch:
         instance = self.snapshot.instances.get(worker_id)
         return instance if instance is not None and instance.service == "worker" else None
 
-    def absent_since(self, worker_id: int) -> float | None:
-        """When a worker was missed first; None while it is there, or nothing was ever seen.
+    def is_absent(self, worker_id: int) -> bool:
+        """Whether a worker is missing; not before anything was seen."""
+        return self.snapshot.revision > 0 and self.worker(worker_id) is None
 
-        To be asked about the workers that matter: who is asked about first is missed from then on.
+    def absent_since(self, worker_id: int) -> float | None:
+        """When a worker was missed first; None while it is not.
+
+        To be asked about workers that are kept: who is asked about is remembered until `forget`.
         """
-        if self.snapshot.revision == 0 or self.worker(worker_id) is not None:
+        if not self.is_absent(worker_id):
             self._left_at.pop(worker_id, None)
             return None
         return self._left_at.setdefault(worker_id, self._clock())

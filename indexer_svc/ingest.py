@@ -68,6 +68,12 @@ class Ingest:
         self._lock = asyncio.Lock()
         self._turn_began: float | None = None
 
+    @property
+    def used_bytes(self) -> int:
+        """What the index, and what is kept to pass on, are estimated to use."""
+        kept = sum(history.used_bytes for history in self.histories.values())
+        return self.feed.used_bytes + kept
+
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
         """No change is under way inside; changes made inside are told at its end."""
@@ -168,7 +174,7 @@ class Ingest:
             if since is None or worker_id in self.publishers:
                 continue
             lost = [self.feed.heard_at(s) for s in self.feed.sources_of(worker_id)]
-            if now - max(since, *lost, since) >= GONE_GRACE_S:
+            if now - max([since, *lost]) >= GONE_GRACE_S:
                 fleet.forget(worker_id)
                 for source in self.feed.sources_of(worker_id):
                     self.feed.forget(source, "its worker has left")
@@ -176,14 +182,22 @@ class Ingest:
                     del self.loads[source]
 
     def _keep_budget(self, now: float) -> None:
-        feed = self.feed
-        blocks = {source: feed.blocks_of(source) for source in feed.sources()}
-        verdict = self.budget.review(now, feed.used_bytes, blocks)
+        feed, budget_bytes = self.feed, self.budget.budget_bytes
+        if budget_bytes and self.used_bytes > budget_bytes:
+            # They are kept for convenience only: without them, who is behind gets a snapshot.
+            self.histories.clear()
+        sources = feed.sources()
+        verdict = self.budget.review(
+            now,
+            self.used_bytes,
+            {source: feed.kept_blocks_of(source) for source in sources},
+            {s: feed.withheld_blocks_of(s) for s in sources if feed.is_load_only(s)},
+        )
         for worker_id, count in verdict.shrink.items():
             if (publisher := self.publishers.get(worker_id)) is not None:
                 publisher.shrink(count)
         if verdict.shrink:
-            LOG.warning("over budget", used_bytes=feed.used_bytes, shrink=dict(verdict.shrink))
+            LOG.warning("over budget", used_bytes=self.used_bytes, shrink=dict(verdict.shrink))
         if verdict.drop is not None:
             feed.make_load_only(verdict.drop, now)
         if verdict.admit is not None:

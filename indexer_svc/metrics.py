@@ -50,7 +50,7 @@ class _State(Collector):
         feed, counters = ingest.feed, ingest.feed.counters
         for name, text, value in (
             ("blocks", "Blocks claimed; one held by n sources counts n times.", feed.blocks),
-            ("used_bytes", "Bytes the index is estimated to use.", feed.used_bytes),
+            ("used_bytes", "Bytes the index is estimated to use.", ingest.used_bytes),
             ("publishers", "Open Publish streams.", len(ingest.publishers)),
             ("subscribers", "Open Subscribe streams.", len(ingest.subscribers)),
         ):

@@ -136,17 +136,20 @@ async def _subscribe_for_ever(address: str, recorder: Recorder, security: rpc.Se
         heard_at = time.monotonic()
         while True:
             lines = recorder.recorded.lines
+            heard = asyncio.Event()
             why: MeshError = Unavailable("the indexer ended the stream")
             try:
-                await _subscribe(stub, recorder, security)
+                await _subscribe(stub, recorder, security, heard)
             except MeshError as error:
                 if recorder.recorded.is_full or isinstance(error, InvalidRequest):
                     raise
                 why = error
             finally:
                 recorder.flush()
-            if recorder.recorded.lines > lines:
+            if heard.is_set():
+                # It was there until now, however little it had to say.
                 heard_at = time.monotonic()
+            if recorder.recorded.lines > lines:
                 recorder.add(Lost())
             LOG.warning("indexer lost", indexer=address, why=why.message)
             if time.monotonic() - heard_at >= GIVE_UP_S:
@@ -154,13 +157,16 @@ async def _subscribe_for_ever(address: str, recorder: Recorder, security: rpc.Se
             await asyncio.sleep(RETRY_S)
 
 
-async def _subscribe(stub: Any, recorder: Recorder, security: rpc.Security) -> None:
+async def _subscribe(
+    stub: Any, recorder: Recorder, security: rpc.Security, heard: asyncio.Event
+) -> None:
     resume = map(state_to_proto, recorder.positions.states())
     request = indexer_pb2.SubscribeRequest(resume=resume)
     call = stub.Subscribe(request, metadata=rpc.call_metadata(security))
     async with rpc.cancelling(call):
         with raising_mesh_errors():
             async for message in call:
+                heard.set()
                 for entry in entries_of(message):
                     recorder.add(entry)
                 recorder.flush()
@@ -210,7 +216,7 @@ async def _record_until_told(config: RecordConfig, recorder: Recorder) -> None:
 
 
 def main() -> None:
-    """Exit status 0; 1 when the file is full, exists, or the indexer cannot be heard."""
+    """Exit status 0; 1 when the file is full, exists, cannot be written, or nobody is heard."""
     # Mesh-wide variables only: those of the room are the indexer's own.
     environ = {k: v for k, v in env.environ().items() if not k.startswith("KVMESH_INDEXER_")}
     config, _ = read_config_or_exit(RecordConfig, "INDEXER", environ, sys.argv[1:])
@@ -220,15 +226,18 @@ def main() -> None:
     except OSError as problem:
         sys.stderr.write(f"record: {problem}\n")
         sys.exit(1)
-    with file:
-        recorder = Recorder(file, config.max_mb * MB, time.monotonic)
-        try:
-            asyncio.run(_record_until_told(config, recorder))
-        except MeshError as problem:
-            error = problem.message
-        recorder.add(End())
-        recorder.flush()
-        recorder.sync()
+    recorder = Recorder(file, config.max_mb * MB, time.monotonic)
+    try:
+        with file:
+            try:
+                asyncio.run(_record_until_told(config, recorder))
+            except MeshError as problem:
+                error = problem.message
+            recorder.add(End())
+            recorder.flush()
+            recorder.sync()
+    except OSError as problem:
+        error = f"{config.out}: {problem}"
     sys.stdout.write(json.dumps(asdict(recorder.recorded) | {"error": error}) + "\n")
     sys.exit(1 if error else 0)
 

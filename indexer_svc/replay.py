@@ -46,6 +46,8 @@ from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 # How long an indexer may take to acknowledge what it was sent last.
 ACK_S = 30.0
+# What retired claims leave behind is cleared away by so many blocks an entry.
+SWEEP_BLOCKS = 65_536
 # Entries after which others get their turn, where nothing else makes them wait.
 TURN_ENTRIES = 256
 
@@ -125,6 +127,7 @@ async def replay_here(path: Path, feed: IndexFeed, speed: float = 0.0) -> Replay
             except InvalidRequest as error:
                 raise BrokenRecording(reading.lines_read, error.message) from error
             feed.take_news()  # Nobody listens, and it would pile up.
+            feed.sweep(SWEEP_BLOCKS)
             replayed.count(entry)
         replayed.sources, replayed.blocks = len(feed.sources()), feed.blocks
         return replayed.close(reading, began)
@@ -216,6 +219,9 @@ class _Company:
         self._streams: dict[int, _Stream] = {}
         self._positions = Positions()
         self._degraded: dict[Source, bool] = {}
+        # Ranks that have left while others of their worker stay; workers to be said hello for anew.
+        self._gone: set[Source] = set()
+        self._changed: set[int] = set()
 
     async def play(self, entry: Entry) -> None:
         """Publishes one entry."""
@@ -223,8 +229,12 @@ class _Company:
             case StatusTold(source, _, status):
                 self._positions.take(entry)
                 if status.state != "gone":
+                    self._come(source)
                     await self._tell_degraded(source, status.state == "degraded")
-                elif not self._is_left(source.worker_id):
+                elif self._is_left(source.worker_id):
+                    self._gone.add(source)
+                    self._changed.add(source.worker_id)
+                else:
                     await self._end(source.worker_id)
             case EventBatch(source):
                 await (await self._stream(source)).write(batch=batch_to_proto(entry))
@@ -236,10 +246,17 @@ class _Company:
             case Lost():
                 self._positions.take(entry)
                 # What was under way is not ended: hello says where each of them stands.
+                # At once: an indexer forgets a worker that is not in discovery and has no stream.
                 for worker_id in list(self._streams):
-                    await self._end(worker_id)
+                    await self._begin_anew(worker_id)
             case _:
                 pass
+        for worker_id in list(self._changed):
+            # Not amid a snapshot, which the recording has only once.
+            if not self._positions.is_loading(worker_id):
+                self._changed.discard(worker_id)
+                if worker_id in self._streams:
+                    await self._begin_anew(worker_id)
 
     async def acknowledged(self) -> None:
         """Returns when all is in the index. Raises Unavailable after ACK_S."""
@@ -264,6 +281,11 @@ class _Company:
     def _is_left(self, worker_id: int) -> bool:
         return any(one.source.worker_id == worker_id for one in self._positions.states())
 
+    def _come(self, source: Source) -> None:
+        if source in self._gone:
+            self._gone.discard(source)
+            self._changed.add(source.worker_id)
+
     async def _tell_degraded(self, source: Source, is_degraded: bool) -> None:
         if self._degraded.get(source, False) == is_degraded:
             return
@@ -286,7 +308,8 @@ class _Company:
     async def _begin(self, worker_id: int) -> _Stream:
         part = self._cast[worker_id]
         call = self._stub.Publish(metadata=rpc.call_metadata(self._security))
-        sources = [Source(worker_id, rank) for rank in part.ranks]
+        ranks = (Source(worker_id, rank) for rank in part.ranks)
+        sources = [source for source in ranks if source not in self._gone]
         stream = _Stream(call, sources, self._tasks)
         hello = indexer_pb2.PublishHello(
             worker_id=worker_id,
@@ -295,6 +318,10 @@ class _Company:
         )
         await stream.write(hello=hello)
         return stream
+
+    async def _begin_anew(self, worker_id: int) -> None:
+        await self._end(worker_id)
+        self._streams[worker_id] = await self._begin(worker_id)
 
     async def _end(self, worker_id: int) -> None:
         stream = self._streams.pop(worker_id, None)

@@ -16,7 +16,7 @@ import grpc.aio
 import structlog
 
 from common import rpc
-from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded
+from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.index_feed import EXACT, STALE_S
 from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState, SourceStatus
 from common.kv_proto import (
@@ -57,6 +57,8 @@ SERVICE_NAME = "kvmesh.indexer.v1.IndexerService"
 ANSWERS_MAX = 4096
 # Questions answered without letting the loop run; about 1 ms.
 QUESTIONS_A_SLICE = 32
+# How often the dump of a source is begun before it is given up.
+DUMP_TRIES = 5
 
 NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
 GONE = SourceStatus("gone", "its worker is not in discovery")
@@ -160,6 +162,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self, frame: indexer_pb2.PublishRequest, hello: _Hello, outbox: PublisherOutbox
     ) -> None:
         ingest, now = self._ingest, self._clock()
+        for one in hello.states:
+            ingest.feed.heard(one.source, now)
         for message in frame.states:
             state = state_from_proto(message, "states")
             _require_own(state.source, hello, "states.source")
@@ -229,8 +233,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         )
         for source in subscriber.unknown_sources:
             # After a restart of this index, workers are on their way to it.
-            is_there = self._fleet.absent_since(source.worker_id) is None
-            subscriber.tell(source, NOT_KNOWN_YET if is_there else GONE)
+            is_absent = self._fleet.is_absent(source.worker_id)
+            subscriber.tell(source, GONE if is_absent else NOT_KNOWN_YET)
         for source, reported in ingest.loads.items():
             if self._clock() - reported.at < STALE_S:
                 subscriber.load(source, reported.partition, reported.load)
@@ -297,20 +301,40 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self, request: indexer_pb2.DumpRequest, context: Context
     ) -> AsyncIterator[indexer_pb2.DumpResponse]:
         """Source by source. Blocks that come or go meanwhile may be told or not."""
-        feed = self._ingest.feed
         for source in self._sources_of(request.worker_id):
+            is_whole, tries = False, 0
+            while not is_whole:
+                if tries == DUMP_TRIES:
+                    raise Unavailable(
+                        f"rank {source.dp_rank} of worker {source.worker_id} was cleared"
+                        f" {tries} times while it was read",
+                        reason="CLEARED",
+                    )
+                tries += 1
+                async for part in self._dump(source):
+                    is_whole = part.chunk.last
+                    yield part
+                if source not in self._ingest.feed:
+                    break  # It has left.
+
+    async def _dump(self, source: Source) -> AsyncIterator[indexer_pb2.DumpResponse]:
+        """One source; ends without a last part when it is cleared, replaced or gone meanwhile."""
+        feed = self._ingest.feed
+        async with self._ingest.exclusive():
             if source not in feed:
-                continue  # It has left since the dump began.
+                return
+            partition = partition_to_proto(feed.partition(source))
+            index, claims = feed.claims(source)
+            # What is not known of a load-only source is not what it holds at its position.
+            known = not feed.is_load_only(source)
+            at = feed.position(source) if known else SourceState(source, 0, 0)
+            chunks = snapshot_of(at, index.chunks(claims))
+        while True:
             async with self._ingest.exclusive():
-                partition = partition_to_proto(feed.partition(source))
-                index, claims = feed.claims(source)
-                chunks = snapshot_of(feed.position(source), index.chunks(claims))
-            while True:
-                async with self._ingest.exclusive():
-                    chunk = next(chunks, None)
-                if chunk is None:
-                    break
-                yield indexer_pb2.DumpResponse(partition=partition, chunk=chunk_to_proto(chunk))
+                chunk = next(chunks, None)
+            if chunk is None or claims.retired:
+                return
+            yield indexer_pb2.DumpResponse(partition=partition, chunk=chunk_to_proto(chunk))
 
     async def Verify(
         self, request: indexer_pb2.VerifyRequest, context: Context
@@ -337,7 +361,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             blocks=feed.blocks,
             batches_applied=feed.counters.batches,
             budget_bytes=self._ingest.budget.budget_bytes,
-            used_bytes=feed.used_bytes,
+            used_bytes=self._ingest.used_bytes,
         )
         for source in feed.sources():
             response.sources.add(
@@ -443,9 +467,10 @@ def _one_told_to_proto(told: Told) -> indexer_pb2.SubscribeResponse:
         case SnapshotChunk():
             message.source.CopyFrom(source_to_proto(told.source))
             message.snapshot.CopyFrom(chunk_to_proto(told))
-        case StatusTold(source, partition, status):
+        case StatusTold(source, partition, status, at):
             message.source.CopyFrom(source_to_proto(source))
             message.status.CopyFrom(status_to_proto(status))
+            message.epoch, message.sequence = at
             if partition is not None:
                 message.partition.CopyFrom(partition_to_proto(partition))
         case LoadTold(source, load):

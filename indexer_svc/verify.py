@@ -90,8 +90,7 @@ async def _list_theirs(source: Source, address: str, security: rpc.Security) -> 
 async def _until_at_least(ingest: Ingest, source: Source, theirs: _Listing) -> None:
     deadline = asyncio.get_running_loop().time() + CATCH_UP_S
     while True:
-        if source not in ingest.feed:
-            raise Unavailable("the source is gone")
+        _require(ingest, source)
         at = ingest.feed.position(source)
         if (at.epoch, at.sequence) >= (theirs.epoch, theirs.sequence):
             return
@@ -103,9 +102,17 @@ async def _until_at_least(ingest: Ingest, source: Source, theirs: _Listing) -> N
         await asyncio.sleep(POLL_S)
 
 
+def _require(ingest: Ingest, source: Source) -> None:
+    if source not in ingest.feed:
+        raise Unavailable("the source is gone")
+    if ingest.feed.is_load_only(source):
+        raise Unavailable(ingest.feed.status(source).reason)
+
+
 async def _list_ours(ingest: Ingest, source: Source) -> _Listing:
     parts: dict[Tier, list[Hashes]] = {}
     async with ingest.exclusive():
+        _require(ingest, source)
         at = ingest.feed.position(source)
         index, claims = ingest.feed.claims(source)
         chunks = index.chunks(claims)

@@ -234,7 +234,7 @@ class IndexReplica:
             LOG.debug("status of an unknown source ignored", source=source, state=status.state)
             return
         told = partition_from_proto(part.partition) if part.HasField("partition") else None
-        self.feed.follow(told, source, status, now)
+        self.feed.follow(told, source, status, now, (part.epoch, part.sequence))
         partition = self.feed.partition(source)
         key = _name_of(partition)
         if partition not in self._partitions.get(key, ()):
@@ -263,7 +263,10 @@ class IndexReplica:
                 raise Unavailable(f"it said nothing for {SILENT_S:g} s")
 
     def _expects_news(self) -> bool:
-        """Whether a worker that lives according to the indexer must have reported its load."""
+        """Whether the indexer owes the end of what was there when the call began, or a load: of
+        a worker that lives according to it."""
+        if not self.is_caught_up:
+            return True
         states = (self.feed.status(source).state for source in self.feed.sources())
         # Who wants no claims is told that they are gapped.
         lives = ("exact", "degraded", "gapped") if self._loads_only else ("exact", "degraded")

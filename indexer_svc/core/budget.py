@@ -2,7 +2,8 @@
 
 Over budget, every worker is asked for its share of what is too much. If that has not helped for
 PATIENCE_S, the largest source becomes load-only: its claims are dropped, its load still counts.
-Once there is room for it again, it is admitted.
+Once there is room for what it then holds, it is admitted. A publisher that dials again comes back
+unasked, and is given the same patience again.
 """
 
 from __future__ import annotations
@@ -36,14 +37,27 @@ class Budget:
         self.budget_bytes = budget_bytes
         self._asked_at = -math.inf
         self._over_since: float | None = None
-        self._dropped: dict[Source, int] = {}
+        # Load-only sources, with what a block cost when they were dropped.
+        self._dropped: dict[Source, float] = {}
 
-    def review(self, now: float, used_bytes: int, blocks: Mapping[Source, int]) -> Verdict:
-        """What to do; to be called often. blocks: what each source claims, of those known."""
-        self._dropped = {source: b for source, b in self._dropped.items() if source in blocks}
+    def review(
+        self,
+        now: float,
+        used_bytes: int,
+        blocks: Mapping[Source, int],
+        withheld: Mapping[Source, int],
+    ) -> Verdict:
+        """What to do; to be called often.
+
+        blocks: what is kept of each source that is known. withheld: what each load-only source
+        holds.
+        """
+        self._dropped = {
+            source: cost for source, cost in self._dropped.items() if source in withheld
+        }
         if not self.budget_bytes or used_bytes <= self.budget_bytes:
             self._over_since = None
-            return self._with_room(used_bytes)
+            return self._with_room(used_bytes, withheld)
         if self._over_since is None:
             self._over_since = now
         if now - self._asked_at < ASK_EVERY_S:
@@ -51,7 +65,7 @@ class Budget:
         self._asked_at = now
         if now - self._over_since >= PATIENCE_S and any(blocks.values()):
             largest = max(blocks, key=lambda source: blocks[source])
-            self._dropped[largest] = used_bytes * blocks[largest] // sum(blocks.values())
+            self._dropped[largest] = used_bytes / sum(blocks.values())
             self._over_since = now
             return Verdict(drop=largest)
         return Verdict(shrink=self._shares(used_bytes, blocks))
@@ -65,9 +79,9 @@ class Budget:
                 shares[source.worker_id] = share
         return shares
 
-    def _with_room(self, used_bytes: int) -> Verdict:
-        for source, size in self._dropped.items():
-            if used_bytes + size <= ROOM * self.budget_bytes:
+    def _with_room(self, used_bytes: int, withheld: Mapping[Source, int]) -> Verdict:
+        for source, block_bytes in self._dropped.items():
+            if used_bytes + withheld[source] * block_bytes <= ROOM * self.budget_bytes:
                 del self._dropped[source]
                 return Verdict(admit=source)
         return Verdict()

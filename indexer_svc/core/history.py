@@ -8,6 +8,9 @@ from common.kv import EventBatch
 
 BATCHES_MAX = 1024
 BLOCKS_MAX = 16_384
+# Measured: a batch without events, and an event without hashes.
+_BATCH_BYTES = 250
+_EVENT_BYTES = 200
 
 
 class History:
@@ -16,6 +19,12 @@ class History:
     def __init__(self) -> None:
         self._batches: deque[EventBatch] = deque()
         self._blocks = 0
+        self._events = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """What the batches are estimated to use."""
+        return _BATCH_BYTES * len(self._batches) + _EVENT_BYTES * self._events + 8 * self._blocks
 
     def add(self, batch: EventBatch) -> None:
         """The batch that was applied last."""
@@ -23,13 +32,16 @@ class History:
             self.clear()
         self._batches.append(batch)
         self._blocks += _blocks_of(batch)
+        self._events += len(batch.events)
         while len(self._batches) > BATCHES_MAX or self._blocks > BLOCKS_MAX:
-            self._blocks -= _blocks_of(self._batches.popleft())
+            oldest = self._batches.popleft()
+            self._blocks -= _blocks_of(oldest)
+            self._events -= len(oldest.events)
 
     def clear(self) -> None:
         """The set has changed otherwise than by batches."""
         self._batches.clear()
-        self._blocks = 0
+        self._blocks = self._events = 0
 
     def since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
         """All batches after that one; None when they are not all here."""

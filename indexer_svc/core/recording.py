@@ -50,8 +50,8 @@ from indexer_svc.core.subscriber import StatusTold
 
 FORMAT: Final = "kvmesh_kv_events"
 VERSION: Final = 1
-# Above what the largest batch takes (2^20 hashes).
-LINE_BYTES_MAX: Final = 16 * 2**20
+# Above what the largest batch takes: 2^20 events of one hash each, 36 characters at most.
+LINE_BYTES_MAX: Final = 48 * 2**20
 _U64_MAX: Final = 2**64 - 1
 _STATES: Final = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
 
@@ -371,6 +371,10 @@ class Positions:
     def states(self) -> list[SourceState]:
         """One for each source that is known, after `Lost` was taken."""
         return [SourceState(source, *at) for source, at in self._at.items()]
+
+    def is_loading(self, worker_id: int) -> bool:
+        """Whether a snapshot of one of its sources is under way."""
+        return any(source.worker_id == worker_id for source in self._incoming)
 
     def take(self, entry: Entry) -> None:
         """An entry was recorded."""

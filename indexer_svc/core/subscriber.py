@@ -8,7 +8,9 @@ one part whenever nothing else waits, so a snapshot never delays live batches an
 A snapshot is read while its source goes on. That is sound (`common/index_feed.py`) because every
 batch since its sequence goes out before its last part: a part is only taken when nothing waits.
 
-Before a source's copy is right it is told to be gapped, and its true status only afterwards.
+Before a source's copy is right it is told to be gapped, and its true status only afterwards, with
+where the copy then stands. A load-only source stands somewhere but has no content here: what the
+subscriber has of it is told to be gone.
 """
 
 from __future__ import annotations
@@ -38,15 +40,20 @@ FRAME_BYTES = 256 * 1024
 ITEM_BYTES = 64
 UNSENT = SourceStatus("gapped", "a snapshot is on its way")
 UNWANTED = SourceStatus("gapped", "the subscriber asked for loads only")
+WITHDRAWN = SourceStatus("gone", "its claims were dropped here")
 
 
 @dataclass(frozen=True, slots=True)
 class StatusTold:
-    """How far a source can be trusted; the first thing said about it."""
+    """How far a source can be trusted; the first thing said about it.
+
+    at: (epoch, sequence) of what the subscriber has of it then; zeros: not said.
+    """
 
     source: Source
     partition: Partition | None
     status: SourceStatus
+    at: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +102,10 @@ class Subscriber:
         self._partition = partition
         self._cap_bytes = cap_bytes
         self._loads_only = loads_only
-        self._known = {state.source: (state.epoch, state.sequence) for state in resume}
+        # None: it has something, of no use. Not there: it has nothing.
+        self._known: dict[Source, tuple[int, int] | None] = {
+            state.source: (state.epoch, state.sequence) for state in resume
+        }
         self._waiting: deque[Told] = deque()
         self._waiting_bytes = 0
         self._loads: dict[Source, Load] = {}
@@ -133,7 +143,8 @@ class Subscriber:
 
     def replaced(self, source: Source) -> None:
         """A source's set has changed otherwise than by batches."""
-        self._known.pop(source, None)
+        if source in self._known:
+            self._known[source] = None
         self._stop_reading(source)
         if source in self._feed:
             self.reconcile(source)
@@ -155,6 +166,8 @@ class Subscriber:
 
     def tell(self, source: Source, status: SourceStatus) -> None:
         """Says something about a source that the index does not know."""
+        if status.state == "gone":
+            self._known.pop(source, None)
         self._put(StatusTold(source, None, status))
 
     def reconcile(self, source: Source) -> None:
@@ -165,13 +178,16 @@ class Subscriber:
         if self._loads_only:
             is_there = status.state in ("exact", "degraded")
             self._put(StatusTold(source, partition, UNWANTED if is_there else status))
+        elif self._feed.is_load_only(source):
+            self._withdraw(source)
+            self._put(StatusTold(source, partition, status))
         elif status.state == "gapped":
             self._stop_reading(source)
             self._put(StatusTold(source, partition, status))
         elif source in self._wanted or any(r.source == source for r in self._readings):
             return  # Its status follows its snapshot.
         elif self._bring_up_to_date(source):
-            self._put(StatusTold(source, partition, status))
+            self._put(self._told_with_position(source))
         else:
             self._wanted[source] = None
             self._put(StatusTold(source, partition, UNSENT))
@@ -213,6 +229,17 @@ class Subscriber:
             self.is_cut = True
             self._waiting.clear()
 
+    def _told_with_position(self, source: Source) -> StatusTold:
+        at = self._known.get(source) or (0, 0)
+        return StatusTold(source, self._feed.partition(source), self._feed.status(source), at)
+
+    def _withdraw(self, source: Source) -> None:
+        """Lets the subscriber forget what it has of a source."""
+        self._stop_reading(source)
+        if source in self._known:
+            del self._known[source]
+            self._put(StatusTold(source, None, WITHDRAWN))
+
     def _bring_up_to_date(self, source: Source) -> bool:
         """Without a snapshot; whether that was possible."""
         at = self._feed.position(source)
@@ -220,7 +247,7 @@ class Subscriber:
         known = self._known.get(source)
         if known is not None and known >= here:
             return True
-        if at.sequence == 0 and known is None:
+        if at.sequence == 0 and source not in self._known:
             self._known[source] = here
             return True
         if known is None or source not in self._histories:
@@ -251,9 +278,7 @@ class Subscriber:
         if not chunk.last:
             self._readings.append(reading)
             return
-        source = reading.source
-        status = self._feed.status(source)
-        told.append(StatusTold(source, self._feed.partition(source), status))
+        told.append(self._told_with_position(reading.source))
 
     def _begin(self, source: Source) -> _Reading:
         at = self._feed.position(source)
@@ -266,7 +291,7 @@ class Subscriber:
         for reading in [r for r in self._readings if r.source == source]:
             self._readings.remove(reading)
             # Its copy is neither the old nor the new.
-            self._known.pop(source, None)
+            self._known[source] = None
 
 
 def snapshot_of(at: SourceState, parts: Iterator[tuple[Tier, Hashes]]) -> Iterator[SnapshotChunk]:

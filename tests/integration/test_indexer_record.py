@@ -8,28 +8,40 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 import indexer_svc.record
 from common.blocks import PrefixHasher
 from common.errors import Unavailable
 from common.index_feed import IndexFeed
-from common.kv import Partition, Source
+from common.kv import (
+    Event,
+    EventBatch,
+    EventKind,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceStatus,
+)
 from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from common.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
-from indexer_svc.core.recording import BrokenRecording, header, line_of
+from indexer_svc.core.recording import BrokenRecording, Entry, Lost, header, line_of
 from indexer_svc.core.recording import End as EndOfRecording
+from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.ingest import GONE_GRACE_S
 from indexer_svc.record import Recorder, record
 from indexer_svc.replay import replay_here, replay_to
+from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from worker_svc.core.kv_events import (
     Canonicaliser,
     Duplicates,
@@ -306,6 +318,51 @@ async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) 
         assert app.ingest.feed.sources() == []
 
 
+def told(t: float, rank: int, state: str) -> bytes:
+    status = SourceStatus(state, "")
+    return line_of(t, StatusTold(Source(1, rank), Partition("m", BLOCK, 1), status))
+
+
+def stored(t: float, rank: int, sequence: int, *blocks: int) -> bytes:
+    event = Event(EventKind.STORED, np.array(blocks, dtype=np.uint64))
+    return line_of(t, EventBatch(Source(1, rank), 1, sequence, [event]))
+
+
+async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    snapshot = [
+        SnapshotChunk(Source(1, 0), 1, 2, np.array([n], dtype=np.uint64), first=first, last=last)
+        for n, first, last in ((1, True, False), (3, False, True))
+    ]
+    path.write_bytes(
+        header()
+        + (told(0, 0, "exact") + told(0, 1, "exact"))
+        + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
+        # Rank 1 leaves amid a snapshot of rank 0, and comes back later.
+        + (line_of(0.2, snapshot[0]) + told(0.2, 1, "gone") + line_of(0.2, snapshot[1]))
+    )
+    for blocks, more in ((2, b""), (3, told(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
+        path.write_bytes(path.read_bytes() + more)
+        assert (await replay_here(path, IndexFeed())).blocks == blocks
+        async with indexer(MemoryStore()) as app:
+            await replay_to(path, app.address)
+            assert app.ingest.feed.blocks == blocks
+
+
+@pytest.mark.slow
+async def test_a_worker_that_is_quiet_after_a_loss_is_not_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    quiet_s = 2 * GONE_GRACE_S
+    path.write_bytes(
+        header()
+        + (told(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + line_of(0.2, Lost()))
+        + (told(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
+    )
+    async with indexer(MemoryStore()) as app:
+        await replay_to(path, app.address, speed=1.0)
+        assert app.ingest.feed.blocks == 3
+
+
 @pytest.mark.slow
 @pytest.mark.row("S1-22")
 async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> None:
@@ -330,6 +387,66 @@ async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> 
         assert other.ingest.feed.blocks == CHAIN
         path.write_bytes(b"rust\n" + _read(path))
         assert await ended(await started("replay", *flags), 1) == {}
+
+
+async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            return now
+
+    heard = asyncio.Event()
+    entries_of = indexer_svc.record.entries_of
+
+    def entries_heard(message: SubscribeResponse) -> Iterator[Entry]:
+        heard.set()
+        return entries_of(message)
+
+    monkeypatch.setattr(indexer_svc.record, "entries_of", entries_heard)
+    monkeypatch.setattr(indexer_svc.record, "time", Clock)
+    monkeypatch.setattr(indexer_svc.record, "RETRY_S", 0.01)
+    store = MemoryStore()
+    async with indexer(store) as app:
+        port = int(app.address.rsplit(":", 1)[1])
+        async with recording(tmp_path / "events", app.address) as recorder:
+            await until(heard.is_set, "it listens")
+            now += 2 * indexer_svc.record.GIVE_UP_S  # An indexer of an empty mesh.
+            await app.drain(0.5)
+            await app.deregister()
+            await app.close()
+            worker = Worker(1, store)
+            async with publishing([worker]), indexer(store, port):
+                worker.store(0, 1)
+                await until(recorder.positions.states, "it is heard again")
+
+
+@pytest.mark.slow
+async def test_a_full_disk_ends_a_recording_with_its_last_line_and_status_1(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "events"
+    store = MemoryStore()
+    worker = Worker(1, store)
+    for chain in range(2000):
+        worker.store(0, chain)
+    async with indexer(store) as app, publishing([worker]):
+        flags = ("--indexer", app.address, "--out", str(path))
+        process = await asyncio.create_subprocess_exec(
+            *("sh", "-c", 'ulimit -f 8; exec "$@"', "sh"),
+            *(sys.executable, "-m", "indexer_svc.record", *flags),
+            env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        async with asyncio.timeout(WAIT_S):
+            out, errors = await process.communicate()
+    assert process.returncode == 1, errors.decode()
+    said = json.loads(out.decode().splitlines()[-1])
+    assert "File too large" in said["error"]
 
 
 def _read(path: Path) -> bytes:

@@ -26,12 +26,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import indexer_svc.app
 import indexer_svc.verify
 from common import rpc
-from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded
+from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.file_registry import FileRegistry
 from common.index_feed import STALE_S, Demand, IndexFeed
 from common.instances import Instance
 from common.interceptors import from_rpc_error
-from common.kv import CHUNK_BLOCKS, Hashes, Partition, Source
+from common.kv import CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
 from common.kv_proto import partition_to_proto, parts_of, replicate, state_to_proto
 from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
@@ -46,6 +46,8 @@ from kvmesh.types.v1 import load_pb2
 
 NS = "default"
 WAIT_S = 10.0
+# A process starts, and ends, as fast as what a busy machine leaves it allows.
+PROCESS_S = 25.0
 PARTITION = Partition("m", 16, 1)
 STORED, REMOVED, CLEARED = pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED, pb.EVENT_KIND_CLEARED
 
@@ -586,6 +588,19 @@ async def test_a_replica_outlives_a_restart_of_its_index() -> None:
 
 
 @pytest.mark.row("S1-03")
+async def test_workers_that_a_subscriber_remembers_and_that_are_no_more_leave_no_trace() -> None:
+    async with running() as mesh:
+        await mesh.add_worker(7)
+        replica = Replica()
+        for worker_id in range(100, 150):
+            source = Source(worker_id)
+            replica.feed.announce(PARTITION, SourceState(source, 1, 1), 0.0)
+        replica.feed.take_news()
+        async with following(replica, mesh):
+            await until(lambda: replica.is_caught_up and not replica.feed.sources(), "all are gone")
+        assert mesh.app.fleet._left_at == {}
+
+
 async def test_loads_are_passed_on_the_latest_first_to_newcomers_too() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         async with following(Replica(), mesh) as replica:
@@ -744,6 +759,110 @@ async def test_the_dump_and_the_stats_tell_what_is_there() -> None:
         assert 0 < stats.used_bytes < stats.budget_bytes
         with pytest.raises(NotFound):
             await mesh.unary("Verify", pb.VerifyRequest(worker_id=99))
+
+
+def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
+    """Called here, so that nothing is read ahead of the test."""
+    context: Any = None
+    return aiter(mesh.app._service.Dump(pb.DumpRequest(), context))
+
+
+async def test_a_source_that_is_cleared_amid_its_dump_is_begun_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What had been read was told to be all of it."""
+    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (100,))
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(*range(1, 1000))
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        dump = dump_of(mesh)
+        chunks = [(await anext(dump)).chunk for _ in range(3)]
+        publisher.clear()
+        publisher.store(2)
+        await until(lambda: publisher.acked == (1, 3), "acknowledged")
+        chunks += [response.chunk async for response in dump]
+        assert [chunk.first for chunk in chunks] == [True, False, False, True]
+        assert [chunk.last for chunk in chunks] == [False, False, False, True]
+        assert np.frombuffer(chunks[-1].prefix_hashes, "<u8").tolist() == [1, 2]
+        assert chunks[-1].sequence == 3
+
+
+async def test_a_source_that_is_cleared_all_the_time_cannot_be_dumped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (1,))
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(*range(1, 10))
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+
+        async def dump() -> None:
+            async for _ in dump_of(mesh):
+                publisher.clear()
+                publisher.store(*range(1, 10))
+                at = (1, publisher.sequence)
+                await until(lambda at=at: publisher.acked == at, "acknowledged")  # type: ignore[misc]  # mypy cannot infer defaults.
+
+        with pytest.raises(Unavailable, match="rank 0 of worker 7 was cleared 5 times"):
+            await dump()
+
+
+async def test_a_source_that_leaves_while_its_turn_is_awaited_is_left_out_of_the_dump() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(1)
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+
+        async def read() -> list[Any]:
+            return [part async for part in dump_of(mesh)]
+
+        async with mesh.app.ingest.exclusive():
+            reader = asyncio.create_task(read())
+            await until(lambda: bool(mesh.app.ingest._lock._waiters), "it waits")
+            mesh.feed.forget(publisher.source, "its worker has left")
+        assert await reader == []
+
+
+async def test_a_source_that_leaves_while_its_turn_is_awaited_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def listing(*_: object) -> indexer_svc.verify._Listing:
+        return indexer_svc.verify._Listing(1, 1, {})
+
+    monkeypatch.setattr(indexer_svc.verify, "_list_theirs", listing)
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(1)
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        ingest = mesh.app.ingest
+        async with ingest.exclusive():
+            comparing = asyncio.create_task(
+                indexer_svc.verify.compare(ingest, publisher.source, "x:1", rpc.PLAINTEXT)
+            )
+            await until(lambda: bool(ingest._lock._waiters), "it waits")
+            mesh.feed.forget(publisher.source, "its worker has left")
+        assert (await comparing).error == "the source is gone"
+
+
+async def test_a_load_only_source_is_dumped_as_unknown_and_not_compared() -> None:
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(1)
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        mesh.feed.make_load_only(publisher.source, 0.0)
+        (part,) = [part async for part in dump_of(mesh)]
+        assert (part.chunk.epoch, part.chunk.sequence, part.chunk.last) == (0, 0, True)
+        assert not part.chunk.prefix_hashes
+        with pytest.raises(Unavailable, match="over budget"):
+            indexer_svc.verify._require(mesh.app.ingest, publisher.source)
+
+
+async def test_loads_are_a_word_of_a_publisher_too() -> None:
+    """The age told in the stats was that of the last batch."""
+    async with running() as mesh, Publisher(7).connected(mesh) as publisher:
+        publisher.store(1)
+        await until(lambda: publisher.acked == (1, 1), "acknowledged")
+        mesh.clock.now += 60.0
+        publisher.send(loads=[load_pb2.Load(running=3)])
+        await until(lambda: publisher.source in mesh.app.ingest.loads, "it is heard")
+        (row,) = (await mesh.unary("Stats", pb.StatsRequest())).sources
+        assert row.age_ms == 0
 
 
 class Engine:
@@ -909,7 +1028,8 @@ async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path
     os.close(theirs)
     try:
         with os.fdopen(ready) as pipe:
-            line = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), WAIT_S))
+            async with asyncio.timeout(PROCESS_S):
+                line = json.loads(await asyncio.to_thread(pipe.readline))
         registry = FileRegistry(tmp_path / "registry")
         try:
             (entry,) = (await registry.snapshot(NS)).of("indexer")
@@ -917,7 +1037,8 @@ async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path
             await registry.close()
         assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
         process.send_signal(signal.SIGTERM)
-        _, log = await asyncio.wait_for(process.communicate(), WAIT_S)
+        async with asyncio.timeout(PROCESS_S):
+            _, log = await process.communicate()
         assert process.returncode == 0, log.decode()
     finally:
         if process.returncode is None:

@@ -245,7 +245,7 @@ def test_an_empty_snapshot_is_one_too() -> None:
 
 
 def test_a_buffer_over_its_cap_is_dropped_and_a_snapshot_demanded() -> None:
-    feed = announced(buffer_blocks_max=100)
+    feed = announced(buffer_blocks_max=180)
     give(feed, batch(2, stored(*range(50))))
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, batch(3, stored(*range(50, 100))))
@@ -338,6 +338,82 @@ def test_a_load_only_source_claims_nothing_and_asks_for_nothing_until_it_is_admi
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, chunk(2, 1, 2, first=True, last=True))
     assert depth(feed, 1, 2) == 2
+
+
+def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None:
+    """Behind what its publisher could replay it asked for snapshots it had no use for, for ever."""
+    feed = announced(1)
+    feed.make_load_only(SOURCE, 0.0)
+    feed.take_news()
+    give(feed, batch(2000, stored(1, 2)), batch(1999, stored(1)))
+    assert feed.position(SOURCE).sequence == 2000
+    give(feed, chunk(2005, 1, 2, 3, first=True), chunk(2005, 4, last=True))
+    assert feed.position(SOURCE).sequence == 2005
+    give(feed, batch(7, stored(1), epoch=EPOCH + 1))
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH + 1, 7)
+    for now in range(20):
+        feed.tick(float(now))
+    assert feed.status(SOURCE) == LOAD_ONLY
+    assert feed.take_news() == []
+    assert claimed(feed) == set()
+
+
+def test_how_much_a_load_only_source_holds_is_followed() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 4)), chunk(2, 1, 2, first=True), batch(3, stored(4, 5)))
+    assert feed.kept_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
+    feed.make_load_only(SOURCE, 0.0)
+    assert feed.kept_blocks_of(SOURCE) == 0
+    give(feed, chunk(3, 1, 2, 3, first=True), chunk(3, 4, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 4
+    give(feed, batch(4, stored(5, 6), removed(4)))
+    assert feed.withheld_blocks_of(SOURCE) == 5
+    give(feed, batch(5, Event(EventKind.CLEARED), stored(1)))
+    assert feed.withheld_blocks_of(SOURCE) == 1
+    feed.admit(SOURCE, 0.0)
+    assert feed.withheld_blocks_of(SOURCE) == 0
+
+
+def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    steps = feed.apply(batch(2, stored(*range(2, 5000))), 0.0)
+    states = [feed.status(SOURCE).state for _ in steps]
+    assert len(states) > 3
+    assert set(states) == {"exact"}
+    assert feed.position(SOURCE).sequence == 2
+
+
+def test_a_copy_that_has_less_than_it_was_sent_is_gapped_and_asks_for_it() -> None:
+    copy, exact = IndexFeed(), SourceStatus("exact")
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    assert copy.status(SOURCE).state == "gapped"
+    assert demands(copy) == [(EPOCH, 1)]
+    give(copy, chunk(2, 1, first=True, last=True))
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    assert copy.status(SOURCE) == exact
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
+    assert copy.status(SOURCE) == exact, "more than that is fine: the other lags"
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
+    assert copy.status(SOURCE) == exact
+    assert claimed(copy) == set(), "of an older epoch"
+
+
+def test_every_word_of_a_publisher_is_heard() -> None:
+    feed = announced()
+    feed.heard(SOURCE, 5.0)
+    assert feed.heard_at(SOURCE) == 5.0
+    feed.set_degraded(SOURCE, True, 6.0)
+    assert feed.heard_at(SOURCE) == 6.0
+    feed.heard(Source(999), 7.0)
+
+
+def test_batches_that_wait_are_counted_as_used() -> None:
+    feed = announced()
+    give(feed, batch(2, stored(*range(1000))))
+    assert 8000 < feed.used_bytes < 10_000
+    feed.lose(SOURCE, 0.0, "gone")
+    assert feed.used_bytes == 0
 
 
 def test_partitions_never_match_each_other() -> None:

@@ -9,40 +9,55 @@ BLOCKS = {Source(1): 600, Source(2): 300, Source(2, 1): 100}
 
 
 def test_below_the_budget_and_without_one_nothing_is_asked() -> None:
-    assert Budget(1000).review(0.0, 1000, BLOCKS) == Verdict()
-    assert Budget(0).review(0.0, 10**12, BLOCKS) == Verdict()
+    assert Budget(1000).review(0.0, 1000, BLOCKS, {}) == Verdict()
+    assert Budget(0).review(0.0, 10**12, BLOCKS, {}) == Verdict()
 
 
 def test_every_worker_is_asked_for_its_share_of_the_excess() -> None:
-    verdict = Budget(1000).review(0.0, 1800, BLOCKS)
+    verdict = Budget(1000).review(0.0, 1800, BLOCKS, {})
     assert verdict == Verdict(shrink={1: 300, 2: 200})
 
 
 def test_it_asks_again_only_after_a_while() -> None:
     budget = Budget(1000)
-    assert budget.review(0.0, 1800, BLOCKS).shrink
-    assert budget.review(ASK_EVERY_S / 2, 1800, BLOCKS) == Verdict()
-    assert budget.review(ASK_EVERY_S, 1800, BLOCKS).shrink
+    assert budget.review(0.0, 1800, BLOCKS, {}).shrink
+    assert budget.review(ASK_EVERY_S / 2, 1800, BLOCKS, {}) == Verdict()
+    assert budget.review(ASK_EVERY_S, 1800, BLOCKS, {}).shrink
 
 
 def test_when_asking_does_not_help_the_largest_source_is_dropped_and_later_admitted() -> None:
     budget = Budget(1000)
     now = 0.0
     while now < PATIENCE_S:
-        assert budget.review(now, 1800, BLOCKS).drop is None
+        assert budget.review(now, 1800, BLOCKS, {}).drop is None
         now += ASK_EVERY_S
-    assert budget.review(now, 1800, BLOCKS) == Verdict(drop=Source(1))
+    assert budget.review(now, 1800, BLOCKS, {}) == Verdict(drop=Source(1))
     rest = {**BLOCKS, Source(1): 0}
-    assert budget.review(now + 1, 720, rest) == Verdict(), "1,080 bytes more would not fit"
-    budget.review(now + 2, 200, rest)
-    small = Budget(2000)
-    small._dropped = {Source(1): 100}
-    assert small.review(0.0, 1400, rest) == Verdict()
-    assert small.review(0.0, 1300, rest) == Verdict(admit=Source(1))
-    assert small.review(0.0, 1300, rest) == Verdict(), "once"
+    assert budget.review(now + 1, 620, rest, {Source(1): 45}) == Verdict(), "81 bytes do not fit"
+    verdict = budget.review(now + 2, 620, rest, {Source(1): 44})
+    assert verdict == Verdict(admit=Source(1)), "at the 1.8 bytes a block of then"
+    assert budget.review(now + 3, 620, rest, {}) == Verdict(), "once"
 
 
-def test_a_source_that_left_is_not_admitted() -> None:
-    budget = Budget(2000)
-    budget._dropped = {Source(9): 100}
-    assert budget.review(0.0, 0, BLOCKS) == Verdict()
+def over_budget(budget: Budget) -> None:
+    """Asking does not help, and the largest is dropped."""
+    verdicts = [budget.review(float(now), 1800, BLOCKS, {}) for now in range(int(PATIENCE_S) + 1)]
+    assert verdicts[-1].drop == Source(1)
+
+
+def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
+    """One that was dropped at more than there can be room for was never admitted again."""
+    budget = Budget(1000)
+    over_budget(budget)
+    rest = {**BLOCKS, Source(1): 0}
+    assert budget.review(20.0, 0, rest, {Source(1): 600}) == Verdict()
+    assert budget.review(21.0, 0, rest, {Source(1): 10}) == Verdict(admit=Source(1))
+
+
+def test_a_source_that_left_or_has_come_back_by_itself_is_not_admitted() -> None:
+    """Admitting wipes what it claims."""
+    for blocks in ({Source(2): 300}, BLOCKS):
+        budget = Budget(1000)
+        over_budget(budget)
+        assert budget.review(20.0, 0, blocks, {}) == Verdict()
+        assert budget.review(21.0, 0, blocks, {}) == Verdict()

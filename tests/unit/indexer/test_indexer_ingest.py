@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
 
 from common.index_feed import IndexFeed
-from indexer_svc.core.budget import Budget
+from common.kv import (
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+)
+from common.registry import MemoryRegistry, MemoryStore
+from indexer_svc.core.budget import PATIENCE_S, Budget
+from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import SLICE_S, Ingest
+
+PARTITION = Partition("m", 16, 1)
+A, B = Source(1), Source(2)
 
 
 def busy(steps: int, log: list[str], name: str) -> Iterator[None]:
@@ -49,3 +67,100 @@ async def test_a_change_that_is_cut_short_gives_the_lock_back() -> None:
     await ingest.run(busy(1, log, "b"))
     assert log[-1] == "b"
     assert len(log) < 1000
+
+
+class Bed:
+    """An indexer's changes, without a wire; time passes with `ticks`."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.now = 0.0
+        self.ingest = Ingest(IndexFeed(), Budget(budget_bytes), lambda: self.now)
+        self.fleet = FleetWatch(MemoryRegistry(MemoryStore()), "mesh", lambda: self.now)
+
+    def announce(self, source: Source, sequence: int = 0) -> None:
+        self.ingest.feed.announce(PARTITION, SourceState(source, 1, sequence), self.now)
+
+    async def store(self, source: Source, hashes: Hashes) -> None:
+        feed = self.ingest.feed
+        sequence = feed.position(source).sequence + 1
+        event = Event(EventKind.STORED, hashes)
+        await self.ingest.run(feed.apply(EventBatch(source, 1, sequence, [event]), self.now))
+
+    async def ticks(self, seconds: float) -> None:
+        for _ in range(round(seconds)):
+            self.now += 1.0
+            await self.ingest.tick(self.fleet)
+
+
+def keys(numbers: Iterable[int]) -> Hashes:
+    return np.array(list(numbers), dtype=np.uint64)
+
+
+async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> None:
+    bed = Bed(60_000)
+    bed.announce(A)
+    for number in range(100):
+        await bed.store(A, keys([number]))
+    feed = bed.ingest.feed
+    assert feed.used_bytes < 12_000 < 40_000 < bed.ingest.used_bytes < 60_000
+    await bed.ticks(1)
+    assert bed.ingest.histories, "there is room for them"
+    await bed.store(A, keys(range(100, 350)))
+    assert bed.ingest.used_bytes > 60_000
+    await bed.ticks(2 * PATIENCE_S)
+    assert not bed.ingest.histories
+    assert feed.status(A).state == "exact", "without them it fits"
+
+
+async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
+    """Nobody claimed a block yet, so nobody was asked, and nothing was dropped."""
+    bed = Bed(100_000)
+    feed = bed.ingest.feed
+    for source, count in ((A, 500), (B, 1000)):
+        bed.announce(source, 5)
+        chunk = SnapshotChunk(source, 1, 5, keys(range(1, count)), first=True)
+        await bed.ingest.run(feed.load(chunk, 0.0))
+    assert feed.blocks_of(A) == feed.blocks_of(B) == 0
+    for _ in range(round(PATIENCE_S) + 3):
+        await bed.ticks(1)
+        for source in (A, B):  # They go on, slowly.
+            more = SnapshotChunk(source, 1, 5, keys([10**6 + round(bed.now)]))
+            await bed.ingest.run(feed.load(more, bed.now))
+    assert feed.is_load_only(B)
+    assert not feed.is_load_only(A)
+    assert feed.used_bytes < 100_000
+
+
+async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is_room() -> None:
+    """It was admitted although it was no longer load-only."""
+    bed = Bed(30_000)
+    feed = bed.ingest.feed
+    for source, first in ((A, 0), (B, 1000)):
+        bed.announce(source)
+        await bed.store(source, keys(range(first, first + 150 + first // 10)))
+    await bed.ticks(PATIENCE_S + 2)
+    assert feed.is_load_only(B)
+    bed.announce(B, 1)
+    chunk = SnapshotChunk(B, 1, 1, keys(range(1000, 1010)), first=True, last=True)
+    await bed.ingest.run(feed.load(chunk, bed.now))
+    await bed.ticks(3)
+    assert feed.status(B).state == "exact"
+    assert feed.blocks_of(B) == 10
+
+
+@pytest.mark.parametrize(
+    ("sources", "sharing", "low", "high"), [(1, 1, 100, 110), (512, 2, 150, 200)]
+)
+def test_masks_of_blocks_that_many_sources_share_are_counted(
+    sources: int, sharing: int, low: int, high: int
+) -> None:
+    """Bytes a block; measured: 90 and 170."""
+    feed, rng = IndexFeed(), np.random.default_rng(1)
+    for number in range(1, sources + 1):
+        feed.announce(PARTITION, SourceState(Source(number), 1, 0), 0.0)
+    index, _ = feed.claims(Source(1))
+    for start in range(0, 4096, 16):
+        for number in rng.choice(sources, sharing, replace=False):
+            _, claims = feed.claims(Source(int(number) + 1))
+            index.store(claims, keys(range(start, start + 16)))
+    assert low < feed.used_bytes / 4096 < high

@@ -24,6 +24,7 @@ from common.kv import (
     SourceStatus,
     Tier,
 )
+from common.kv_proto import BATCH_BLOCKS_MAX
 from indexer_svc.core.recording import (
     LINE_BYTES_MAX,
     BrokenRecording,
@@ -238,3 +239,12 @@ def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
             exhaust(play(feed, entry, 0.0))
         told = [state for state in feed.positions() if state.sequence]
         assert positions.states() == told, f"after {end} entries"
+
+
+def test_the_largest_batch_fits_into_a_line() -> None:
+    # Of one hash each, with the longest names.
+    event = Event(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
+    one, two = (
+        len(line_of(0.0, EventBatch(SOURCE, 2**64 - 1, 2**64 - 1, [event] * n))) for n in (1, 2)
+    )
+    assert one + (two - one) * (BATCH_BLOCKS_MAX - 1) <= LINE_BYTES_MAX

@@ -83,8 +83,8 @@ class Index:
 def give(copy: IndexFeed, told: Iterable[Told]) -> None:
     for one in told:
         match one:
-            case StatusTold(source, partition, status):
-                copy.follow(partition, source, status, 0.0)
+            case StatusTold(source, partition, status, at):
+                copy.follow(partition, source, status, 0.0, at)
             case EventBatch():
                 exhaust(copy.apply(one, 0.0))
             case SnapshotChunk():
@@ -218,7 +218,7 @@ def test_a_gapped_source_is_not_sent_before_it_is_right() -> None:
     index.tell()
     told = everything(subscriber)
     assert [chunk.hashes.tolist() for chunk in chunks(told)] == [[1, 2]]
-    assert told[-1] == StatusTold(A, PARTITION, SourceStatus("exact"))
+    assert told[-1] == StatusTold(A, PARTITION, SourceStatus("exact"), (1, 5))
 
 
 def test_a_source_that_goes_while_it_is_read_is_told_to_be_gone() -> None:
@@ -231,6 +231,115 @@ def test_a_source_that_goes_while_it_is_read_is_told_to_be_gone() -> None:
     told = everything(subscriber)
     assert chunks(told) == []
     assert StatusTold(A, PARTITION, SourceStatus("gone", "left")) in told
+
+
+def states(told: Iterable[Told]) -> list[str]:
+    return [one.status.state for one in told if isinstance(one, StatusTold)]
+
+
+def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None:
+    """It was told to be up to date, and claimed for ever what it had when the stream was cut."""
+    index, copy = Index(), IndexFeed()
+    index.add(A, 1, 2, 3)
+    subscriber = index.subscribe()
+    give(copy, everything(subscriber))
+    assert held(copy, A) == {1, 2, 3}
+    index.subscribers.clear()
+    copy.lose_all(0.0, "the stream was cut")
+    index.feed.make_load_only(A, 0.0)
+    index.tell()
+    told = everything(index.subscribe(*copy.positions()))
+    assert states(told) == ["gone", "degraded"]
+    give(copy, told)
+    assert held(copy, A) == set()
+    assert copy.position(A) == SourceState(A, 0, 0)
+
+
+def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() -> None:
+    """It was told to be exact, and held nothing for ever."""
+    one, other, copy = Index(), Index(), IndexFeed()
+    for index in (one, other):
+        index.add(A, 1, 2, 3)
+    one.feed.make_load_only(A, 0.0)
+    one.tell()
+    give(copy, everything(one.subscribe()))
+    assert copy.status(A).state == "degraded"
+    copy.lose_all(0.0, "it died")
+    give(copy, everything(other.subscribe(*copy.positions())))
+    assert copy.status(A) == SourceStatus("exact")
+    assert held(copy, A) == {1, 2, 3}
+
+
+def test_a_source_that_becomes_load_only_is_told_so_once_and_sent_again_when_admitted() -> None:
+    index, copy = Index(), IndexFeed()
+    index.add(A, *range(1, 3 * CHUNK_BLOCKS))
+    subscriber = index.subscribe()
+    give(copy, subscriber.take())
+    index.feed.make_load_only(A, 0.0)
+    index.tell()
+    told = everything(subscriber)
+    assert chunks(told) == [], "it was being read"
+    assert states(told)[0] == "gone"
+    assert states(told).count("gone") == 1
+    give(copy, told)
+    assert held(copy, A) == set()
+    index.change(A, Event(EventKind.REMOVED, array([1])))
+    index.feed.admit(A, 0.0)
+    at = index.feed.position(A)
+    snapshot = SnapshotChunk(A, at.epoch, 2, array([2, 3]), first=True, last=True)
+    exhaust(index.feed.load(snapshot, 0.0))
+    index.tell()
+    told = everything(subscriber)
+    assert "gone" not in states(told)
+    give(copy, told)
+    assert copy.status(A) == SourceStatus("exact")
+    assert held(copy, A) == {2, 3}
+
+
+def test_a_source_that_begins_anew_with_nothing_is_nothing_for_the_copy_too() -> None:
+    """An announced epoch without a batch was called up to date; the old claims stayed."""
+    index, copy = Index(), IndexFeed()
+    index.add(A, 1, 2, 3)
+    subscriber = index.subscribe()
+    give(copy, everything(subscriber))
+    index.feed.announce(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.tell()
+    give(copy, everything(subscriber))
+    assert copy.status(A) == SourceStatus("exact")
+    assert held(copy, A) == set()
+
+
+def test_who_was_told_that_a_source_is_gone_gets_all_of_it_when_it_comes_after_all() -> None:
+    index, copy = Index(), IndexFeed()
+    index.add(A, 1)
+    give(copy, everything(index.subscribe()))
+    restarted = Index()
+    subscriber = restarted.subscribe(*copy.positions())
+    subscriber.tell(A, SourceStatus("gone", "its worker is not in discovery"))
+    give(copy, everything(subscriber))
+    assert A not in copy
+    restarted.add(A, 1)
+    give(copy, everything(subscriber))
+    assert copy.status(A) == SourceStatus("exact")
+    assert held(copy, A) == {1}
+    assert demands(copy) == []
+
+
+def test_a_copy_that_has_forgotten_a_source_learns_that_it_lacks_it() -> None:
+    index, copy = Index(), IndexFeed()
+    index.add(A, 1)
+    subscriber = index.subscribe()
+    give(copy, everything(subscriber))
+    index.feed.lose(A, 0.0, "its publisher's stream ended")
+    index.tell()
+    give(copy, everything(subscriber))
+    copy.forget(A, "no indexer knows it")
+    copy.take_news()
+    index.feed.announce(PARTITION, index.feed.position(A), 0.0)
+    index.tell()
+    give(copy, everything(subscriber))
+    assert copy.status(A).state == "gapped"
+    assert len(demands(copy)) == 1
 
 
 def test_only_the_latest_load_of_a_source_waits() -> None:
@@ -253,51 +362,99 @@ def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
     assert not subscriber._waiting
 
 
-@pytest.mark.parametrize("seed", range(20))
+class Pair:
+    """Two indexes that are told the same, and what is true at each position."""
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self.indexes = (Index(), Index())
+        self.truth: dict[Source, set[int]] = {}
+        self.at: dict[Source, tuple[int, int]] = {}
+        self.past: dict[tuple[Source, int, int], frozenset[int]] = {}
+        for source in sources:
+            self.truth[source], self.at[source] = set(), (1, 0)
+            self.past[source, 0, 0] = self.past[source, 1, 0] = frozenset()
+            for index in self.indexes:
+                index.add(source)
+
+    def change(self, source: Source, kind: EventKind, *keys: int, epoch: int | None = None) -> None:
+        at, truth = self.at[source], self.truth[source]
+        if epoch is not None:
+            truth.clear()
+            at = (epoch, 0)
+            self.past[source, epoch, 0] = frozenset()
+        match kind:
+            case EventKind.STORED:
+                truth.update(keys)
+            case EventKind.REMOVED:
+                truth.difference_update(keys)
+            case EventKind.CLEARED:
+                truth.clear()
+        at = self.at[source] = (at[0], at[1] + 1)
+        self.past[source, *at] = frozenset(truth)
+        batch = EventBatch(source, *at, [Event(kind, array(keys))])
+        for index in self.indexes:
+            exhaust(index.feed.apply(batch, 0.0))
+            index.tell()
+
+    def turn(self, index: Index, source: Source) -> None:
+        """Makes a source load-only, or ends that: its publisher sends what is demanded."""
+        if not index.feed.is_load_only(source):
+            index.feed.make_load_only(source, 0.0)
+            index.tell()
+            return
+        index.feed.admit(source, 0.0)
+        index.tell()
+        all_of_it = array(sorted(self.truth[source]))
+        snapshot = SnapshotChunk(source, *self.at[source], all_of_it, first=True, last=True)
+        exhaust(index.feed.load(snapshot, 0.0))
+        index.tell()
+
+
+@pytest.mark.parametrize("seed", range(30))
 def test_a_copy_is_never_wrong_and_right_in_the_end(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sets that change while they are read in parts of three blocks; frames of any size."""
+    """Sets that change while they are read in parts of three blocks; frames of any size; an index
+    that is lost for another; sources that are load-only for a while, in one of them."""
     monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
-    rng, index, copy = Random(seed), Index(), IndexFeed()
     sources = [A, B, C]
+    rng, copy, pair = Random(seed), IndexFeed(), Pair(sources)
+    index = pair.indexes[0]
     for source in sources:
-        index.add(source, *rng.sample(range(1, 200), 40))
-    past = {(s, 1, 1): frozenset(held(index.feed, s)) for s in sources}
-    past.update({(s, 1, 0): frozenset() for s in sources})
-    past.update({(s, 0, 0): frozenset() for s in sources})
+        pair.change(source, EventKind.STORED, *rng.sample(range(1, 200), 40))
     subscriber = index.subscribe()
+    kinds = ("store", "remove", "clear", "epoch", "turn", "take", "again")
     for _ in range(400):
         source = rng.choice(sources)
-        match rng.choices(
-            ("store", "remove", "clear", "epoch", "take", "again"), (9, 9, 1, 1, 20, 1)
-        )[0]:
+        match rng.choices(kinds, (9, 9, 1, 1, 2, 20, 2))[0]:
             case "store":
-                index.store(source, *rng.sample(range(1, 200), 3))
+                pair.change(source, EventKind.STORED, *rng.sample(range(1, 200), 3))
             case "remove":
-                keys = rng.sample(range(1, 200), 5)
-                index.change(source, Event(EventKind.REMOVED, array(keys)))
+                pair.change(source, EventKind.REMOVED, *rng.sample(range(1, 200), 5))
             case "clear":
-                index.change(source, Event(EventKind.CLEARED))
+                pair.change(source, EventKind.CLEARED)
             case "epoch":
-                epoch = index.feed.position(source).epoch + 1
-                index.change(source, Event(EventKind.STORED, array([5, 6])), epoch=epoch)
-                past[source, epoch, 0] = frozenset()
+                epoch = pair.at[source][0] + 1
+                pair.change(source, EventKind.STORED, 5, 6, epoch=epoch)
+            case "turn":
+                pair.turn(rng.choice(pair.indexes), source)
             case "again":
                 index.subscribers.remove(subscriber)
                 copy.lose_all(0.0, "the stream ended")
+                index = rng.choice(pair.indexes)
                 subscriber = index.subscribe(*copy.positions())
             case _:
                 give(copy, subscriber.take(rng.choice([1, 200, 10_000])))
-        at = index.feed.position(source)
-        past[source, at.epoch, at.sequence] = frozenset(held(index.feed, source))
         for mine in copy.positions():
             if copy.counts(mine.source):
-                expected = past[mine.source, mine.epoch, mine.sequence]
+                expected = pair.past[mine.source, mine.epoch, mine.sequence]
                 assert held(copy, mine.source) == expected
-        index.feed.sweep(256)
-        copy.sweep(256)
+        for feed in (*(one.feed for one in pair.indexes), copy):
+            feed.sweep(256)
     give(copy, everything(subscriber))
     for source in sources:
-        assert copy.status(source) == SourceStatus("exact")
+        assert copy.status(source) == index.feed.status(source)
         assert held(copy, source) == held(index.feed, source)
+        is_here = not index.feed.is_load_only(source)
+        assert held(copy, source) == (pair.truth[source] if is_here else set())
+    assert demands(copy) == [], "it never has to subscribe again"

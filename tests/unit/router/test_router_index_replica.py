@@ -299,6 +299,32 @@ async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
 
+async def test_an_indexer_that_takes_the_call_and_never_speaks_is_left(bed: Bed) -> None:
+    """What was had before is stale then, so nothing else shows that it should speak."""
+    await bed.feed(told(ONE, caught_up=True))
+    await bed.feed(None)
+    await until(lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    assert bed.state(ONE) == "stale"
+    bed.now += SILENT_S + 0.1
+    await until(lambda: len(bed.fake.calls) == 3, "and elsewhere again")
+
+
+async def test_what_it_forgot_by_itself_it_asks_for_when_its_publisher_is_back(bed: Bed) -> None:
+    """The indexer took it for exact, and so did the router, with nothing in it."""
+    blocks = chain(3)
+    await bed.feed(told(ONE), stored(ONE, 1, blocks), told(ONE, "stale", caught_up=True))
+    bed.now += FORGET_S + 0.1
+    await until(lambda: bed.state(ONE) == "none", "it is forgotten")
+    assert len(bed.fake.calls) == 1
+    bed.fake.messages.put_nowait(told(ONE, sequence=1))
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
+    assert bed.state(ONE) in ("gapped", "stale")
+    (resume,) = bed.fake.calls[1][1].resume
+    assert (resume.epoch, resume.sequence) == (0, 0)
+    await bed.feed(told(ONE, "gapped"), snapshot(ONE, 1, blocks), told(ONE, sequence=1))
+    assert (bed.depth(blocks), bed.state(ONE)) == (3, "exact")
+
+
 @pytest.mark.parametrize("loads_only", [True])
 async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed: Bed) -> None:
     assert bed.fake.calls[0][1].loads_only
@@ -315,7 +341,7 @@ async def test_who_wants_events_does_not_ask_for_loads_only(bed: Bed) -> None:
 
 
 async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
-    await bed.feed(told(ONE, "stale"))
+    await bed.feed(told(ONE, "stale", caught_up=True))
     bed.now += SILENT_S * 10
     for _ in range(20):
         await asyncio.sleep(0.001)

@@ -457,8 +457,16 @@ class SubscribeResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     CAUGHT_UP_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     caught_up: _builtins.bool
     """All that was there when the call began has been sent."""
+    epoch: _builtins.int
+    """With a status: epoch of what has been sent of the source, up to this message. A subscriber that
+    has less lacks something: it resumes. 0, with sequence 0: not said.
+    """
+    sequence: _builtins.int
+    """Its sequence."""
     @_builtins.property
     def source(self) -> Global___Source:
         """The source this is about."""
@@ -498,10 +506,12 @@ class SubscribeResponse(_message.Message):
         status: Global___SourceStatus | None = ...,
         caught_up: _builtins.bool = ...,
         more: _abc.Iterable[Global___SubscribeResponse] | None = ...,
+        epoch: _builtins.int = ...,
+        sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "load", b"load", "partition", b"partition", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "caught_up", b"caught_up", "load", b"load", "more", b"more", "partition", b"partition", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "caught_up", b"caught_up", "epoch", b"epoch", "load", b"load", "more", b"more", "partition", b"partition", "sequence", b"sequence", "snapshot", b"snapshot", "source", b"source", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -516,7 +526,9 @@ class SourceStatus(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """exact, gapped, stale, degraded or gone."""
+    """exact, gapped, stale, degraded or gone. What was had of a source that is gone is void, also if
+    it comes again: one that becomes load-only is told to be gone first.
+    """
     reason: _builtins.str
     """Why. Empty when exact."""
     def __init__(
@@ -767,7 +779,10 @@ class DumpResponse(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___SnapshotChunk:
-        """A part of one source."""
+        """A part of one source. It is whole with its last part; a first part amid it begins it anew, since
+        it was cleared or replaced meanwhile. One without a last part has left. A source whose load only
+        is known has an empty part of epoch 0.
+        """
 
     def __init__(
         self,
@@ -904,7 +919,7 @@ class StatsResponse(_message.Message):
     budget_bytes: _builtins.int
     """Bytes the index may use. 0: no bound."""
     used_bytes: _builtins.int
-    """Bytes it is estimated to use."""
+    """Bytes it is estimated to use, with the batches it keeps to pass on."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]:
         """Sources and where they stand."""
@@ -940,7 +955,7 @@ class SourceStats(_message.Message):
     blocks: _builtins.int
     """Blocks claimed on the device."""
     age_ms: _builtins.int
-    """Milliseconds since its last word."""
+    """Milliseconds since its publisher's last word, its load included."""
     @_builtins.property
     def state(self) -> Global___SourceState:
         """Where it stands."""
