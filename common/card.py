@@ -13,7 +13,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Flag, auto
 from types import MappingProxyType
@@ -40,16 +40,21 @@ class ModelType(Flag):
     PREFILL = auto()
 
 
-def _read_model_type(raw: object) -> ModelType:
+def model_type_of(names: Iterable[str]) -> ModelType:
+    """What the names, in lower case, say together. Raises ValueError with the one that is none."""
     known = {str(flag.name).lower(): flag for flag in ModelType}
-    if not isinstance(raw, list):
-        raise ValueError("must be a list of names")
     result = ModelType(0)
-    for name in raw:
+    for name in names:
         if not isinstance(name, str) or name not in known:
             raise ValueError(f"{name!r} is none of {', '.join(known)}")
         result |= known[name]
     return result
+
+
+def _read_model_type(raw: object) -> ModelType:
+    if not isinstance(raw, list):
+        raise ValueError("must be a list of names")
+    return model_type_of(raw)
 
 
 def _read_inline(raw: object) -> bytes | None:

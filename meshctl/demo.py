@@ -12,25 +12,31 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 
+from common.free_ports import free_ports
+from meshctl.process import on_leash
+
 ROOT = Path(__file__).resolve().parent.parent
 ANSWERS = 2
-CONSUL_READY_S = 15.0
-MESH_S = 120.0
+# For a machine that has much else to do; it takes a second or two.
+CONSUL_READY_S = 40.0
+CONSUL_END_S = 10.0
+READY_S = 90
+MESH_S = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,38 +111,39 @@ def consul_agent(folder: Path) -> Iterator[str]:
                 + fetched.stderr.strip()[-300:]
             )
     names = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
-    ports = dict(zip(names, _free_ports(len(names)), strict=True))
-    flags = [f"-{name}-port={port}" for name, port in ports.items()]
-    with (folder / "consul.log").open("wb") as log:
+    first = free_ports(len(names))
+    flags = [f"-{name}-port={first + offset}" for offset, name in enumerate(names)]
+    url = f"http://127.0.0.1:{first + names.index('http')}"
+    path = folder / "consul.log"
+    with path.open("wb") as log:
         agent = subprocess.Popen(
-            [binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags],
+            on_leash([binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]),
             stdout=log,
             stderr=log,
         )
     try:
-        _await_port(ports["http"], agent)
-        yield f"http://127.0.0.1:{ports['http']}"
+        if not _leads(url, agent):
+            raise RuntimeError(f"the Consul agent did not start: {path.read_text()[-500:]}")
+        yield url
     finally:
         agent.send_signal(signal.SIGINT)
-        agent.wait(10)
+        try:
+            agent.wait(CONSUL_END_S)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-
-
-def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
+def _leads(url: str, agent: subprocess.Popen[bytes]) -> bool:
+    """Waits until the agent has elected itself: before that it answers, but takes nothing in."""
     deadline = time.monotonic() + CONSUL_READY_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
+    while time.monotonic() < deadline and agent.poll() is None:
+        with suppress(httpx.HTTPError):
+            leader = httpx.get(f"{url}/v1/status/leader", trust_env=False, timeout=1.0)
+            if leader.text.strip('"\n '):
+                return True
         time.sleep(0.05)
-    raise RuntimeError("the Consul agent did not start")
+    return False
 
 
 def demo(registry: str, environ: Mapping[str, str]) -> int:
@@ -164,6 +171,7 @@ def demo(registry: str, environ: Mapping[str, str]) -> int:
             [
                 *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
                 *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
+                *("--ready-s", str(READY_S)),
                 *("--once", "--then", sys.executable, "-m", "meshctl.demo_client", str(out)),
             ],
             env=env,

@@ -31,13 +31,18 @@ from worker_svc.config import WorkerConfig
 from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
 from worker_svc.core.timing import Timing
 from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import EngineConfig, LLMEngine, MortalEngine, PagedEngine
+from worker_svc.engine import (
+    KV_EVENTS_OFF,
+    EngineConfig,
+    LLMEngine,
+    MortalEngine,
+    PagedEngine,
+)
 from worker_svc.metrics import worker_registry
 from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
 from worker_svc.service import EngineServicer
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
-from worker_svc.sim_engine import sim_events as sim_events
 from worker_svc.sim_handoff import SimHandoffConfig
 from worker_svc.tracing import GenerateSpans
 
@@ -85,7 +90,9 @@ class WorkerApp:
         log.info("engine_started", engine=config.engine, s=round(time.monotonic() - started_at, 2))
         if isinstance(self.engine, MortalEngine):
             life.spawn(self.engine.died(), name="engine")
-        self._card = await asyncio.to_thread(card_of, model_folder(config), engine_config)
+        self._card = await asyncio.to_thread(
+            card_of, model_folder(config), engine_config, config.serve
+        )
         self.runner.card_checksum = self._card.checksum
         # After the card, which is the same on workers that publish and on those that do not.
         engine_config = self._with_kv_index(engine_config)
@@ -129,21 +136,27 @@ class WorkerApp:
         canary = Canary(
             self.runner,
             tell,
+            life.spawn,
             idle_s=self._config.canary_idle_s,
             timeout_s=self._config.canary_timeout_s,
         )
         life.spawn(canary.run(), name="canary")
 
     def _with_kv_index(self, engine: EngineConfig) -> EngineConfig:
-        """What is advertised: an engine's events count when they are published."""
+        """What is advertised: an engine's events count when they are published.
+
+        A cache of which nobody is told is worth guessing at; one that is not there is not.
+        """
         if engine.kv_index != "events":
             return engine
-        if not self._config.kv_events:
-            return replace(engine, kv_index="none", kv_index_reason="kv_events is off")
         silence = "the engine reports no pages"
         if isinstance(self.engine, PagedEngine):
             silence = self.engine.kv_silence
-        return replace(engine, kv_index="none", kv_index_reason=silence) if silence else engine
+        if silence and silence != KV_EVENTS_OFF:
+            return replace(engine, kv_index="none", kv_index_reason=silence)
+        if silence or not self._config.kv_events:
+            return replace(engine, kv_index="approx", kv_index_reason=KV_EVENTS_OFF)
+        return engine
 
     def _build_publisher(self, engine: EngineConfig, card: ModelCard) -> Publisher:
         """Publishes events where there are any, and load in any case."""

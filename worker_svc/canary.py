@@ -2,16 +2,23 @@
 
 What requests bring is the better proof, so it sings only where there is none: no output for
 `idle_s` and no step either. A probe goes to the engine itself, past admission, counters and spans
-of requests. Being refused for being busy is an answer. While probes fail they are repeated every
-RETRY_S, and the first sign of life, also of a request, ends that.
+of requests. Being refused for being busy is an answer.
+
+While probes fail they are repeated every RETRY_S. Only an answer ends that, to a probe or to a
+request: a step does not, since engines report theirs late, and one that moves may say nothing.
+
+A probe is a task of its own, which the canary waits for and never awaits: an engine that does not
+heed a cancellation, or whose `finally` hangs, holds that task only. Of such at most HUNG_MAX are
+left behind; no further one is sent before one of them has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any, Protocol
 
 import structlog
 
@@ -29,14 +36,25 @@ from worker_svc.engine import (
 from worker_svc.runner import Runner
 
 RETRY_S = 1.0
+HUNG_MAX = 4
 
 log = structlog.get_logger()
+
+
+class Spawn(Protocol):
+    """`Life.spawn`: runs work in a task that is cancelled, and awaited, at the end of a life."""
+
+    def __call__(
+        self, work: Coroutine[Any, Any, str], /, *, name: str, essential: bool
+    ) -> asyncio.Task[str]:
+        """Begins."""
 
 
 class Canary:
     """Watches the runner's engine.
 
     tell: called with False when the engine is found dead, with True when it lives again.
+    spawn: who owns the probes' tasks, also of those left behind.
     idle_s: silence before a probe; timeout_s: how long an answer may take. Counts `canaries` and
     `canaries_failed` among the runner's counters.
     """
@@ -45,6 +63,7 @@ class Canary:
         self,
         runner: Runner,
         tell: Callable[[bool], Awaitable[None]],
+        spawn: Spawn,
         *,
         idle_s: float,
         timeout_s: float,
@@ -52,11 +71,13 @@ class Canary:
         self.is_alive = True
         self._runner = runner
         self._tell = tell
+        self._spawn = spawn
         self._idle_s = idle_s
         self._timeout_s = timeout_s
         self._steps = -1
         self._seen_at = -math.inf
         self._probed_at = -math.inf
+        self._hung: list[asyncio.Task[str]] = []
 
     async def run(self) -> None:
         """Watches until cancelled."""
@@ -64,10 +85,9 @@ class Canary:
         self._seen_at = now()
         while True:
             self._look(now())
-            if not self.is_alive and self._seen_at > self._probed_at:
-                await self._set(True, "it moves again")
-            every_s = self._idle_s if self.is_alive else min(self._idle_s, RETRY_S)
-            wait_s = every_s - (now() - max(self._seen_at, self._probed_at))
+            if not self.is_alive and self._runner.last_output_at > self._probed_at:
+                await self._set(True, "it answers a request")
+            wait_s = self._due_at() - now()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
                 continue
@@ -75,8 +95,14 @@ class Canary:
             self._probed_at = now()
             await self._set(not why, why)
 
+    def _due_at(self) -> float:
+        """When the next probe is due."""
+        if self.is_alive:
+            return max(self._seen_at, self._probed_at) + self._idle_s
+        return self._probed_at + min(self._idle_s, RETRY_S)
+
     def _look(self, now: float) -> None:
-        """Notes when the engine last gave a sign of life."""
+        """Notes when the engine last gave a sign that it need not be asked."""
         self._seen_at = max(self._seen_at, self._runner.last_output_at)
         steps = self._steps_now()
         if steps != self._steps:
@@ -100,17 +126,33 @@ class Canary:
         return why
 
     async def _why_dead(self) -> str:
-        ctx = GenerateContext(EngineContext(f"canary-{self._runner.counters['canaries']}"))
-        stream = validated(self._runner.engine.generate(probe(), ctx), request_id=ctx.id)
+        self._hung = [task for task in self._hung if not task.done()]
+        if len(self._hung) >= HUNG_MAX:
+            return f"{len(self._hung)} probes before this one have not ended yet"
+        name = f"canary-{self._runner.counters['canaries']}"
+        task = self._spawn(self._ask(name), name=name, essential=False)
         try:
-            async with asyncio.timeout(self._timeout_s), aclosing(stream) as outputs:
+            await asyncio.wait([task], timeout=self._timeout_s)
+        finally:
+            # Not awaited: what it then does, and when it ends, is the engine's affair.
+            task.cancel()
+        if not task.done():
+            self._hung.append(task)
+            return f"no answer within {self._timeout_s:g} s"
+        # It was not we who cancelled it: it would not be done yet.
+        return "it cancelled its own answer" if task.cancelled() else task.result()
+
+    async def _ask(self, request_id: str) -> str:
+        """Asks for one token; what is wrong with the answer, empty: nothing."""
+        ctx = GenerateContext(EngineContext(request_id))
+        try:
+            stream = self._runner.engine.generate(probe(), ctx)
+            async with aclosing(validated(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
                         return output.error or "its answer is an error"
         except Overloaded:
             return ""
-        except TimeoutError:
-            return f"no answer within {self._timeout_s:g} s"
         except MeshError as error:
             return error.message
         except Exception as error:

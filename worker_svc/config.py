@@ -10,6 +10,7 @@ from typing import Literal
 
 from common.config import ServiceConfig, at_least, between, knob
 from common.errors import InvalidRequest
+from worker_svc.card import KINDS, model_type_served
 from worker_svc.sglang_options import page_size_of
 
 
@@ -59,6 +60,10 @@ class WorkerConfig(ServiceConfig):
         default=None,
         metadata=knob("Folder with tokenizer.json and its config; unset: the sim model's."),
     )
+    serve: tuple[str, ...] = field(
+        default=KINDS,
+        metadata=knob("chat, completions or both; less where the model can do one only."),
+    )
     context_length: int | None = field(
         default=None,
         metadata=knob("Tokens of prompt and answer; below the model's own.", check=at_least(2)),
@@ -94,7 +99,7 @@ class WorkerConfig(ServiceConfig):
     )
     kv_events: bool = field(
         default=True,
-        metadata=knob("Tell indexers which KV blocks are cached; off: no prefix routing to it."),
+        metadata=knob("Tell indexers which KV blocks are cached; off: routers only guess."),
     )
     card_inline_bytes: int = field(
         default=1 << 20,
@@ -139,6 +144,10 @@ class WorkerConfig(ServiceConfig):
     def problems(self) -> list[str]:
         """Contradictions between fields."""
         found = ServiceConfig.problems(self)
+        try:
+            model_type_served(self.serve)
+        except ValueError as error:
+            found.append(f"serve: {error}")
         if self.engine == "echo" and self.role != "aggregated":
             found.append("role: the echo engine has no prefill and decode")
         if self.loras and self.engine != "sim":

@@ -40,6 +40,7 @@ from common.preprocessed import (
 from worker_svc.core.kv_events import KvRules, KvSink
 
 __all__ = [
+    "KV_EVENTS_OFF",
     "BootstrapInfo",
     "CompletionUsage",
     "CountingEngine",
@@ -76,6 +77,10 @@ __all__ = [
 ]
 
 
+# The `kv_silence` of an engine that reuses prefixes and was told not to say so.
+KV_EVENTS_OFF = "kv_events is off"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """What an engine says of itself when it has started. None: not advertised, never zero.
@@ -85,7 +90,9 @@ class EngineConfig:
     transfer_group: engines with equal groups can move KV between each other.
     local_prefill: a decode engine that can compute prompts itself.
     loras: adapters that are loaded, which requests may name.
-    kv_index: "events" (KV events are published), "approx" or "none"; kv_index_reason says why not.
+    kv_index: "events" (KV events are published), "approx" (prefixes are reused, and nobody is told:
+    routers guess) or "none" (nothing is reused, or it is no use to guess); kv_index_reason says why
+    not events.
     """
 
     model: str = ""
@@ -320,8 +327,8 @@ class CountingEngine(Protocol):
 class PagedEngine(Protocol):
     """An engine that reports the pages of its cache (`kv_index` is "events").
 
-    kv_rules: how its events are to be read. kv_silence: why there are none; "": there are. Both
-    hold from the end of `start` on.
+    kv_rules: how its events are to be read. kv_silence: why there are none; "": there are. Where it
+    is KV_EVENTS_OFF prefixes are reused all the same. Both hold from the end of `start` on.
     """
 
     kv_rules: KvRules

@@ -54,6 +54,8 @@ UNACKED_MAX = 512
 REGROW_S = 30.0
 REGROW_SHARE = 10
 REGROW_BLOCKS_MIN = 1024
+# Pages that are withdrawn, or announced again, before the loop has its turn: a millisecond or two.
+RESIZE_PAGES = 1024
 # Pauses before a lost indexer, or the registry, is tried again; jittered by half.
 PAUSE_FIRST_S = 0.1
 PAUSE_MAX_S = 5.0
@@ -135,6 +137,8 @@ class Publisher:
         self._is_cut_due = False
         # Whether it was shrunk since the last look for room.
         self._was_shrunk = False
+        # Whether what goes on is a shrinking.
+        self._is_shrinking = False
         # Where each rank stood when it was shrunk last.
         self._shrunk_at: dict[int, tuple[int, int]] = {}
 
@@ -196,26 +200,52 @@ class Publisher:
                 pause_s = min(PAUSE_MAX_S, 2 * pause_s)
 
     def shrink(self, blocks: int, acked: Mapping[int, tuple[int, int]]) -> None:
-        """Withdraws so many blocks, from each rank its share.
+        """Begins to withdraw so many blocks, from each rank its share.
 
         acked: what the indexer that asks has seen, by rank. A demand made before the last shrinking
-        was seen is about blocks that are gone already, and ignored.
+        has ended and was seen is about blocks that are gone already, and ignored.
         """
-        if any(acked.get(rank, (0, 0)) < at for rank, at in self._shrunk_at.items()):
+        if self._is_resizing or any(
+            acked.get(rank, (0, 0)) < at for rank, at in self._shrunk_at.items()
+        ):
             return
         published = {rank: feed.canonicaliser.published_blocks for rank, feed in self.feeds.items()}
         total = sum(published.values())
         if not total:
             return
-        withdrawn = 0
+        log.warning("kv_index_over_budget", asked=blocks, published=total)
         for rank, feed in self.feeds.items():
             # Rounded up: less than what was asked for would be asked for again.
-            withdrawn += feed.shrink(-(-blocks * published[rank] // total))
+            feed.canonicaliser.shrink(-(-blocks * published[rank] // total))
+        self._is_shrinking = self._was_shrunk = True
+        self._resize()
+
+    @property
+    def _is_resizing(self) -> bool:
+        return any(feed.canonicaliser.is_resizing for feed in self.feeds.values())
+
+    def _resize(self) -> None:
+        """One part of what is to be withdrawn or announced; then the loop has its turn.
+
+        What the engine says meanwhile comes behind what was said before, in batches as always.
+        """
+        for rank, feed in self.feeds.items():
+            if feed.canonicaliser.is_resizing:
+                try:
+                    self._count_resized(feed.canonicaliser.resize(RESIZE_PAGES))
+                except Exception:
+                    self._broke(rank)
+                break
         self._cut()
-        self._shrunk_at = {rank: _position(feed) for rank, feed in self.feeds.items()}
-        self._was_shrunk = True
-        self.counters["shrunk_blocks"] += withdrawn
-        log.warning("kv_index_over_budget", asked=blocks, withdrawn=withdrawn)
+        if self._is_resizing:
+            asyncio.get_running_loop().call_soon(self._resize)
+        elif self._is_shrinking:
+            self._is_shrinking = False
+            self._shrunk_at = {rank: _position(feed) for rank, feed in self.feeds.items()}
+
+    def _count_resized(self, blocks: int) -> None:
+        if blocks:
+            self.counters["regrown_blocks" if blocks > 0 else "shrunk_blocks"] += abs(blocks)
 
     def _plan_cut(self) -> None:
         if not self._is_cut_due:
@@ -267,14 +297,13 @@ class Publisher:
             self._was_shrunk = False
 
     def grow(self) -> None:
-        """Announces some more of what `shrink` withheld, if anything."""
-        grown = 0
+        """Begins to announce some more of what `shrink` withheld, if anything."""
+        if self._is_resizing:
+            return
         for feed in self.feeds.values():
             share = feed.canonicaliser.published_blocks // REGROW_SHARE
-            grown += feed.grow(max(REGROW_BLOCKS_MIN, share))
-        if grown:
-            self.counters["regrown_blocks"] += grown
-            self._cut()
+            feed.canonicaliser.grow(max(REGROW_BLOCKS_MIN, share))
+        self._resize()
 
     def _follow(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
         # Revision 0 has seen nothing yet, so it cannot take anybody away.

@@ -44,6 +44,8 @@ from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # How long an engine may take to end a stopped request before its generator is closed on it.
 STOP_GRACE_S = 0.15
+# Ends that an engine may tell of without having computed anything.
+_NO_ANSWER = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 Emit = Callable[[LLMEngineOutput], None]
 
@@ -63,7 +65,8 @@ class Runner:
     """The engine's door. max_requests: how many may be inside; the rest is refused.
 
     role: the engine's, which legs play that do not say otherwise.
-    last_output_at: loop time at which the engine last said anything; -inf: never.
+    last_output_at: loop time at which the engine last gave a part of an answer; -inf: never. That a
+    request was cancelled, or failed, is none.
     """
 
     def __init__(
@@ -186,7 +189,8 @@ class Runner:
         terminal: LLMEngineOutput | None = None
         async with aclosing(validated(self._stream(running), request_id=request_id)) as outputs:
             async for output in outputs:
-                self.last_output_at = now()
+                if output.finish_reason not in _NO_ANSWER:
+                    self.last_output_at = now()
                 if output.token_ids:
                     running.ctx.notify_first_token()
                 if output.finish_reason is None:

@@ -48,6 +48,7 @@ from common.errors import (
     Unavailable,
     WorkerLost,
 )
+from common.free_ports import free_ports
 from common.instances import Role
 from common.load import Load
 from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
@@ -58,7 +59,6 @@ from worker_svc.engine import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.free_ports import free_ports
 from worker_svc.make_tiny_model import TINY_MODEL_DIR
 from worker_svc.sglang_events import Endpoints, KvReader
 from worker_svc.sglang_options import (

@@ -10,6 +10,10 @@ as far meanwhile. So every replay begins with the batch taken last: it must be t
 Where it is not the engine has begun anew, with an empty cache, and so does the reader. It asks so
 whenever the connection is a new one, before it takes anything that came over it.
 
+An answer may have holes, no last batches or no end: a ROUTER drops what it cannot send at once. So
+the rest is asked for again, for as long as every answer brings something; only what is missing at
+the beginning of an answer is kept no more.
+
 The format is SGLang's "dynamo": there, and only there, the hash of a block depends on adapter and
 salt as well, so that hashes alone tell blocks of different adapters apart, in removals too. They
 are opaque, signed 64-bit numbers. vLLM's format is read too: its events may be arrays, its hashes
@@ -23,6 +27,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Final
 
 import msgspec
@@ -41,16 +46,19 @@ from worker_svc.core.kv_events import (
 )
 
 TOPIC: Final = "kv-events"
-# Batches that SGLang keeps for replay.
+# Batches that SGLang keeps for replay. As many may wait here: those beyond can be had again.
 KEPT_BATCHES: Final = 10_000
+# Messages that a socket takes before it drops any, by default; a shorter answer is whole.
+SENDS_MIN: Final = 1_000
 # After so much silence the end is asked for again.
 QUIET_S: Final = 1.0
-# SGLang looks for replay requests between batches, at least every 0.1 s.
+# Silence at which an answer is given up. SGLang looks for requests between batches, at least every
+# 0.1 s.
 REPLAY_S: Final = 5.0
 # An engine that goes away takes the requests with it that it has not answered: they are made again.
 REPLAY_TRIES: Final = 2
-# Batches before the loop gets its turn.
-TURN_BATCHES: Final = 64
+# Work after which the loop gets its turn: batches that have arrived already are taken without one.
+TURN_S: Final = 0.002
 
 _SEQ_BYTES: Final = 8
 _TIERS: Final[Mapping[str | None, Tier]] = {
@@ -110,10 +118,33 @@ def _tcp(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
+class _Answer(Enum):
+    """What came of a request for replay: all there is, a part, or what another engine has kept."""
+
+    WHOLE = auto()
+    CUT = auto()
+    OF_ANOTHER = auto()
+
+
+class _Turns:
+    """Gives the loop its turn once TURN_S has passed since the last."""
+
+    def __init__(self) -> None:
+        self._now = asyncio.get_running_loop().time
+        self._began = self._now()
+
+    async def give(self) -> None:
+        """Call it after each piece of work."""
+        if self._now() - self._began > TURN_S:
+            await asyncio.sleep(0)
+            self._began = self._now()
+
+
 class KvReader:
     """Follows one rank for ever.
 
-    counts: batches, replayed (of them), gaps, losses, malformed, resets, unanswered replays.
+    counts: batches, replayed (of them), gaps, losses, malformed, resets, replays that were cut or
+    unanswered (from some batch on).
     """
 
     def __init__(self, rank: int, endpoints: Endpoints, sink: KvSink) -> None:
@@ -146,7 +177,7 @@ class KvReader:
             live.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED) as monitor,
         ):
             live.set(zmq.LINGER, 0)
-            live.set(zmq.RCVHWM, 0)
+            live.set(zmq.RCVHWM, KEPT_BATCHES)
             live.connect(self._endpoint)
             live.subscribe(TOPIC.encode())
             try:
@@ -160,7 +191,7 @@ class KvReader:
         self, context: zmq.asyncio.Context, live: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
     ) -> None:
         """Takes what comes, until it is quiet."""
-        turns = 0
+        turns = _Turns()
         while await live.poll(QUIET_S * 1000):
             _, number, payload = await live.recv_multipart()
             seq = int.from_bytes(number, "big")
@@ -172,9 +203,7 @@ class KvReader:
                     self._lose("nothing shows that it is the same engine")
                     self._next = seq
             self._accept(seq, payload)
-            turns += 1
-            if turns % TURN_BATCHES == 0:
-                await asyncio.sleep(0)
+            await turns.give()
 
     async def _replay(self, context: zmq.asyncio.Context, tries: int) -> bool:
         """Takes what the engine has kept from the next batch on; or all, if it has begun anew.
@@ -183,42 +212,58 @@ class KvReader:
         """
         if self._replay_endpoint is None:
             return False
-        for _ in range(tries):
+        while tries:
+            before = self._next
             try:
-                async with asyncio.timeout(REPLAY_S):
-                    if not await self._ask(context, self._replay_endpoint):
+                match await self._ask(context, self._replay_endpoint):
+                    case _Answer.WHOLE:
+                        return True
+                    case _Answer.OF_ANOTHER:
                         self._begin_anew()
-                        await self._ask(context, self._replay_endpoint)
-                    return True
+                    case _Answer.CUT:
+                        self.counts["cut"] += 1
             except TimeoutError:
                 self.counts["unanswered"] += 1
                 log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next)
+                tries -= self._next == before
         return False
 
-    async def _ask(self, context: zmq.asyncio.Context, endpoint: str) -> bool:
-        """One replay, from the batch taken last on; False, with nothing taken, if that is gone."""
-        is_known = self._next == 0
+    async def _ask(self, context: zmq.asyncio.Context, endpoint: str) -> _Answer:
+        """One replay, from the batch taken last on. Raises TimeoutError once nothing more comes.
+
+        Of another engine's nothing is taken. Cut is an answer only behind something new.
+        """
+        had = self._next
+        is_known = had == 0
+        turns = _Turns()
         # A socket each time: what a request that timed out still brings must not end the next one.
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
+            dealer.set(zmq.RCVHWM, KEPT_BATCHES)
             dealer.connect(endpoint)
-            first = max(0, self._next - 1)
+            first = max(0, had - 1)
             await dealer.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
-                *_, number, payload = await dealer.recv_multipart()
+                async with asyncio.timeout(REPLAY_S):
+                    *_, number, payload = await dealer.recv_multipart()
                 seq = int.from_bytes(number, "big", signed=True)
+                if seq < 0 and not is_known:
+                    return _Answer.OF_ANOTHER
                 if seq < 0:
-                    return is_known
+                    return _Answer.CUT if self._next - first >= SENDS_MIN else _Answer.WHOLE
                 if not is_known:
                     if seq == first and payload != self._last:
-                        return False
+                        return _Answer.OF_ANOTHER
                     is_known = True
                     if seq > first:
                         # The ring is past it: nothing shows whose batches these are.
                         self._lose(f"batches from {first} on are kept no more")
                         self._next = seq
+                if seq > self._next > had:
+                    return _Answer.CUT
                 self.counts["replayed"] += seq >= self._next
                 self._accept(seq, payload)
+                await turns.give()
 
     def _begin_anew(self) -> None:
         log.warning("kv_engine_began_anew", dp_rank=self._rank, had=self._next)

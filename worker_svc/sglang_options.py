@@ -45,7 +45,7 @@ from common.preprocessed import (
     usage,
 )
 from worker_svc.core.handoff import PEER_LOST
-from worker_svc.engine import LLMEngineOutput
+from worker_svc.engine import KV_EVENTS_OFF, LLMEngineOutput
 
 # A leg with this partner waits for nobody and hands nothing over: SGLang's own word for it.
 FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
@@ -550,10 +550,8 @@ def kv_index_of(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
 
 def kv_silence_of(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
     """Why a worker reports nothing although the model's prefixes could be shared; "": it does."""
-    if not kv_events:
-        return "kv_events is off"
     if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
         return "a decode worker keeps no prefixes"
     if resolved.get("disable_radix_cache"):
         return "prefix caching is off"
-    return ""
+    return "" if kv_events else KV_EVENTS_OFF

@@ -10,7 +10,7 @@ What it makes of a request:
   are honoured by changing nothing, and every log probability is 0, with no alternatives.
 - Stop strings and max_thinking_tokens hold at the frontend, which has the text; this model does
   not reason. Hidden stop tokens and EOS end the answer and are left out of it and of the counts.
-- Adapters named in the configuration have a cache and block names of their own, and the same truth.
+- Adapters named in the configuration have a cache, block names and a truth of their own.
 - `routing.priority`, else the context's: the larger goes first.
 - What cannot be honoured is refused by name: guided decoding, n, best_of, beam search, embeddings,
   media, prompt log probabilities, engine arguments, handoffs that are not this role's.

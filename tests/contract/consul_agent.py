@@ -11,7 +11,6 @@ import functools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from common.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 START_S = 15.0
@@ -54,7 +55,8 @@ class ConsulAgent:
 
     def __init__(self) -> None:
         self._binary = consul_binary()
-        self._ports = _free_ports(len(PORTS))
+        first = free_ports(len(PORTS))
+        self._ports = range(first, first + len(PORTS))
         self.url = f"http://127.0.0.1:{self._ports[0]}"
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -129,11 +131,3 @@ def running_agent() -> Iterator[ConsulAgent]:
         yield agent
     finally:
         agent.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]

@@ -6,6 +6,7 @@ import asyncio
 import re
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from types import ModuleType
@@ -16,7 +17,12 @@ import pytest
 from common.attach import Order
 from common.instances import new_instance_id
 from common.lifecycle import Health, Life
-from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.preprocessed import (
+    PreprocessedRequest,
+    PromptTokensDetails,
+    StopConditions,
+    TokenIds,
+)
 from common.registry import MemoryRegistry, MemoryStore
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
@@ -24,7 +30,14 @@ from worker_svc.conformance.__main__ import main, maker
 from worker_svc.conformance.bench import Limits
 from worker_svc.conformance.checks import all_checks
 from worker_svc.conformance.report import Result, Verdict, results
-from worker_svc.core.kv_events import ExternalEvent, KvSink, PagesRemoved, PagesStored
+from worker_svc.core.kv_events import (
+    Duplicates,
+    ExternalEvent,
+    KvRules,
+    KvSink,
+    PagesRemoved,
+    PagesStored,
+)
 from worker_svc.core.timing import Timing
 from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.engine import (
@@ -274,6 +287,98 @@ class Unmeant(Counter):  # type: ignore[misc]
         return EngineConfig("counter", kv_cache_block_size=16, kv_index="events")
 
 
+class Paging(Counter):  # type: ignore[misc]
+    """Keeps every prompt for ever, page by page, in routing blocks of 16 tokens."""
+
+    kv_silence = ""
+
+    def __init__(
+        self, page_size: int, *, told_as: int = 0, whole_blocks_only: bool = False
+    ) -> None:
+        super().__init__()
+        self.kv_rules = KvRules(16, told_as or page_size, Duplicates.IDEMPOTENT)
+        self.page_size = page_size
+        self.reused = 16 if whole_blocks_only else page_size
+        self.held: dict[tuple[int, ...], int] = {}
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        await super().start(worker_id)
+        return EngineConfig(
+            "paging", context_length=4096, kv_cache_block_size=16, kv_index="events"
+        )
+
+    def publish_to(self, sink: KvSink) -> None:
+        self.sink = sink
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        prompt = tuple(request.token_ids.tolist())
+        details = PromptTokensDetails(cached_tokens=self.cached(prompt))
+        async for one in super().generate(request, ctx):
+            counted = one.completion_usage
+            if counted is not None:
+                one = one.with_usage(replace(counted, prompt_tokens_details=details))
+            yield one
+        self.keep(prompt)
+
+    def cached(self, prompt: tuple[int, ...]) -> int:
+        """Whole pages, or blocks; one token is always computed."""
+        end = (len(prompt) - 1) // self.reused * self.reused
+        while end and prompt[:end] not in self.held:
+            end -= self.reused
+        return end
+
+    def keep(self, prompt: tuple[int, ...]) -> None:
+        parent = None
+        for end in range(self.page_size, len(prompt) + 1, self.page_size):
+            page = prompt[end - self.page_size : end]
+            if prompt[:end] not in self.held:
+                name = self.held[prompt[:end]] = len(self.held)
+                self.sink.take([PagesStored([name], parent, TokenIds.of(page).le, self.page_size)])
+            parent = self.held[prompt[:end]]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+async def test_what_is_cached_of_a_repeated_prompt_is_counted_in_the_pages_of_the_engine(
+    page_size: int,
+) -> None:
+    found = await verdicts(lambda: Paging(page_size), only=["start", "kv-events"])
+    assert found["kv-events"].verdict is Verdict.PASS, str(found["kv-events"])
+
+
+class HalfStarted(Counter):  # type: ignore[misc]
+    """Fails while it starts, when something runs already."""
+
+    async def start(self, worker_id: int) -> Any:
+        self.task = asyncio.create_task(asyncio.Event().wait(), name="left-behind")
+        raise Unavailable("no GPU is free")
+
+    async def cleanup(self) -> None:
+        if hasattr(self, "task"):
+            self.task.cancel()
+            await asyncio.wait([self.task])
+
+
+@pytest.mark.parametrize("only", [["start"], []], ids=["start alone", "all checks"])
+async def test_an_engine_whose_start_failed_half_way_is_cleaned_up(only: Sequence[str]) -> None:
+    found = await verdicts(HalfStarted, only=only)
+    assert found["start"].verdict is Verdict.FAIL
+    assert "no GPU is free" in found["start"].why
+    assert not [one for one in asyncio.all_tasks() if one.get_name() == "left-behind"]
+    assert only or found["cleanup"].verdict is Verdict.PASS, "its rule holds then, too"
+
+
+class HalfStartedForGood(HalfStarted):
+    async def cleanup(self) -> None:
+        self.engine.shutdown()
+
+
+def test_a_stop_may_take_as_long_as_the_page_says() -> None:
+    (promised_ms,) = re.findall(r"has to be free within (\d+) ms", PAGE.read_text())
+    assert Limits().stop_s * 1000 == int(promised_ms)
+
+
 class Restless(Counter):  # type: ignore[misc]
     def loads(self) -> list[Load]:
         return [Load(rooms_open=1)]
@@ -352,9 +457,16 @@ BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
     ("kv-events", lambda: lying_sim(Bottomless), "which is not held"),
     ("kv-events", lambda: lying_sim(Contrary), "page 4711 was removed, which is not held"),
     ("kv-events", Unmeant, "is no PagedEngine"),
+    (
+        "kv-events",
+        lambda: Paging(4, whole_blocks_only=True),
+        "had 64 tokens cached, events told of 68",
+    ),
+    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, kv_rules say 8"),
     ("rest", Restless, "not at rest"),
     ("drain", NeverDrained, "drain did not return within"),
     ("cleanup", Abandoning, "never ended"),
+    ("cleanup", HalfStartedForGood, "AttributeError"),
     ("cleanup-twice", CleansUpOnce, "it is closed"),
     ("after-cleanup", Undead, "it was not refused"),
     ("cleanup-without-start", NeedsAStart, "AttributeError"),

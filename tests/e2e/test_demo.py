@@ -13,9 +13,12 @@ import pytest
 from tests.contract.consul_agent import consul_binary
 
 ROOT = Path(__file__).resolve().parents[2]
+# It takes 5 to 8 seconds; up to 67 were seen with a dozen busy processes for each core beside it.
+TIMEOUT_S = 200
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 10)
 @pytest.mark.row("S2-25")
 @pytest.mark.parametrize("registry", ["file", "consul"])
 def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> None:
@@ -28,7 +31,7 @@ def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> 
         env={**env, "PYTHONPATH": f"{ROOT}/protos:{ROOT}"},
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -42,9 +42,10 @@ from worker_svc.core.kv_events import (
     PagesRemoved,
     PagesStored,
 )
+from worker_svc.core.timing import Timing
 from worker_svc.engine import PreprocessedRequest
 from worker_svc.publisher import UNACKED_MAX, Publisher
-from worker_svc.sim_engine import SimEngine
+from worker_svc.sim_engine import SimConfig, SimEngine
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -284,6 +285,9 @@ class Mesh:
     def position(self) -> tuple[int, int]:
         return self.feed.ledger.epoch, self.feed.ledger.sequence
 
+    def is_resizing(self) -> bool:
+        return self.feed.canonicaliser.is_resizing
+
     async def settled(self, indexer: FakeIndexer) -> None:
         """Waits until the indexer has all, and checks that it has the same."""
         await self.cut()
@@ -468,6 +472,58 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(m.published) == 6, "no more than that is announced"
 
 
+async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_are_in_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "RESIZE_PAGES", 4)
+    async with mesh() as m:
+        indexer = await m.indexer()
+        first = m.store_pages(50)
+        await m.store_batches(10, pages=5)
+        await m.settled(indexer)
+        assert len(indexer.held) == 100
+        m.publisher.shrink(80, {0: m.position})
+        turns = 0
+        while m.is_resizing():
+            # A demand made meanwhile is about blocks that are on their way out already.
+            m.publisher.shrink(20, {0: m.position})
+            await asyncio.sleep(0)
+            m.remove_pages(first[turns : turns + 1])
+            m.store_pages()
+            turns += 1
+        assert turns >= 24, "none looks at more than four pages"
+        await m.settled(indexer)
+        assert len(indexer.held) <= 20
+        assert m.publisher.counters["shrunk_blocks"] <= 80
+        m.remove_pages(range(m._last))
+        await m.settled(indexer)
+        assert indexer.held == set()
+        assert m.feed.canonicaliser.footprint == 0
+        assert len(indexer.streams) == 1
+        assert indexer.stream.chunks == [], "batches say it all"
+
+
+async def test_a_reset_in_the_middle_of_a_shrinking_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(publisher_module, "RESIZE_PAGES", 1)
+    async with mesh() as m:
+        indexer = await m.indexer()
+        m.store_pages(20)
+        await m.settled(indexer)
+        m.publisher.shrink(10, {0: m.position})
+        assert m.is_resizing()
+        m.publisher.reset(0)
+        assert not m.is_resizing()
+        m.store_pages(15)
+        await m.settled(indexer)
+        assert len(indexer.held) == 15, "there is no bound any more"
+        m.publisher.shrink(5, {0: m.position})
+        await until(lambda: not m.is_resizing(), "the next demand counts")
+        await m.settled(indexer)
+        assert len(indexer.held) == 10
+
+
 async def test_after_a_while_without_demands_what_was_withdrawn_is_announced_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -615,9 +671,12 @@ async def test_an_indexer_that_cannot_be_reached_or_refuses_is_tried_again(
 
 
 @asynccontextmanager
-async def sim_worker(store: MemoryStore | None = None, **knobs: Any) -> AsyncIterator[WorkerApp]:
+async def sim_worker(
+    store: MemoryStore | None = None, *, engine: SimEngine | None = None, **knobs: Any
+) -> AsyncIterator[WorkerApp]:
     config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
-    app = WorkerApp(config, instance_id=WORKER, registry=MemoryRegistry(store or MemoryStore()))
+    registry = MemoryRegistry(store or MemoryStore())
+    app = WorkerApp(config, instance_id=WORKER, registry=registry, engine=engine)
     life = Life(Health())
     await app.start(life)
     await app.register()
@@ -735,7 +794,7 @@ async def test_a_worker_says_that_it_publishes_events() -> None:
         assert empty_rank.field == "dp_rank"
 
 
-async def test_a_worker_told_not_to_publish_says_so_and_still_reports_load() -> None:
+async def test_a_worker_told_not_to_publish_may_be_guessed_at_and_still_reports_load() -> None:
     store = MemoryStore()
     registry = MemoryRegistry(store)
     indexer = FakeIndexer(100)
@@ -743,10 +802,10 @@ async def test_a_worker_told_not_to_publish_says_so_and_still_reports_load() -> 
     await registry.register(indexer.instance())
     async with sim_worker(store, kv_events=False) as app:
         (instance,) = (await registry.snapshot(NS)).of("worker")
-        assert instance.kv_index == "none"
+        assert instance.kv_index == "approx"
         await ask(app, range(100))
         said = await info(app)
-        assert (said.kv_index, said.kv_index_reason) == ("none", "kv_events is off")
+        assert (said.kv_index, said.kv_index_reason) == ("approx", "kv_events is off")
         assert isinstance(await _error_of(listed(app)), Unimplemented)
         await until(lambda: indexer.streams and indexer.stream.loads, "load")
         assert indexer.stream.batches == []
@@ -754,6 +813,17 @@ async def test_a_worker_told_not_to_publish_says_so_and_still_reports_load() -> 
         (published,) = (await other._registry.snapshot(NS)).of("worker")
     assert published.card_checksum == instance.card_checksum, "they serve the same model"
     await indexer.stop()
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+async def test_a_worker_without_a_cache_is_neither_told_of_nor_guessed_at(kv_events: bool) -> None:
+    store = MemoryStore()
+    engine = SimEngine(SimConfig(timing=Timing(speedup=0.0), prefix_caching=False))
+    async with sim_worker(store, engine=engine, kv_events=kv_events) as app:
+        (instance,) = (await MemoryRegistry(store).snapshot(NS)).of("worker")
+        assert instance.kv_index == "none"
+        said = await info(app)
+        assert (said.kv_index, said.kv_index_reason) == ("none", "prefix caching is off")
 
 
 async def test_an_empty_cache_is_listed_as_one_empty_message() -> None:

@@ -15,6 +15,7 @@ from common.instances import Instance
 from common.lifecycle import Health, Life
 from common.preprocessed import RoutingConstraints, RoutingHints
 from common.registry import MemoryRegistry, MemoryStore
+from frontend_svc.core.model_watch import Entry, plan
 from router_svc.core.query import Query
 from router_svc.core.route import Router
 from router_svc.core.select import SELECTORS
@@ -22,26 +23,34 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
 WAIT_S = 10.0
+NS = "default"
+
+
+@asynccontextmanager
+async def registered(*flags: str) -> AsyncIterator[MemoryRegistry]:
+    """The registry, as others see it, of one sim worker."""
+    flags = ("--registry=memory", "--speedup=0", *flags)
+    config = read_config(WorkerConfig, "WORKER", {}, flags)[0]
+    store = MemoryStore()
+    app, life = WorkerApp(config, registry=MemoryRegistry(store)), Life(Health())
+    watcher = MemoryRegistry(store)
+    await app.start(life)
+    try:
+        await app.register()
+        yield watcher
+    finally:
+        await watcher.close()
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
 
 
 @asynccontextmanager
 async def advertised(*flags: str) -> AsyncIterator[Router]:
     """A router that has seen one sim worker, as that registered itself."""
-    flags = ("--registry=memory", "--speedup=0", *flags)
-    config = read_config(WorkerConfig, "WORKER", {}, flags)[0]
-    store = MemoryStore()
-    app, life = WorkerApp(config, registry=MemoryRegistry(store)), Life(Health())
     router = Router(SELECTORS["kv"]())
-    await app.start(life)
-    try:
-        await app.register()
-        watcher = MemoryRegistry(store)
-        router.update(await watcher.snapshot(config.namespace), 0.0)
-        await watcher.close()
+    async with registered(*flags) as registry:
+        router.update(await registry.snapshot(NS), 0.0)
         yield router
-    finally:
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
 
 
 def placed(router: Router, **hints: Any) -> Instance:
@@ -69,6 +78,31 @@ async def test_a_worker_without_adapters_serves_the_base_model_only() -> None:
         assert placed(router).loras == frozenset()
         with pytest.raises(NotFound):
             placed(router, lora_name="fr")
+
+
+@pytest.mark.parametrize(
+    ("flags", "tables"),
+    [
+        ([], ["chat", "completions"]),
+        (["--serve=completions"], ["completions"]),
+        (["--serve=chat"], ["chat"]),
+        (["--serve=completions,chat"], ["chat", "completions"]),
+    ],
+)
+async def test_a_frontend_opens_the_endpoints_that_a_worker_says_it_serves(
+    flags: list[str], tables: list[str]
+) -> None:
+    async with registered(*flags) as registry:
+        (instance,) = (await registry.snapshot(NS)).of("worker")
+        card = await registry.get_card(instance.card_checksum)
+        assert [one.table for one in plan(Entry.of(instance), card)] == tables
+
+
+@pytest.mark.parametrize("kinds", ["embedding", "chat,prefill", "Chat", ""])
+def test_what_no_worker_of_tokens_can_serve_is_refused(kinds: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_config(WorkerConfig, "WORKER", {}, [f"--serve={kinds}"])
+    assert any("serve" in problem for problem in refused.value.problems)
 
 
 def test_engines_that_are_not_told_of_adapters_here_refuse_the_flag() -> None:

@@ -23,6 +23,7 @@ async def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "worker_svc.conformance", "worker_svc.sglang_engine:SglangEngine"),
         *(f"--arg={name}={json.dumps(value)}" for name, value in arguments.items()),
+        "--stop-s=30",  # a step takes as long as the machine lets it
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'protos'}:{REPOSITORY}"},
         stdout=asyncio.subprocess.PIPE,

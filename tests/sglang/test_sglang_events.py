@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from common.blocks import PrefixHasher
+from common.free_ports import free_ports
 from common.kv import EventKind, Source, Tier
 from tests.sglang.sglang_workers import WAIT_S, asked, until
 from worker_svc.core.kv_events import (
@@ -20,7 +21,6 @@ from worker_svc.core.kv_events import (
     PagesStored,
 )
 from worker_svc.engine import EngineContext, GenerateContext, PreprocessedRequest
-from worker_svc.free_ports import free_ports
 
 if TYPE_CHECKING:
     from worker_svc.sglang_engine import SglangEngine

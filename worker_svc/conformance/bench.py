@@ -47,11 +47,14 @@ def demand(condition: object, message: str) -> None:
 
 @dataclass(slots=True)
 class Limits:
-    """How long an engine may take, in seconds, for one of each. stop_s: to heed a stop."""
+    """How long an engine may take, in seconds, for one of each.
+
+    stop_s: to heed a stop, and to let go of a stream; the mesh's own bound by default.
+    """
 
     start_s: float = 600.0
     answer_s: float = 60.0
-    stop_s: float = 2.0
+    stop_s: float = 0.25
     end_s: float = 30.0
 
 
@@ -75,8 +78,12 @@ class Heard:
 
 @dataclass(slots=True)
 class Pages:
-    """A sink that notes what breaks the rules of events. held: by rank, tier and scope."""
+    """A sink that notes what breaks the rules of events. held: by rank, tier and scope.
 
+    page_size: tokens a page, as the engine's rules have it.
+    """
+
+    page_size: int
     held: set[tuple[int, int, str, int]] = field(default_factory=set)
     events: list[ExternalEvent] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -102,6 +109,10 @@ class Pages:
         self.faults.append(f"rank {rank} began anew, though the engine went on")
 
     def _store(self, event: PagesStored) -> None:
+        if event.page_size != self.page_size:
+            self.faults.append(
+                f"a page of {event.page_size} tokens was stored, kv_rules say {self.page_size}"
+            )
         key = (event.rank, int(event.tier), event.scope)
         if event.parent is not None and (*key, event.parent) not in self.held:
             self.faults.append(f"pages were stored below {event.parent}, which is not held")
@@ -118,6 +129,7 @@ class Pages:
 class Bench:
     """One engine under test. make: constructs one more.
 
+    was_started: whether `start` was called, and so `cleanup` has to be; config: what it returned.
     pages: what the engine has told of its cache, where it publishes.
     """
 
@@ -125,6 +137,7 @@ class Bench:
         self.make = make
         self.limits = limits
         self.engine = make()
+        self.was_started = False
         self.config: EngineConfig | None = None
         self.pages: Pages | None = None
         self._asked = 0

@@ -60,6 +60,7 @@ async def shape(bench: Bench) -> None:
 
 async def start(bench: Bench) -> str:
     """start returns an EngineConfig that names the model; sizes are absent or above 0"""
+    bench.was_started = True
     config = await within(
         bench.limits.start_s, bench.engine.start(WORKER_ID), "start did not return"
     )
@@ -87,7 +88,7 @@ async def start(bench: Bench) -> str:
 def _publish(bench: Bench) -> None:
     engine, says_events = bench.engine, bench.started.kv_index == "events"
     if says_events and isinstance(engine, PagedEngine) and not engine.kv_silence:
-        bench.pages = Pages()
+        bench.pages = Pages(engine.kv_rules.page_size)
         engine.publish_to(bench.pages)
 
 
@@ -294,7 +295,7 @@ async def probes(bench: Bench) -> None:
 
 
 async def kv_events(bench: Bench) -> str:
-    """events tell every block of a prompt, parents first, and say nothing that is not so"""
+    """events tell every page of a prompt, parents first, and say nothing that is not so"""
     config = bench.started
     if config.kv_index != "events":
         raise Skipped(f"kv_index is {config.kv_index!r}: {config.kv_index_reason}")
@@ -307,12 +308,15 @@ async def kv_events(bench: Bench) -> str:
     block = config.kv_cache_block_size
     demand(block, "kv_cache_block_size is not set")
     assert block is not None
-    prompt = bench.prompt(4 * block + block // 2, seed=3)
+    page = bench.pages.page_size
+    # Whole blocks and half a one more, which is some pages or none.
+    prompt = bench.prompt(4 * max(block, page) + max(block, page) // 2, seed=3)
     await bench.answer(bench.request(prompt, 2))
-    told = await _told(bench, prompt[: 4 * block])
+    told = await _told(bench, prompt[: len(prompt) // page * page])
     again = await bench.answer(bench.request(prompt, 2))
     demand(not bench.pages.faults, "; ".join(bench.pages.faults[:3]))
-    _check_cached(again, 4 * block)
+    # One token at least is always computed, and with it its page.
+    _check_cached(again, (len(prompt) - 1) // page * page)
     return f"{told} pages told"
 
 
@@ -324,7 +328,7 @@ async def _told(bench: Bench, prompt: list[int]) -> int:
     deadline = loop.time() + bench.limits.answer_s
     while not _chain_holds(bench.pages, wanted):
         demand(not bench.pages.faults, "; ".join(bench.pages.faults[:3]))
-        demand(loop.time() < deadline, "the blocks of a prompt were not told of")
+        demand(loop.time() < deadline, "the pages of a prompt were not told of")
         await asyncio.sleep(POLL_S)
     return len(bench.pages.held)
 
@@ -379,10 +383,11 @@ async def drain(bench: Bench) -> None:
 
 
 async def cleanup(bench: Bench) -> None:
-    """cleanup ends the engine, and a stream that is open has an end too"""
-    bench.needs_start()
+    """cleanup ends the engine, also after a start that failed; a stream that is open ends too"""
+    if not bench.was_started:
+        raise Skipped("start was not tried")
     stream = None
-    if bench.started.local_prefill:
+    if bench.config is not None and bench.config.local_prefill:
         stream = asyncio.create_task(bench.hear(bench.long_request()))
         await asyncio.sleep(POLL_S)
     try:

@@ -52,7 +52,7 @@ async def results(
         for check in all_checks() if checks is None else checks:
             yield await _result(check, bench)
     finally:
-        if bench.config is not None:  # also when the checks that end it were not reached
+        if bench.was_started:  # also when the checks that end it were not reached
             with suppress(Exception):
                 await within(bench.limits.end_s, bench.engine.cleanup(), "")
 

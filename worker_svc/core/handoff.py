@@ -34,9 +34,11 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from common.errors import InvalidRequest, WorkerLost
+from common.errors import InvalidRequest, MeshError, Overloaded, WorkerLost
 
-# Reasons of the WorkerLost with which a leg ends; all are retryable, in another room.
+# Of an Overloaded: the decode worker itself had no room, and its partner has no part in it.
+NO_BLOCKS: Final = "HANDOFF_NO_BLOCKS"
+# Reasons of the WorkerLost with which a leg ends otherwise; all are retryable, in another room.
 NO_PARTNER: Final = "HANDOFF_NO_PARTNER"
 PEER_ABORTED: Final = "HANDOFF_PEER_ABORTED"
 PEER_LOST: Final = "HANDOFF_PEER_LOST"
@@ -68,6 +70,11 @@ class Limits:
     def ping_s(self) -> float:
         """How often prefill shows that it lives."""
         return self.partner_s / 4
+
+    @property
+    def blocks_s(self) -> float:
+        """How long decode waits for blocks: it is to say so before prefill misses it."""
+        return self.partner_s * 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +279,7 @@ class Arrived:
 class End:
     """The leg's end: None is the prefill leg's good one."""
 
-    error: WorkerLost | None
+    error: MeshError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -494,7 +501,8 @@ class DecodeRoom:
         self.outcome: Outcome | None = None
         self._limits = limits
         self._state = _State.WAITING
-        self._deadline = now + limits.partner_s
+        self._began = now
+        self._deadline = now + limits.blocks_s
         self._has_joined = False
 
     @property
@@ -511,6 +519,7 @@ class DecodeRoom:
         """The leg has blocks for the whole prompt; they are the room's until `Release`."""
         assert self._state is _State.WAITING, "blocks are for legs that wait for them"
         self._state = _State.DIALING
+        self._deadline = self._began + self._limits.partner_s
         return [Dial()]
 
     def connected(self, pull: Pull) -> list[Action]:
@@ -553,7 +562,13 @@ class DecodeRoom:
         if self._state is _State.ABORTING:
             self.outcome, self._state = Outcome.FORCED, _State.OVER
             return [Hangup(), Release()]
-        return [End(lost(NO_PARTNER)), *self._leave(now, Outcome.TIMED_OUT)]
+        return [End(self._lateness()), *self._leave(now, Outcome.TIMED_OUT)]
+
+    def _lateness(self) -> MeshError:
+        if self._state is not _State.WAITING:
+            return lost(NO_PARTNER)
+        why = "this worker has had no KV blocks to spare for it"
+        return Overloaded(self._limits.partner_s, why, reason=NO_BLOCKS)
 
     def _arrive(self, done: Done) -> list[Action]:
         was, self._state = self._state, _State.OVER

@@ -30,11 +30,11 @@ then in set 0, and one that moves to the host is withdrawn from set 0 only.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import repeat
+from itertools import islice, repeat
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -285,6 +285,8 @@ class _Orphan:
     count: int
 
 
+# Names, level before, level now.
+_Fallen: TypeAlias = tuple[tuple[int, ...], int, int]
 # A tier, a scope and an external hash.
 _External: TypeAlias = tuple[int, str, int]
 
@@ -332,6 +334,10 @@ class Canonicaliser:
         self._risen: list[tuple[tuple[int, ...], int, int]] = []
         self._published = 0
         self._blocks_max: int | None = None
+        # Pages that are withheld, and those that `resize` has still to look at.
+        self._withheld = 0
+        self._is_growing = False
+        self._line: Iterator[_Page | None] | None = None
 
     @property
     def published_blocks(self) -> int:
@@ -374,43 +380,83 @@ class Canonicaliser:
         self._forget()
         self.is_incomplete = False
 
-    def shrink(self, blocks: int) -> int:
-        """Withdraws at least so many blocks, deepest first; how many.
+    @property
+    def is_resizing(self) -> bool:
+        """Whether `resize` has something to do."""
+        return self._line is not None
+
+    def shrink(self, blocks: int) -> None:
+        """From now on so many blocks fewer may be published; `resize` withdraws, deepest first.
 
         What is withdrawn stays so until it is stored anew, and no more blocks than remain are
         announced, until `grow` or `clear`.
         """
-        before = self._published
-        self._blocks_max = max(0, before - blocks)
-        shown = [page for page in self._pages.values() if page.level < self.rules.tiers]
-        shown.sort(key=lambda page: page.depth, reverse=True)
-        for page in shown:
-            if self._published <= self._blocks_max:
-                break
-            self._withhold(page)
-            self._relevel(page)
-        return before - self._published
+        remain = self._published
+        if self._blocks_max is not None:
+            remain = min(remain, self._blocks_max)
+        self._blocks_max = max(0, remain - blocks)
+        self._is_growing = False
+        self._line = _by_depth(tuple(self._pages.values()), deepest_first=True)
 
-    def grow(self, blocks: int) -> int:
-        """Raises the bound of `shrink`; announces what was withheld, shallow first; how many.
+    def grow(self, blocks: int) -> None:
+        """Raises the bound of `shrink`; `resize` announces what was withheld, shallow first.
 
         When nothing is withheld any more the bound is gone.
         """
         if self._blocks_max is None:
-            return 0
-        before = self._published
+            return
         self._blocks_max += blocks
-        withheld = [page for page in self._pages.values() if page.is_withheld]
-        withheld.sort(key=lambda page: page.depth)
-        for page in withheld:
-            if self._published >= self._blocks_max:
-                break
-            page.is_withheld = False
-            self._relevel(page)
-        self._flush_risen()
-        if not any(page.is_withheld for page in withheld) and self._published < self._blocks_max:
-            self._blocks_max = None
+        if self._published < self._blocks_max:  # else it is still shrinking, or has no room
+            self._is_growing = True
+            self._line = _by_depth(tuple(self._pages.values()), deepest_first=False)
+
+    def resize(self, pages: int) -> int:
+        """Goes on with `shrink` or `grow` over so many pages; blocks announced, below 0 withdrawn.
+
+        Events may come in between: all that becomes of them is right for the bound as it is.
+        """
+        assert self._line is not None, "there is something to do"
+        assert self._blocks_max is not None, "there is a bound while there is"
+        before = self._published
+        part = tuple(islice(self._line, pages))
+        if self._is_growing:
+            self._announce(part)
+        else:
+            self._withdraw(part)
+        room = self._blocks_max - self._published
+        if len(part) < pages or (room <= 0 if self._is_growing else room >= 0):
+            self._line = None
+            if self._is_growing and not self._withheld and room > 0:
+                self._blocks_max = None
         return self._published - before
+
+    def _withdraw(self, part: Iterable[_Page | None]) -> None:
+        """Withdraws pages until the bound holds. What is below them is withdrawn already."""
+        most, tiers = self._blocks_max, self.rules.tiers
+        assert most is not None, "it shrinks"
+        fallen = []
+        for page in part:
+            if self._published <= most:
+                break
+            if page is None or page.level == tiers:
+                continue
+            fallen.append((page.names, page.level, tiers))
+            self._published -= len(page.names)
+            page.level = tiers
+            self._withhold(page)
+        self._say_fallen(fallen)
+
+    def _announce(self, part: Iterable[_Page | None]) -> None:
+        """Announces withheld pages, and what is below them, while there is room."""
+        most = self._blocks_max
+        assert most is not None, "it grows"
+        for page in part:
+            if self._published >= most:
+                break
+            if page is not None and page.is_withheld:
+                self._free(page)
+                self._relevel(page)
+        self._flush_risen()
 
     # Stored.
 
@@ -607,7 +653,8 @@ class Canonicaliser:
         self._relevel(page)
         if any(page.holders):
             return
-        page.is_withheld = False
+        if page.is_withheld:
+            self._free(page)
         while page.child is None and page.parent is not None and not any(page.holders):
             del self._pages[page.key]
             page.parent.disown(page)
@@ -659,7 +706,7 @@ class Canonicaliser:
     def _fall(self, page: _Page) -> None:
         """Withdraws what is below the page and then the page."""
         self._flush_risen()
-        fallen: list[tuple[tuple[int, ...], int, int]] = []  # Names, level before, level now.
+        fallen: list[_Fallen] = []
         todo = [page]
         while todo:
             page = todo.pop()
@@ -673,6 +720,10 @@ class Canonicaliser:
             if page.child is not None:
                 todo.extend(page.children())
         fallen.reverse()
+        self._say_fallen(fallen)
+
+    def _say_fallen(self, fallen: Sequence[_Fallen]) -> None:
+        """Withdraws in the order given: deepest first."""
         for tier in range(self.rules.tiers):
             hashes = [
                 name
@@ -711,7 +762,12 @@ class Canonicaliser:
 
     def _withhold(self, page: _Page) -> None:
         page.is_withheld = True
+        self._withheld += 1
         self.counts["withheld"] += 1
+
+    def _free(self, page: _Page) -> None:
+        page.is_withheld = False
+        self._withheld -= 1
 
     def _is_over_limit(self, count: int) -> bool:
         return max(len(self._pages), self._external_count) + count > self._pages_max
@@ -738,6 +794,17 @@ class Canonicaliser:
         if rules.page_size >= rules.block_size:
             return _Naming(rules, blocks, None)
         return _Naming(rules, blocks, self._hasher_of(lora, salt, rules.page_size))
+
+
+def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
+    """The pages in order of depth, in linear time; before them None for each, so that it is even
+    work all the way."""
+    rows: defaultdict[int, list[_Page]] = defaultdict(list)
+    for page in pages:
+        rows[page.depth].append(page)
+        yield None
+    for depth in sorted(rows, reverse=deepest_first):
+        yield from rows.pop(depth)
 
 
 class Ledger:
@@ -895,11 +962,3 @@ class Feed:
         self.canonicaliser.forget()
         self.canonicaliser.take()
         self.ledger.begin_epoch(is_degraded=is_degraded)
-
-    def shrink(self, blocks: int) -> int:
-        """See `Canonicaliser.shrink`."""
-        return self.canonicaliser.shrink(blocks)
-
-    def grow(self, blocks: int) -> int:
-        """See `Canonicaliser.grow`."""
-        return self.canonicaliser.grow(blocks)

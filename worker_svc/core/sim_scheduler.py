@@ -219,7 +219,7 @@ class SimScheduler:
         assert tokens + job.max_tokens <= self.blocks.total_blocks * self.blocks.block_size, (
             "a job that does not fit the whole cache would wait forever"
         )
-        state = self._truth.state_of(np.frombuffer(job.prompt, dtype="<u4"))
+        state = self._truth.state_of(np.frombuffer(job.prompt, dtype="<u4"), job.lora_name)
         self._submitted += 1
         seq = SimSequence(job, self._submitted, now, state, tokens, is_awaited=job.is_remote)
         self._extend_names(seq, tokens)

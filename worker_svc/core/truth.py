@@ -5,21 +5,23 @@ stream lost, repeated or reordered a token, also when another worker continued i
 
 The formula. All arithmetic is modulo 2^64; t[0..n-1] are the ids of prompt and answer so far.
 
-    state = SEED * B^n + sum over i of (t[i] + 1) * B^(n-1-i)     B = 0x9E6C63D0876A9A63
+    state = S * B^n + sum over i of (t[i] + 1) * B^(n-1-i)        B = 0x9E6C63D0876A9A63
     x     = mix(state)                 the 64-bit finaliser of SplitMix64 (Stafford's variant 13)
     next  = eos_id                     if (x >> 32) mod eos_one_in == 0 and an end is allowed
             words[((x mod 2^32) * len(words)) >> 32]                            otherwise
 
-SEED is 0x243F6A8885A308D3. An end is not allowed while EOS is ignored or fewer than `min_tokens`
-tokens were generated; the word of that place then stands where EOS would have stood. The state
-advances by one token as state * B + token + 1. `eos_one_in` is about the mean length of an answer;
-0 means that no answer ends by itself.
+S is 0x243F6A8885A308D3; with an adapter, that XOR the CRC-32 of its name, so that adapters answer
+otherwise than their model and than each other. An end is not allowed while EOS is ignored or fewer
+than `min_tokens` tokens were generated; the word of that place then stands where EOS would have
+stood. The state advances by one token as state * B + token + 1. `eos_one_in` is about the mean
+length of an answer; 0 means that no answer ends by itself.
 
 Sampling options do not appear: the model's distribution is a point mass on `next`.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -67,10 +69,13 @@ class Truth:
         # powers[i] is the weight of a pass's token i; powers[0] carries the state over the pass.
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
 
-    def state_of(self, token_ids: Sequence[int] | NDArray[Any]) -> int:
-        """The state after these ids, in a few vectorised passes. Ids are in 0..2^32-1."""
+    def state_of(self, token_ids: Sequence[int] | NDArray[Any], lora_name: str = "") -> int:
+        """The state after these ids, in a few vectorised passes. Ids are in 0..2^32-1.
+
+        lora_name: of the adapter, "" for the model itself.
+        """
         ids = np.asarray(token_ids, dtype=np.uint64)
-        state = _SEED
+        state = _SEED ^ zlib.crc32(lora_name.encode())
         for start in range(0, len(ids), _PASS):
             part = ids[start : start + _PASS]
             weights = self._powers[_PASS - len(part) :]
@@ -98,9 +103,10 @@ class Truth:
         *,
         ignore_eos: bool = False,
         min_tokens: int = 0,
+        lora_name: str = "",
     ) -> list[int]:
         """The answer to `prompt`: at most `n` tokens; shorter, and without EOS, where it ends."""
-        state = self.state_of(prompt)
+        state = self.state_of(prompt, lora_name)
         tokens: list[int] = []
         while len(tokens) < n:
             token = self.next_token(state, may_end=not ignore_eos and len(tokens) >= min_tokens)

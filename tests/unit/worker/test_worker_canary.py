@@ -1,19 +1,20 @@
-"""The canary on engines that live, die, come back, or are only busy."""
+"""The canary on engines that live, die, come back, hang, or are only busy."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
 from common.attach import Order
-from common.errors import Overloaded, WorkerLost
+from common.errors import Bug, Overloaded, WorkerLost
 from common.instances import Role
+from common.lifecycle import Health, Life
 from common.load import Load
 from common.preprocessed import TokenIds
-from worker_svc.canary import Canary
+from worker_svc.canary import HUNG_MAX, Canary
 from worker_svc.core.timing import Timing
 from worker_svc.engine import (
     EngineConfig,
@@ -89,14 +90,14 @@ async def watched(
     async def tell(is_alive: bool) -> None:
         told.append(is_alive)
 
-    canary = Canary(runner, tell, idle_s=idle_s, timeout_s=timeout_s)
-    task = asyncio.create_task(canary.run())
+    life = Life(Health())
+    canary = Canary(runner, tell, life.spawn, idle_s=idle_s, timeout_s=timeout_s)
+    task = life.spawn(canary.run(), name="canary", essential=False)
     try:
         yield canary, told
         assert not task.done(), task
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        assert await life.cancel_tasks(WAIT_S) == []
 
 
 async def test_an_idle_engine_that_lives_is_probed_again_and_again_and_nobody_is_told() -> None:
@@ -159,6 +160,155 @@ async def test_steps_are_a_sign_of_life_though_nothing_is_said() -> None:
         looks = engine.steps
         await until(lambda: engine.steps > looks + 5, "it is looked at")
     assert engine.probes == []
+    assert told == []
+
+
+async def test_steps_do_not_undo_a_failed_probe_but_an_answer_does() -> None:
+    """An engine may report its last step only after the probe has failed; and step to no end."""
+
+    class Stepping(MoodyEngine):
+        def loads(self) -> Sequence[Load]:
+            self.steps += bool(self.probes)
+            return super().loads()
+
+    engine = Stepping("silent")
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=0.01) as (canary, told):
+        await until(lambda: runner.counters["canaries_failed"] >= 3, "it is probed all the same")
+        assert told == [False]
+        engine.mood = "well"
+        await until(lambda: canary.is_alive, "a probe is answered")
+        assert told == [False, True]
+
+
+@pytest.mark.parametrize(
+    "end", [chunk.cancelled(), chunk.error("gone")], ids=["cancelled", "error"]
+)
+async def test_that_a_request_was_cancelled_or_failed_is_no_sign_of_life(
+    end: LLMEngineOutput,
+) -> None:
+    class Ending(MoodyEngine):
+        async def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            if request.is_probe:
+                self.probes.append(request)
+                await asyncio.Event().wait()
+            yield end
+
+    engine = Ending()
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=0.01) as (_, told):
+        await until(lambda: told == [False], "it fails")
+        order = Order("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
+        with suppress(Bug):  # what a chunk that says error becomes
+            await runner.run(runner.admit(order), lambda _: None)
+        failed = runner.counters["canaries_failed"]
+        await until(lambda: runner.counters["canaries_failed"] > failed + 1, "it is probed again")
+        assert told == [False]
+
+
+class Clinging(MoodyEngine):
+    """Closing its first streams takes until `lets_go` is set, whoever is cancelled meanwhile."""
+
+    def __init__(self, mood: str, streams: int) -> None:
+        super().__init__(mood)
+        self.lets_go = asyncio.Event()
+        self.clinging = 0
+        self._streams = streams
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        try:
+            async for output in super().generate(request, ctx):
+                yield output
+        finally:
+            if self._streams:
+                self._streams -= 1
+                self.clinging += 1
+                await self._cling()
+                self.clinging -= 1
+
+    async def _cling(self) -> None:
+        while not self.lets_go.is_set():
+            try:
+                await self.lets_go.wait()
+            except asyncio.CancelledError:
+                continue  # it will not hear of it
+
+
+@pytest.mark.parametrize("mood", ["well", "silent", "error"])
+async def test_an_engine_that_does_not_let_go_of_a_probe_is_dead_and_does_not_hold_the_canary(
+    mood: str,
+) -> None:
+    engine = Clinging(mood, streams=1)
+    async with watched(Runner(engine), timeout_s=0.01) as (canary, told):
+        try:
+            await until(lambda: told, "it is found dead, though the probe hangs")
+            engine.mood = "well"
+            await until(lambda: canary.is_alive, "the next probe is another task")
+            assert engine.clinging == 1, "the first one hangs still"
+            assert told == [False, True]
+        finally:
+            engine.lets_go.set()
+
+
+async def test_no_more_than_a_few_probes_are_left_hanging() -> None:
+    engine = Clinging("silent", streams=2 * HUNG_MAX)
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=0.002) as (canary, told):
+        try:
+            await until(
+                lambda: runner.counters["canaries_failed"] >= HUNG_MAX + 3, "it goes on failing"
+            )
+            assert engine.clinging == len(engine.probes) == HUNG_MAX
+            assert told == [False]
+            engine.mood = "well"
+        finally:
+            engine.lets_go.set()
+        await until(lambda: canary.is_alive, "once they have ended it is probed again")
+
+
+async def test_an_engine_that_cancels_its_own_answer_is_dead_and_the_canary_lives() -> None:
+    """The CancelledError of an engine's inner task looks like one that was meant for its caller."""
+
+    class SelfCancelling(MoodyEngine):
+        async def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            if self.mood == "well":
+                yield chunk.token(7)
+                yield chunk.stop()
+                return
+            inner = asyncio.ensure_future(asyncio.Event().wait())
+            asyncio.get_running_loop().call_soon(inner.cancel)
+            await inner
+
+    engine = SelfCancelling("broken")
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=WAIT_S) as (canary, told):
+        await until(lambda: runner.counters["canaries_failed"] >= 2, "two failed probes")
+        assert told == [False]
+        engine.mood = "well"
+        await until(lambda: canary.is_alive, "it is back")
+
+
+async def test_an_engine_that_has_no_stream_to_give_is_dead() -> None:
+    class Streamless(MoodyEngine):
+        def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            raise RuntimeError("no stream")
+
+    async with watched(Runner(Streamless()), timeout_s=WAIT_S) as (_, told):
+        await until(lambda: told == [False], "it is found dead")
+
+
+async def test_the_end_of_the_canary_ends_the_probe_too() -> None:
+    engine = MoodyEngine("silent")
+    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
+        await until(lambda: engine.probes, "a probe")
     assert told == []
 
 

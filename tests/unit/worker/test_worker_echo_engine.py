@@ -15,10 +15,12 @@ from common.preprocessed import (
     FinishReason,
     OutputOptions,
     PreprocessedRequest,
+    RoutingHints,
     SamplingOptions,
     StopConditions,
     TokenIds,
 )
+from worker_svc.config import WorkerConfig
 from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.engine import EngineContext, GenerateContext, LLMEngineOutput, validated
 
@@ -116,6 +118,7 @@ async def test_an_eos_in_the_prompt_ends_the_echo(engine: EchoEngine) -> None:
         (request(*range(32_769)), PromptTooLong, "token_ids"),
         (request(1, sampling_options=SamplingOptions(n=2)), Unsupported, "sampling_options.n"),
         (request(1, output_options=OutputOptions(logprobs=0)), Unsupported, "logprobs"),
+        (request(1, routing=RoutingHints(lora_name="french")), Unsupported, "routing.lora_name"),
     ],
 )
 async def test_what_an_echo_cannot_do_is_refused_by_name(
@@ -290,6 +293,14 @@ async def test_a_stopped_pass_through_ends_without_an_openai_end(engine: EchoEng
     assert [output.finish_reason for output in outputs] == [None, None, FinishReason.CANCELLED]
     assert outputs[-1].completion_usage is not None
     assert outputs[-1].completion_usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("engine", ["echo", "sglang"])
+def test_adapters_are_refused_by_name_for_engines_that_are_not_told_of_them(engine: str) -> None:
+    config = WorkerConfig(engine=engine, loras=("french",))  # type: ignore[arg-type]
+    told = [one for one in config.problems() if one.startswith("loras:")]
+    assert len(told) == 1
+    assert engine in told[0]
 
 
 def test_a_configuration_without_sense_is_refused() -> None:

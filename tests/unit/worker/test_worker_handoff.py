@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import InvalidRequest
+from common.errors import InvalidRequest, Overloaded
 from worker_svc.core.block_manager import BlockManager
 from worker_svc.core.handoff import (
     EXPIRED,
     MISMATCH,
+    NO_BLOCKS,
     NO_PARTNER,
     PEER_ABORTED,
     PEER_LOST,
@@ -316,15 +317,34 @@ def test_a_decode_leg_waits_for_its_partner_as_long_as_that_lives() -> None:
     assert room.is_aborting
 
 
-@pytest.mark.parametrize(
-    ("placed", "expected"),
-    [(False, [End, TellDropped]), (True, [End, Hangup, Release, TellDropped])],
-)
-def test_a_decode_leg_that_never_pulls_ends_in_time(placed: bool, expected: list[type]) -> None:
-    room = decode(placed=placed, pulled=False)
+def test_a_decode_leg_that_never_pulls_ends_in_time() -> None:
+    room = decode(placed=True, pulled=False)
     assert room.tick(9.9) == []
-    assert kinds(room.tick(10.0)) == expected
+    end, *rest = room.tick(10.0)
+    assert failing(NO_PARTNER)(end)
+    assert kinds(rest) == [Hangup, Release, TellDropped]
     assert room.outcome is Outcome.TIMED_OUT
+
+
+def test_a_decode_leg_without_blocks_says_so_before_its_partner_gives_up() -> None:
+    """Else prefill would be blamed, and the next attempt be sent to the same full worker."""
+    room = decode(placed=False, pulled=False)
+    assert room.tick(7.4) == []
+    end, tell = room.tick(7.5)
+    assert isinstance(end, End)
+    assert isinstance(end.error, Overloaded)
+    assert (end.error.retryable, end.error.reason) == (True, NO_BLOCKS)
+    assert end.error.retry_after_s == 10.0
+    assert tell == TellDropped()
+    assert room.outcome is Outcome.TIMED_OUT
+
+
+def test_blocks_that_came_late_leave_prefill_what_is_left_of_its_time() -> None:
+    room = decode(placed=False, pulled=False)
+    room.tick(7.4)
+    room.place()
+    assert room.tick(9.9) == []
+    assert failing(NO_PARTNER)(room.tick(10.0)[0])
 
 
 def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_says_that_it_stopped() -> None:

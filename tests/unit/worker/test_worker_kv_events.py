@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from common.blocks import ChainState, PrefixHasher, TokenIds
 from common.kv import CHUNK_BLOCKS, Event, EventKind, Hashes, Source, SourceState, Tier
@@ -309,25 +315,36 @@ class Cache(RuleBasedStateMachine):
 
 
 class ShrunkCache(Cache):
-    """The same with an indexer that is over budget now and then."""
+    """The same with an indexer that is over budget now and then.
+
+    seen_max: what may be published while a shrinking goes on: no more than before.
+    """
+
+    seen_max = 0
 
     @rule(blocks=st.integers(0, 3))
     def shrink(self, blocks: int) -> None:
         before = len(self.listener.sets[-1])
-        withdrawn = self.canonicaliser.shrink(blocks)
-        self.listener.hear(self.canonicaliser.take())
-        assert withdrawn >= min(before, blocks)
-        assert before - withdrawn == len(self.listener.sets[-1])
-        self.blocks_max = max(0, before - blocks)
+        remain = before if self.blocks_max is None else min(before, self.blocks_max)
+        self.canonicaliser.shrink(blocks)
+        self.blocks_max = max(0, remain - blocks)
+        self.seen_max = max(before, self.blocks_max)
 
     @rule(blocks=st.integers(1, 4))
     def grow(self, blocks: int) -> None:
-        before = len(self.listener.sets[-1])
-        grown = self.canonicaliser.grow(blocks)
-        self.listener.hear(self.canonicaliser.take())
-        assert len(self.listener.sets[-1]) == before + grown
+        self.canonicaliser.grow(blocks)
         if self.blocks_max is not None:
             self.blocks_max += blocks
+            self.seen_max = max(self.seen_max, self.blocks_max)
+
+    @rule(pages=st.integers(1, 6))
+    @precondition(lambda self: hasattr(self, "model") and self.canonicaliser.is_resizing)
+    def resize(self, pages: int) -> None:
+        """A part of what was begun: other events may have come since."""
+        before = len(self.listener.sets[-1])
+        changed = self.canonicaliser.resize(pages)
+        self.listener.hear(self.canonicaliser.take())
+        assert len(self.listener.sets[-1]) == before + changed
         if self.canonicaliser._blocks_max is None:
             self.blocks_max = None
 
@@ -336,7 +353,16 @@ class ShrunkCache(Cache):
             assert published == expected
         else:
             assert published <= expected
-            assert len(published) <= self.blocks_max
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        """While it shrinks nothing is announced; when it has ended the bound holds."""
+        if not hasattr(self, "model") or self.blocks_max is None:
+            return
+        widest = len(self.listener.sets[-1])
+        assert widest <= self.seen_max
+        self.seen_max = max(self.blocks_max, widest)
+        assert self.canonicaliser.is_resizing or widest <= self.blocks_max
 
 
 class LyingCache(Cache):
@@ -409,6 +435,21 @@ class Worker:
     def apply(self, event: ExternalEvent) -> None:
         self.canonicaliser.apply(event)
         self.listener.hear(self.canonicaliser.take())
+
+    def shrink(self, blocks: int) -> None:
+        """To its end."""
+        self.canonicaliser.shrink(blocks)
+        self.resize()
+
+    def grow(self, blocks: int) -> None:
+        """To its end."""
+        self.canonicaliser.grow(blocks)
+        self.resize()
+
+    def resize(self, pages: int = 2) -> None:
+        while self.canonicaliser.is_resizing:
+            self.canonicaliser.resize(pages)
+            self.listener.hear(self.canonicaliser.take())
 
 
 PROMPT = list(range(100, 112))
@@ -654,8 +695,7 @@ def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
-    assert worker.canonicaliser.shrink(2) == 2
-    worker.listener.hear(worker.canonicaliser.take())
+    worker.shrink(2)
     both = {NAMES[0], *names_of([9] * 4)}
     assert worker.published == both
     worker.store([10], [10] * 4)
@@ -674,15 +714,16 @@ def test_growing_announces_what_was_withheld_shallow_first_and_ends_the_bound() 
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
-    assert worker.canonicaliser.grow(1) == 0, "there is no bound"
-    worker.canonicaliser.shrink(3)
+    worker.grow(1)
+    assert len(worker.published) == 4, "there was no bound"
+    worker.shrink(3)
     worker.store([4], [4] * 4, after=PROMPT, parent=3)
-    for room, count in ((1, 1), (1, 1), (2, 2)):
-        assert worker.canonicaliser.grow(room) == count
-        worker.listener.hear(worker.canonicaliser.take())
+    for room, count in ((1, 2), (1, 3), (2, 5)):
+        worker.grow(room)
+        assert len(worker.published) == count
     whole = {*names_of([*PROMPT, *[4] * 4]), *names_of([9] * 4)}
     assert worker.published == whole
-    assert worker.canonicaliser.grow(1) == 0
+    worker.grow(1)
     worker.store([10, 11, 12], [10] * 12)
     assert worker.published == {*whole, *names_of([10] * 12)}, "there is no bound any more"
 
@@ -691,8 +732,7 @@ def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room(
     worker = Worker()
     worker.store([1, 2, 3], PROMPT)
     worker.store([9], [9] * 4)
-    worker.canonicaliser.shrink(2)
-    worker.listener.hear(worker.canonicaliser.take())
+    worker.shrink(2)
     worker.remove(9, 2)
     worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1)
     assert worker.published == set(NAMES[:2]), "the third was not stored anew"
@@ -852,7 +892,8 @@ def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
         for batch in source.cut():
             listener.hear(batch.events)
         assert set(contents(source.ledger)) == listener.sets[0]
-    assert source.shrink(1) == 1
+    source.canonicaliser.shrink(1)
+    source.canonicaliser.resize(100)
     for batch in source.cut():
         listener.hear(batch.events)
     assert listener.sets[0] == set(NAMES[:1])

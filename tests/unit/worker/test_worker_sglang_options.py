@@ -487,6 +487,9 @@ def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> N
         ("decode", {"disable_radix_cache": True}, True, "decode"),
         ("decode", {"disaggregation_decode_enable_radix_cache": True}, True, ""),
         ("aggregated", {"disable_radix_cache": True}, True, "caching"),
+        # A cache that is not there is not guessed at either.
+        ("aggregated", {"disable_radix_cache": True}, False, "caching"),
+        ("decode", {}, False, "decode"),
     ],
 )
 def test_a_worker_that_reports_nothing_says_why(

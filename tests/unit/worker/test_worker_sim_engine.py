@@ -632,6 +632,16 @@ async def test_a_configured_adapter_has_a_cache_of_its_own() -> None:
         assert engine.counters["cached_tokens"] == 32
 
 
+async def test_an_adapter_answers_otherwise_than_its_model() -> None:
+    config = SimConfig(timing=AT_ONCE, loras=frozenset({"french"}))
+    async with running(config) as engine:
+        french = RoutingHints(lora_name="french")
+        tokens, _ = await answer_of(engine, request(routing=french))
+
+    assert tokens == TRUTH.continue_tokens(PROMPT, 8, lora_name="french")
+    assert tokens != TRUTH.continue_tokens(PROMPT, 8)
+
+
 async def test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context() -> None:
     at = ManualTime()
     async with running(SimConfig(max_num_seqs=1), at) as engine:

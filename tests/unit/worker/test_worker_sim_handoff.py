@@ -35,6 +35,7 @@ from worker_svc.core.block_manager import BlockManager, BlocksStored, KvEvent
 from worker_svc.core.handoff import (
     EXPIRED,
     MISMATCH,
+    NO_BLOCKS,
     NO_PARTNER,
     PEER_ABORTED,
     PEER_LOST,
@@ -650,7 +651,8 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
                 both.decode.freeze()
                 error = await late
                 both.decode.thaw()
-            assert error.reason == NO_PARTNER
+            assert isinstance(error, Overloaded)
+            assert error.reason == NO_BLOCKS
             assert len(slow.result()[0]) == 60
             # Prefill heard of it: the leg that comes now is told at once.
             late_leg = error_of(answer(both.prefill, request([7] * 100, **both.bootstrap())))

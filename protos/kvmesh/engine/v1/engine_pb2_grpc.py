@@ -124,7 +124,7 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListKvBlocks(self, request, context):
-        """The prefix hashes it holds, for Verify. UNIMPLEMENTED where kv_index is "none".
+        """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

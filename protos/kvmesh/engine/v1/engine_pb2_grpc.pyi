@@ -46,7 +46,7 @@ class EngineServiceStub:
     GetLoad: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLoadRequest, _engine_pb2.GetLoadResponse]
     """What it does now, rank by rank."""
     ListKvBlocks: _grpc.UnaryStreamMultiCallable[_engine_pb2.ListKvBlocksRequest, _engine_pb2.ListKvBlocksResponse]
-    """The prefix hashes it holds, for Verify. UNIMPLEMENTED where kv_index is "none"."""
+    """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
     GetArtifact: _grpc.UnaryStreamMultiCallable[_engine_pb2.GetArtifactRequest, _engine_pb2.GetArtifactResponse]
     """One artifact of the model card (tokenizer and the like), in chunks."""
 
@@ -68,7 +68,7 @@ class EngineServiceAsyncStub(EngineServiceStub):
     GetLoad: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLoadRequest, _engine_pb2.GetLoadResponse]  # type: ignore[assignment]
     """What it does now, rank by rank."""
     ListKvBlocks: _aio.UnaryStreamMultiCallable[_engine_pb2.ListKvBlocksRequest, _engine_pb2.ListKvBlocksResponse]  # type: ignore[assignment]
-    """The prefix hashes it holds, for Verify. UNIMPLEMENTED where kv_index is "none"."""
+    """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
     GetArtifact: _aio.UnaryStreamMultiCallable[_engine_pb2.GetArtifactRequest, _engine_pb2.GetArtifactResponse]  # type: ignore[assignment]
     """One artifact of the model card (tokenizer and the like), in chunks."""
 
@@ -129,7 +129,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ListKvBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.ListKvBlocksResponse], _abc.AsyncIterator[_engine_pb2.ListKvBlocksResponse]]:
-        """The prefix hashes it holds, for Verify. UNIMPLEMENTED where kv_index is "none"."""
+        """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
 
     @_abc_1.abstractmethod
     def GetArtifact(

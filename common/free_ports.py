@@ -1,4 +1,4 @@
-"""Ports for an engine that binds them itself, up to a minute later.
+"""Ports for a program that binds them itself, up to a minute later: an engine, a Consul agent.
 
 What the system gives away by itself (`ip_local_port_range`) may be somebody's by then. So these are
 below it, and every process begins to look at a place of its own.

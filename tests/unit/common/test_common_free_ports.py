@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_svc import free_ports as module
-from worker_svc.free_ports import FIRST, LAST, ROOM_MIN, free_ports
+from common import free_ports as module
+from common.free_ports import FIRST, LAST, ROOM_MIN, free_ports
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])

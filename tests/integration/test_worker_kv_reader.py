@@ -1,0 +1,223 @@
+"""The reader of an engine's events: long replays, what they drop, and failures of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+pytest.importorskip("zmq", reason="needs pyzmq, which `make setup` installs")
+pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` installs")
+
+import zmq.asyncio
+
+from common.errors import WorkerLost
+from tests.integration.engine_wire import WAIT_S, EngineWire, removed, until
+from worker_svc import sglang_events
+from worker_svc.core.kv_events import ExternalEvent, PagesRemoved
+from worker_svc.sglang_engine import SglangConfig, SglangEngine
+from worker_svc.sglang_events import KEPT_BATCHES, SENDS_MIN, TOPIC, TURN_S, KvReader
+
+
+class Heard:
+    """A sink that notes, and fails when it is told to."""
+
+    def __init__(self) -> None:
+        self.hashes: list[int] = []
+        self.lost: list[str] = []
+        self.fails_at: int | None = None
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        for event in events:
+            assert isinstance(event, PagesRemoved)
+            if self.fails_at in event.hashes:
+                raise RuntimeError("the sink is broken")
+            self.hashes += event.hashes
+
+    def lose(self, rank: int, why: str) -> None:
+        self.lost.append(why)
+
+    def reset(self, rank: int) -> None:
+        self.lost.append("reset")
+
+
+@asynccontextmanager
+async def reading(wire: EngineWire, sink: Heard) -> AsyncIterator[KvReader]:
+    """A reader of the wire that runs until the end."""
+    reader = KvReader(0, wire.endpoints, sink)
+    tasks = [asyncio.create_task(reader.run()), asyncio.create_task(wire.serve())]
+    try:
+        yield reader
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        wire.close()
+
+
+async def kept(wire: EngineWire, count: int) -> list[int]:
+    """The engine has so many more batches for replay, which nobody has heard of."""
+    first = wire.sequence
+    for n in range(first, first + count):
+        await wire.publish(removed(n), reaches=False)
+    return list(range(wire.sequence))
+
+
+class DroppingWire(EngineWire):
+    """Drops of each answer what a ROUTER drops: a "hole", its "tail", or that and its "end"."""
+
+    def __init__(self, drops: str) -> None:
+        super().__init__()
+        self._drops = drops
+
+    async def _answer(self, router: zmq.asyncio.Socket) -> None:
+        client, _, first = await router.recv_multipart()
+        self.replays += 1
+        wanted = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
+        sent, rest = wanted[:SENDS_MIN], wanted[SENDS_MIN:]
+        if self._drops == "hole":
+            sent += rest[100:]
+        for sequence, payload in sent:
+            number = sequence.to_bytes(8, "big")
+            await router.send_multipart([client, b"", TOPIC.encode(), number, payload])
+        if not (self._drops == "end" and rest):
+            end = (-1).to_bytes(8, "big", signed=True)
+            await router.send_multipart([client, b"", b"", end, b""])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drops", ["hole", "tail", "end"])
+async def test_what_is_dropped_of_a_long_replay_is_asked_for_again(
+    drops: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if drops == "end":  # which only silence tells
+        monkeypatch.setattr(sglang_events, "REPLAY_S", 0.2)
+    wire, heard = DroppingWire(drops), Heard()
+    said = await kept(wire, 3 * SENDS_MIN)
+    async with reading(wire, heard) as reader:
+        await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
+        assert heard.hashes == said, "in order, each once"
+        assert wire.replays >= 3
+        await kept(wire, 1)
+        await wire.publish(removed(wire.sequence))
+        await until(lambda: len(heard.hashes) == wire.sequence, "and what came meanwhile")
+        assert heard.hashes == list(range(wire.sequence))
+        assert heard.lost == []
+        assert reader.counts["losses"] == 0
+
+
+@pytest.mark.slow
+async def test_a_replay_as_long_as_what_an_engine_keeps_loses_nothing() -> None:
+    wire, heard = EngineWire(), Heard()
+    said = await kept(wire, KEPT_BATCHES)
+    async with reading(wire, heard):
+        await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
+        assert heard.hashes == said
+        assert heard.lost == []
+
+
+async def test_a_hole_that_the_engine_has_kept_nothing_for_is_a_loss() -> None:
+    wire, heard = EngineWire(keeps=3), Heard()
+    async with reading(wire, heard) as reader:
+        await wire.publish(removed(0))
+        await until(lambda: heard.hashes == [0], "it listens")
+        await kept(wire, 5)
+        await wire.publish(removed(6))
+        await until(lambda: heard.hashes[-1] == 6, "it goes on")
+        assert heard.hashes == [0, 4, 5, 6]
+        assert len(heard.lost) == 1
+        assert reader.counts["unanswered"] == 0
+
+
+@pytest.mark.slow
+async def test_a_long_replay_gives_the_loop_its_turn() -> None:
+    """Batches that wait in the socket are received without one."""
+
+    class Slow(Heard):
+        """Notes how many batches it took between two turns of the loop."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_turn = 0
+            self.most_in_turn = 0
+
+        def take(self, events: Iterable[ExternalEvent]) -> None:
+            super().take(events)
+            if not self.in_turn:
+                asyncio.get_running_loop().call_soon(self._next_turn)
+            self.in_turn += 1
+            self.most_in_turn = max(self.most_in_turn, self.in_turn)
+            time.sleep(TURN_S / 2)
+
+        def _next_turn(self) -> None:
+            self.in_turn = 0
+
+    wire, heard = EngineWire(), Slow()
+    said = await kept(wire, 200)
+    async with reading(wire, heard):
+        await until(lambda: heard.hashes == said, "all of it is replayed")
+    # However slow the machine: each batch takes half of what is allowed, or more.
+    assert heard.most_in_turn <= 3
+
+
+@pytest.mark.slow
+async def test_a_reader_that_fails_says_so_and_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_events, "QUIET_S", 0.05)
+    wire, heard = EngineWire(), Heard()
+    heard.fails_at = 1
+    async with reading(wire, heard):
+        for n in range(2):
+            await wire.publish(removed(n))
+        await until(lambda: heard.lost, "it fails")
+        assert "the sink is broken" in heard.lost[0]
+        await wire.publish(removed(2))
+        await until(lambda: heard.hashes == [0, 2], "it reads on behind what it could not take")
+        assert len(heard.lost) == 1
+
+
+@pytest.mark.slow
+async def test_an_engine_whose_reader_ends_is_lost() -> None:
+    """Its events would stay away for ever, and nobody would know."""
+
+    class Broken(Heard):
+        def lose(self, rank: int, why: str) -> None:
+            raise RuntimeError("not even that works")
+
+    wire, heard = EngineWire(), Broken()
+    heard.fails_at = 0
+    engine = SglangEngine(SglangConfig())
+    engine._lost = asyncio.get_running_loop().create_future()
+    engine._endpoints = wire.endpoints
+    serving = asyncio.create_task(wire.serve())
+    try:
+        engine.publish_to(heard)
+        await wire.publish(removed(0))
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(WorkerLost, match="sglang kv events 0 cannot be read any more"):
+                await engine.died()
+    finally:
+        await engine.cleanup()
+        serving.cancel()
+        with suppress(asyncio.CancelledError):
+            await serving
+        wire.close()
+
+
+async def test_a_reader_that_is_cancelled_at_the_end_loses_nothing() -> None:
+    wire, heard = EngineWire(), Heard()
+    engine = SglangEngine(SglangConfig())
+    engine._lost = asyncio.get_running_loop().create_future()
+    engine._endpoints = wire.endpoints
+    engine.publish_to(heard)
+    (reader,) = engine._tasks
+    reader.cancel()
+    await asyncio.wait([reader])
+    assert not engine._lost.done()
+    assert heard.lost == []
+    await engine.cleanup()
+    wire.close()
