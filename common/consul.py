@@ -73,10 +73,11 @@ RECONCILE_S = 8.0
 HELD_AGAIN_S = 1.0
 CALL_TIMEOUT_S = 2.0
 NOTE_S = 0.5
-CONNECT_TIMEOUT_S = 1.0
+CONNECT_TIMEOUT_S = 2.0
 # A registration is listed within milliseconds, unless the agent has no servers.
 LISTED_WITHIN_S = 5.0
-PROBE_S = 0.5
+# Of a machine that is busy: who is dead refuses at once, so that this delays the hung alone.
+PROBE_S = 1.5
 PROBES_AT_ONCE = 32
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 0.5
@@ -252,8 +253,13 @@ class ConsulRegistry:
             living.remove(entry)
 
     async def _until_listed(self, instance: Instance, index: int) -> _Listing:
-        """The listing in which `instance` stands as it is. The agent tells its servers later."""
+        """The listing in which `instance` stands as it is. The agent tells its servers later.
+
+        Asked at distances: of n that register at once each is woken by all the others, and a
+        listing has n entries to read.
+        """
         deadline = time.monotonic() + LISTED_WITHIN_S
+        spacing = SPACING_S
         while True:
             listing = await self._agent.listing(instance.namespace, index=index, wait_s=1.0)
             if any(e.instance == instance for e in listing.entries):
@@ -263,6 +269,8 @@ class ConsulRegistry:
                     f"Consul does not list instance {instance.id} that its agent accepted", 1.0
                 )
             index = listing.index if listing.index >= index else 0
+            await asyncio.sleep(spacing)
+            spacing = min(2 * spacing, SPACING_MAX_S)
 
     async def _point(self, instance: Instance) -> None:
         """Let `models/<slug>` name the card, by compare-and-set; who is late changes nothing."""

@@ -266,8 +266,15 @@ class _FileLease:
         return fd
 
     def publish(self, instance: Instance) -> None:
-        """Write, lock and rename the entry. Raises Unavailable; then all is as before."""
+        """Write, lock and rename the entry; all is as before when it raises.
+
+        Raises Unavailable, and InvalidRequest for an entry that nobody would read.
+        """
         record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
+        if len(record) > ENTRY_BYTES_MAX:
+            raise InvalidRequest(
+                f"the entry has {len(record)} bytes, more than {ENTRY_BYTES_MAX}", "instance"
+            )
         with _store_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             fd = _write(self._path, record, _take_lock)
@@ -324,6 +331,7 @@ class _View:
         self.admission = directory.parent / ".admission"
         self._namespace = namespace
         self._snapshot = Snapshot()
+        self._was_seen = False  # Whether the directory, or its absence, was seen at all.
         self._entries: dict[str, _Entry] = {}
         self._complaints: set[str] = set()
         self._stamp: tuple[int, int] | None = None
@@ -331,7 +339,7 @@ class _View:
 
     def refresh(self) -> Snapshot:
         """Poll once: list the directory if it may have changed, ask every lock."""
-        changed = self._list_if_due()
+        changed = self._list_if_due() or (self._was_seen and not self._snapshot.revision)
         changed |= self._drop_dead()
         if changed:
             self._snapshot = self._snapshot.following(self._in_order())
@@ -371,12 +379,14 @@ class _View:
                 listed = {item.name: item.inode() for item in found}
         except FileNotFoundError:
             # Not there yet, or lost: those we know are alive as long as their locks are held.
+            self._was_seen = True
             self._stamp = None
             return False
         except OSError as error:
             self._complain(str(self.directory), "registry_unreadable", error)
             self._stamp = None
             return False
+        self._was_seen = True
         self._complaints.intersection_update(listed)
         self._stamp = stamp if is_settled else None
         self._polls_left = POLLS_PER_LISTING

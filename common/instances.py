@@ -169,7 +169,8 @@ class Snapshot:
     """All members of a namespace at one moment: id → Instance, oldest registration first.
 
     revision grows with every change that one Registry object sees; it compares snapshots of that
-    object and that namespace only. 0 = nothing was ever seen.
+    object and that namespace only. 0 = nothing was ever seen; a namespace that was seen to be
+    empty is 1.
     """
 
     revision: int = 0
@@ -194,9 +195,12 @@ class Snapshot:
         return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
 
     def following(self, members: Iterable[Instance]) -> Snapshot:
-        """The next snapshot of `members` (oldest first), or this very one if nothing changed."""
+        """The next snapshot of `members` (oldest first), or this very one if nothing changed.
+
+        The first one that was seen follows revision 0 also when there is nobody.
+        """
         instances = {i.id: i for i in supersede(members)}
-        if instances == self.instances:
+        if self.revision and instances == self.instances:
             return self
         return Snapshot(self.revision + 1, instances)
 

@@ -50,7 +50,9 @@ class Watch(Protocol):
 
     @property
     def current(self) -> Snapshot:
-        """What `next` returned last; at first the members at the time the watch was opened."""
+        """What `next` returned last; at first the members at the time the watch was opened, of
+        revision 0 if the store did not say who they are.
+        """
 
     async def next(self) -> Snapshot:
         """Wait until the members differ from `current`, and return them as they are then.
@@ -81,7 +83,9 @@ class Registry(Protocol):
         """The members of `namespace` and their changes. Any number of watches may be open."""
 
     async def snapshot(self, namespace: str) -> Snapshot:
-        """The members of `namespace` now; the last known ones if the store is lost."""
+        """The members of `namespace` now; the last known ones if the store is lost, which are of
+        revision 0 if it never answered.
+        """
 
     async def put_card(self, card: ModelCard) -> None:
         """Store `card` under its checksum, for ever. To be done before registering under it."""
@@ -103,19 +107,18 @@ async def follow(registry: Registry, namespace: str, take: Callable[[Snapshot], 
     """Hands every snapshot of `namespace` to `take`, for ever; ends by cancellation only.
 
     A lost or failing registry stops nobody: `take` is not called then, and the watch is opened
-    again with growing pauses.
+    again with growing pauses. Nor is it called with revision 0, which has seen nothing: neither
+    that somebody is there nor that nobody is.
     """
     pause_s = FOLLOW_PAUSE_S
-    is_first = True
     while True:
         try:
             async with registry.watch(namespace) as watch:
                 snapshot = watch.current
                 while True:
-                    # Revision 0 has seen nothing yet, so it cannot take anybody away.
-                    if is_first or snapshot.revision > 0:
+                    if snapshot.revision > 0:
                         take(snapshot)
-                        is_first, pause_s = False, FOLLOW_PAUSE_S
+                        pause_s = FOLLOW_PAUSE_S
                     snapshot = await watch.next()
         except Exception as error:
             # Whatever ails the registry, everybody goes on with what was seen last.
@@ -167,7 +170,7 @@ class _Members:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
-        self.snapshot = Snapshot()
+        self.snapshot = Snapshot().following(())  # In memory, nobody is nobody.
         self.changed = asyncio.Event()
 
     def put(self, instance: Instance) -> None:

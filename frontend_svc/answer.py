@@ -20,7 +20,10 @@ TOKENS_A_CHUNK = 64
 
 
 class Answer:
-    """The Listener of one request, read by one task. clock: the meter's, monotonic seconds."""
+    """The Listener of one request, read by one task. clock: the meter's, monotonic seconds.
+
+    unread_max: tokens that its client may leave unread; with more, the request is ended.
+    """
 
     __slots__ = (
         "_chunks",
@@ -30,6 +33,7 @@ class Answer:
         "_silence",
         "_silence_s",
         "_unread",
+        "_unread_max",
         "_waiter",
         "_waiting_since",
         "first_at",
@@ -37,7 +41,14 @@ class Answer:
         "ticket",
     )
 
-    def __init__(self, meter: RequestMeter, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        meter: RequestMeter,
+        clock: Callable[[], float],
+        *,
+        unread_max: int = UNREAD_TOKENS_MAX,
+    ) -> None:
+        self._unread_max = unread_max
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._meter = meter
@@ -55,7 +66,7 @@ class Answer:
         self._count(len(token_ids))
         self._unread += token_ids
         self._notify()
-        if len(self._unread) > UNREAD_TOKENS_MAX:
+        if len(self._unread) > self._unread_max:
             self._refuse_to_wait()
 
     def chunk(self, json: bytes) -> None:
@@ -63,7 +74,7 @@ class Answer:
         self._count(1)
         self._chunks.append(json)
         self._notify()
-        if len(self._chunks) * TOKENS_A_CHUNK > UNREAD_TOKENS_MAX:
+        if len(self._chunks) * TOKENS_A_CHUNK > self._unread_max:
             self._refuse_to_wait()
 
     def finished(self, outcome: Outcome) -> None:

@@ -22,6 +22,7 @@ from common.instances import PREFILL_BYPASS, Instance, Snapshot, new_instance_id
 from common.interceptors import Calls
 from common.lifecycle import Life, Ready
 from common.registry import Lease, Registry, follow
+from common.tasks import TaskGroup
 from frontend_svc.artifacts import ArtifactCollector, grpc_artifacts
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.departed import Departed
@@ -29,7 +30,7 @@ from frontend_svc.core.patience import Patience
 from frontend_svc.core.request import Placed
 from frontend_svc.core.routable import missing_role, unsplit
 from frontend_svc.engine_client import EngineClient, GrpcDialer
-from frontend_svc.gateway import Gateway, place_alone
+from frontend_svc.gateway import Gateway, place_alone, sees
 from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
 from frontend_svc.kv_watch import KvWatch
 from frontend_svc.metrics import (
@@ -92,6 +93,7 @@ class FrontendApp:
             self.instance_id,
             lambda: self._snapshot.of("router"),
             self._place_alone,
+            sees=lambda query: sees(self._snapshot, query),
             frontends=lambda: self._snapshot.of("frontend"),
             open_session=grpc_sessions(self._security),
             rng=self._rng,
@@ -234,16 +236,24 @@ class FrontendApp:
 
     async def _follow_models(self, seen: asyncio.Event) -> None:
         """Keeps the served models current; what could not be loaded is tried again."""
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            while not await self._models.follow(self._snapshot):
-                seen.set()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(RETRY_S):
-                        await self._changed.wait()
-                self._changed.clear()
+
+        async def follow_once() -> None:
+            await self._models.follow(self._snapshot)
             seen.set()
+
+        await self._changed.wait()
+        # One that waits for a card holds up no other: a model is loaded once at a time, so there
+        # are no more of them than models.
+        async with TaskGroup() as following:
+            while True:
+                self._changed.clear()
+                following.create_task(follow_once())
+                while not self._changed.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(RETRY_S):
+                            await self._changed.wait()
+                    if self._models.not_ready:
+                        break
 
     def _place_alone(self, query: Query) -> Placed | MeshError:
         return place_alone(self._snapshot, self._engines.open_slots, query, self._rng)
@@ -271,11 +281,11 @@ class FrontendApp:
         missing = {
             name: why
             for name in self._models.names()
-            if (why := missing_role(self._snapshot.serving(name)))
+            if (why := missing_role(self._models.workers(name)))
         }
         reasons += [f"model {name}: {why}" for name, why in missing.items()]
         for name in self._models.names():
-            if why := unsplit(self._snapshot.serving(name)):
+            if why := unsplit(self._models.workers(name)):
                 reasons.append(f"model {name}: requests are not split: {why}")
         for worker_id, why in self._engines.why_left_alone().items():
             reasons.append(f"worker {worker_id} gets no requests for now: {why}")
@@ -283,10 +293,19 @@ class FrontendApp:
             is_ready=not is_draining and bool(self._models.names() - missing.keys()),
             is_draining=is_draining,
             reasons=tuple(reasons),
-            degraded=tuple(self._kv.degraded()),
-            models_not_ready={**self._models.not_ready, **missing},
+            degraded=(*self._kv.degraded(), *map(_hidden, self._models.hidden.items())),
+            models_not_ready={
+                **dict.fromkeys(self._models.loading, "its card is being loaded"),
+                **self._models.not_ready,
+                **missing,
+            },
             instances=tuple(map(_shown, self._snapshot.instances.values())),
         )
+
+
+def _hidden(adapter: tuple[tuple[str, str], str]) -> str:
+    (name, model), why = adapter
+    return f"the adapter {name!r} of {model} cannot be asked for: {why}"
 
 
 def _shown(instance: Instance) -> dict[str, object]:

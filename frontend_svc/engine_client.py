@@ -394,6 +394,7 @@ class EngineClient:
         self._breaker = Breaker(Random() if rng is None else rng)
         self._hung: set[int] = set()
         self._addresses: dict[int, str] = {}
+        self._present: frozenset[int] | None = None  # What `keep` said last.
         self._prober: asyncio.Task[None] | None = None
         self._tasks = TaskGroup()
         self._open: dict[int, tuple[WorkerConnection, asyncio.Task[None]]] = {}
@@ -428,7 +429,7 @@ class EngineClient:
 
     def keep(self, present: Iterable[int]) -> None:
         """Forgets workers that have left the mesh; their streams end by themselves."""
-        present = set(present)
+        self._present = present = frozenset(present)
         self._breaker.keep(present)
         self._hung &= present
         for worker_id in [w for w in self._addresses if w not in present]:
@@ -461,6 +462,12 @@ class EngineClient:
     async def _probe(self, worker_id: int) -> None:
         """Opens a stream, or waits for a heartbeat on the open one; asks an engine that hung."""
         address = self._addresses.get(worker_id)
+        if self._present is not None and worker_id not in self._present:
+            # A router told of it, and it was gone before discovery showed it: nobody is going to
+            # say that it left. Were it on its way, it would get requests by the router's word.
+            self._hung.discard(worker_id)
+            self._addresses.pop(worker_id, None)
+            address = None
         if address is None:
             self._breaker.keep(self._addresses)  # nobody asks for it any more
             return

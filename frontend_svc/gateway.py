@@ -13,16 +13,17 @@ from random import Random
 from typing import Protocol, runtime_checkable
 
 from common.attach import LegSink, Order
-from common.errors import MeshError, Unavailable, UnknownModel, WorkerLost
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel, WorkerLost
 from common.instances import Instance, Snapshot
 from common.preprocessed import PreprocessedRequest, RoutingHints, TokenLogprob
+from frontend_svc.core.adapters import serving
 from frontend_svc.core.breaker import RetryBudget
 from frontend_svc.core.growth import Growth
 from frontend_svc.core.patience import never_late
 from frontend_svc.core.request import Leg, Outcome, Placed, Plan, RequestMachine
 from frontend_svc.core.reroutes import Reroutes
 from frontend_svc.models import no_worker
-from frontend_svc.router_client import Key, Query
+from frontend_svc.router_client import UNKNOWN_ADAPTER, Key, Query
 
 # A slow client may leave this many tokens unread before its request is ended.
 UNREAD_TOKENS_MAX = 65_536
@@ -92,7 +93,8 @@ class Ticket:
     def __init__(self, gateway: Gateway, plan: Plan, query: Query, listener: Listener) -> None:
         self._gateway = gateway
         self._query = query = _completed(query, plan.request)
-        self._growth = Growth(query.total_tokens, query.block_size, query.expected_output_tokens)
+        self._growth = _growth_of(query)
+        self._in_prompt = 0  # How many of the generated tokens are prompt to the attempt under way.
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -126,8 +128,9 @@ class Ticket:
             return  # given up while it waited
         if attempt and not self._has_turn(attempt, excluded):
             return
+        self._take_up_generated()
         query = self._query
-        pool, alone = self._gateway.pool(query.model)
+        pool, alone = self._gateway.pool(query.model, _adapter(query))
         # It waited because nobody else was left: one that failed it and is whole again will do.
         healed = self._failed_alone - alone
         excluded -= healed
@@ -140,8 +143,8 @@ class Ticket:
             query = query.without(excluded | alone)
 
         def answered(answer: Placed | MeshError) -> None:
-            if isinstance(answer, UnknownModel):  # we knew it: its last worker has just left
-                answer = no_worker(query.model)
+            if _is_unknown(answer):  # we knew it: its last worker has just left
+                answer = no_worker(_adapter(query) or query.model)
             if isinstance(answer, Unavailable) and alone and self._waits_left:
                 # The router may not know those that we know.
                 self._place_later(attempt, excluded, alone)
@@ -154,6 +157,15 @@ class Ticket:
                 self.machine.placed(attempt, answer, self._loop.time())
 
         self._gateway.placer.place(self._key(attempt), query, answered)
+
+    def _take_up_generated(self) -> None:
+        """Whoever goes on with an answer computes, and holds, what was generated before, too."""
+        new = len(self.machine.generated) - self._in_prompt
+        if new:
+            token_ids = self.machine.plan.request.token_ids.extended(self.machine.generated)
+            self._query = self._query.grown(token_ids, new)
+            self._growth = _growth_of(self._query)
+            self._in_prompt += new
 
     def _has_turn(self, attempt: int, excluded: frozenset[int]) -> bool:
         """Whether it may be tried again now; else it waits for `go`, or is told to come again."""
@@ -215,7 +227,7 @@ class Ticket:
 
     def emit(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See RequestPorts."""
-        grown = self._growth.reached(self.machine.attempt, len(self.machine.generated))
+        grown = self._growth.reached(len(self.machine.generated) - self._in_prompt)
         if grown is not None:
             key = self._key(self.machine.attempt)
             self._gateway.placer.output(key, grown.blocks, grown.decay_fraction)
@@ -312,9 +324,12 @@ class Gateway:
         """Whether a worker that discovery does not show was there; else it is about to be."""
         return self._departed is None or worker_id in self._departed
 
-    def pool(self, model: str) -> tuple[frozenset[int], frozenset[int]]:
-        """Workers of a model, and those of them that this frontend saw fail and leaves alone."""
-        pool = frozenset(i.id for i in self.snapshot().serving(model))
+    def pool(self, model: str, adapter: str = "") -> tuple[frozenset[int], frozenset[int]]:
+        """Workers of a model, and those of them that this frontend saw fail and leaves alone.
+
+        adapter: which they are to have, "" if none.
+        """
+        pool = frozenset(i.id for i in serving(self.snapshot().serving(model), adapter))
         return pool, self.workers.left_alone(pool)
 
     def survivors(self, model: str) -> int:
@@ -339,6 +354,10 @@ class Gateway:
         return [ticket.machine.plan.request_id for ticket in tickets]
 
 
+def _growth_of(query: Query) -> Growth:
+    return Growth(query.total_tokens, query.block_size, query.expected_output_tokens)
+
+
 def _completed(query: Query, request: PreprocessedRequest) -> Query:
     """The query with what the request says to the router, where it does not say so itself."""
     routing = query.routing
@@ -357,7 +376,8 @@ def place_alone(
 ) -> Placed | MeshError:
     """A placement without a router: power of two on our own requests in flight.
 
-    Among aggregated workers; without one, among decode workers that can prefill by themselves.
+    Among aggregated workers; without one, among decode workers that can prefill by themselves. All
+    of them have the adapter, if the query names one.
     """
     workers = snapshot.serving(query.model)
     if not workers:
@@ -368,7 +388,8 @@ def place_alone(
             1.0,
             reason="NO_ROUTER",
         )
-    left = [w for w in workers if w.id not in query.excluded]
+    adapter = _adapter(query)
+    left = [w for w in serving(workers, adapter) if w.id not in query.excluded]
     fit = [w for w in left if w.role == "aggregated"]
     fit = fit or [w for w in left if w.role == "decode" and w.local_prefill]
     if not fit:
@@ -383,14 +404,35 @@ def place_alone(
     return Placed(worker.id, worker.dp_rank_start, reasons=why, is_unrouted=True)
 
 
+def sees(snapshot: Snapshot, query: Query) -> bool:
+    """Whether there are workers with the query's model, and adapter."""
+    return bool(serving(snapshot.serving(query.model), _adapter(query)))
+
+
+def _adapter(query: Query) -> str:
+    """The adapter that a query names, "" if none."""
+    return (query.routing.lora_name or "") if query.routing is not None else ""
+
+
+def _is_unknown(answer: Placed | MeshError) -> bool:
+    """Whether the router knows nobody with the query's model, or adapter."""
+    if isinstance(answer, NotFound) and answer.reason == UNKNOWN_ADAPTER:
+        return True
+    return isinstance(answer, UnknownModel)
+
+
 def _restricts(routing: RoutingHints) -> bool:
-    """Whether only some workers will do. Order, length, sessions and preferences leave all."""
+    """Whether only some workers will do, but for those without its adapter.
+
+    Order, length, sessions and preferences leave all.
+    """
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         return True
     rest = replace(
         routing,
         expected_output_tokens=None,
+        lora_name=None,
         priority=None,
         priority_jump=None,
         routing_constraints=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from common.blocks import SCHEME_ID, hashes_to_bytes
+from common.blocks import SCHEME_ID
 from common.errors import (
     Bug,
     DeadlineExceeded,
@@ -30,6 +30,7 @@ from common.errors import (
 from common.preprocessed import CompletionUsage, PreprocessedRequest, TokenIds
 from frontend_svc.answer import Answer
 from frontend_svc.config import FrontendConfig
+from frontend_svc.core.headers import read_headers, with_headers
 from frontend_svc.core.model_watch import Table
 from frontend_svc.core.openai import (
     ChatRequest,
@@ -40,6 +41,8 @@ from frontend_svc.core.openai import (
     model_value,
     parse_chat,
     parse_completion,
+    routing_hints,
+    strict_priority,
     text_completion,
     to_preprocessed,
 )
@@ -82,7 +85,8 @@ class Call:
     """One request to a generation endpoint, from its body to its log line.
 
     request_id: ours and unique; client_id: the client's x-request-id, or ours. began_s: of the
-    meter's clock. status: what the client was answered with, 0 when nothing was.
+    meter's clock. base_model: what an adapter is applied to, or the model itself; "" when passed
+    through or not known yet. status: what the client was answered with, 0 when nothing was.
     """
 
     endpoint: Endpoint
@@ -91,6 +95,7 @@ class Call:
     span: RequestSpan
     began_s: float
     body: ChatRequest | CompletionRequest | PassThroughBody | None = None
+    base_model: str = ""
     answer: Answer | None = None
     status: int = 0
     error: MeshError | None = None
@@ -152,7 +157,8 @@ class GenerationEndpoint:
             try:
                 if self._inside > self._config.requests_max:
                     raise Overloaded(1.0, "this frontend has all the requests it can hold")
-                call.body = self._read(await self._body_in_time(headers, receive))
+                raw = await self._body_in_time(headers, receive)
+                call.body = self._read(raw, scope["headers"])
             finally:
                 name = call.body.model if call.body is not None else ""
                 is_stream = call.body is not None and call.body.is_stream
@@ -170,12 +176,14 @@ class GenerationEndpoint:
             self._tell_span(call)
             self._log(call)
 
-    def _read(self, raw: bytes) -> ChatRequest | CompletionRequest | PassThroughBody:
+    def _read(
+        self, raw: bytes, headers: Iterable[tuple[bytes, bytes]]
+    ) -> ChatRequest | CompletionRequest | PassThroughBody:
         if self._models.pass_through():
             body = read_body(raw)
             if self._passes_through(body.model):
-                return body
-        return self._parse(raw)
+                return replace(body, nvext=read_headers(headers))
+        return with_headers(self._parse(raw), read_headers(headers))
 
     def _passes_through(self, model: str) -> bool:
         try:
@@ -243,7 +251,9 @@ class GenerationEndpoint:
         meter.prompt(len(request.token_ids))
         flow = TextFlow(model.detokenizer(), body.stops)
         plan = self._plan(call, request)
+        call.base_model = model.base
         query = self._query(model, request, call.span.traceparent)
+        query = replace(query, strict_priority=strict_priority(body.nvext))
         async with self._opened(call, plan, query, meter, receive) as ticket:
             if body.is_stream:
                 await self._stream(call, body, model, ticket, flow, send)
@@ -255,14 +265,17 @@ class GenerationEndpoint:
     ) -> None:
         is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
         passed = PassedBody("chat_json" if is_chat else "completion_json", body.json)
-        nothing = PreprocessedRequest(model=body.model, token_ids=TokenIds())
+        routing = routing_hints(body.nvext)
+        nothing = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
         plan = replace(self._plan(call, nothing), body=passed)
         # Nobody has counted its tokens: the router balances such requests by their number.
         query = Query(
             model=body.model,
             total_tokens=0,
             arrived_at=asyncio.get_running_loop().time(),
+            routing=routing,
             traceparent=call.span.traceparent,
+            strict_priority=strict_priority(body.nvext),
         )
         async with self._opened(call, plan, query, meter, receive):
             if body.is_stream:
@@ -317,6 +330,7 @@ class GenerationEndpoint:
             context_length=model.card.context_length or 0,
             default_max_tokens=model.card.default_max_tokens,
             vocab_size=model.vocab_size,
+            adapter=model.adapter,
         )
 
     async def _tokenize(
@@ -372,17 +386,17 @@ class GenerationEndpoint:
                 log.error("disconnect_watch_failed", exc_info=watch.exception())
 
     def _query(self, model: ServedModel, request: PreprocessedRequest, traceparent: str) -> Query:
-        hashes = model.hasher.prefix_hashes(request.token_ids.array)
-        return Query(
-            model=model.name,
-            total_tokens=len(request.token_ids),
+        query = Query(
+            model=model.base,
+            total_tokens=0,
             arrived_at=asyncio.get_running_loop().time(),
-            prefix_hashes=hashes_to_bytes(hashes),
             hash_scheme=SCHEME_ID,
             block_size=model.hasher.block_size,
             routing=request.routing,
             traceparent=traceparent,
+            hasher=model.hasher,
         )
+        return query.grown(request.token_ids, len(request.token_ids))
 
     async def _stream(
         self,
@@ -519,6 +533,8 @@ class GenerationEndpoint:
             facts["trace_id"] = call.span.trace_id
         if call.body is not None:
             facts |= {"model": call.body.model, "stream": call.body.is_stream}
+            if call.base_model not in ("", call.body.model):
+                facts["base_model"] = call.base_model
         answer = call.answer
         if answer is not None and answer.first_at is not None:
             facts["ttft_ms"] = round((answer.first_at - call.began_s) * 1000, 1)
@@ -658,9 +674,12 @@ def build_api(
 
     async def list_models(_: Request) -> Response:
         missing = readiness().models_not_ready
-        served = [(m.name, m.created) for m in models.all()]
-        served += [(engine.name, engine.created) for engine in models.pass_through()]
-        entries = [model_value(name, at, OWNER) for name, at in served if name not in missing]
+        entries = [_model_entry(model) for model in models.all() if model.name not in missing]
+        entries += [
+            model_value(engine.name, engine.created, OWNER)
+            for engine in models.pass_through()
+            if engine.name not in missing
+        ]
         return Response(model_list(entries), media_type="application/json")
 
     async def one_model(request: Request) -> Response:
@@ -673,7 +692,7 @@ def build_api(
         except MeshError as error:
             answer = http_error(error)
             return Response(answer.body, answer.status, dict(answer.headers))
-        return _json_response(model_value(model.name, model.created, OWNER), 200)
+        return _json_response(_model_entry(model), 200)
 
     def generation(endpoint: Endpoint) -> GenerationEndpoint:
         return GenerationEndpoint(endpoint, gateway, models, state, config, ended)
@@ -693,6 +712,11 @@ def build_api(
         ],
         exception_handlers={404: _not_found, 405: _not_found},
     )
+
+
+def _model_entry(model: ServedModel) -> dict[str, object]:
+    base = model.base if model.adapter else None
+    return model_value(model.name, model.created, OWNER, base=base)
 
 
 def _json_response(value: object, status: int) -> Response:

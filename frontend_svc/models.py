@@ -1,4 +1,8 @@
-"""The models that are served: built from cards as workers come, gone with the last worker."""
+"""The models that are served: built from cards as workers come, gone with the last worker.
+
+An adapter that workers have is a model of its own to clients (`core/adapters.py`): its base model
+with hashes of its own, for KV that was computed under one is worth nothing to another.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +28,9 @@ from common.errors import (
     Unsupported,
 )
 from common.instances import Instance, Snapshot
+from common.tasks import TaskGroup
 from frontend_svc.artifacts import Artifacts, OpenCall, grpc_artifacts
+from frontend_svc.core.adapters import Adapters, adapters_of, serving
 from frontend_svc.core.detokenize import (
     Detokenizer,
     StreamDetokenizer,
@@ -62,7 +68,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a request for one model needs. checksum: "" for pass-through models, which need none."""
+    """What a request for one model needs. checksum: "" for pass-through models, which need none.
+
+    adapter: "" for the model itself; else all is as in the model, but for name and hashes.
+    """
 
     card: ModelCard
     checksum: str
@@ -71,11 +80,22 @@ class ServedModel:
     vocabulary: Vocabulary | None
     template: ChatTemplate | None
     hasher: PrefixHasher
+    adapter: str = ""
 
     @property
     def name(self) -> str:
         """As clients say it."""
+        return self.adapter or self.card.name
+
+    @property
+    def base(self) -> str:
+        """The model as workers and routers say it."""
         return self.card.name
+
+    def adapted(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
+        """The same under an adapter."""
+        hasher = _hasher(self.card, mesh_key, adapter)
+        return replace(self, adapter=adapter, created=created, hasher=hasher)
 
     @property
     def vocab_size(self) -> int:
@@ -120,11 +140,16 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         tokenizer=tokenizer,
         vocabulary=vocabulary,
         template=_template(card, config),
-        hasher=PrefixHasher(
-            mesh_key=mesh_key,
-            model=card.name,
-            block_size=card.kv_block_size or DEFAULT_BLOCK_SIZE,
-        ),
+        hasher=_hasher(card, mesh_key),
+    )
+
+
+def _hasher(card: ModelCard, mesh_key: bytes, adapter: str = "") -> PrefixHasher:
+    return PrefixHasher(
+        mesh_key=mesh_key,
+        model=card.name,
+        block_size=card.kv_block_size or DEFAULT_BLOCK_SIZE,
+        lora_name=adapter,
     )
 
 
@@ -186,6 +211,8 @@ class Engine:
 class Models:
     """The serving table, kept by snapshots of the mesh; `core/model_watch.py` decides.
 
+    Cards are loaded beside the table: one that takes long holds up its own model only.
+
     get_card: fetches a card by checksum. now_s: Unix time, for `created`. open_artifact: how to ask
     a worker for what a card does not carry; by default over gRPC, without a token.
     """
@@ -199,12 +226,25 @@ class Models:
         open_artifact: OpenCall | None = None,
     ) -> None:
         self._now_s = now_s
+        self._mesh_key = mesh_key
         self.artifacts = Artifacts(self._holders, open_call=open_artifact or grpc_artifacts())
         self._builder = _Builder(get_card, self.artifacts, now_s, mesh_key)
         self._table: ModelManager[Engine] = ModelManager()
         self._watch = ModelWatchState(PREFIX, self._table, self._builder)
         self._snapshot = Snapshot()
         self._gone_at: dict[str, float] = {}
+        self._adapters: dict[str, ServedModel] = {}
+        self._hidden: Mapping[tuple[str, str], str] = {}
+
+    @property
+    def hidden(self) -> Mapping[tuple[str, str], str]:
+        """(adapter, model) of adapters that nobody can ask for -> why."""
+        return MappingProxyType(self._hidden)
+
+    @property
+    def loading(self) -> frozenset[str]:
+        """Models whose cards are being loaded."""
+        return self._watch.building
 
     @property
     def not_ready(self) -> Mapping[str, str]:
@@ -212,14 +252,17 @@ class Models:
         return MappingProxyType(self._watch.not_ready)
 
     def get(self, name: str) -> ServedModel:
-        """The model of that name, to be given token ids.
+        """The model or adapter of that name, to be given token ids.
 
         Raises UnknownModel, Unavailable if it was here just now, Unsupported if it is served by
         pass-through workers only.
         """
         engines = self._table.engines(name)
         if not engines:
-            raise self._absent(name)
+            adapted = self._adapters.get(name)
+            if adapted is None:
+                raise self._absent(name)
+            return adapted
         for engine in engines.values():
             if engine.model is not None:
                 return engine.model
@@ -239,27 +282,48 @@ class Models:
         raise self._absent(name)
 
     def all(self) -> list[ServedModel]:
-        """What is served by token ids, in the order it came."""
-        served = (engine.model for engine in self._first_engines())
-        return [model for model in served if model is not None]
+        """What is served by token ids, in the order it came; adapters come last."""
+        return [*self._by_tokens().values(), *self._adapters.values()]
 
     def pass_through(self) -> list[Engine]:
         """What pass-through workers serve; one engine a name."""
         return [engine for engine in self._first_engines() if engine.model is None]
 
     def names(self) -> frozenset[str]:
-        """Names that are served, by token ids or passed through."""
-        return frozenset(self._table.names())
+        """Names that are served, by token ids or passed through, those of adapters too."""
+        return frozenset(self._table.names()) | self._adapters.keys()
+
+    def workers(self, name: str) -> tuple[Instance, ...]:
+        """The workers that serve a model, or an adapter, of that name."""
+        adapted = self._adapters.get(name)
+        if adapted is None:
+            return self._snapshot.serving(name)
+        return serving(self._snapshot.serving(adapted.base), name)
 
     async def follow(self, snapshot: Snapshot) -> bool:
-        """Makes the table what the snapshot says; whether all of it worked (else: try again)."""
+        """Makes the table what the snapshot says; whether all of it worked (else: try again).
+
+        The table is right at once, but for models whose cards have to be loaded, which this waits
+        for; it may be called again meanwhile.
+        """
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
         waiting = tuple(self._watch.not_ready)
+        builds: list[Build] = []
         for action in model_watcher(self._watch, events):
-            await self._execute(action)
+            self._execute(action, builds)
         for action in self._watch.retry(waiting):
-            await self._execute(action)
+            self._execute(action, builds)
+        self._follow_adapters()
+        try:
+            async with TaskGroup() as tasks:
+                for work in builds:
+                    tasks.create_task(self._build(work))
+        except BaseException as error:
+            # Else models whose build did not begin would count as being built for ever.
+            for work in builds:
+                self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
+            raise
         return not self._watch.not_ready
 
     def _holders(self, checksum: str) -> list[Instance]:
@@ -280,11 +344,44 @@ class Models:
         for name in self._table.names():
             yield next(iter(self._table.engines(name).values()))
 
-    async def _execute(self, action: Action) -> None:
+    def _by_tokens(self) -> dict[str, ServedModel]:
+        return {one.name: one.model for one in self._first_engines() if one.model is not None}
+
+    def _follow_adapters(self) -> None:
+        """After a change of the table, or of what workers have."""
+        passed_through = {engine.name for engine in self.pass_through()}
+        found = adapters_of(self._snapshot.of("worker"), passed_through)
+        models, before = self._by_tokens(), self._adapters
+        self._adapters = {
+            adapter: self._adapted(adapter, models[model])
+            for adapter, model in found.models.items()
+            if model in models
+        }
+        for adapter in sorted(before.keys() - self._adapters.keys()):
+            self._note_gone(adapter)
+            log.info("adapter_removed", model=adapter, base=before[adapter].base)
+        for adapter, adapted in self._adapters.items():
+            if adapter not in before or before[adapter].base != adapted.base:
+                log.info("adapter_added", model=adapter, base=adapted.base)
+        self._tell_hidden(found)
+
+    def _adapted(self, adapter: str, model: ServedModel) -> ServedModel:
+        known = self._adapters.get(adapter)
+        if known is not None and known.card is model.card:
+            return known
+        created = int(self._now_s())
+        return model.adapted(adapter, created=created, mesh_key=self._mesh_key)
+
+    def _tell_hidden(self, found: Adapters) -> None:
+        for (adapter, model), why in found.hidden.items():
+            if self._hidden.get((adapter, model)) != why:
+                log.error("adapter_hidden", adapter=adapter, model=model, why=why)
+        self._hidden = found.hidden
+
+    def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
             case Build():
-                for next_action in await self._build(action):
-                    await self._execute(next_action)
+                builds.append(action)
             case Added(name, tables):
                 log.info("model_added", model=name, tables=tables)
             case Removed(name):
@@ -293,19 +390,27 @@ class Models:
             case Note(level, event, fields):
                 getattr(log, level)(event, **fields)
 
-    async def _build(self, work: Build) -> list[Action]:
+    async def _build(self, work: Build) -> None:
+        """Until nothing follows of it: what it was built from may have changed meanwhile."""
+        builds = [work]
+        while builds:
+            for action in await self._built(builds.pop()):
+                self._execute(action, builds)
+            self._follow_adapters()
+
+    async def _built(self, work: Build) -> list[Action]:
         try:
             return self._watch.built(work, await self._builder.engines(work.entry))
         except MeshError as error:
             return self._watch.failed(work, error)
         except BaseException as error:
-            # Else the model would count as being built for ever.
+            # As in `follow`; this one may be of a build that followed another.
             self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
             raise
 
 
 class _Builder:
-    """Loads cards and makes engines of them."""
+    """Loads cards, several at once, and makes engines of them, one after the other."""
 
     def __init__(
         self,
@@ -318,6 +423,8 @@ class _Builder:
         self._artifacts = artifacts
         self._now_s = now_s
         self._mesh_key = mesh_key
+        # Each takes a whole core for a while, and a thread that others wait for.
+        self._one_by_one = asyncio.Lock()
 
     async def engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine a table, all of the same immutable model; each answer has a detokeniser."""
@@ -326,9 +433,10 @@ class _Builder:
         created = int(self._now_s())
         model = None
         if card is not None and not all(p.is_pass_through for p in pipelines):
-            model = await asyncio.to_thread(
-                build_model, card, created=created, mesh_key=self._mesh_key
-            )
+            async with self._one_by_one:
+                model = await asyncio.to_thread(
+                    build_model, card, created=created, mesh_key=self._mesh_key
+                )
         name = entry.model.name
         return {p.table: Engine(name, p, created, entry.checksum, card, model) for p in pipelines}
 

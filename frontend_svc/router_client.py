@@ -3,34 +3,38 @@
 Frontends share themselves out over the routers (`core/router_choice.py`). One that had to go to
 another router than its home goes back once that answers, each after a random while.
 
-Once no router has answered for UNROUTED_AFTER_S, the frontend places by itself what has waited as
-long, by power of two on its own requests in flight (counted as unrouted). What waits in a router's
-queue counts from when that router was last heard, for the next one may well have room for it.
+What no router has attended to for UNROUTED_AFTER_S, the frontend places by itself, by power of two
+on its own requests in flight (counted as unrouted). To attend is to answer. A router with a queue
+may keep a question there: then it attends by a sign of life, but not by its greeting alone, for a
+router that dies of a question greets as well. Nor does one that denies what this frontend sees: who
+knows nobody of a model whose workers are there is asked again, then another router is.
 Bookings that live are announced to whatever router comes next, so that its books are right.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import grpc.aio
 import structlog
 
 from common import rpc
+from common.blocks import ChainState, PrefixHasher, hashes_to_bytes
 from common.error_proto import error_from_proto
-from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
+from common.errors import MeshError, Overloaded, Unavailable, UnknownModel, WorkerLost
 from common.instances import Instance
-from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints
+from common.preprocessed import BootstrapInfo, RouterConfigOverride, RoutingHints, TokenIds
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from common.tasks import TaskGroup
 from frontend_svc.core.patience import never_late
 from frontend_svc.core.request import Place, Placed
-from frontend_svc.core.router_choice import RouterChoice
+from frontend_svc.core.router_choice import AVOID_S, RouterChoice
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 UNROUTED_AFTER_S = 3.0
@@ -48,9 +52,20 @@ HOME_S = 1.0
 # Below UNROUTED_AFTER_S, so that a router which hangs is no worse than one that is gone.
 PING_S = 0.5
 SILENT_AFTER_S = 2.0
+# A session has so long to attend to what it was begun with; with a sign of life, at the latest.
+SETTLE_S = 1.0
+# A router that denies what is there learns of it soon, or else another one is asked.
+ASK_AGAIN_S = 0.1
+DENIED_S = 0.5
 # A booking is announced again this often, for a router forgets those that nobody speaks of.
 RENEW_S = 100.0
 _HOME = "HOME"
+# The router's word for an adapter that no worker has.
+UNKNOWN_ADAPTER = "UNKNOWN_ADAPTER"
+# What a router says that has not seen those who could serve a request.
+_DENIALS = frozenset({UnknownModel.kind, UNKNOWN_ADAPTER, "FLEET_UNKNOWN"})
+# Where the chain of prefix hashes begins.
+ROOT = ChainState(0, 0)
 
 log = structlog.get_logger()
 
@@ -113,7 +128,11 @@ def grpc_sessions(security: rpc.Security = rpc.PLAINTEXT) -> OpenSession:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What to place; see `router.v1.Query`. arrived_at: loop time, seconds."""
+    """What to place; see `router.v1.Query`. arrived_at: loop time, seconds.
+
+    hasher: what makes its prefix hashes; None: a prompt that grows gets no further ones. chain:
+    where those that it has end.
+    """
 
     model: str
     total_tokens: int
@@ -127,6 +146,31 @@ class Query:
     expected_output_tokens: int | None = None
     traceparent: str = ""
     strict_priority: int = 0
+    hasher: PrefixHasher | None = None
+    chain: ChainState = ROOT
+
+    def grown(self, token_ids: TokenIds, count: int) -> Query:
+        """The same with a longer prompt: token_ids, of which the last `count` are new.
+
+        What is new was expected as output before. Only blocks that have no hash yet are hashed.
+        """
+        expected = self.expected_output_tokens
+        grown = replace(
+            self,
+            total_tokens=self.total_tokens + count,
+            expected_output_tokens=None if expected is None else max(0, expected - count),
+        )
+        if self.hasher is None:
+            return grown
+        hashed = self.chain.position * self.hasher.block_size
+        hashes, sums = self.hasher.extend(self.chain, token_ids.array[hashed:])
+        if not len(sums):
+            return grown
+        return replace(
+            grown,
+            prefix_hashes=self.prefix_hashes + hashes_to_bytes(hashes),
+            chain=ChainState(self.chain.position + len(sums), int(sums[-1])),
+        )
 
     def without(self, excluded: frozenset[int]) -> Query:
         """The same, not to be placed on `excluded`."""
@@ -141,21 +185,35 @@ class _Output:
     decay_fraction: float | None = None
 
 
+class _Moment(NamedTuple):
+    """Loop time, and how long the loop had stood still by then."""
+
+    at: float
+    lost_before: float
+
+    def since(self, earlier: _Moment) -> float:
+        """Seconds that the loop ran since then."""
+        return self.at - earlier.at - (self.lost_before - earlier.lost_before)
+
+
 @dataclass(slots=True)
 class _Waiting:
+    """since: when it came. denied_since: since when routers deny what could serve it."""
+
     key: Key
     query: Query
     answer: Answer
-    since: float
-    lost_before: float
+    since: _Moment
+    denied_since: _Moment | None = None
 
 
 class RouterClient:
     """One Session at a time with one of the routers in discovery.
 
-    routers, frontends: who is there now. place_alone: chooses without a router. open_session: how
-    to reach one; by default over gRPC. lost_s: how long the loop has stood still so far, which is
-    held against no router, see `core/patience.py`.
+    routers, frontends: who is there now. place_alone: chooses without a router. sees: whether this
+    frontend knows workers that a query asks for. open_session: how to reach a router; by default
+    over gRPC. lost_s: how long the loop has stood still so far, which is held against no router,
+    see `core/patience.py`.
     """
 
     def __init__(
@@ -165,6 +223,7 @@ class RouterClient:
         place_alone: Callable[[Query], Placed | MeshError],
         *,
         frontends: Callable[[], Sequence[Instance]] = tuple,
+        sees: Callable[[Query], bool] = lambda query: False,
         open_session: OpenSession | None = None,
         rng: Random | None = None,
         lost_s: Callable[[], float] = never_late,
@@ -175,10 +234,12 @@ class RouterClient:
         self._frontends = frontends
         self._choice = RouterChoice(frontend_id)
         self._place_alone = place_alone
+        self._sees = sees
         self._open_session = open_session or grpc_sessions()
         self._rng = rng or Random()
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
+        self._generation = 0  # Of the session, see SessionHello.
         self._last_id = 0
         self._waiting: dict[int, _Waiting] = {}
         self._numbers: dict[Key, int] = {}
@@ -194,8 +255,12 @@ class RouterClient:
         self._renewed: dict[Key, float] = {}
         self._tracks_output = False  # Whether the router wants to hear of output.
         self._heard()
-        # When a router was last heard before none answered, and what was lost by then.
-        self._unanswered_since = (self._heard_at, self._lost_before)
+        # When a router last attended to what it may keep in its queue.
+        self._attended = self._heard_last
+        self._session_since = self._heard_last
+        self._queue_wait_s: float | None = None  # Of the router; None: not told.
+        self._is_denied = False  # Whether the router denied something for too long.
+        self._left_denied_at = -math.inf
         self._is_sign_due = False  # Whether the router is to be asked for a sign of life.
         self.is_connected = False
         self.unrouted = 0
@@ -207,9 +272,7 @@ class RouterClient:
             self._loop.call_soon(answer, error)
             return
         self._last_id += 1
-        self._waiting[self._last_id] = _Waiting(
-            key, query, answer, self._loop.time(), self._lost_s()
-        )
+        self._waiting[self._last_id] = _Waiting(key, query, answer, self._now())
         self._numbers[key] = self._last_id
         self._tell(self._news, self._last_id)
 
@@ -273,8 +336,15 @@ class RouterClient:
         chosen = self._choice.choose(frontends, routers, self._loop.time())
         return None if chosen is None else routers[chosen]
 
+    def _now(self) -> _Moment:
+        return _Moment(self._loop.time(), self._lost_s())
+
+    def _elapsed_s(self, since: _Moment) -> float:
+        """Seconds since then that are to be held against others."""
+        return self._now().since(since)
+
     def _heard(self) -> None:
-        self._heard_at, self._lost_before = self._loop.time(), self._lost_s()
+        self._heard_last = self._now()
 
     async def _serve(self, router: Instance) -> bool:
         """A session until it ends; whether that is because another router is to be asked."""
@@ -284,7 +354,7 @@ class RouterClient:
                 tasks.create_task(self._write(session))
                 tasks.create_task(self._ping())
                 tasks.create_task(self._go_home(router))
-                await self._read(session)
+                await self._read(session, router)
         except MeshError as error:
             if error.reason == _HOME:
                 log.info("router_left", router_id=router.id, why=str(error))
@@ -292,8 +362,6 @@ class RouterClient:
             self._choice.lost(router.id, self._loop.time())
             log.warning("router_lost", router_id=router.id, why=str(error))
         finally:
-            if self.is_connected:
-                self._unanswered_since = (self._heard_at, self._lost_before)
             self.is_connected = self._is_told = False
         return False
 
@@ -316,19 +384,36 @@ class RouterClient:
         try:
             async with asyncio.timeout(HOME_S), self._open_session(router) as session:
                 await session.write(router_pb2.SessionRequest(hello=hello))
-                return await session.read() is not None
+                frame = await session.read()
+                return frame is not None and frame.hello_ack.router_id == router.id
         except (MeshError, TimeoutError):
             return False
 
-    async def _read(self, session: Session) -> None:
+    async def _read(self, session: Session, router: Instance) -> None:
+        self._is_denied = False
         while (frame := await session.read()) is not None:
-            self.is_connected = True
             self._heard()
             if frame.HasField("hello_ack"):
-                self._tracks_output = frame.hello_ack.track_output_blocks
+                self._greeted(frame.hello_ack, router)
+            if self._queue_wait_s != 0 and (frame.results or not frame.HasField("hello_ack")):
+                self._attended = self._heard_last
             for result in frame.results:
                 self._answered(result)
+            if self._is_denied:
+                self._left_denied_at = self._loop.time()
+                raise WorkerLost(
+                    "the router knows nobody of a model that is served", retryable=True
+                )
         raise WorkerLost("the router closed the session", retryable=True)
+
+    def _greeted(self, hello_ack: router_pb2.SessionHelloAck, router: Instance) -> None:
+        if hello_ack.router_id != router.id:
+            why = f"at {router.address} there is router {hello_ack.router_id} now"
+            raise WorkerLost(why, retryable=True)
+        self.is_connected, self._session_since = True, self._heard_last
+        self._tracks_output = hello_ack.track_output_blocks
+        told = hello_ack.HasField("queue_wait_ms")
+        self._queue_wait_s = hello_ack.queue_wait_ms / 1000 if told else None
 
     async def _ping(self) -> None:
         """An empty frame asks for an empty one. Keepalive is slower, and sees no hung process.
@@ -337,27 +422,67 @@ class RouterClient:
         """
         while True:
             await asyncio.sleep(PING_S)
-            lost_s = self._lost_s() - self._lost_before
-            silent_s = self._loop.time() - self._heard_at - lost_s
+            silent_s = self._elapsed_s(self._heard_last)
             if silent_s > SILENT_AFTER_S:
                 raise WorkerLost(f"the router said nothing for {silent_s:.1f} s", retryable=True)
+            self._check_answers()
             self._is_sign_due = True
             self._wake.set()
 
+    def _check_answers(self) -> None:
+        """Raises WorkerLost when a question is open for longer than the router says it may be."""
+        if self._queue_wait_s is None or not self.is_connected:
+            return
+        asked = next((w.since for w in self._waiting.values() if w.denied_since is None), None)
+        if asked is not None:
+            open_s = self._elapsed_s(max(asked, self._session_since))
+            if open_s > self._queue_wait_s + SILENT_AFTER_S:
+                raise WorkerLost(
+                    f"the router left a question open for {open_s:.1f} s", retryable=True
+                )
+
     def _answered(self, result: router_pb2.NewResult) -> None:
-        waiting = self._waiting.pop(result.id, None)
+        waiting = self._waiting.get(result.id)
         if waiting is None:
             return  # freed meanwhile
-        del self._numbers[waiting.key]
         if result.HasField("error"):
-            waiting.answer(error_from_proto(result.error))
+            error = error_from_proto(result.error)
+            if error.reason in _DENIALS and self._sees(waiting.query):
+                self._denied(result.id, waiting)
+                return
+            self._forget(result.id, waiting)
+            waiting.answer(error)
             return
+        self._forget(result.id, waiting)
         decision = result.decision
         self._bookings[waiting.key] = self._booking(waiting, decision)
         self._renewed[waiting.key] = self._loop.time()
         waiting.answer(_placed(decision))
 
+    def _forget(self, number: int, waiting: _Waiting) -> None:
+        del self._waiting[number]
+        if self._numbers.get(waiting.key) == number:
+            del self._numbers[waiting.key]
+
+    def _denied(self, number: int, waiting: _Waiting) -> None:
+        """The router has not seen what we see: it may any moment, or another one has."""
+        if waiting.denied_since is None:
+            waiting.denied_since = self._now()
+        is_blind = self._elapsed_s(waiting.denied_since) >= DENIED_S
+        # Not from one to the other all the time: neither may ever see it.
+        may_leave = self._loop.time() - self._left_denied_at >= AVOID_S
+        if is_blind and may_leave and len(self._routers()) > 1:
+            self._is_denied = True
+        else:
+            self._loop.call_later(ASK_AGAIN_S, self._ask_again, number)
+
+    def _ask_again(self, number: int) -> None:
+        if number in self._waiting:
+            self._tell(self._news, number)
+
     def _booking(self, waiting: _Waiting, decision: router_pb2.Decision) -> router_pb2.Booking:
+        routing, session_revision = waiting.query.routing, decision.session_revision
+        session = None if routing is None else routing.session_control
         return router_pb2.Booking(
             key=_key(waiting.key),
             frontend_id=self._frontend_id,
@@ -367,6 +492,8 @@ class RouterClient:
             prefill_tokens=decision.charged_prefill_tokens,
             decode_blocks=decision.charged_decode_blocks,
             revision=1,
+            session_id=session.session_id if session is not None and session_revision else "",
+            session_revision=session_revision,
         )
 
     async def _write(self, session: Session) -> None:
@@ -375,8 +502,11 @@ class RouterClient:
         self._outputs.clear()
         self._renewed = dict.fromkeys(self._bookings, self._loop.time())
         self._is_told = True
+        self._generation += 1
         frame = router_pb2.SessionRequest(
-            hello=router_pb2.SessionHello(frontend_id=self._frontend_id),
+            hello=router_pb2.SessionHello(
+                frontend_id=self._frontend_id, generation=self._generation
+            ),
             announced=self._bookings.values(),
         )
         while True:
@@ -437,22 +567,27 @@ class RouterClient:
     async def _place_unrouted(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self.is_connected:
-                continue
-            before = self._loop.time() - UNROUTED_AFTER_S
-            lost_s = self._lost_s()
-            late = []
-            for number, w in self._waiting.items():
-                since, lost_before = max((w.since, w.lost_before), self._unanswered_since)
-                if since + lost_s - lost_before <= before:
-                    late.append(number)
-            for number in late:
-                waiting = self._waiting.pop(number)
-                del self._numbers[waiting.key]
+            for number in self._unattended():
+                waiting = self._waiting.get(number)
+                if waiting is None:
+                    continue  # freed by who was answered just before
+                self._forget(number, waiting)
                 self.unrouted += 1
                 # The router may have been asked: what it books now is not what happens.
                 self._tell(self._frees, waiting.key)
                 waiting.answer(self._place_alone(waiting.query))
+
+    def _unattended(self) -> list[int]:
+        """The questions that no router has attended to for too long."""
+        now = self._now()
+        is_settling = self.is_connected and now.since(self._session_since) < SETTLE_S
+        return [
+            number
+            for number, waiting in self._waiting.items()
+            if now.since(waiting.denied_since or max(waiting.since, self._attended))
+            >= UNROUTED_AFTER_S
+            and not (is_settling and waiting.denied_since is None)
+        ]
 
 
 def _output(grown: tuple[Key, _Output]) -> router_pb2.OutputBlocks:

@@ -80,6 +80,7 @@ class RouterApp:
             self.instance_id,
             lambda: self.router.fleet.routers,
             book,
+            self.router.affinity,
             open_sync=grpc_syncs(self._security),
             rng=rng,
             clock=clock,
@@ -141,11 +142,16 @@ class RouterApp:
 
     async def _learn(self, life: Life, watch: FleetWatch) -> None:
         until = asyncio.get_running_loop().time() + FIRST_SNAPSHOT_S
+        life.spawn(self._sync(watch), name="sync with peers")
         if not await _is_set(watch.first_seen, until):
             LOG.warning("serving without a fleet: the registry has not answered")
-        life.spawn(self.peers.run(), name="sync with peers")
-        if not await _is_set(self.peers.caught_up, until):
+        elif not await _is_set(self.peers.caught_up, until):
             LOG.warning("serving without the bookings of a peer, which has not answered")
+
+    async def _sync(self, watch: FleetWatch) -> None:
+        """Peers that are there when the fleet is first seen, however late, are asked for all."""
+        await watch.first_seen.wait()
+        await self.peers.run()
 
     async def register(self) -> None:
         self._lease = await self._registry.register(self._instance())

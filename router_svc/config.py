@@ -3,49 +3,73 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from common.config import ServiceConfig, at_least, between, knob
+from common.config import ConfigError, ServiceConfig, at_least, between, knob
 from router_svc.core.affinity import AffinityMode
 from router_svc.core.approx import ApproxLimits
 from router_svc.core.busy import BusyLimits
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
-from router_svc.core.disagg import NO_BYPASS, Bypass, BypassPolicy, TransferDomain
+from router_svc.core.disagg import (
+    ISL_POLICIES,
+    LOAD_POLICIES,
+    NO_BYPASS,
+    Bypass,
+    BypassPolicy,
+    TransferDomain,
+)
 from router_svc.core.filters import LoraResidency
 from router_svc.core.load import EXPIRY_S
 from router_svc.core.overlap import IndexChoice, choose_index
 from router_svc.core.queue import NO_QUEUE, QueuePolicy, QueueRules
 from router_svc.core.rules import DEFAULT_RULES, Rules
 from router_svc.core.select import SELECTORS, WorkerSelector
+from router_svc.idle_knobs import idle_knobs
 
 TTL_S_MAX = 31_536_000
 # As many as one frontend lets wait for its router.
 QUEUE_REQUESTS_LIMIT = 8192
-LOAD_POLICIES: tuple[BypassPolicy, ...] = ("prefill_load", "isl_or_load")
 
 
 def load_selector(name: str) -> WorkerSelector:
     """A built-in selector by name, or what `module:factory` makes, called without arguments.
 
-    Raises ValueError; its message continues a sentence that began with the name.
+    To be called once a process: a factory may open what must not be opened twice. Raises
+    ConfigError.
     """
+    problem = f"--selector: {name!r}"
+    try:
+        selector = _selector_factory(name)()
+    except Exception as error:
+        # It is somebody else's code: whatever it raises means that there is no selector.
+        why = f"cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError([f"{problem} {why}"]) from error
+    if not isinstance(getattr(selector, "name", None), str) or not callable(
+        getattr(selector, "select", None)
+    ):
+        why = "makes something that is no WorkerSelector: it needs name and select"
+        raise ConfigError([f"{problem} {why}"])
+    return selector
+
+
+def _selector_factory(name: str) -> Callable[[], WorkerSelector]:
+    """What makes the selector. Raises ValueError, whose message continues "<name> …"."""
     if name in SELECTORS:
-        return SELECTORS[name]()
+        return SELECTORS[name]
     module_name, colon, factory_name = name.partition(":")
     if not (module_name and colon and factory_name):
         raise ValueError(f"is none of {', '.join(SELECTORS)}, nor module:factory")
     try:
+        factory: Callable[[], WorkerSelector]
         factory = getattr(importlib.import_module(module_name), factory_name)
-        selector: WorkerSelector = factory()
     except Exception as error:
-        # It is somebody else's code: whatever it raises means that there is no selector.
+        # Importing runs somebody else's code, too.
         raise ValueError(f"cannot be loaded: {type(error).__name__}: {error}") from error
-    if not isinstance(getattr(selector, "name", None), str) or not callable(
-        getattr(selector, "select", None)
-    ):
-        raise ValueError("makes something that is no WorkerSelector: it needs name and select")
-    return selector
+    if not callable(factory):
+        raise ValueError("cannot be called: it is to make a WorkerSelector")
+    return factory
 
 
 def _positive(value: float) -> str | None:
@@ -62,9 +86,15 @@ def _share(value: float) -> str | None:
     return None if 0 < value <= 1 else f"must be above 0 and at most 1, not {value:g}"
 
 
+def _domain_problem(value: str) -> str | None:
+    if "=" not in value:
+        return None
+    return f"{value!r} is a place; name the domain alone: {value.partition('=')[0]!r}"
+
+
 def _selector_problem(name: str) -> str | None:
     try:
-        load_selector(name)
+        _selector_factory(name)
     except ValueError as error:
         return f"{name!r} {error}"
     return None
@@ -87,7 +117,8 @@ class RouterConfig(ServiceConfig):
     overlap_score_credit: float = field(
         default=DEFAULT_KNOBS.overlap_score_credit,
         metadata=knob(
-            "Blocks of work that a cached block saves; lower it to weigh load more.",
+            "Blocks of work that a cached block saves; lower it to weigh load more. 0: caches are "
+            "not followed, unless another knob asks what they hold.",
             check=at_least(0),
         ),
     )
@@ -203,7 +234,7 @@ class RouterConfig(ServiceConfig):
         default=DEFAULT_RULES.session_mode,
         metadata=knob(
             "hard: a session's worker or none, while it is there; soft: another one where its own "
-            "may not serve."
+            "may not serve, or has no room and others have."
         ),
     )
     lora_residency: LoraResidency = field(
@@ -217,7 +248,8 @@ class RouterConfig(ServiceConfig):
         default=DEFAULT_RULES.domain.name,
         metadata=knob(
             "Domain inside which KV goes from prefill to decode, such as zone with workers of "
-            "taint zone=a; set it where links between places are slow. Empty: anywhere."
+            "taint zone=a; set it where links between places are slow. Empty: anywhere.",
+            check=_domain_problem,
         ),
     )
     kv_transfer_enforcement: Literal["required", "preferred"] = field(
@@ -277,8 +309,8 @@ class RouterConfig(ServiceConfig):
     active_request_expiry_s: float = field(
         default=EXPIRY_S,
         metadata=knob(
-            "A booking that its frontend has not spoken of for so long is forgotten; frontends "
-            "speak of theirs each 100 s.",
+            "A booking that its frontend has not announced for so long is forgotten; frontends "
+            "announce theirs each 100 s.",
             check=at_least(200),
         ),
     )
@@ -351,24 +383,13 @@ class RouterConfig(ServiceConfig):
     def problems(self) -> list[str]:
         """See ServiceConfig."""
         found = ServiceConfig.problems(self)
-        if self.router_predicted_ttl_secs and not self.kv_events:
-            found.append(
-                "router_predicted_ttl_secs: predictions stand beside KV events, and kv_events is "
-                "off"
-            )
         if self.kv_transfer_enforcement == "preferred" and not self.kv_transfer_domain:
             found.append("kv_transfer_domain: kv_transfer_enforcement needs one to prefer")
         if self.bypass_policy in LOAD_POLICIES and self._prefill_busy_threshold is None:
             found.append(
                 f"bypass_prefill_busy_threshold: {self.bypass_policy} needs it, or queue_threshold"
             )
-        if self.track_output_blocks and not self.track_active_blocks:
-            found.append("track_output_blocks: no blocks are charged, track_active_blocks is off")
-        if self.queue_threshold is not None and not self.track_prefill_tokens:
-            found.append(
-                "queue_threshold: no prompt tokens are charged, track_prefill_tokens is off"
-            )
-        return found
+        return found + idle_knobs(self)
 
     @property
     def rules(self) -> Rules:
@@ -412,6 +433,7 @@ class RouterConfig(ServiceConfig):
         """Which ways to know the caches these fields choose."""
         return choose_index(
             overlap_score_credit=self.overlap_score_credit,
+            has_other_use=self._has_other_use_of_overlap,
             kv_events=self.kv_events,
             limits=ApproxLimits(
                 ttl_s=self.router_ttl_secs,
@@ -419,6 +441,17 @@ class RouterConfig(ServiceConfig):
                 prune_target_ratio=self.router_prune_target_ratio,
             ),
             predicted_ttl_s=self.router_predicted_ttl_secs,
+        )
+
+    @property
+    def _has_other_use_of_overlap(self) -> bool:
+        """Whether a knob that is set, beside overlap_score_credit, asks what caches hold."""
+        lower_tiers = ("host_cache_hit_weight", "disk_cache_hit_weight")
+        return (
+            self.assume_kv_reuse
+            or self.bypass_policy in ISL_POLICIES
+            or (self.queue_threshold is not None and self.queue_policy == "wspt")
+            or any(getattr(self, n) not in (0, getattr(DEFAULT_KNOBS, n)) for n in lower_tiers)
         )
 
     @property

@@ -1,13 +1,14 @@
 """Every decision of a router process: made at once, or when the queue lets it; measured and traced.
 
 The core never waits; here is who does. An answer that comes late goes to the `Answer` that came
-with the question, exactly once, unless whoever asked withdraws it first.
+with the question, exactly once, unless whoever asked withdraws it first. Whatever goes wrong with
+one question is its own answer, a MeshError; what is only told of a decision never undoes it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from random import Random
@@ -17,10 +18,11 @@ import structlog
 from common.blocks import SCHEME_ID
 from common.errors import Bug, Conflict, MeshError, RequestCancelled, Unavailable
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.load import BookingKey
+from router_svc.core.fleet import Placement
+from router_svc.core.load import REPORT_MAX_AGE_S, BookingKey
 from router_svc.core.query import Query, block_size_of
 from router_svc.core.queue import Parked, overdue_error
-from router_svc.core.route import Decision, Router
+from router_svc.core.route import Decision, Outcome, Router
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
 from router_svc.router_proto import query_from_proto
@@ -32,6 +34,8 @@ LOG = structlog.get_logger(__name__)
 SLICE = 64
 # Looking through the queue takes at most one part in so many of the loop's time.
 PART = 4
+# What changes by the passing of time is noticed so much later at least: no loop of timers.
+LAPSE_MIN_S = 0.005
 # The reason of the error that a router which is closing gives to those who wait.
 DRAINING = "ROUTER_DRAINING"
 
@@ -68,13 +72,18 @@ class Decisions:
         self.spans = spans
         self._clock = clock
         self._waiting: dict[BookingKey, _Waiting] = {}
-        self._turn: asyncio.TimerHandle | None = None  # The next call of `serve_parked`.
+        self._turn: asyncio.TimerHandle | None = None  # The next call of `_serve_parked`.
+        self._alarm: asyncio.TimerHandle | None = None  # Of `serve_parked`, when time has passed.
+        self._alarm_at = 0.0  # By the clock.
         self._is_serving = False
-        self._is_midway = False  # A sweep through the queue is to be gone on with.
-        self._was_relieved = False  # Since that sweep, or else the next one, began.
+        self._relieved: dict[Placement, None] = {}  # Whose relief nobody has profited from yet.
+        self._is_sweeping = False  # A sweep through the queue is due, or to be gone on with.
+        self._sweeps_again = False  # Another one is due after it.
+        self._seeks_strays = False
         self._next_at = 0.0  # Loop time.
         self._is_closed = False
-        router.book.relieved = self._relieved
+        router.book.relieved = self._was_relieved
+        router.fleet_changed = self._fleet_changed
 
     def ask(
         self,
@@ -118,9 +127,8 @@ class Decisions:
             bug = Bug("the router failed to decide")
             self._failed(bug, watch, traceparent)
             raise bug from error
-        self._metrics.decided("placed", watch.total_s())
-        self._metrics.placed(query, decided, (*watch.laps_s(), watch.total_s()))
-        self.spans.placed(traceparent, watch, query, key, decided)
+        laps_s = (*watch.laps_s(), watch.total_s())
+        self._placed(query, key, decided, watch, traceparent, laps_s)
         return decided
 
     def hashed(self, query: Query, message: router_pb2.Query) -> Query:
@@ -161,40 +169,73 @@ class Decisions:
         return waiting is not None
 
     def serve_parked(self) -> None:
-        """Place whoever need not wait any more, and turn away who has waited too long.
+        """Time has passed: place whoever need not wait any more because of that, and turn away who
+        has waited too long.
 
-        To be called now and then: other reasons than the passing of time are noticed at once.
+        To be called now and then; reliefs and changes of the fleet are noticed by themselves.
         """
+        self._router.expire(self._clock())
+        self._relieved.update((spot.placement, None) for spot in self._router.queue.spots)
+        self._seeks_strays = True
+        self._is_sweeping |= self._router.sweeps
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        self._serve_parked()
+
+    def _serve_parked(self) -> None:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        if not self._is_midway:
-            self._was_relieved = False
         loop = asyncio.get_running_loop()
         began = loop.time()
         self._is_serving = True  # The next turn is set when it is known how long this one took.
         try:
-            self._is_midway = self._serve()
+            self._serve()
         finally:
             ended = loop.time()
             self._next_at = ended + (PART - 1) * (ended - began)
             self._is_serving = False
-        if self._is_midway or self._was_relieved:
+        if self._relieved or self._is_sweeping:
             self._wake()
+        self._set_alarm()
 
-    def _serve(self) -> bool:
-        """Whether there may be more to pick for in the same sweep."""
-        now, queue = self._clock(), self._router.queue
-        for parked in queue.overdue(now):
+    def _serve(self) -> None:
+        """One slice of what is to be looked at."""
+        now, router = self._clock(), self._router
+        for parked in router.queue.overdue(now):
             waiting = self._waiting.pop(parked.key)
             self._end(waiting, overdue_error(parked, now - parked.parked_at))
-        count = 0
-        if queue:
-            for parked, outcome in islice(self._router.admitted(now, self._rng), SLICE):
-                count += 1
-                if outcome is not None:
-                    self._end(self._waiting.pop(parked.key), outcome)
-        return count == SLICE
+        if not router.queue:
+            self._relieved.clear()
+            self._is_sweeping = self._sweeps_again = False
+            return
+        left = SLICE
+        if self._seeks_strays:
+            self._seeks_strays = False
+            left -= self._tell(router.strays(now, self._rng), left)[0]
+        for placement in tuple(self._relieved):
+            if left <= 0:
+                return
+            del self._relieved[placement]
+            count, placed = self._tell(router.relieved(placement, now, self._rng), left)
+            left -= count
+            if left <= 0 and placed:
+                self._relieved[placement] = None  # It may have more room.
+        if self._is_sweeping and left > 0:
+            count, _ = self._tell(router.admitted(now, self._rng), left)
+            if count < left:
+                self._is_sweeping, self._sweeps_again = self._sweeps_again, False
+
+    def _tell(self, outcomes: Iterator[Outcome], count_max: int) -> tuple[int, int]:
+        """Answer the first of these; how many were looked at, and how many answered."""
+        count = answered = 0
+        for parked, outcome in islice(outcomes, count_max):
+            count += 1
+            if outcome is not None:
+                answered += 1
+                self._end(self._waiting.pop(parked.key), outcome)
+        return count, answered
 
     def close(self) -> None:
         """Nobody waits here any more: all who do are answered Unavailable (ROUTER_DRAINING)."""
@@ -204,15 +245,37 @@ class Decisions:
 
     # Inside.
 
-    def _relieved(self) -> None:
-        """Load went down somewhere, or the fleet changed."""
-        self._was_relieved = True
-        self._wake()
+    def _was_relieved(self, placement: Placement) -> None:
+        """Load went down there."""
+        if self._waiting and self._router.awaits(placement):
+            self._relieved[placement] = None
+            self._wake()
+
+    def _fleet_changed(self) -> None:
+        if self._waiting:
+            self._sweeps_again, self._is_sweeping = self._is_sweeping, True
+            self._wake()
 
     def _wake(self) -> None:
         if self._waiting and self._turn is None and not self._is_serving:
             loop = asyncio.get_running_loop()
-            self._turn = loop.call_at(self._next_at, self.serve_parked)
+            self._turn = loop.call_at(self._next_at, self._serve_parked)
+
+    def _set_alarm(self) -> None:
+        """For the next time at which somebody may be let in, or turned away, by time alone.
+
+        A report puts off when its worker's load is forgotten: at worst it rings too early.
+        """
+        now = self._clock()
+        is_soon = self._alarm is not None and self._alarm_at - now <= REPORT_MAX_AGE_S
+        if is_soon or not self._waiting:
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = self._router.wakes_at(now)
+        after_s = max(LAPSE_MIN_S, self._alarm_at - now)
+        loop = asyncio.get_running_loop()
+        self._alarm = loop.call_later(after_s, self.serve_parked)
 
     def _park(self, waiting: _Waiting) -> None:
         key = waiting.parked.key
@@ -220,6 +283,7 @@ class Decisions:
             self._router.queue.withdraw(key)
             raise _draining()
         self._waiting[key] = waiting
+        self._set_alarm()
 
     def _supersede(self, key: BookingKey) -> None:
         waiting = self._leave(key)
@@ -234,8 +298,11 @@ class Decisions:
         return waiting
 
     def _end(self, waiting: _Waiting, outcome: Decision | MeshError) -> None:
-        """Measure, trace, answer."""
+        """Answer, measure, trace."""
         parked, watch = waiting.parked, waiting.watch
+        if not isinstance(outcome, MeshError):
+            watch.lap()
+        waiting.answer(outcome)
         queued_s = self._clock() - parked.parked_at
         self._metrics.waited(queued_s)
         if isinstance(outcome, MeshError):
@@ -243,14 +310,10 @@ class Decisions:
                 LOG.error("decision failed", model=parked.query.model, exc_info=outcome.__cause__)
             self._failed(outcome, watch, waiting.traceparent, queued_s)
         else:
-            watch.lap()
             hashed_s, matched_s, scheduled_s = watch.laps_s()
             total_s = max(0.0, watch.total_s() - queued_s)
             laps_s = (hashed_s, matched_s, max(0.0, scheduled_s - queued_s), total_s)
-            self._metrics.decided("placed", total_s)
-            self._metrics.placed(parked.query, outcome, laps_s)
-            self.spans.placed(waiting.traceparent, watch, parked.query, parked.key, outcome)
-        waiting.answer(outcome)
+            self._placed(parked.query, parked.key, outcome, watch, waiting.traceparent, laps_s)
 
     def _cancelled(self, waiting: _Waiting) -> None:
         """Like `_end` where nobody is there to be answered."""
@@ -259,12 +322,33 @@ class Decisions:
         gone = RequestCancelled("who asked is gone")
         self._failed(gone, waiting.watch, waiting.traceparent, queued_s)
 
+    def _placed(
+        self,
+        query: Query,
+        key: BookingKey | None,
+        decision: Decision,
+        watch: Stopwatch,
+        traceparent: str,
+        laps_s: Sequence[float],
+    ) -> None:
+        """Measure and trace a decision. laps_s: as `Metrics.placed` takes them."""
+        try:
+            self._metrics.decided("placed", laps_s[-1])
+            self._metrics.placed(query, decision, laps_s)
+            self.spans.placed(traceparent, watch, query, key, decision)
+        except Exception:
+            LOG.exception("decision not measured", model=query.model)
+
     def _failed(
         self, error: MeshError, watch: Stopwatch, traceparent: str, queued_s: float = 0.0
     ) -> None:
-        self._metrics.decided(error.kind.lower(), max(0.0, watch.total_s() - queued_s))
-        self._metrics.refused(error)
-        self.spans.failed(traceparent, watch, error)
+        """Measure and trace a failure. The error may be somebody else's, and ill-formed."""
+        try:
+            self._metrics.decided(error.kind.lower(), max(0.0, watch.total_s() - queued_s))
+            self._metrics.refused(error)
+            self.spans.failed(traceparent, watch, error)
+        except Exception:
+            LOG.exception("failure not measured", error=type(error).__name__)
 
 
 def _draining() -> Unavailable:

@@ -23,11 +23,13 @@ from router_svc.core.route import Decision, Router
 from router_svc.index_replica import IndexReplica
 
 PREFIX = "kvmesh_router"
-OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERRORS))
+# What has another name is counted under this one: a selector of somebody else's may raise anything.
+OTHER = "other"
+OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERRORS), OTHER)
 UNCLAIMED_KINDS = ("prefill_done", "output", "free", "announce_refused")
 STAGES = ("block_hashes", "find_matches", "schedule", "total")
 SOURCE_STATES = ("exact", "degraded", "stale", "gapped")
-QUEUE_LIMITS = ("requests", "tokens")
+QUEUE_LIMITS = ("requests", "tokens", OTHER)
 WAIT_BUCKETS_S = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 5e-2, 0.25)
 
@@ -166,11 +168,12 @@ class Metrics:
     def refused(self, error: MeshError) -> None:
         """One request got an error; counts those that found the queue full."""
         if error.reason == "QUEUE_FULL":
-            self._queue_full[error.metadata["limit_kind"]].inc()
+            limit = error.metadata.get("limit_kind", OTHER)
+            self._queue_full.get(limit, self._queue_full[OTHER]).inc()
 
     def decided(self, outcome: str, seconds: float) -> None:
-        """One decision: `placed`, or the kind of the error in lower case."""
-        self._decisions[outcome].inc()
+        """One decision: `placed`, or the kind of the error in lower case; OTHER if we know none."""
+        self._decisions.get(outcome, self._decisions[OTHER]).inc()
         self._seconds.observe(seconds)
 
     def placed(self, query: Query, decision: Decision, seconds: Sequence[float]) -> None:

@@ -8,9 +8,16 @@ from common.errors import InvalidRequest
 from common.preprocessed import RouterConfigOverride, RoutingHints
 from common.preprocessed_proto import part_from_proto, part_to_proto
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.affinity import (
+    SESSION_ID_CHARS_MAX,
+    Binding,
+    Bond,
+    SessionName,
+    ToldBond,
+)
 from router_svc.core.explain import Considered
 from router_svc.core.fleet import Fleet, Placement
-from router_svc.core.load import Booking, BookingKey, Totals
+from router_svc.core.load import Booking, BookingKey, SessionHello, Totals
 from router_svc.core.query import Query
 from router_svc.core.replica import Frame
 from router_svc.core.route import Decision, PotentialLoad
@@ -71,6 +78,8 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         raise InvalidRequest(f"{field}.worker is required", f"{field}.worker")
     if message.revision < 1:
         raise InvalidRequest(f"{field}.revision counts from 1", f"{field}.revision")
+    if message.session_id:
+        _check_session(message.session_id, message.session_revision, field, "session_revision")
     return Booking(
         key_from_proto(message.key, frontend_id, f"{field}.key"),
         message.model,
@@ -80,6 +89,9 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         message.decode_blocks,
         message.revision,
         message.decay_fraction if message.HasField("decay_fraction") else 1.0,
+        message.generation,
+        message.session_id,
+        message.session_revision,
     )
 
 
@@ -101,7 +113,40 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
         message.digest,
         message.begins_all,
         message.ends_all,
+        tuple(SessionHello(one.frontend_id, one.generation) for one in message.sessions),
+        tuple(bond_from_proto(bond, "bindings") for bond in message.bindings),
     )
+
+
+def bond_from_proto(message: router_pb2.SessionBinding, field: str) -> ToldBond:
+    """What a router knows of a client session. InvalidRequest names the field at fault."""
+    if not message.model:
+        raise InvalidRequest(f"{field}.model is required", f"{field}.model")
+    _check_session(message.session_id, message.revision, field, "revision")
+    binding = None
+    if message.HasField("worker"):
+        prefill = _placement(message.prefill) if message.HasField("prefill") else None
+        binding = Binding(_placement(message.worker), prefill)
+    session = SessionName(message.model, message.session_id)
+    key = key_from_proto(message.bound_by, message.frontend_id, f"{field}.bound_by")
+    return ToldBond(Bond(session, binding, message.revision, key), message.idle_ms / 1000)
+
+
+def bond_to_proto(told: ToldBond) -> router_pb2.SessionBinding:
+    bond, idle_s = told
+    message = router_pb2.SessionBinding(
+        model=bond.session.model,
+        session_id=bond.session.session_id,
+        revision=bond.revision,
+        bound_by=router_pb2.BookingKey(request_id=bond.key.request_id, attempt=bond.key.attempt),
+        frontend_id=bond.key.frontend_id,
+        idle_ms=max(0, int(idle_s * 1000)),
+    )
+    if bond.binding is not None:
+        message.worker.CopyFrom(placement_to_proto(bond.binding.worker))
+        if bond.binding.prefill is not None:
+            message.prefill.CopyFrom(placement_to_proto(bond.binding.prefill))
+    return message
 
 
 def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
@@ -113,6 +158,8 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
         digest=frame.digest,
         begins_all=frame.begins_all,
         ends_all=frame.ends_all,
+        sessions=(router_pb2.SessionHello(**one._asdict()) for one in frame.sessions),
+        bindings=map(bond_to_proto, frame.bonds),
     )
 
 
@@ -128,6 +175,9 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
         decode_blocks=booking.decode_blocks,
         revision=booking.revision,
         decay_fraction=None if booking.decay == 1.0 else booking.decay,
+        generation=booking.generation,
+        session_id=booking.session_id,
+        session_revision=booking.session_revision,
     )
 
 
@@ -141,6 +191,7 @@ def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
         queued_ms=round(decision.queued_s * 1000),
         charged_prefill_tokens=decision.prefill_tokens,
         charged_decode_blocks=decision.decode_blocks,
+        session_revision=decision.session_revision,
         worker_address=fleet.address(decision.worker.worker_id),
     )
     if decision.prefill is not None:
@@ -161,6 +212,17 @@ def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
 
 def placement_to_proto(placement: Placement) -> router_pb2.Placement:
     return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
+
+
+def _check_session(session_id: str, revision: int, field: str, revision_field: str) -> None:
+    if not 0 < len(session_id) <= SESSION_ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"{field}.session_id must have 1 to {SESSION_ID_CHARS_MAX} characters, "
+            f"not {len(session_id)}",
+            f"{field}.session_id",
+        )
+    if revision < 1:
+        raise InvalidRequest(f"{field}.{revision_field} counts from 1", f"{field}.{revision_field}")
 
 
 def _removal_to_proto(key: BookingKey) -> router_pb2.Booking:

@@ -20,6 +20,7 @@ import structlog
 from common import telemetry
 from common.error_proto import error_to_proto
 from common.errors import (
+    Bug,
     Conflict,
     InvalidRequest,
     MeshError,
@@ -110,8 +111,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[router_pb2.SessionRequest], context: Context
     ) -> None:
+        queue = self._router.queue.rules
         hello_ack = router_pb2.SessionHelloAck(
-            router_id=self._router_id, track_output_blocks=self._tracks_output
+            router_id=self._router_id,
+            track_output_blocks=self._tracks_output,
+            queue_wait_ms=0 if queue.threshold is None else round(queue.wait_max_s * 1000),
         )
         outbox = _Outbox(hello_ack)
         self._outboxes.add(outbox)
@@ -219,7 +223,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             async for frame in frames:
                 if session is None:
                     frontend_id = _hello_of(frame)
-                    session = book.open_session(frontend_id)
+                    session = book.open_session(frontend_id, frame.hello.generation, self._clock())
                     self._metrics.sessions.inc()
                     outbox.put_hello_ack()
                 elif frame.HasField("hello"):
@@ -245,7 +249,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         for announced in frame.announced:
             booking = booking_from_proto(announced, frontend_id, "announced")
             try:
-                book.announce(booking, session, self._clock())
+                self._router.announce(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
                 LOG.warning("announced booking refused", key=booking.key, error=error.message)
@@ -278,32 +282,47 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     def _answer(
         self, new: router_pb2.New, frontend_id: int, session: int, outbox: _Outbox
     ) -> router_pb2.NewResult | None:
-        key = key_from_proto(new.key, frontend_id, "news.key")
-        _require_query(new.HasField("query"), "news.query")
+        """The answer to one of them; None if it comes later. Whatever is wrong with it is its own
+        answer: those around it are answered as if it were not there.
+        """
         number = new.id
 
         def answer(outcome: Decision | MeshError) -> None:
             if isinstance(outcome, MeshError) and outcome.reason == DRAINING:
                 outbox.breach = outcome
             else:
-                outbox.post(self._result(number, outcome))
+                outbox.post(self._result(number, key, outcome))
 
         try:
+            key = key_from_proto(new.key, frontend_id, "news.key")
+            _require_query(new.HasField("query"), "news.query")
             decided = self.decisions.ask(new.query, key, session, new.traceparent, answer)
         except MeshError as error:
             if error.reason != DRAINING:
-                return self._result(number, error)
+                return self._result(number, None, error)
             # Not for the client: other routers may have room. See `end_sessions`.
             outbox.breach = error
             outbox.close()
             return None
-        return None if isinstance(decided, Parked) else self._result(number, decided)
+        return None if isinstance(decided, Parked) else self._result(number, key, decided)
 
-    def _result(self, number: int, outcome: Decision | MeshError) -> router_pb2.NewResult:
-        if isinstance(outcome, MeshError):
-            return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
-        decision = decision_to_proto(outcome, self._router.fleet)
-        return router_pb2.NewResult(id=number, decision=decision)
+    def _result(
+        self, number: int, key: BookingKey | None, outcome: Decision | MeshError
+    ) -> router_pb2.NewResult:
+        """The message. What cannot be told (a selector may be somebody else's) is a Bug, and not
+        booked.
+        """
+        try:
+            if isinstance(outcome, MeshError):
+                return router_pb2.NewResult(id=number, error=error_to_proto(outcome))
+            decision = decision_to_proto(outcome, self._router.fleet)
+            return router_pb2.NewResult(id=number, decision=decision)
+        except Exception:
+            LOG.exception("answer cannot be told", outcome=type(outcome).__name__)
+            if key is not None:
+                self._router.book.free(key)
+            bug = Bug("the router's answer cannot be told")
+            return router_pb2.NewResult(id=number, error=error_to_proto(bug))
 
 
 class _Outbox:

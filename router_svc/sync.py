@@ -26,9 +26,12 @@ from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.instances import Instance
 from common.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from router_svc.core.affinity import Affinity
 from router_svc.core.load import LoadBook
 from router_svc.core.replica import Replica, Telling
 from router_svc.router_proto import (
+    bond_from_proto,
+    bond_to_proto,
     booking_to_proto,
     frame_from_proto,
     frame_to_proto,
@@ -74,6 +77,7 @@ class PeerSync:
         router_id: int,
         routers: Callable[[], Sequence[Instance]],
         book: LoadBook,
+        affinity: Affinity | None = None,
         *,
         open_sync: OpenSync | None = None,
         rng: Random | None = None,
@@ -87,7 +91,7 @@ class PeerSync:
         self._changed = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
         self._unheard: set[int] = set()
-        self.replica = Replica(book, self._changed.set)
+        self.replica = Replica(book, self._changed.set, affinity)
         self.caught_up = asyncio.Event()
 
     # Telling.
@@ -133,7 +137,7 @@ class PeerSync:
                 async with self._open_sync(peer) as stream:
                     await self._read_snapshot(peer.id, stream)
                     was_told = True
-                    await self._tell(stream, telling)
+                    await self._tell(peer.id, stream, telling)
             except MeshError as error:
                 # One line for a peer that is down, however long.
                 log = LOG.warning if was_told else LOG.debug
@@ -144,23 +148,29 @@ class PeerSync:
                 LOG.exception("telling a peer failed", router_id=peer.id)
             finally:
                 self.replica.told(telling)
+                self.replica.unanswered(peer.id)
             await asyncio.sleep(self._pause_s())
 
     async def _read_snapshot(self, router_id: int, stream: Stream) -> None:
         is_whole = False
         while not is_whole:
             response = await _answer(stream)
-            bookings = [peer_booking_from_proto(b, "snapshot") for b in response.snapshot]
-            self.replica.heard_snapshot(router_id, bookings, self._clock())
+            if router_id in self._unheard:
+                bookings = [peer_booking_from_proto(b, "snapshot") for b in response.snapshot]
+                bonds = [
+                    bond_from_proto(b, "snapshot_bindings") for b in response.snapshot_bindings
+                ]
+                self.replica.heard_snapshot(router_id, bookings, self._clock(), bonds)
             is_whole = response.ends_snapshot
         self._hear_of(router_id)
 
-    async def _tell(self, stream: Stream, telling: Telling) -> None:
+    async def _tell(self, router_id: int, stream: Stream, telling: Telling) -> None:
         """Until the stream fails."""
         while True:
             frame = telling.frame(self._clock())
             await stream.write(frame_to_proto(frame, self._router_id))
             response = await _answer(stream)
+            self.replica.answered(router_id, self._clock())
             if response.resend:
                 telling.tell_all()
             await self._gathered(telling)
@@ -185,6 +195,11 @@ class PeerSync:
         for part in self.replica.snapshot():
             bookings = map(booking_to_proto, part)
             await respond(router_pb2.SyncResponse(router_id=self._router_id, snapshot=bookings))
+        for bonds in self.replica.snapshot_bonds(self._clock()):
+            told = map(bond_to_proto, bonds)
+            await respond(
+                router_pb2.SyncResponse(router_id=self._router_id, snapshot_bindings=told)
+            )
         await respond(router_pb2.SyncResponse(router_id=self._router_id, ends_snapshot=True))
         hearing = _Hearing(self.replica, self._router_id, respond, self._clock)
         try:

@@ -13,9 +13,9 @@ class Grown(NamedTuple):
 
 
 class Growth:
-    """One request's blocks beyond those of its prompt.
+    """One attempt's blocks beyond those of its prompt.
 
-    With block size b (0: not known, then nothing is ever told), after g generated tokens:
+    With block size b (0: not known, then nothing is ever told), after g tokens of its own:
 
         blocks         = ceil((total_tokens + g) / b) - ceil(total_tokens / b), less those told
         decay_fraction = max(0, 1 - g / max(1, expected_output_tokens)), None if that is unknown
@@ -23,8 +23,8 @@ class Growth:
     Formula: as NVIDIA Dynamo documents it, but that all blocks crossed at once are told.
 
     Invariant: the blocks told of an attempt are those that its booking lacks. A booking is of one
-    attempt and begins with the prompt's blocks, so that a request which goes on elsewhere tells all
-    of its output anew.
+    attempt and begins with its prompt's blocks; to one that goes on elsewhere what was generated
+    before is prompt, and only the rest of the output is expected.
     """
 
     def __init__(
@@ -33,15 +33,12 @@ class Growth:
         self._total_tokens = total_tokens
         self._block_size = block_size
         self._expected = expected_output_tokens
-        self._attempt = 0
         self._held = self._blocks(0)
 
-    def reached(self, attempt: int, generated: int) -> Grown | None:
-        """After so many tokens of output, of all attempts; None if no block was started since."""
+    def reached(self, generated: int) -> Grown | None:
+        """After so many tokens of the attempt's output; None if no block was started since."""
         if not self._block_size:
             return None
-        if attempt != self._attempt:
-            self._attempt, self._held = attempt, self._blocks(0)
         held = self._blocks(generated)
         if held <= self._held:
             return None

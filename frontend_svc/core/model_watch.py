@@ -339,6 +339,11 @@ class ModelWatchState(Generic[E]):
     _served: dict[str, Entry] = field(default_factory=dict)
     _building: dict[str, Build] = field(default_factory=dict)
 
+    @property
+    def building(self) -> frozenset[str]:
+        """Models whose Build is under way."""
+        return frozenset(self._building)
+
     def handle_put(self, kv: KeyValue) -> list[Action]:
         """Take an entry in; a name that is new asks to be built. Raises what `load_entry` does."""
         entry = load_entry(kv.key, [kv.value])

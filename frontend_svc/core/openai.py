@@ -10,10 +10,10 @@ Honoured
   completions  prompt (a text, a list of one text, or a list of token ids)
   extensions   top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids
   nvext        backend_instance_id, prefill_worker_id, decode_worker_id, dp_rank, prefill_dp_rank,
-               agent_hints.priority, agent_hints.osl, routing_constraints.required_taints and
-               .preferred_taints, session_control.session_id and .action, token_data, and
+               agent_hints.priority, .strict_priority and .osl, routing_constraints.required_taints
+               and .preferred_taints, session_control.session_id and .action, token_data, and
                ignore_eos, top_k, min_p, repetition_penalty, which count only where the top level
-               has none
+               has none; headers say some of it too, and win (`core/headers.py`)
 Accepted, because they cannot change the answer
                user, metadata, safety_identifier, prompt_cache_key, parallel_tool_calls
 Accepted with a value that asks for nothing, else refused by name
@@ -259,9 +259,14 @@ class StreamOptions(_Shape):
 
 
 class AgentHints(_Shape):
-    """priority: moves the request forward in the queue where positive. osl: expected tokens."""
+    """priority: moves the request forward in the queue where positive, and is the engine's.
+
+    strict_priority: level in the router's queue, a higher one goes first whatever else there is.
+    osl: tokens that the answer is expected to have.
+    """
 
     priority: I32 | None = None
+    strict_priority: U32 | None = None
     osl: U32 | None = None
 
 
@@ -492,8 +497,7 @@ def _parse(shape: type[R], body: bytes) -> R:
     try:
         request = shape.model_validate(value)
     except ValidationError as error:
-        # Shapes have few keys and lists fail fast, so there are few errors to list.
-        raise _first_error(error.errors(include_url=False)[0]) from None
+        raise invalid_value(error) from None
     _check_combinations(request)
     return request
 
@@ -593,9 +597,16 @@ _BOUNDS = {
 }
 
 
-def _first_error(error: ErrorDetails) -> InvalidRequest:
+def invalid_value(refused: ValidationError, name: str = "") -> InvalidRequest:
+    """What to tell of the first fault. name: of what is wrong; else its path in the body."""
+    # Shapes have few keys and lists fail fast, so there are few errors to list.
+    error = refused.errors(include_url=False)[0]
+    path = name or _path(error["loc"], error["type"] == "extra_forbidden") or "body"
+    return _told(error, path)
+
+
+def _told(error: ErrorDetails, path: str) -> InvalidRequest:
     kind, context, got = error["type"], error.get("ctx", {}), error["input"]
-    path = _path(error["loc"], kind == "extra_forbidden") or "body"
     if kind == "unsupported":
         return Unsupported(path, context["why"])
     if kind == "missing":
@@ -663,12 +674,14 @@ def to_preprocessed(
     context_length: int,
     default_max_tokens: int | None = None,
     vocab_size: int | None = None,
+    adapter: str = "",
 ) -> PreprocessedRequest:
     """The request as an engine takes it; `token_ids` is the whole prompt.
 
     context_length: tokens of prompt and answer together; 0 is unknown and nothing is checked.
     default_max_tokens: the answer's limit for requests that set none; None leaves all the room
-    there is. vocab_size: ids at or above it are refused; None does not check.
+    there is. vocab_size: ids at or above it are refused; None does not check. adapter: to be
+    applied; "" is the base model.
 
     Raises PromptTooLong where the prompt leaves no room for a single token, and where prompt and
     max_tokens together exceed the context: refused as OpenAI does, not clamped, since an answer
@@ -703,7 +716,7 @@ def to_preprocessed(
         ),
         eos_token_ids=eos,
         mdc_sum=mdc_sum,
-        routing=_routing(request.nvext),
+        routing=routing_hints(request.nvext, adapter),
     )
 
 
@@ -762,9 +775,16 @@ def _max_tokens(
     return limit
 
 
-def _routing(nvext: Nvext | None) -> RoutingHints | None:
-    if nvext is None:
-        return None
+def strict_priority(nvext: Nvext | None) -> int:
+    """Level in the router's queue; 0, the lowest, where none was asked for."""
+    if nvext is None or nvext.agent_hints is None:
+        return 0
+    return nvext.agent_hints.strict_priority or 0
+
+
+def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None:
+    """What the router is to know; None where nothing was asked for."""
+    nvext = nvext or Nvext()
     agent = nvext.agent_hints or AgentHints()
     wanted, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
@@ -774,6 +794,7 @@ def _routing(nvext: Nvext | None) -> RoutingHints | None:
         dp_rank=nvext.dp_rank,
         prefill_dp_rank=nvext.prefill_dp_rank,
         expected_output_tokens=agent.osl,
+        lora_name=adapter or None,
         priority=agent.priority,
         # Seconds: a positive priority counts as so much longer a wait.
         priority_jump=None if agent.priority is None else float(max(0, agent.priority)),
@@ -846,9 +867,20 @@ def usage_value(usage: CompletionUsage) -> dict[str, object]:
     return value
 
 
-def model_value(model: str, created: int, owned_by: str) -> dict[str, object]:
-    """One entry of `/v1/models`, and the answer of `/v1/models/{model}`."""
-    return {"id": model, "object": "model", "created": created, "owned_by": owned_by}
+def model_value(
+    model: str, created: int, owned_by: str, *, base: str | None = None
+) -> dict[str, object]:
+    """One entry of `/v1/models`, and the answer of `/v1/models/{model}`.
+
+    base: of an adapter, the model that it is applied to, which goes out as `root` and `parent`.
+    """
+    value: dict[str, object] = {
+        "id": model,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+    }
+    return value if base is None else value | {"root": base, "parent": base}
 
 
 def model_list(models: Iterable[dict[str, object]]) -> bytes:

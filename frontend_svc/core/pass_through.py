@@ -15,7 +15,7 @@ import orjson
 
 from common.errors import InvalidRequest, WorkerLost
 from common.preprocessed import CompletionUsage
-from frontend_svc.core.openai import usage_value
+from frontend_svc.core.openai import Nvext, usage_value
 from frontend_svc.core.sse import Kind
 
 # Texts that come in pieces; any other string is whole when it comes.
@@ -27,11 +27,15 @@ Json = Any
 
 @dataclass(frozen=True, slots=True)
 class PassThroughBody:
-    """A body of a pass-through model: what the gateway needs of it, and its bytes."""
+    """A body of a pass-through model: what the gateway needs of it, and its bytes.
+
+    nvext: what the request's headers ask for; what the body says of the same is for the worker.
+    """
 
     model: str
     is_stream: bool
     json: bytes
+    nvext: Nvext | None = None
 
 
 def read_body(raw: bytes) -> PassThroughBody:

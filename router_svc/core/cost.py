@@ -119,6 +119,12 @@ class CostKnobs:
                 why = f"this router places by {selector}, which has no such cost"
                 raise Unsupported(f"{_OVERRIDE}.{name}", why)
 
+    def check_without_index(self, override: RouterConfigOverride | None, why: str) -> None:
+        """Unsupported, naming the field, for what asks for overlap where none is ever known."""
+        for name in ("overlap_score_credit", "assume_kv_reuse"):
+            if override is not None and getattr(override, name):
+                raise Unsupported(f"{_OVERRIDE}.{name}", f"this router follows no caches: {why}")
+
     def for_decode_leg(self) -> CostKnobs:
         """Those of the decode leg of a pair: its cache comes from prefill."""
         return replace(

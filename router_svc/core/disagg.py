@@ -20,12 +20,14 @@ from typing import Literal
 from common.instances import Instance
 from common.preprocessed import BootstrapInfo, RoutingConstraints, RoutingHints
 from router_svc.core.fleet import Candidate
-from router_svc.core.load import Totals
 from router_svc.core.query import Query
 
 ROOM_MAX = 2**63 - 1
 
 BypassPolicy = Literal["off", "isl_bounding", "prefill_load", "isl_or_load"]
+# Those that ask how short a prompt is, and those that ask how busy prefill is.
+ISL_POLICIES: tuple[BypassPolicy, ...] = ("isl_bounding", "isl_or_load")
+LOAD_POLICIES: tuple[BypassPolicy, ...] = ("prefill_load", "isl_or_load")
 # Why a request that could be split was not.
 BYPASSES = ("short_prompt", "prefill_busy")
 
@@ -71,9 +73,10 @@ class Bypass:
 
     isl_bounding: where prefill there is short, in tokens (eff_isl_threshold) and as a share of the
     prompt (eff_isl_ratio_threshold). prefill_load: where the prefill worker of the pair is busy,
-    with more waiting than prefill_busy_threshold times what it computes in a step. isl_or_load:
-    where either is so. decode_busy_threshold: only if with the request the worker holds no more
-    than this share of its KV blocks; None: whatever it holds.
+    with more waiting than prefill_busy_threshold times what it computes in a step, or where none
+    takes the request now, by the queue's threshold or a limit. isl_or_load: where either is so.
+    decode_busy_threshold: only if with the request the worker holds no more than this share of its
+    KV blocks; None: whatever it holds.
     """
 
     policy: BypassPolicy = "off"
@@ -82,17 +85,13 @@ class Bypass:
     prefill_busy_threshold: float | None = None
     decode_busy_threshold: float | None = None
 
-    def why(self, total_tokens: int, cached_tokens: int, prefill: Instance, load: Totals) -> str:
-        """One of BYPASSES, or empty. cached_tokens: where it would run in one piece; prefill, load:
-        the prefill worker of the pair, and what waits on the chosen rank of it.
+    def why(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
+        """One of BYPASSES, or empty. cached_tokens: where it would run in one piece.
+        prefill_is_busy: see `is_busy`; also so where no prefill worker takes the request now.
         """
-        asks_isl = self.policy in ("isl_bounding", "isl_or_load")
-        if asks_isl and self.is_short(total_tokens, cached_tokens):
+        if self.policy in ISL_POLICIES and self.is_short(total_tokens, cached_tokens):
             return "short_prompt"
-        asks_load = self.policy in ("prefill_load", "isl_or_load")
-        if asks_load and self.is_busy(load.prefill_tokens, prefill.max_num_batched_tokens):
-            return "prefill_busy"
-        return ""
+        return "prefill_busy" if self.policy in LOAD_POLICIES and prefill_is_busy else ""
 
     def is_short(self, total_tokens: int, cached_tokens: int) -> bool:
         """eff_isl < eff_isl_threshold and eff_isl / total_tokens < eff_isl_ratio_threshold, where

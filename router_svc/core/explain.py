@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from router_svc.core.filters import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import Totals
 from router_svc.core.overlap import UNKNOWN, Standing, Standings
-from router_svc.core.select import Choice, View
+from router_svc.core.select import Choice, Scored, View
 
 _by_cost = attrgetter("cost")
 
@@ -20,9 +21,9 @@ _by_cost = attrgetter("cost")
 class Considered(NamedTuple):
     """One row of an explanation. A tuple, because every decision makes some.
 
-    cost: in the selector's unit, None if it put no price on it; terms: what it is made of, None if
-    the selector does not say. report_age_s: None without report. excluded_why: empty if it could
-    have been chosen. leg: what it was considered for.
+    cost: in the selector's unit, None if it put no price on it or must not choose it; terms: what
+    it is made of, None if the selector does not say. report_age_s: None without report.
+    excluded_why: empty if it could have been chosen. leg: what it was considered for.
     """
 
     placement: Placement
@@ -52,27 +53,49 @@ class Pick:
 
 
 def explain(pick: Pick, index: Standings, rows_max: int | None) -> list[Considered]:
-    """The priced ones, cheapest first, then (without a limit) the unpriced, then the excluded.
+    """The priced ones, cheapest first, then the unpriced, the chosen one first, then the excluded.
 
-    With a limit the chosen one is always among the rows.
+    With a limit: of all these as many, always the chosen one among them, with its price if it has
+    one.
     """
     choice, view = pick.choice, pick.view
-    ranked = sorted(choice.scored, key=_by_cost)[:rows_max]
+    ranked = sorted(choice.scored, key=_by_cost)
+    shown = ranked if rows_max is None else _with_chosen(ranked, pick.chosen, rows_max)
     rows = [
         row(one.candidate, view, index, load=one.load, cost=one.cost, terms=one.terms)
-        for one in ranked
+        for one in shown
     ]
-    excluded = pick.excluded
-    if rows_max is None:
-        priced = {priced.placement for priced in rows}
-        rows += [row(one, view, index) for one in pick.kept if one.placement not in priced]
-    else:
-        chosen = pick.chosen
-        if all(other.placement != chosen.placement for other in rows):
-            rows.insert(0, row(chosen, view, index))
-        excluded = excluded[: max(0, rows_max - len(rows))]
+    left = None if rows_max is None else rows_max - len(rows)
+    unpriced = islice(_unpriced(ranked, pick), left)
+    rows += [row(candidate, view, index) for candidate in unpriced]
+    left = None if rows_max is None else rows_max - len(rows)
+    excluded = islice(pick.excluded, left)
     rows += [row(one.candidate, view, index, why=one.why) for one in excluded]
     return rows
+
+
+def _with_chosen(ranked: Sequence[Scored], chosen: Candidate, rows_max: int) -> Sequence[Scored]:
+    """The cheapest, of which the last gives way to the chosen one if that is priced higher."""
+    at = chosen.placement
+    shown = ranked[:rows_max]
+    if all(one.candidate.placement != at for one in shown):
+        priced = (one for one in ranked[rows_max:] if one.candidate.placement == at)
+        if (its := next(priced, None)) is not None:
+            return [*shown[:-1], its]
+        # A selector that priced others only.
+        return ranked[: rows_max - 1]
+    return shown
+
+
+def _unpriced(ranked: Sequence[Scored], pick: Pick) -> Iterator[Candidate]:
+    """Those that could have been chosen and have no price, the chosen one first."""
+    if len(ranked) == len(pick.kept):
+        return
+    priced, chosen = {one.candidate.placement for one in ranked}, pick.chosen
+    if chosen.placement not in priced:
+        yield chosen
+        priced.add(chosen.placement)
+    yield from (one for one in pick.kept if one.placement not in priced)
 
 
 def row(

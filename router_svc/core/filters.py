@@ -74,15 +74,17 @@ def eligible(
     *,
     tie: Tie | None = None,
     residency: LoraResidency = "required",
+    has_room: Callable[[Candidate], bool] | None = None,
 ) -> tuple[Sequence[Candidate], list[Excluded]]:
     """The candidates that may serve the query's leg, and the others with the reason.
 
+    has_room: if given, the only wish: others than the wished for may serve if these have no room.
     Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody.
     """
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
     excluded: list[Excluded] = []
-    for rule in _filters(query, leg, tie, residency):
+    for rule in _filters(query, leg, tie, residency, has_room):
         kept = [c for c in candidates if rule.keeps(c)]
         if not kept:
             if rule.nobody is None:
@@ -105,7 +107,13 @@ def all_busy(model: str, leg: Leg) -> Overloaded:
     )
 
 
-def _filters(query: Query, leg: Leg, tie: Tie | None, residency: LoraResidency) -> list[_Filter]:
+def _filters(
+    query: Query,
+    leg: Leg,
+    tie: Tie | None,
+    residency: LoraResidency,
+    has_room: Callable[[Candidate], bool] | None,
+) -> list[_Filter]:
     """In the order in which an empty result is best explained; wishes come last."""
     rules: list[_Filter] = []
     wishes: list[_Filter] = []
@@ -125,6 +133,8 @@ def _filters(query: Query, leg: Leg, tie: Tie | None, residency: LoraResidency) 
     if tie is not None:
         by_session = _session_filter(query.model, tie, leg)
         (rules if tie.is_hard else wishes).append(by_session)
+    if has_room is not None:
+        wishes = [_Filter(has_room, "has no room, and others have")]
     return rules + wishes
 
 

@@ -13,6 +13,8 @@ that an open session has not renewed for `expiry_s` is forgotten by both, and en
 
 A booking's revision is 1 when it is made and grows by 1 with each change: prefill done (the first
 time) and each word of output blocks. The frontend counts likewise, and announces the same number.
+Its *generation* is that of the session that had it last: a frontend has one session at a time, so
+the latest is right wherever it is open, and one that claims less has only not ended yet.
 
 Bookings of a worker that left stay until they are freed. They weigh on nobody, since only ranks of
 the fleet are ever asked for; but should discovery merely have blinked, the load is still known.
@@ -35,7 +37,7 @@ ORPHAN_S = 3.0
 # A report older than this says nothing any more.
 REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
-# A booking that nobody speaks of for so long is forgotten; frontends announce theirs each 100 s.
+# A booking that nobody announces for so long is forgotten; frontends announce theirs each 100 s.
 EXPIRY_S = 300.0
 # How often such ones are looked for: some 10 ms for the fullest book.
 EXPIRY_LOOK_S = 30.0
@@ -59,6 +61,9 @@ class Booking:
     prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
     decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
     request weighs less.
+
+    session_id: the client session that the request is of, empty if of none; session_revision: of
+    the bond that it made or kept, from 1 (see `affinity.Bond`).
     """
 
     key: BookingKey
@@ -69,6 +74,14 @@ class Booking:
     decode_blocks: int = 0
     revision: int = 1
     decay: float = 1.0
+    generation: int = 0
+    session_id: str = ""
+    session_revision: int = 0
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Of two about the same booking, the greater is newer."""
+        return self.generation, self.revision
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay <= 1.0:
@@ -92,6 +105,13 @@ class Peers(Protocol):
         """A booking of ours was made, changed or given up, or anybody's was freed by our word."""
 
 
+class SessionHello(NamedTuple):
+    """Whose session it is, and which: counts those of the frontend, from 1; 0: it does not say."""
+
+    frontend_id: int
+    generation: int
+
+
 class _NoPeers:
     """A router on its own."""
 
@@ -100,6 +120,26 @@ class _NoPeers:
 
     def changed(self, key: BookingKey) -> None:
         """Nobody is to be told."""
+
+
+class Uses(Protocol):
+    """Who wants to know which client sessions have bookings: see `router_svc/core/affinity.py`."""
+
+    def began(self, booking: Booking) -> None:
+        """A booking of a session is in the book, whoever has it."""
+
+    def ended(self, booking: Booking, *, is_own: bool) -> None:
+        """It is no more. is_own: peers were told of it by us."""
+
+
+class _NoUses:
+    """A book on its own."""
+
+    def began(self, booking: Booking) -> None:
+        """Nobody wants to know."""
+
+    def ended(self, booking: Booking, *, is_own: bool) -> None:
+        """Nobody wants to know."""
 
 
 class Totals(NamedTuple):
@@ -187,15 +227,15 @@ class LoadBook:
         self._entries: dict[BookingKey, _Entry] = {}
         self._of_frontend: dict[int, set[BookingKey]] = {}
         self._ranks: dict[Placement, _Rank] = {}
-        self._sessions: dict[int, int] = {}  # Session to frontend, in order of opening.
+        self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
         self._peers: Peers = _NoPeers()
-        # Called whenever some rank may have less of prompts to compute, or fewer requests, than
-        # before; must not call back.
-        self.relieved: Callable[[], None] = _nobody_waits
+        self.uses: Uses = _NoUses()
+        # Called with each rank that may have less to do than before; must not call back.
+        self.relieved: Callable[[Placement], None] = _nobody_waits
 
     def join(self, peers: Peers) -> None:
         """Share the book with other routers; to be called before anything is booked."""
@@ -221,10 +261,11 @@ class LoadBook:
     def announce(self, booking: Booking, session: int | None, now: float) -> bool:
         """Take over a booking made elsewhere or by an earlier session, and adopt it.
 
-        The highest revision wins; False if ours was as new. Raises Overloaded when full.
+        The newest wins; False if ours was as new. Raises Overloaded when full.
         """
         entry = self._entries.get(booking.key)
-        is_new = entry is None or booking.revision > entry.booking.revision
+        booking = self._of_session(booking, session)
+        is_new = entry is None or booking.age > entry.booking.age
         if entry is None:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
         elif is_new:
@@ -244,7 +285,7 @@ class LoadBook:
             self._charge(entry, +1)
             self._discard_blank(entry.booking.prefill)
             self._tell(entry)
-            self.relieved()
+            self.relieved(entry.booking.prefill or entry.booking.worker)
         return True
 
     def add_output_blocks(
@@ -275,6 +316,8 @@ class LoadBook:
         )
         self._charge(entry, +1)
         self._tell(entry)
+        if entry.booking.decay < booking.decay:
+            self.relieved(booking.worker)
         return True
 
     def free(self, key: BookingKey) -> bool:
@@ -289,6 +332,10 @@ class LoadBook:
         """The booking as it is now."""
         entry = self._entries.get(key)
         return None if entry is None else entry.booking
+
+    def keys(self) -> list[BookingKey]:
+        """Those of all bookings."""
+        return list(self._entries)
 
     def __iter__(self) -> Iterator[Booking]:
         return (entry.booking for entry in self._entries.values())
@@ -313,17 +360,19 @@ class LoadBook:
         return [key for key, entry in self._entries.items() if entry.is_own]
 
     def heard(self, booking: Booking, now: float) -> None:
-        """A peer holds it: the highest revision wins, and an orphan of ours is the peer's.
+        """A peer holds it: the newest wins, and an orphan of ours is the peer's.
 
-        What an open session here owns stays with it. Raises Overloaded when the book is full.
+        What an open session here owns stays with it, unless the peer has it of a later one. Raises
+        Overloaded when the book is full.
         """
         entry = self._entries.get(booking.key)
         if entry is None:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
-        elif booking.revision > entry.booking.revision:
+        elif booking.age > entry.booking.age:
             self._replace(entry, booking)
             self._tell(entry)
-        if entry.session is None:
+        session = entry.session
+        if session is None or self._sessions[session].generation < entry.booking.generation:
             self._hand_over(entry)
 
     def expect(self, booking: Booking, now: float) -> None:
@@ -333,6 +382,12 @@ class LoadBook:
         """
         if booking.key not in self._entries:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+            self._release(entry, now)
+
+    def expect_longer(self, key: BookingKey, now: float) -> None:
+        """That peer still lives and has not told of it yet: the orphan's time begins anew."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.orphaned_until is not None and not entry.is_own:
             self._release(entry, now)
 
     def ended(self, key: BookingKey) -> None:
@@ -350,11 +405,17 @@ class LoadBook:
 
     # Owners.
 
-    def open_session(self, frontend_id: int) -> int:
-        """A frontend connected; the number of its session, never used again."""
+    def open_session(self, frontend_id: int, generation: int = 0, now: float = 0.0) -> int:
+        """A frontend connected; the number of its session, never used again.
+
+        generation: which of its sessions, at whatever router, it is; those before are over. 0: it
+        does not say, and `now` does not matter.
+        """
+        hello = SessionHello(frontend_id, generation)
+        self.superseded(hello, now)
         session = self._next_session
         self._next_session += 1
-        self._sessions[session] = frontend_id
+        self._sessions[session] = hello
         return session
 
     def end_session(self, session: int, now: float) -> int:
@@ -362,18 +423,25 @@ class LoadBook:
 
         Where discovery has lost the frontend already, they are freed instead.
         """
-        frontend_id = self._sessions.pop(session)
-        mine = [
-            entry
-            for key in self._of_frontend.get(frontend_id, ())
-            if (entry := self._entries[key]).session == session
-        ]
-        for entry in mine:
-            self._release(entry, now)
+        frontend_id = self._sessions.pop(session).frontend_id
+        count = self._release_all(session, frontend_id, now)
         if self._newest_session(frontend_id) is None and frontend_id in self._absent_frontends:
             self._absent_frontends.discard(frontend_id)
             self.frontend_left(frontend_id)
-        return len(mine)
+        return count
+
+    def sessions(self) -> Iterator[SessionHello]:
+        """Those open here that say which they are."""
+        return (hello for hello in self._sessions.values() if hello.generation)
+
+    def superseded(self, hello: SessionHello, now: float) -> None:
+        """A frontend has that session, here or at a peer: what earlier ones here have is orphaned.
+
+        Its end may be seen here much later, for nobody says goodbye through a link that is cut.
+        """
+        for session, (frontend_id, generation) in self._sessions.items():
+            if frontend_id == hello.frontend_id and generation < hello.generation:
+                self._release_all(session, frontend_id, now)
 
     def frontend_left(self, frontend_id: int) -> int:
         """Discovery lost a frontend: free its orphans at once; how many there were.
@@ -419,7 +487,7 @@ class LoadBook:
         rank.report_count += 1
         rank.newer = _Sums()
         rank.estimate = None
-        self.relieved()
+        self.relieved(Placement(worker_id, dp_rank))
 
     def worker_left(self, worker_id: int) -> None:
         """Discovery lost a worker: what it reported is void."""
@@ -441,6 +509,17 @@ class LoadBook:
         if estimate is None or now > rank.estimated_until:
             estimate = rank.estimate = _estimate(rank, now)
         return estimate
+
+    def fades_at(self, placement: Placement, now: float) -> float:
+        """When a rank's estimate goes down by itself, its report being too old: inf if never."""
+        self.load(placement, now)
+        rank = self._ranks.get(placement)
+        return math.inf if rank is None else rank.estimated_until
+
+    @property
+    def orphan_until(self) -> float:
+        """When the next orphan's time is over, at the earliest: inf if there is none."""
+        return self._orphans[0][0] if self._orphans else math.inf
 
     def report_age_s(self, placement: Placement, now: float) -> float | None:
         """Seconds since the rank's last report; None if there is none."""
@@ -469,10 +548,17 @@ class LoadBook:
         self._orphan_count += 1
         self._charge(entry, +1)
         self._discard_blank(booking.prefill)
+        if booking.session_id:
+            self.uses.began(booking)
         return entry
 
     def _replace(self, entry: _Entry, booking: Booking) -> None:
         """Newer facts about the same booking, whoever has it."""
+        if replace(entry.booking, revision=booking.revision, generation=booking.generation) == (
+            booking
+        ):
+            entry.booking = booking
+            return
         self._charge(entry, -1)
         old, entry.booking = entry.booking, booking
         entry.prefill_done = booking.prefill_tokens == 0
@@ -480,7 +566,13 @@ class LoadBook:
         self._charge(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
             self._discard_blank(placement)
-        self.relieved()
+        if booking.session_id != old.session_id:
+            if booking.session_id:
+                self.uses.began(booking)
+            if old.session_id:
+                self.uses.ended(old, is_own=entry.is_own)
+        self._relieve(old)
+        self._relieve(booking)
 
     def _drop(self, entry: _Entry) -> None:
         key = entry.booking.key
@@ -494,7 +586,14 @@ class LoadBook:
             del self._of_frontend[key.frontend_id]
         self._discard_blank(entry.booking.worker)
         self._discard_blank(entry.booking.prefill)
-        self.relieved()
+        if entry.booking.session_id:
+            self.uses.ended(entry.booking, is_own=entry.is_own)
+        self._relieve(entry.booking)
+
+    def _relieve(self, booking: Booking) -> None:
+        self.relieved(booking.worker)
+        if booking.prefill is not None:
+            self.relieved(booking.prefill)
 
     def _expire_forgotten(self, now: float) -> int:
         """End those that a session here has and has not renewed in time."""
@@ -519,8 +618,16 @@ class LoadBook:
             self._peers.changed(entry.booking.key)
 
     def _own(self, entry: _Entry, session: int | None, now: float) -> None:
-        """Make `session`, or the frontend's newest one, the owner; without any, release it."""
+        """Make `session`, or the frontend's newest one, the owner; without any, release it.
+
+        What a later session has, here or elsewhere, stays its own.
+        """
         owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
+        if owner is not None:
+            booking = self._of_session(entry.booking, owner)
+            if booking.generation < entry.booking.generation:
+                return
+            entry.booking = booking
         entry.is_own, entry.renewed_at = True, now
         if owner is None:
             self._release(entry, now)
@@ -540,6 +647,16 @@ class LoadBook:
         entry.session, entry.orphaned_until = None, now + ORPHAN_S
         self._orphans.append((entry.orphaned_until, entry.booking.key))
 
+    def _release_all(self, session: int, frontend_id: int, now: float) -> int:
+        mine = [
+            entry
+            for key in self._of_frontend.get(frontend_id, ())
+            if (entry := self._entries[key]).session == session
+        ]
+        for entry in mine:
+            self._release(entry, now)
+        return len(mine)
+
     def _hand_over(self, entry: _Entry) -> None:
         """To the peer that holds it: no longer ours, no orphan."""
         if entry.orphaned_until is not None:
@@ -550,8 +667,14 @@ class LoadBook:
             self._peers.changed(entry.booking.key)
 
     def _newest_session(self, frontend_id: int) -> int | None:
-        owners = (s for s, frontend in reversed(self._sessions.items()) if frontend == frontend_id)
-        return next(owners, None)
+        sessions = reversed(self._sessions.items())
+        return next((s for s, about in sessions if about.frontend_id == frontend_id), None)
+
+    def _of_session(self, booking: Booking, session: int | None) -> Booking:
+        generation = 0 if session is None else self._sessions[session].generation
+        return (
+            booking if booking.generation == generation else replace(booking, generation=generation)
+        )
 
     def _charge(self, entry: _Entry, sign: int) -> None:
         """Add (+1) or take away (-1) what the entry weighs as it is now."""
@@ -629,5 +752,5 @@ def _changed(
     )
 
 
-def _nobody_waits() -> None:
+def _nobody_waits(placement: Placement) -> None:
     """A book without anybody who waits for load to go down."""

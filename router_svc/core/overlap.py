@@ -95,18 +95,20 @@ class IndexChoice:
 def choose_index(
     *,
     overlap_score_credit: float,
+    has_other_use: bool = False,
     kv_events: bool,
     limits: ApproxLimits,
     predicted_ttl_s: float,
 ) -> IndexChoice:
     """The first rule that applies:
 
-    1. credit 0: none. An overlap would not change any decision.
+    1. credit 0, and nothing else is configured that asks for overlap (has_other_use): none. Caches
+       count nowhere then, in charges neither: prompts are charged whole.
     2. no events: approx, for all ranks that reuse prefixes, with `limits`.
     3. events; with approx (`limits`) for the ranks that advertise it, and predictions that count
        for predicted_ttl_s, unless that is 0.
     """
-    if overlap_score_credit == 0:
+    if overlap_score_credit == 0 and not has_other_use:
         return IndexChoice("none", None, None, "overlap_score_credit is 0")
     if not kv_events:
         return IndexChoice("approx", limits, None, "kv_events is off")

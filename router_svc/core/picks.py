@@ -7,7 +7,13 @@ Which workers a request runs on, in this order:
    `Bypass` has a reason to serve it as in 2 or 3 although it could be split;
 2. an aggregated worker;
 3. a decode worker that can prefill by itself (`local_prefill`), where no prefill worker can serve;
-4. nobody: Unavailable names the role that is missing.
+4. nobody: Unavailable names the role that is missing, Overloaded says that whoever could serve it
+   is busy.
+
+A way whose workers are all above a busy threshold is closed. One where all who may compute the
+prompt are prefill-busy is *full*: the next that is not comes before it, and where all that are open
+are full, the first of them is picked, and `Picks.waits_for` says who has to get room. Wishes (a
+soft session, a preferred adapter) make no way full: they are put aside for whoever has room.
 
 A request that pins an aggregated worker, or whose session is bound to one, goes there first; one
 that pins its prefill is served by a pair or not at all. What is not a pair although the model has
@@ -16,7 +22,7 @@ halves of pairs is a *fallback*: counted, and named in the reasons.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -32,9 +38,9 @@ from common.errors import (
 from common.instances import Instance
 from router_svc.core.adapters import Adapters
 from router_svc.core.affinity import Stay
-from router_svc.core.busy import busy_workers
+from router_svc.core.busy import busy_workers, prefill_busy
 from router_svc.core.cost import CostKnobs
-from router_svc.core.disagg import mates, partners
+from router_svc.core.disagg import TransferDomain, mates, partners
 from router_svc.core.explain import Pick
 from router_svc.core.filters import (
     RETRY_AFTER_S,
@@ -49,16 +55,31 @@ from router_svc.core.fleet import Candidate, Fleet, Placement
 from router_svc.core.load import LoadBook
 from router_svc.core.misses import RecentMisses
 from router_svc.core.query import Query, block_size_of, decode_charge, predicted_cached_tokens
+from router_svc.core.queue import Lane, lane_of
 from router_svc.core.rules import Rules
 from router_svc.core.select import Matches, View, WorkerSelector
 
 # Why a model with halves of pairs served a request in one piece.
-FALLBACKS = ("no_prefill_worker", "no_decode_worker", "no_transfer_group", "no_transfer_domain")
+FALLBACKS = (
+    "no_prefill_worker",
+    "no_decode_worker",
+    "no_transfer_group",
+    "no_transfer_domain",
+    "prefill_busy",
+    "decode_busy",
+)
+_BUSY = "busy: above a configured threshold"
+
+# Of one leg: those who can serve it, and the others with the reason.
+_Side = tuple[Sequence[Candidate], list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One query on its way to a decision. stay: what its session asks, None if it names none."""
+    """One query on its way to a decision. stay: what its session asks, None if it names none.
+
+    has_room: of those who compute prompts; if given, who has is wished for, and nothing else is.
+    """
 
     query: Query
     knobs: CostKnobs
@@ -66,19 +87,35 @@ class Ask:
     now: float
     rng: Random
     stay: Stay | None = None
+    has_room: Callable[[Candidate], bool] | None = None
 
     def tie(self, leg: Leg) -> Tie | None:
-        return None if self.stay is None else self.stay.tie(leg)
+        """Where its session is bound for the leg; a soft one only if that is wished for."""
+        tie = None if self.stay is None else self.stay.tie(leg)
+        return tie if tie is None or tie.is_hard or self.wishes(leg) else None
+
+    def wishes(self, leg: Leg) -> bool:
+        """Whether its own wishes count for the leg."""
+        return self.has_room is None or leg == "decode"
+
+    @property
+    def lane(self) -> Lane:
+        """Where it waits, if it must."""
+        return lane_of(self.query, () if self.stay is None else self.stay.must)
 
 
 @dataclass(frozen=True, slots=True)
 class Picks:
-    """Who was chosen: `prefill` is None where the request is not split."""
+    """Who was chosen: `prefill` is None where the request is not split.
+
+    waits_for: all who may compute the prompt, if each of them is prefill-busy; else nobody.
+    """
 
     worker: Pick
     prefill: Pick | None = None
     fallback: str = ""
     bypass: str = ""
+    waits_for: Sequence[Candidate] = ()
 
     @property
     def prefilling(self) -> Pick:
@@ -118,7 +155,36 @@ class Picker:
                 self._last[model, pick.view.leg] = pick.chosen.placement
 
     def pick(self, ask: Ask) -> Picks:
-        """Whom the order in the module's docstring gives; its first error if that is nobody."""
+        """The first way, in the order of the module's docstring, that is open and not full.
+
+        If none is open, raises why: that all are busy, where they are, else the first reason.
+        """
+        refused: MeshError | None = None
+        full: list[Picks] = []
+        for way in self._ways(ask):
+            if isinstance(way, MeshError):
+                is_graver = isinstance(way, Overloaded) and not isinstance(refused, Overloaded)
+                refused = way if refused is None or is_graver else refused
+            elif self.are_full(way.prefilling.kept, ask.now):
+                full.append(way)
+            else:
+                return way
+        if full:
+            return replace(full[0], waits_for=_together(way.prefilling.kept for way in full))
+        assert refused is not None, "a way is open or there is a reason why not"
+        raise refused
+
+    def are_full(self, candidates: Sequence[Candidate], now: float) -> bool:
+        """Whether each of them is prefill-busy, so that who needs one waits in the queue."""
+        threshold, book = self._rules.queue.threshold, self._book
+        if threshold is None:
+            return False
+        return all(prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
+
+    def _ways(self, ask: Ask) -> Iterator[Picks | MeshError]:
+        """The ways to serve a request, in order, each picked for when it is asked for; for one that
+        is closed, why.
+        """
         query, fleet = ask.query, self._fleet
         prefill = fleet.candidates(query.model, "prefill")
         decode = fleet.candidates(query.model, "decode")
@@ -128,31 +194,62 @@ class Picker:
         if self._rules.lora_residency == "required":
             self._adapters.check(query, ask.now)
         pins_prefill, stays_whole = _pinned_prefill(query), self._stays_whole(ask, whole)
-        refused: MeshError | None = None
-        fallback = ""
         local = [c for c in decode if c.instance.local_prefill]
+        fallback, needs_local = "", False
         if prefill and decode and (pins_prefill or not stays_whole):
-            try:
-                pair = self._pick_pair(ask, prefill, decode)
-                return pair if pins_prefill else self._bypassed(ask, pair, [*local, *whole]) or pair
-            except (Unavailable, InvalidRequest) as error:
-                refused, fallback = error, _fallback_of(error)
-        elif prefill or decode:
-            missing = "decode" if prefill else "prefill"
-            fallback = "" if stays_whole else f"no_{missing}_worker"
+            pair = self._roomiest(ask, lambda ask: self._pick_pair(ask, prefill, decode))
+            if not pins_prefill:
+                bypassing = self._bypassed(ask, pair, [*local, *whole])
+                if bypassing is not None:
+                    yield bypassing
+            yield pair
+            if isinstance(pair, MeshError):
+                fallback = _fallback_of(pair)
+                needs_local = fallback != "no_decode_worker"
+            else:
+                fallback = "prefill_busy"
+        elif (prefill or decode) and not stays_whole:
+            fallback = f"no_{'decode' if prefill else 'prefill'}_worker"
+            needs_local = not prefill
         if pins_prefill:
-            raise refused or self._no_pair(ask, pins_prefill, fallback)
+            if not (prefill and decode):
+                yield self._no_pair(ask, pins_prefill, fallback)
+            return
         if whole:
-            try:
-                return Picks(self._pick_leg(ask, "whole", whole), fallback=fallback)
-            except (Unavailable, InvalidRequest) as error:
-                refused = refused or error
-        if local and fallback not in ("", "no_decode_worker"):
-            try:
-                return Picks(self._pick_leg(ask, "whole", local), fallback=fallback)
-            except (Unavailable, InvalidRequest) as error:
-                refused = refused or error
-        raise refused or self.nobody(query.model, ask.now, fallback.removeprefix("no_"))
+            yield self._pick_whole(ask, whole, fallback)
+        if local and needs_local:
+            way = self._pick_whole(ask, local, fallback)
+            is_urged = fallback in ("prefill_busy", "decode_busy")
+            if isinstance(way, MeshError) or not is_urged or self._has_room(ask, way.worker):
+                yield way
+        yield self.nobody(query.model, ask.now, fallback.removeprefix("no_"))
+
+    def _pick_whole(
+        self, ask: Ask, candidates: Sequence[Candidate], fallback: str
+    ) -> Picks | MeshError:
+        return self._roomiest(
+            ask, lambda ask: Picks(self._pick_leg(ask, "whole", candidates), fallback=fallback)
+        )
+
+    def _roomiest(self, ask: Ask, pick: Callable[[Ask], Picks]) -> Picks | MeshError:
+        """As its wishes have it; but where that is full, with whoever has room."""
+        now = ask.now
+        picks = _tried(lambda: pick(ask))
+        if isinstance(picks, MeshError) or not self._wishes(ask):
+            return picks
+        if not self.are_full(picks.prefilling.kept, now):
+            return picks
+        freely = replace(ask, has_room=lambda at: not self.are_full((at,), now))
+        other = _tried(lambda: pick(freely))
+        return picks if isinstance(other, MeshError) else other
+
+    def _wishes(self, ask: Ask) -> bool:
+        """Whether it wishes for some of those who may serve it."""
+        stay, routing = ask.stay, ask.query.routing
+        if stay is not None and stay.binding is not None and not stay.is_hard:
+            return True
+        is_preferred = self._rules.lora_residency == "preferred"
+        return is_preferred and routing is not None and bool(routing.lora_name)
 
     def _stays_whole(self, ask: Ask, whole: Sequence[Candidate]) -> bool:
         """Whether a pin or the session wants the request in one piece, on one of these."""
@@ -163,7 +260,9 @@ class Picker:
         if tie is None:
             return False
         mine = [c for c in whole if c.placement == tie.placement]
-        return bool(mine) and (tie.is_hard or self._may_serve(ask, mine))
+        if not mine or tie.is_hard:
+            return bool(mine)
+        return self._may_serve(ask, mine) and not self.are_full(mine, ask.now)
 
     def _may_serve(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
         try:
@@ -175,59 +274,118 @@ class Picker:
         self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
     ) -> Picks:
         """Prefill first; then decode in its transfer group and domain."""
-        query, domain = ask.query, self._rules.domain
-        may_prefill, left_prefill = self._eligible(ask, prefill, "prefill")
-        may_decode, left_decode = self._eligible(ask, decode, "decode")
-        can_prefill, can_decode = mates(may_prefill, may_decode, domain)
-        if not can_prefill:
-            raise _no_mates(query.model, domain.name if mates(may_prefill, may_decode)[0] else "")
-        left_prefill += _without(may_prefill, can_prefill, "has no partner to send its cache to")
-        first = self._select(ask, "prefill", can_prefill, left_prefill)
+        domain = self._rules.domain
+        first_leg, (can_decode, left_decode) = self._mates(ask, prefill, decode)
+        first = self._select(ask, "prefill", *first_leg)
         takers = partners(first.chosen, can_decode, domain)
-        bounds = "transfer group or domain" if domain.is_required else "transfer group"
-        left_decode += _without(may_decode, takers, f"in another {bounds} than prefill")
-        drawn = replace(ask, query=domain.drawn_to(first.chosen, query))
+        left_decode += _without(can_decode, takers, _elsewhere(domain))
+        drawn = replace(ask, query=domain.drawn_to(first.chosen, ask.query))
         return Picks(self._select(drawn, "decode", takers, left_decode), first)
 
-    def _bypassed(self, ask: Ask, pair: Picks, alone: Sequence[Candidate]) -> Picks | None:
-        """One of `alone` instead of the pair, where `Bypass` has a reason; else None."""
-        query, rules = ask.query, self._rules.bypass
-        if rules.policy == "off" or pair.prefill is None or not alone or not query.total_tokens:
-            return None
+    def _mates(
+        self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> tuple[_Side, _Side]:
+        """Of each side those who are free and have a free partner, with those left out and why.
+
+        Raises Overloaded where there are mates, but not among the free.
+        """
+        free_prefill = self._free(ask, prefill, "prefill")
+        free_decode = self._free(ask, decode, "decode")
         try:
-            pick = self._pick_leg(ask, "whole", alone)
-        except (Unavailable, InvalidRequest, Overloaded):
-            return None
-        at, prefill = pick.chosen, pair.prefill.chosen
-        why = rules.why(
-            query.total_tokens,
-            cached_tokens(query, pick),
-            prefill.instance,
-            pair.prefill.view.load(prefill.placement),
+            first, second = self._matched(ask, free_prefill, free_decode)
+        except (Unavailable, InvalidRequest):
+            if free_prefill is prefill and free_decode is decode:
+                raise
+            self._matched(ask, prefill, decode)  # Raises where it is not for being busy.
+            try:
+                self._matched(ask, prefill, free_decode)
+            except (Unavailable, InvalidRequest):
+                raise all_busy(ask.query.model, "decode") from None
+            raise all_busy(ask.query.model, "prefill") from None
+        return (
+            (first[0], first[1] + _without(prefill, free_prefill, _BUSY)),
+            (second[0], second[1] + _without(decode, free_decode, _BUSY)),
         )
+
+    def _matched(
+        self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
+    ) -> tuple[_Side, _Side]:
+        """Of each side those who may serve and have a partner, with those left out and why."""
+        domain = self._rules.domain
+        may_prefill, left_prefill = self._allowed(ask, prefill, "prefill")
+        may_decode, left_decode = self._allowed(ask, decode, "decode")
+        can_prefill, can_decode = mates(may_prefill, may_decode, domain)
+        if not can_prefill:
+            borders = domain.name if mates(may_prefill, may_decode)[0] else ""
+            raise _no_mates(ask.query.model, borders)
+        left_prefill += _without(may_prefill, can_prefill, "has no partner to send its cache to")
+        left_decode += _without(may_decode, can_decode, _elsewhere(domain))
+        return (can_prefill, left_prefill), (can_decode, left_decode)
+
+    def _bypassed(
+        self, ask: Ask, pair: Picks | MeshError, alone: Sequence[Candidate]
+    ) -> Picks | None:
+        """One of `alone` instead of the pair, where `Bypass` has a reason; else None.
+
+        Prefill workers that take no more requests, or let them wait, are busy whatever the
+        threshold of the bypass.
+        """
+        query, rules = ask.query, self._rules.bypass
+        if rules.policy == "off" or not alone or not query.total_tokens:
+            return None
+        if isinstance(pair, MeshError):
+            if _fallback_of(pair) != "prefill_busy":
+                return None
+            is_busy = True
+        else:
+            at, view = pair.prefilling.chosen, pair.prefilling.view
+            waiting = view.load(at.placement).prefill_tokens
+            is_busy = rules.is_busy(waiting, at.instance.max_num_batched_tokens)
+            is_busy = is_busy or self.are_full(pair.prefilling.kept, ask.now)
+        way = self._pick_whole(ask, alone, "")
+        if isinstance(way, MeshError):
+            return None
+        why = rules.why(query.total_tokens, cached_tokens(query, way.worker), is_busy)
+        return replace(way, bypass=why) if why and self._has_room(ask, way.worker) else None
+
+    def _has_room(self, ask: Ask, pick: Pick) -> bool:
+        """Whether the bypass's gate at decode lets the request in there."""
+        at, query = pick.chosen, ask.query
         held = pick.view.load(at.placement).decode_blocks
         own = decode_charge(query, block_size_of(query, at.instance.block_size))
-        if not why or not rules.has_room(held, own, at.instance.total_kv_blocks):
-            return None
-        return Picks(pick, bypass=why)
+        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
 
-    def _eligible(
-        self, ask: Ask, candidates: Sequence[Candidate], leg: Leg
-    ) -> tuple[Sequence[Candidate], list[Excluded]]:
-        residency, tie, query = self._rules.lora_residency, ask.tie(leg), ask.query
-        kept, excluded = eligible(query, candidates, leg, tie=tie, residency=residency)
+    def _eligible(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> _Side:
+        """Those who may serve the leg and are not busy, with the others and why.
+
+        Raises Overloaded where those who may serve it are all busy.
+        """
+        side = self._allowed(ask, candidates, leg)
+        free = self._free(ask, candidates, leg)
+        if free is candidates:
+            return side
+        if not free:
+            raise all_busy(ask.query.model, leg)
+        try:
+            kept, excluded = self._allowed(ask, free, leg)
+        except (Unavailable, InvalidRequest) as error:
+            raise all_busy(ask.query.model, leg) from error
+        return kept, excluded + _without(candidates, free, _BUSY)
+
+    def _allowed(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> _Side:
+        """Those whom the filters leave, with the others and why."""
+        residency = self._rules.lora_residency
+        has_room = None if ask.wishes(leg) else ask.has_room
+        tie = ask.tie(leg)
+        return eligible(ask.query, candidates, leg, tie=tie, residency=residency, has_room=has_room)
+
+    def _free(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
+        """Those that are not above a busy threshold; the very same sequence if all are not."""
         limits, book = self._rules.busy, self._book
         busy = busy_workers(candidates, lambda at: book.load(at, ask.now), limits, leg)
         if not busy:
-            return kept, excluded
-        free = [c for c in candidates if c.placement.worker_id not in busy]
-        if not free:
-            raise all_busy(query.model, leg)
-        try:
-            kept, excluded = eligible(query, free, leg, tie=tie, residency=residency)
-        except (Unavailable, InvalidRequest) as error:
-            raise all_busy(query.model, leg) from error
-        return kept, excluded + _without(candidates, free, "busy: above a configured threshold")
+            return candidates
+        return [c for c in candidates if c.placement.worker_id not in busy]
 
     def _pick_leg(self, ask: Ask, leg: Leg, candidates: Sequence[Candidate]) -> Pick:
         kept, excluded = self._eligible(ask, candidates, leg)
@@ -277,6 +435,21 @@ class Picker:
         )
 
 
+def _tried(pick: Callable[[], Picks]) -> Picks | MeshError:
+    try:
+        return pick()
+    except (Unavailable, InvalidRequest, Overloaded) as error:
+        return error
+
+
+def _together(parts: Iterable[Sequence[Candidate]]) -> Sequence[Candidate]:
+    """All of them once; one part alone stays the object that it is."""
+    every = list(parts)
+    if len(every) == 1:
+        return every[0]
+    return list({c.placement: c for part in every for c in part}.values())
+
+
 def cached_tokens(query: Query, pick: Pick) -> int:
     """Prompt tokens that the chosen one has in its cache."""
     at = pick.chosen
@@ -291,6 +464,11 @@ def _without(
         return []
     stay = {c.placement for c in kept}
     return [Excluded(c, why) for c in candidates if c.placement not in stay]
+
+
+def _elsewhere(domain: TransferDomain) -> str:
+    bounds = "transfer group or domain" if domain.is_required else "transfer group"
+    return f"in another {bounds} than prefill"
 
 
 def _pinned_prefill(query: Query) -> str:
@@ -317,4 +495,6 @@ def _fallback_of(error: MeshError) -> str:
     """Which of FALLBACKS the failure to find a pair is."""
     if error.reason in ("NO_TRANSFER_GROUP", "NO_TRANSFER_DOMAIN"):
         return error.reason.lower()
+    if isinstance(error, Overloaded):
+        return "prefill_busy" if error.metadata.get("leg") == "prefill" else "decode_busy"
     return "no_prefill_worker" if error.metadata.get("leg") == "prefill" else "no_decode_worker"

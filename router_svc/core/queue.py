@@ -1,8 +1,9 @@
 """The admission queue: who waits for a worker with room for a prompt, and who goes first (pure).
 
-A request is parked if those who may wait for the same workers already do, or if every worker that
-may compute its prompt has more than `threshold` batches of prompt tokens before it (see
-`busy.prefill_busy`). Whoever is parked has booked nothing.
+A request is parked if those who may wait for the same workers already do, if every worker that may
+compute its prompt has more than `threshold` batches of prompt tokens before it (see
+`busy.prefill_busy`), or if it would take the room of one who waits and comes before it. Whoever is
+parked has booked nothing.
 
 Order, least first: (-strict_priority, -key, number of parking), where with jump = max(0,
 priority_jump) and the time of arrival at the frontend, both in seconds,
@@ -16,24 +17,31 @@ failure keeps its place.
 
 Requests wait in *lanes*: those of one lane may run on exactly the same workers, so that its head
 speaks for all of it (head of line), and who is pinned to a busy worker holds up nobody else. Heads
-of different lanes compete by the same order.
+of different lanes compete by the same order, and no newcomer overtakes one that waits for the room
+that it would take. A wish (a soft session, a preferred adapter) is no
+reason to wait, and makes no lane: who has one waits for all who may serve it.
 
-Invariants: a key is parked at most once; every lane has somebody in it and stands in order;
-`tokens` is the sum over the parked; nobody is parked beyond `requests_max`, nor once `tokens_max`
-is reached.
+A lane waits for *spots*: ranks that have no room for one of its legs, one of which has to get some
+before its head need be looked at again. Lanes stand at each of their spots, so that a rank that
+was relieved finds those who wait for it, best first, whatever the number of the others.
+
+Invariants: a key is parked at most once; every lane has somebody in it and stands in order; it is
+to be found at every spot that it waits for; `tokens` is the sum over the parked; nobody is parked
+beyond `requests_max`, nor once `tokens_max` is reached.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
-from common.preprocessed import SessionControl
-from router_svc.core.fleet import Candidate
+from router_svc.core.filters import Leg
+from router_svc.core.fleet import Placement
 from router_svc.core.load import BookingKey
 from router_svc.core.query import Query
 
@@ -62,8 +70,18 @@ class QueueRules:
 NO_QUEUE = QueueRules()
 
 
+class Spot(NamedTuple):
+    """A rank that somebody waits for, and what it is wanted for."""
+
+    placement: Placement
+    leg: Leg
+
+
 class Lane(NamedTuple):
-    """All of a query that decides who is eligible for it; equal lanes have equal workers."""
+    """All that decides who is eligible for a query; equal lanes have equal workers.
+
+    places: where a hard session is bound, empty without one.
+    """
 
     model: str
     worker_id: int | None
@@ -74,8 +92,8 @@ class Lane(NamedTuple):
     allowed_worker_ids: frozenset[int] | None
     required_taints: frozenset[str]
     lora_name: str
-    session: SessionControl | None
     excluded_worker_ids: frozenset[int]
+    places: tuple[Placement, ...]
 
 
 class Order(NamedTuple):
@@ -86,9 +104,11 @@ class Order(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Parked:
-    """One who waits. parked_at: `now` then, seconds. order: unique to it."""
+    """One who waits. parked_at: `now` then, seconds. order: unique to it. lane: changes with the
+    binding of its session.
+    """
 
     order: Order
     lane: Lane
@@ -104,22 +124,26 @@ class Parked:
 
 
 class Hindrance(NamedTuple):
-    """Whom a lane waits for: all of them are busy, as long as the fleet is the same.
+    """Whom a lane waits for: none of the spots has room, as long as the fleet is the same.
 
     fleet_version: see `Router`. sweep: the last one in which its head was picked for, in vain.
     """
 
     fleet_version: int
-    workers: Sequence[Candidate]
+    spots: frozenset[Spot]
     sweep: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Line:
     """The parked of one lane, in order."""
 
     hindrance: Hindrance
     entries: list[tuple[Order, Parked]] = field(default_factory=list)
+
+    @property
+    def head(self) -> Order:
+        return self.entries[0][0]
 
 
 class AdmissionQueue:
@@ -128,16 +152,37 @@ class AdmissionQueue:
     def __init__(self, rules: QueueRules = NO_QUEUE) -> None:
         self.rules = rules
         self._lines: dict[Lane, _Line] = {}
+        self._unseen: set[Lane] = set()  # Not looked at since the fleet changed.
         self._parked: dict[BookingKey, Parked] = {}  # In order of parking.
+        # The heads of the lanes that wait for each spot, as heaps; among them some that do no more.
+        self._at: dict[Spot, list[tuple[Order, Lane]]] = {}
         self._number = 0
         self.tokens = 0  # Prompt tokens of the parked.
 
     def __len__(self) -> int:
         return len(self._parked)
 
-    def has_backlog(self, query: Query) -> bool:
+    def has_backlog(self, lane: Lane) -> bool:
         """Whether somebody waits for the same workers."""
-        return bool(self._lines) and lane_of(query) in self._lines
+        return lane in self._lines
+
+    def overtakes(self, order: Order, model: str, spot: Spot) -> bool:
+        """Whether one of that order that took the room there would overtake one who waits for it.
+
+        Whoever was not looked at since the fleet changed may be waiting for any spot of its model.
+        """
+        first = self._first_at(spot)
+        if first is not None and first < order:
+            return True
+        return any(lane.model == model and self._lines[lane].head < order for lane in self._unseen)
+
+    def order(self, query: Query, now: float, cached_tokens: int = 0) -> Order:
+        """That of a newcomer that were parked now. cached_tokens: as for `park`."""
+        return _order(self.rules.policy, query, now, cached_tokens, self._number + 1)
+
+    def unsee(self) -> None:
+        """The fleet has changed: for whom anybody waits must be looked at anew."""
+        self._unseen = set(self._lines)
 
     def park(
         self,
@@ -146,10 +191,12 @@ class AdmissionQueue:
         now: float,
         *,
         hindrance: Hindrance,
+        lane: Lane | None = None,
         session: int | None = None,
         cached_tokens: int = 0,
     ) -> Parked:
-        """Add one at its place. cached_tokens: the most that an eligible worker has of its prompt.
+        """Add one at its place. lane: that of the query without a session, if not given.
+        cached_tokens: the most that an eligible worker has of its prompt.
 
         Raises Overloaded (QUEUE_FULL) whose metadata name the limit that is reached: limit_kind
         (requests or tokens), current, limit.
@@ -157,13 +204,9 @@ class AdmissionQueue:
         assert key not in self._parked, "who waits already must be withdrawn first"
         self._check_room(query.model)
         self._number += 1
-        lane = lane_of(query)
         order = _order(self.rules.policy, query, now, cached_tokens, self._number)
-        parked = Parked(order, lane, key, query, session, now)
-        line = self._lines.get(lane)
-        if line is None:
-            line = self._lines[lane] = _Line(hindrance)
-        insort(line.entries, (order, parked))
+        parked = Parked(order, lane or lane_of(query), key, query, session, now)
+        self._enter(parked, hindrance)
         self._parked[key] = parked
         self.tokens += query.total_tokens
         return parked
@@ -173,10 +216,7 @@ class AdmissionQueue:
         parked = self._parked.pop(key, None)
         if parked is None:
             return None
-        entries = self._lines[parked.lane].entries
-        del entries[bisect_left(entries, (parked.order,))]
-        if not entries:
-            del self._lines[parked.lane]
+        self._exit(parked)
         self.tokens -= parked.query.total_tokens
         return parked
 
@@ -216,9 +256,111 @@ class AdmissionQueue:
         """Whom a lane waits for, as far as was seen."""
         return self._lines[lane].hindrance
 
-    def hinder(self, lane: Lane, hindrance: Hindrance) -> None:
-        """A lane's head was looked at, and must wait."""
-        self._lines[lane].hindrance = hindrance
+    def hinder(self, parked: Parked, lane: Lane, hindrance: Hindrance) -> None:
+        """A lane's head was looked at, and must wait; in `lane`, if that is another one by now."""
+        if lane != parked.lane:
+            self._exit(parked)
+            parked.lane = lane
+            self._enter(parked, hindrance)
+            return
+        line = self._lines[lane]
+        self._unseen.discard(lane)
+        added = hindrance.spots - line.hindrance.spots
+        line.hindrance = hindrance
+        self._stand(lane, line, added)
+
+    def bound_heads(self) -> list[Parked]:
+        """The first of each lane that waits because its session is bound."""
+        return [line.entries[0][1] for lane, line in self._lines.items() if lane.places]
+
+    @property
+    def overdue_at(self) -> float:
+        """When the first of all will have waited for `wait_max_s`: inf if nobody waits."""
+        first = next(iter(self._parked.values()), None)
+        return math.inf if first is None else first.parked_at + self.rules.wait_max_s
+
+    # Spots.
+
+    def is_awaited(self, spot: Spot) -> bool:
+        """Whether somebody may wait for it: never wrongly False."""
+        return spot in self._at
+
+    @property
+    def spots(self) -> list[Spot]:
+        """Those that somebody may wait for."""
+        return list(self._at)
+
+    def waiting_at(self, spot: Spot) -> Generator[Parked, None, None]:
+        """The heads of the lanes that wait for it, best first, as `heads` goes on from one to the
+        next.
+        """
+        passed: dict[Order, Lane] = {}
+        try:
+            while heap := self._at.get(spot):
+                order, lane = heappop(heap)
+                if order not in passed and self._stands((order, lane), spot):
+                    passed[order] = lane
+                    yield self._lines[lane].entries[0][1]
+        finally:
+            stay = [item for item in passed.items() if self._stands(item, spot)]
+            for item in stay:
+                heappush(self._at.setdefault(spot, []), item)
+            if not stay and not self._at.get(spot):
+                self._at.pop(spot, None)
+
+    def tidy(self) -> None:
+        """Forget the spots that nobody waits for any more."""
+        for spot in self.spots:
+            self._compact(spot)
+
+    def _enter(self, parked: Parked, hindrance: Hindrance) -> None:
+        line = self._lines.get(parked.lane)
+        if line is None:
+            line = self._lines[parked.lane] = _Line(hindrance)
+        insort(line.entries, (parked.order, parked))
+        if line.head is parked.order:
+            self._stand(parked.lane, line, line.hindrance.spots)
+
+    def _exit(self, parked: Parked) -> None:
+        line = self._lines[parked.lane]
+        was_head = line.head is parked.order
+        del line.entries[bisect_left(line.entries, (parked.order,))]
+        if not line.entries:
+            del self._lines[parked.lane]
+            self._unseen.discard(parked.lane)
+            if not self._lines:
+                self._at.clear()
+        elif was_head:
+            self._stand(parked.lane, line, line.hindrance.spots)
+
+    def _first_at(self, spot: Spot) -> Order | None:
+        heap = self._at.get(spot)
+        while heap:
+            if self._stands(heap[0], spot):
+                return heap[0][0]
+            heappop(heap)
+        return None
+
+    def _stand(self, lane: Lane, line: _Line, spots: Iterable[Spot]) -> None:
+        """Let the lane be found at these by its head."""
+        item = line.head, lane
+        for spot in spots:
+            heap = self._at.setdefault(spot, [])
+            heappush(heap, item)
+            if len(heap) > 2 * len(self._lines) + 16:
+                self._compact(spot)
+
+    def _stands(self, item: tuple[Order, Lane], spot: Spot) -> bool:
+        order, lane = item
+        line = self._lines.get(lane)
+        return line is not None and line.head == order and spot in line.hindrance.spots
+
+    def _compact(self, spot: Spot) -> None:
+        heap = self._at[spot]
+        heap[:] = {item for item in heap if self._stands(item, spot)}
+        heapify(heap)
+        if not heap:
+            del self._at[spot]
 
     def _withdraw_all(self, parked: Sequence[Parked]) -> list[Parked]:
         for one in parked:
@@ -246,12 +388,12 @@ class AdmissionQueue:
                 )
 
 
-def lane_of(query: Query) -> Lane:
-    """Where the query waits; see Lane."""
+def lane_of(query: Query, places: tuple[Placement, ...] = ()) -> Lane:
+    """Where the query waits. places: see Lane."""
     routing, excluded = query.routing, query.excluded_worker_ids
     if routing is None:
         return Lane(
-            query.model, None, None, None, None, None, None, frozenset(), "", None, excluded
+            query.model, None, None, None, None, None, None, frozenset(), "", excluded, places
         )
     constraints = routing.routing_constraints
     return Lane(
@@ -264,8 +406,8 @@ def lane_of(query: Query) -> Lane:
         routing.allowed_worker_ids,
         frozenset() if constraints is None else frozenset(constraints.required_taints),
         routing.lora_name or "",
-        routing.session_control,
         excluded,
+        places,
     )
 
 

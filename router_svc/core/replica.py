@@ -3,9 +3,17 @@
 Each router tells every peer of its *own* bookings: those of its sessions, and those whose session
 died a moment ago. What a peer told is kept as its *claims*, apart from the load book, so that a
 digest over them can be compared with the peer's whatever the book made of them. The book holds, of
-all claims to one booking, the one with the highest revision, and an open session here goes before
-any claim. When a peer is lost, what only it claimed becomes an orphan: it still counts, until its
-frontend announces it somewhere, or ORPHAN_S is over.
+all claims to one booking, that of its frontend's latest session, there the highest revision; what
+an open session here has is given up only to a later one. When a peer is lost, what only it claimed
+becomes an orphan: it still counts, until its frontend announces it somewhere, or ORPHAN_S is over.
+
+A router that starts learns from a *snapshot* of each peer, which is all that the peer counts: also
+what it heard of others, and orphans, for whoever told of those may be gone by now. What only a
+snapshot told is an orphan too, but does not end as long as the peer answers and has not yet told by
+itself, however late discovery shows us to it.
+
+Client sessions go along (`affinity`), told by whoever changed them and, when everything is told, by
+all. Bonds converge whatever the order, so that neither claims nor digests are kept of them.
 
 Charges are exchanged, never prompt content. Digests find what was lost on the way; the cure is to
 tell everything anew: what the peer holds and is not told again has ended.
@@ -23,9 +31,10 @@ from itertools import islice
 from struct import Struct
 
 from common.errors import Overloaded
-from router_svc.core.load import Booking, BookingKey, LoadBook
+from router_svc.core.affinity import Affinity, SessionName, ToldBond
+from router_svc.core.load import Booking, BookingKey, LoadBook, SessionHello
 
-# Bookings in one frame: what a peer's loop can take in a few milliseconds.
+# Bookings, and client sessions, in one frame: what a peer's loop can take in a few milliseconds.
 FRAME_MAX = 512
 # Between digests, and so between frames of a router that has nothing to tell.
 DIGEST_S = 1.0
@@ -33,7 +42,7 @@ DIGEST_S = 1.0
 BEHIND_MAX = 65_536
 
 _DIGEST_OF_NONE = 0x6B766D6573680001
-_WORDS = Struct("<QQQ")
+_WORDS = Struct("<QQQQ")
 _WORD = Struct("<Q")
 
 
@@ -47,12 +56,17 @@ class Frame:
     digest: int = 0
     begins_all: bool = False
     ends_all: bool = False
+    sessions: tuple[SessionHello, ...] = ()
+    bonds: tuple[ToldBond, ...] = ()
 
 
 def fingerprint(booking: Booking) -> int:
-    """64 bits of a booking's key and revision, the same in every process."""
+    """64 bits of a booking's key, generation and revision, the same in every process.
+
+    Of one generation only one router makes and changes it, so that these tell all of it.
+    """
     frontend_id, request_id, attempt = booking.key
-    words = _WORDS.pack(frontend_id, attempt, booking.revision)
+    words = _WORDS.pack(frontend_id, attempt, booking.generation, booking.revision)
     fingerprint: int
     (fingerprint,) = _WORD.unpack(blake2b(words + request_id.encode(), digest_size=8).digest())
     return fingerprint
@@ -86,23 +100,37 @@ class Digest:
 
 @dataclass(slots=True)
 class _Claims:
-    """What one peer said on its stream. round: counts the times it began to tell everything."""
+    """What one peer said on its stream. round: counts the times it began to tell everything.
+
+    has_told_all: once, whatever has become of that stream.
+    """
 
     stream: int
     sequence: int = 0
     round: int = 0
     awaits_all: bool = False
+    has_told_all: bool = False
     bookings: dict[BookingKey, tuple[Booking, int]] = field(default_factory=dict)
     digest: Digest = field(default_factory=Digest)
+
+
+@dataclass(slots=True)
+class _Expected:
+    """What the snapshot of a peer said that has not told all of its own yet."""
+
+    renewed_at: float
+    keys: set[BookingKey] = field(default_factory=set)
 
 
 class Telling:
     """What one peer has still to be told, on one stream. Made by `Replica.tell`."""
 
-    def __init__(self, book: LoadBook, own: Digest) -> None:
+    def __init__(self, book: LoadBook, own: Digest, affinity: Affinity) -> None:
         self._book = book
         self._own = own
+        self._affinity = affinity
         self._changed: dict[BookingKey, None] = {}
+        self._sessions: dict[SessionName, None] = {}
         self._left_of_all = 0
         self._begins_all = self._tells_all = True
         self._sequence = 0
@@ -121,16 +149,24 @@ class Telling:
         if len(self._changed) > max(BEHIND_MAX, 2 * self._left_of_all):
             self.tell_all()
 
+    def session_changed(self, session: SessionName) -> None:
+        """Tell what became of a client session."""
+        if self._begins_all:
+            return
+        self._sessions[session] = None
+        if len(self._sessions) > 2 * BEHIND_MAX:
+            self.tell_all()
+
     def due_in(self, now: float) -> float:
         """Seconds until there is something to tell: 0 for changes, else until the next digest."""
-        if self._changed or self._tells_all:
+        if self._changed or self._tells_all or self._sessions:
             return 0.0
         return max(0.0, self._digest_at + DIGEST_S - now)
 
     @property
     def is_behind(self) -> bool:
         """Whether a frame would be full: no use in gathering more."""
-        return len(self._changed) >= FRAME_MAX
+        return max(len(self._changed), len(self._sessions)) >= FRAME_MAX
 
     def frame(self, now: float) -> Frame:
         """The next frame. All that it says is as it is at this moment."""
@@ -138,6 +174,7 @@ class Telling:
         if begins_all:
             self._changed = dict.fromkeys(self._book.own_keys())
             self._left_of_all = len(self._changed)
+            self._sessions = dict.fromkeys(self._affinity.sessions())
         upserts, removals = [], []
         for key in tuple(islice(self._changed, FRAME_MAX)):
             del self._changed[key]
@@ -152,14 +189,24 @@ class Telling:
         if ends_all:
             self._tells_all = False
         self._sequence += 1
+        digest = self._take_digest(now)
         return Frame(
             self._sequence,
             tuple(upserts),
             tuple(removals),
-            self._take_digest(now),
+            digest,
             begins_all,
             ends_all,
+            tuple(self._book.sessions()) if digest else (),
+            self._take_bonds(now),
         )
+
+    def _take_bonds(self, now: float) -> tuple[ToldBond, ...]:
+        sessions = tuple(islice(self._sessions, FRAME_MAX))
+        for session in sessions:
+            del self._sessions[session]
+        told = (self._affinity.told(session, now) for session in sessions)
+        return tuple(bond for bond in told if bond is not None)
 
     def _take_digest(self, now: float) -> int:
         if self._changed or self._tells_all or now < self._digest_at + DIGEST_S:
@@ -176,15 +223,24 @@ class Replica:
     """One router's part: its tellings, and the claims of its peers. Times are seconds.
 
     on_change: called whenever there is something new to tell. refused: bookings of peers that the
-    book had no room for. resends: how often a peer was asked to tell everything anew.
+    book had no room for. resends: how often a peer was asked to tell everything anew. affinity:
+    which client sessions to tell of; without it, none.
     """
 
-    def __init__(self, book: LoadBook, on_change: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        book: LoadBook,
+        on_change: Callable[[], None] = _nothing,
+        affinity: Affinity | None = None,
+    ) -> None:
         self._book = book
+        self._affinity = Affinity(0.0) if affinity is None else affinity
+        self._affinity.changed = self._session_changed
         self._on_change = on_change
         self._own = Digest()
         self._tellings: set[Telling] = set()
         self._claims: dict[int, _Claims] = {}
+        self._expected: dict[int, _Expected] = {}
         self._last_stream = 0
         self.refused = 0
         self.resends = 0
@@ -211,7 +267,7 @@ class Replica:
 
     def tell(self) -> Telling:
         """For a stream to a peer that was just opened."""
-        telling = Telling(self._book, self._own)
+        telling = Telling(self._book, self._own, self._affinity)
         self._tellings.add(telling)
         return telling
 
@@ -220,11 +276,18 @@ class Replica:
         self._tellings.discard(telling)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:
-        """All own bookings, FRAME_MAX at a time, as they are when each part is taken."""
-        keys = self._book.own_keys()
+        """The whole book, FRAME_MAX bookings at a time, as they are when each part is taken."""
+        keys = self._book.keys()
         for at in range(0, len(keys), FRAME_MAX):
-            found = map(self._book.own, keys[at : at + FRAME_MAX])
+            found = map(self._book.get, keys[at : at + FRAME_MAX])
             yield tuple(booking for booking in found if booking is not None)
+
+    def snapshot_bonds(self, now: float) -> Iterable[tuple[ToldBond, ...]]:
+        """All client sessions, in the same way."""
+        sessions = self._affinity.sessions()
+        for at in range(0, len(sessions), FRAME_MAX):
+            told = (self._affinity.told(name, now) for name in sessions[at : at + FRAME_MAX])
+            yield tuple(bond for bond in told if bond is not None)
 
     # Hearing.
 
@@ -260,10 +323,16 @@ class Replica:
             self._claimed(claims, booking, now)
         for key in frame.removals:
             self._ended(claims, key)
+        for hello in frame.sessions:
+            self._book.superseded(hello, now)
         if frame.ends_all and not (is_missing or claims.awaits_all):
             untold = [key for key, (_, told) in claims.bookings.items() if told != claims.round]
             for key in untold:
                 self._ended(claims, key)
+            claims.has_told_all = True
+            self._expected.pop(router_id, None)
+        for bond in frame.bonds:
+            self._affinity.heard(bond, now)
         differs = frame.digest not in (0, claims.digest.value)
         # What was missed while everything is awaited may have been the beginning of that.
         if not (is_missing or (differs and not claims.awaits_all)):
@@ -272,15 +341,38 @@ class Replica:
         self.resends += 1
         return True
 
-    def heard_snapshot(self, router_id: int, bookings: Iterable[Booking], now: float) -> None:
-        """What a peer has, heard before it opened a stream of its own; after that, nothing new."""
-        if router_id in self._claims:
-            return
+    def heard_snapshot(
+        self,
+        router_id: int,
+        bookings: Iterable[Booking],
+        now: float,
+        bonds: Iterable[ToldBond] = (),
+    ) -> None:
+        """Part of what a peer counts; for a router that starts, and knows no better."""
+        for bond in bonds:
+            self._affinity.heard(bond, now)
+        claims = self._claims.get(router_id)
+        expected = _Expected(now)
+        if claims is None or not claims.has_told_all:
+            expected = self._expected.setdefault(router_id, expected)
         for booking in bookings:
             try:
                 self._book.expect(booking, now)
+                expected.keys.add(booking.key)
             except Overloaded:
                 self.refused += 1
+
+    def answered(self, router_id: int, now: float) -> None:
+        """A peer lives: what its snapshot said goes on, until it tells by itself."""
+        expected = self._expected.get(router_id)
+        if expected is not None and now >= expected.renewed_at + DIGEST_S:
+            expected.renewed_at = now
+            for key in expected.keys:
+                self._book.expect_longer(key, now)
+
+    def unanswered(self, router_id: int) -> None:
+        """The stream to a peer ended: what its snapshot said has as long as any orphan."""
+        self._expected.pop(router_id, None)
 
     def left(self, router_id: int, stream: int, now: float) -> int:
         """A peer's stream ended; how many bookings it claimed. One that was replaced: nothing."""
@@ -292,6 +384,11 @@ class Replica:
         return len(claims.bookings)
 
     # Inside.
+
+    def _session_changed(self, session: SessionName) -> None:
+        for telling in self._tellings:
+            telling.session_changed(session)
+        self._on_change()
 
     def _claimed(self, claims: _Claims, booking: Booking, now: float) -> None:
         claims.bookings[booking.key] = (booking, claims.round)

@@ -10,15 +10,15 @@ many callers there are. `Picker` says on whom.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from common.errors import Bug, MeshError
+from common.errors import Bug, MeshError, Overloaded
 from common.instances import Changes, Snapshot
 from common.preprocessed import BootstrapInfo
 from router_svc.core.affinity import Affinity
-from router_svc.core.busy import prefill_busy
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
 from router_svc.core.disagg import bootstrap_of
 from router_svc.core.explain import Considered, Pick, explain, row
@@ -35,7 +35,8 @@ from router_svc.core.query import (
     predicted_cached_tokens,
     prefill_charge,
 )
-from router_svc.core.queue import AdmissionQueue, Hindrance, Parked
+from router_svc.core.queue import AdmissionQueue, Hindrance, Order, Parked, Spot
+from router_svc.core.room import LEGS, Room
 from router_svc.core.rules import DEFAULT_RULES, Rules
 from router_svc.core.select import SELECTORS, Kv, Matches, View, WorkerSelector
 
@@ -52,8 +53,8 @@ class Decision:
     overlap_blocks: what the prefilling worker holds of the prompt. prefill_tokens, decode_blocks:
     what its booking is charged. queued_s: how long it was parked. fallback: one of
     `picks.FALLBACKS`, or empty. bypass: one of `disagg.BYPASSES`, or empty. affinity: one of
-    `affinity.AFFINITIES`, or empty without a session. considered: by leg, cheapest first; made_at:
-    the `now` of its making.
+    `affinity.AFFINITIES`, or empty without a session; session_revision: of its session's bond, 0
+    without one. considered: by leg, cheapest first; made_at: the `now` of its making.
     """
 
     worker: Placement
@@ -70,7 +71,12 @@ class Decision:
     fallback: str = ""
     bypass: str = ""
     affinity: str = ""
+    session_revision: int = 0
     considered: tuple[Considered, ...] = field(default=(), compare=False)
+
+
+# One who waited, and what became of it; None: it was picked for, but must wait on.
+Outcome = tuple[Parked, Decision | MeshError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +111,14 @@ class Router:
         self.selector = selector
         self.misses = RecentMisses(knobs.recent_miss_half_life_s)
         self.affinity = Affinity(rules.session_ttl_s, rules.session_mode)
+        self.book.uses = self.affinity
         self.queue = AdmissionQueue(rules.queue)
+        # Called when other workers may serve than before; must not call back.
+        self.fleet_changed: Callable[[], None] = _nobody_waits
         self._knobs = knobs
         self._rules = rules
         self._picker = Picker(self.fleet, self.book, selector, rules, self.misses)
+        self.room = Room(self.fleet, self.book, self._picker, rules)
         # Booked decisions by request, oldest first, with the attempt each is of.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
@@ -133,13 +143,14 @@ class Router:
         changed = (*changes.joined, *changes.left, *changes.changed)
         if any(instance.service == "worker" for instance in changed):
             self._fleet_version += 1
-            self.book.relieved()
+            self.queue.unsee()
+            self.fleet_changed()
         return changes
 
     def expire(self, now: float) -> None:
         """Time has passed: orphans whose time is over are freed, idle sessions forgotten."""
         self.book.expire(now)
-        self.affinity.expire(now, lambda key: self.book.get(key) is not None)
+        self.affinity.expire(now)
 
     def match(self, query: Query) -> Matches:
         """Who holds what of the prompt; InvalidRequest for a query that nobody could place."""
@@ -188,55 +199,103 @@ class Router:
             return known[1]
         ask = self._ask(query, now, rng, matches)
         picks = self._picker.pick(ask)
-        if self._hindered(picks, now) or self.queue.has_backlog(query):
-            return self.queue.park(
-                query,
-                key,
-                now,
-                hindrance=Hindrance(self._fleet_version, picks.prefilling.kept),
-                session=session,
-                cached_tokens=self._most_cached(query, picks.prefilling),
-            )
-        return self._place(ask, picks, key, session)
+        if not self.queue and not picks.waits_for:
+            return self._place(ask, picks, key, session)
+        lane, relieved = ask.lane, None
+        cached = self._most_cached(query, picks.prefilling)
+        if picks.waits_for:
+            spots = self.room.spots(ask, picks)
+        elif self.queue.has_backlog(lane) or self._overtakes(
+            picks, self.queue.order(query, now, cached), ask
+        ):
+            spots = self.room.everywhere(ask)
+            relieved = picks.prefilling.chosen.placement
+        else:
+            return self._place(ask, picks, key, session)
+        parked = self.queue.park(
+            query,
+            key,
+            now,
+            hindrance=Hindrance(self._fleet_version, spots),
+            lane=lane,
+            session=session,
+            cached_tokens=cached,
+        )
+        if relieved is not None:
+            self.book.relieved(relieved)  # There is room: whoever comes first is to be let in.
+        return parked
 
-    def admitted(
-        self, now: float, rng: Random
-    ) -> Iterator[tuple[Parked, Decision | MeshError | None]]:
-        """Whoever need not wait any more, best first: placed and booked, or why it cannot be.
+    def announce(self, booking: Booking, session: int | None, now: float) -> bool:
+        """A frontend holds this booking: see `LoadBook.announce`. One that nobody told of here
+        teaches its session's bond.
+        """
+        is_known = self.book.get(booking.key) is not None
+        is_new = self.book.announce(booking, session, now)
+        if not is_known:
+            self.affinity.announced(booking, now)
+        return is_new
 
-        None: it was picked for, but must wait on; so that whoever asks can tell each costly step.
-        The iteration may be left at any of them: the next one then goes on with the same sweep,
-        which picks in vain for a lane once, and so gets to the last lane.
+    def relieved(self, placement: Placement, now: float, rng: Random) -> Iterator[Outcome]:
+        """Whoever need not wait any more now that this rank has less to do than before, best first.
 
-        To be asked when load went down, the fleet changed, or time passed. What caches hold is
-        looked up anew: it may have changed since the request was parked.
+        Looks only at those who wait for it, and at no more of them than it has room for, and those
+        who find that they must wait for somebody else. The iteration may be left at any of them.
+        What caches hold is looked up anew: it may have changed since the request was parked.
         """
         self.expire(now)
-        # Those found busy stay so here, where load only grows. Many lanes wait for the very same
-        # candidates, the whole fleet, so that one look does for all of them.
-        stuck: set[tuple[int, int]] = set()
+        for at in self.room.near(placement):
+            for leg in LEGS:
+                if self.queue.is_awaited(spot := Spot(at, leg)):
+                    yield from self._filling(spot, now, rng)
+
+    def strays(self, now: float, rng: Random) -> Iterator[Outcome]:
+        """The same for those who wait for workers that their sessions are bound to no more."""
+        for parked in self.queue.bound_heads():
+            stay = self.affinity.stay(parked.query, self.fleet.has)
+            if parked.lane.places != (() if stay is None else stay.must):
+                yield self._let_in(parked, now, rng)
+
+    def awaits(self, placement: Placement) -> bool:
+        """Whether somebody may be helped if this rank is relieved; never wrongly False."""
+        awaited = self.queue.is_awaited
+        return any(awaited(Spot(at, leg)) for at in self.room.near(placement) for leg in LEGS)
+
+    def wakes_at(self, now: float) -> float:
+        """When those who wait are to be looked at though nothing happens: inf if never.
+
+        Then a worker's report is too old to count, an orphan's time is over, or somebody's wait is.
+        """
+        fades = (self.book.fades_at(spot.placement, now) for spot in self.queue.spots)
+        return min(self.queue.overdue_at, self.book.orphan_until, *fades)
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether more than a relief may let somebody in, so that all are to be looked at at times:
+        a worker that got busier is a reason for `Bypass`.
+        """
+        return self._rules.bypass.policy != "off"
+
+    def admitted(self, now: float, rng: Random) -> Iterator[Outcome]:
+        """A sweep: whoever need not wait any more, best first, after the fleet changed.
+
+        The iteration may be left at any of them: the next one then goes on with the same sweep,
+        which picks in vain for a lane once, and so gets to the last lane.
+        """
+        self.expire(now)
+        # Those without room stay so here, where load only grows. Many lanes wait for the very same
+        # spots, the whole fleet, so that one look does for all of them.
+        stuck: set[frozenset[Spot]] = set()
         for parked in self.queue.heads():
             hindrance = self.queue.hindrance(parked.lane)
-            name = (hindrance.fleet_version, id(hindrance.workers))
-            if hindrance.sweep == self._sweep or name in stuck:
+            is_same_fleet = hindrance.fleet_version == self._fleet_version
+            if hindrance.sweep == self._sweep or (is_same_fleet and hindrance.spots in stuck):
                 continue
-            if self._is_stuck(hindrance, now):
-                stuck.add(name)
+            if is_same_fleet and not self.sweeps and self._is_stuck(hindrance, now):
+                stuck.add(hindrance.spots)
                 continue
-            try:
-                placed = self._admitted(parked, now, rng)
-            except MeshError as error:
-                self.queue.withdraw(parked.key)
-                yield parked, error
-            except Exception as error:
-                # A selector may be somebody else's code: one request fails, the others go on.
-                self.queue.withdraw(parked.key)
-                bug = Bug("the router failed to decide")
-                bug.__cause__ = error
-                yield parked, bug
-            else:
-                yield parked, placed
+            yield self._let_in(parked, now, rng)
         self._sweep += 1
+        self.queue.tidy()
 
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
@@ -288,53 +347,86 @@ class Router:
         """The decision, booked unless key is None. queued_s: None if it never waited."""
         query, now = ask.query, ask.now
         decision = self._decision(ask, picks, CONSIDERED_MAX)
+        bond = None
+        if key is not None and ask.stay is not None:
+            bond = ask.stay.bond(decision.worker, decision.prefill, key)
+        if bond is not None and bond.binding is not None:
+            decision = replace(decision, session_revision=bond.revision)
         if queued_s is not None:
             why = f"queued for {queued_s * 1000:.0f} ms"
             decision = replace(decision, queued_s=queued_s, reasons=(*decision.reasons, why))
         if key is not None:
-            self.book.book(_booking(key, query.model, decision), session, now)
+            self.book.book(_booking(key, query, decision), session, now)
             self._count_misses(query, decision, picks, now)
             self.overlaps.routed(query, picks.prefilling.chosen.placement, now)
-            if ask.stay is not None:
-                self.affinity.booked(ask.stay, decision.worker, decision.prefill, key, now)
+            if bond is not None:
+                self.affinity.booked(bond, now)
             self._remember(key, decision)
         self._picker.went(query.model, picks)
         return decision
 
     # The queue.
 
-    def _hindered(self, picks: Picks, now: float) -> bool:
-        """Whether all who may compute the prompt are prefill-busy."""
-        return self._all_prefill_busy(picks.prefilling.kept, now)
-
     def _is_stuck(self, hindrance: Hindrance, now: float) -> bool:
-        """Whether a lane still waits for the same workers, seen without deciding anything.
+        """Whether nobody whom a lane waits for has room, seen without deciding anything."""
+        return not any(self.room.has(spot, now) for spot in hindrance.spots)
 
-        Never where load says also who may serve: then there may be others by now.
-        """
-        if not self._rules.busy.are_off or self._rules.bypass.policy != "off":
-            return False
-        is_same_fleet = hindrance.fleet_version == self._fleet_version
-        return is_same_fleet and self._all_prefill_busy(hindrance.workers, now)
+    def _filling(self, spot: Spot, now: float, rng: Random) -> Iterator[Outcome]:
+        """Those who wait for it, until it has no room."""
+        with closing(self.queue.waiting_at(spot)) as heads:
+            for parked in heads:
+                if not self.room.has(spot, now):
+                    return
+                if self.room.has(spot, now, parked.query):
+                    yield self._let_in(parked, now, rng)
 
-    def _all_prefill_busy(self, candidates: Sequence[Candidate], now: float) -> bool:
-        threshold, book = self._rules.queue.threshold, self.book
-        if threshold is None:
-            return False
-        return all(prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
+    def _let_in(self, parked: Parked, now: float, rng: Random) -> Outcome:
+        """What becomes of a lane's head; None: it must wait on. Else it has left the queue."""
+        try:
+            decision = self._admitted(parked, now, rng)
+        except MeshError as error:
+            self.queue.withdraw(parked.key)
+            return parked, error
+        except Exception as error:
+            # A selector may be somebody else's code: one request fails, the others go on.
+            self.queue.withdraw(parked.key)
+            bug = Bug("the router failed to decide")
+            bug.__cause__ = error
+            return parked, bug
+        return parked, decision
+
+    def _overtakes(self, picks: Picks, order: Order, ask: Ask) -> bool:
+        """Whether it would take room for which somebody waits who comes before it."""
+        pick = picks.prefilling
+        if self._picker.are_full((pick.chosen,), ask.now):
+            return False  # It takes none: others have some, but this one was chosen.
+        spot = Spot(pick.chosen.placement, pick.view.leg)
+        return self.queue.overtakes(order, ask.query.model, spot)
 
     def _admitted(self, parked: Parked, now: float, rng: Random) -> Decision | None:
-        """The decision of a lane's head, which leaves the queue; None if it must stay."""
         ask = self._ask(parked.query, now, rng, None)
-        picks = self._picker.pick(ask)
-        if self._hindered(picks, now):
-            workers = picks.prefilling.kept
-            hindrance = Hindrance(self._fleet_version, workers, self._sweep)
-            self.queue.hinder(parked.lane, hindrance)
+        picks: Picks | None = None
+        try:
+            picks = self._picker.pick(ask)
+        except Overloaded:
+            # All are above a busy threshold again: who was let in to wait waits on.
+            if self._rules.busy.are_off:
+                raise
+        if picks is None or picks.waits_for:
+            self._hinder(parked, ask, self.room.spots(ask, picks))
+            return None
+        if self._overtakes(picks, parked.order, ask):
+            # Room has come that another waits for: that one is looked at first.
+            self._hinder(parked, ask, self.room.everywhere(ask))
+            self.book.relieved(picks.prefilling.chosen.placement)
             return None
         decision = self._place(ask, picks, parked.key, parked.session, now - parked.parked_at)
         self.queue.withdraw(parked.key)
         return decision
+
+    def _hinder(self, parked: Parked, ask: Ask, spots: frozenset[Spot]) -> None:
+        hindrance = Hindrance(self._fleet_version, spots, self._sweep)
+        self.queue.hinder(parked, ask.lane, hindrance)
 
     def _most_cached(self, query: Query, pick: Pick) -> int:
         """Prompt tokens that the best of those who may compute it has cached."""
@@ -375,6 +467,7 @@ class Router:
             prefill_tokens=booking.prefill_tokens,
             decode_blocks=booking.decode_blocks,
             reasons=("booked before",),
+            session_revision=booking.session_revision,
         )
         self._remember(key, decision)
         return booking, decision
@@ -384,7 +477,10 @@ class Router:
         name = self.selector.name
         if name in SELECTORS and name != Kv.name:
             self._knobs.check_without_cost(query.override, name)
-        return self._knobs.overridden(query.override)
+        knobs = self._knobs.overridden(query.override)
+        if name == Kv.name and self.overlaps.choice.kind == "none":
+            knobs.check_without_index(query.override, self.overlaps.choice.why)
+        return knobs
 
     def _ask(self, query: Query, now: float, rng: Random, matches: Matches | None) -> Ask:
         check(query)
@@ -481,16 +577,25 @@ class Router:
             self._recent.popitem(last=False)
 
 
-def _booking(key: BookingKey, model: str, decision: Decision) -> Booking:
+def _booking(key: BookingKey, query: Query, decision: Decision) -> Booking:
+    routing = query.routing
+    control = routing.session_control if routing is not None else None
+    is_bound = control is not None and decision.session_revision > 0
     return Booking(
         key,
-        model,
+        query.model,
         decision.worker,
         decision.prefill,
         decision.prefill_tokens,
         decision.decode_blocks,
+        session_id=control.session_id if control is not None and is_bound else "",
+        session_revision=decision.session_revision,
     )
 
 
 def _affinity_reason(affinity: str) -> tuple[str, ...]:
     return (f"session {affinity}",) if affinity else ()
+
+
+def _nobody_waits() -> None:
+    """A router that nobody asks to wait."""

@@ -34,7 +34,7 @@ from common.instances import Instance, Snapshot, diff, new_instance_id
 from common.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 NS = "mesh-1"
 
 
@@ -515,6 +515,16 @@ async def test_revisions_grow_with_each_change_and_only_then(mesh: Mesh) -> None
     assert nobody.revision < joined.revision < changed.revision < left.revision
 
 
+async def test_a_namespace_that_is_seen_to_be_empty_is_not_one_that_was_never_seen(
+    mesh: Mesh,
+) -> None:
+    registry = mesh.connect()
+    nobody = await registry.snapshot(NS)
+    assert (nobody.revision, nobody.instances) == (1, {})
+    async with registry.watch(NS) as watch:
+        assert watch.current.revision == 1
+
+
 async def test_namespaces_do_not_see_each_other(mesh: Mesh) -> None:
     registry = mesh.connect()
     one = worker()
@@ -678,6 +688,25 @@ async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMes
 
     await eventually(is_back, "the living owner is back")
     assert set((await watcher.snapshot(NS)).instances) == {two.id}
+
+
+async def test_an_entry_that_nobody_would_read_is_refused(files: FileMesh) -> None:
+    registry = files.connect()
+    loras = frozenset(f"{n:05}{'x' * 100}" for n in range(12_000))
+    with pytest.raises(InvalidRequest, match="bytes, more than"):
+        await registry.register(worker(loras=loras))
+    lease = await registry.register(worker())
+    with pytest.raises(InvalidRequest):
+        await lease.update(replace(lease.instance, loras=loras))
+    assert (await registry.snapshot(NS)).instances == {lease.instance.id: lease.instance}
+
+
+async def test_a_directory_that_cannot_be_read_has_shown_nothing(files: FileMesh) -> None:
+    (files.path / NS).mkdir(parents=True)
+    (files.path / NS / "instances").write_text("no directory")
+    registry = files.connect()
+    with capture_logs():
+        assert (await registry.snapshot(NS)).revision == 0
 
 
 async def test_the_loss_of_a_registration_is_logged_once_and_so_is_its_return(

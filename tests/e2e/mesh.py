@@ -37,7 +37,7 @@ from worker_svc.sim_engine import SIM_MODEL_DIR, load_sim_model
 
 ROOT = Path(__file__).parents[2]
 LEASH = ROOT / "meshctl" / "leash.py"
-START_S = 30.0
+START_S = 50.0
 WAIT_S = 15.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
@@ -45,6 +45,8 @@ MODEL = "sim"
 # Kinds of service, in the order in which they are started; the room is what a kind runs.
 KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
 ROLES = ("prefill", "decode")
+# Of a test: whether it has failed so far; kept by `tests/e2e/conftest.py`.
+HAS_FAILED = pytest.StashKey[bool]()
 
 T = TypeVar("T")
 
@@ -393,9 +395,8 @@ class Oracle:
 @contextmanager
 def logs_on_failure(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
     """For a fixture around each test: prints the logs when the test has failed."""
-    before = request.session.testsfailed
     yield
-    if request.session.testsfailed > before:
+    if request.node.stash.get(HAS_FAILED, False):
         print(mesh.logs())
 
 

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from random import Random
+from statistics import median
+from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service
+from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service, logs_on_failure
+from tests.e2e.router_kills import (
+    LONG_S,
+    TARGET_S,
+    BookingKey,
+    body_of,
+    bookings,
+    gauge,
+    is_balanced,
+    kills,
+    now,
+    until,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +36,9 @@ CLIENTS = 4
 TOKENS = 20
 # Requests without a router wait this long before their frontend places them by itself.
 UNROUTED_S = 3.0
-LONG_S = 60.0
-LONG_STREAMS = 6
-
-T = TypeVar("T")
-Bookings = dict[tuple[int, str, int], tuple[int, int]]
+KILLS = 5
+RESTARTS = 3
+SLOWEST_S = 10.0
 
 
 @pytest.fixture(scope="module")
@@ -51,24 +60,10 @@ def start(
             yield mesh
 
     meshes: list[Mesh] = []
-    failed_before = request.session.testsfailed
     yield started
-    if request.session.testsfailed > failed_before:
-        for mesh in meshes:
-            print(mesh.logs())
-
-
-def now() -> float:
-    return time.monotonic()
-
-
-async def until(condition: Callable[[], T | None], what: str, timeout_s: float = LONG_S) -> T:
-    """The first true value; asked in a thread, since it asks processes."""
-    deadline = now() + timeout_s
-    while not (value := await asyncio.to_thread(condition)):
-        assert now() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.01)
-    return value
+    for mesh in meshes:
+        with logs_on_failure(mesh, request):
+            pass
 
 
 class Load:
@@ -114,34 +109,6 @@ class Load:
             self.answered += 1
 
 
-def body_of(prompt: str, tokens: int) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-
-
-def bookings(router: Service) -> Bookings:
-    """What a router holds: worker and prefill tokens by key. Blocks grow with the answer."""
-    stub = router_pb2_grpc.RouterServiceStub(router.channel)
-    return {
-        (b.frontend_id, b.key.request_id, b.key.attempt): (b.worker.worker_id, b.prefill_tokens)
-        for b in stub.Dump(router_pb2.DumpRequest(), timeout=WAIT_S).bookings
-    }
-
-
-def gauge(router: Service, name: str) -> float:
-    text = httpx.get(f"http://{router.addresses['metrics']}/metrics", trust_env=False).text
-    families = text_string_to_metric_families(text)
-    (value,) = (s.value for f in families for s in f.samples if s.name == f"kvmesh_router_{name}")
-    return value
-
-
-def is_balanced(mesh: Mesh) -> bool:
-    """Whether each router has a peer, and one of the two frontends."""
-    return all(
-        (gauge(router, "sessions"), gauge(router, "peers")) == (1, 1)
-        for router in mesh.of("router")
-    )
-
-
 def is_exact(indexer: Service, workers: int) -> bool:
     """Whether an indexer claims of every worker exactly what that holds."""
     stub = indexer_pb2_grpc.IndexerServiceStub(indexer.channel)
@@ -183,85 +150,71 @@ async def test_routers_and_indexers_die_and_return_in_any_order_and_no_request_f
             await until(partial(is_exact, indexer, 2), "the index is exact")
 
 
-async def test_books_of_both_routers_agree_through_the_death_of_one(
+@pytest.mark.timeout(300)
+async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_second(
     start: Any,
 ) -> None:
-    """kill -9 of one router amid long streams: within a second the new one has all their loads."""
-    with start(indexers=0, worker_flags=["--speedup=0.2"]) as mesh:
-        async with httpx.AsyncClient(timeout=LONG_S, trust_env=False) as http:
+    """kill -9 of one router amid long streams: the new one has all their loads, from both.
+
+    It hears of them before it is ready, so that half of the kills have a second is not asked much.
+    The slowest has longer, for a peer may be too busy to answer in FIRST_SNAPSHOT_S; then the new
+    one serves without, and learns what is missing when the peer opens a stream to it by itself.
+    """
+    with start(indexers=0, worker_flags=["--speedup=0.1"]) as mesh:
+        seen = await kills(mesh, KILLS, Random(1))
+        for kill in seen:
+            print(kill)
+        assert median(kill.right_s for kill in seen) <= TARGET_S
+        assert max(kill.right_s for kill in seen) <= SLOWEST_S
+        await until(lambda: not any(map(bookings, mesh.of("router"))), "all are free")
+
+
+@pytest.mark.timeout(300)
+async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_second(
+    start: Any, oracle: Oracle
+) -> None:
+    """Nobody can tell it before it is known: frontends find it and announce what they hold."""
+    with start(routers=1, indexers=0, worker_flags=["--speedup=0.3"]) as mesh:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
+            body = body_of("A long answer", 4000)
             streams = [
-                asyncio.create_task(
-                    http.post(
-                        f"{mesh.urls[n % 2]}/v1/completions", json=body_of(f"Stream {n}", 4000)
-                    )
-                )
-                for n in range(LONG_STREAMS)
+                asyncio.create_task(http.post(f"{url}/v1/completions", json=body))
+                for url in mesh.urls
             ]
             try:
-                await until(lambda: is_balanced(mesh), "each router has a frontend")
-                held = await until(lambda: agreed(mesh, LONG_STREAMS), "both know all bookings")
-                for _ in range(2):
-                    victim = mesh.of("router")[0]
-                    victim.kill()
-                    killed_at = now()
-                    (left,) = mesh.of("router")
-                    await until(partial(holds, left, held), "orphans count, and are announced")
-                    new = mesh.spawn("router")
-                    await asyncio.to_thread(new.wait_ready)
-                    ready_at = now()
-                    await until(partial(holds, new, held), "the new one learns them")
-                    right_s = now() - ready_at
-                    await until(partial(is_balanced, mesh), "frontends have gone home again")
-                    print(
-                        f"new router ready {ready_at - killed_at:.2f} s after the kill, right "
-                        f"{right_s:.3f} s later, balanced after {now() - ready_at:.2f} s"
-                    )
-                    await until(lambda: agreed(mesh, LONG_STREAMS) == held, "the books agree")
+                held = await until(lambda: booked(mesh.router, len(streams)), "both are booked")
+                async with Load(mesh.urls, oracle).running() as load:
+                    right_s = [await restarted(mesh, load, held) for _ in range(RESTARTS)]
+                print(f"right {right_s} s after it was ready; the slowest request took "
+                      f"{load.slowest_s:.2f} s")  # fmt: skip
+                assert load.failures == []
+                assert not any(stream.done() for stream in streams)
+                assert median(right_s) <= TARGET_S
+                assert max(right_s) <= SLOWEST_S
             finally:
                 for stream in streams:
                     stream.cancel()
                 await asyncio.wait(streams)
-        await until(lambda: not any(map(bookings, mesh.of("router"))), "all are free")
-
-
-def holds(router: Service, held: Bookings) -> bool:
-    return bookings(router) == held
-
-
-def agreed(mesh: Mesh, count: int) -> Bookings | None:
-    """What all routers hold, if that is the same, prefilled, and so many."""
-    held = [bookings(router) for router in mesh.of("router")]
-    same = all(one == held[0] for one in held) and len(held[0]) == count
-    return held[0] if same and all(b[1] == 0 for b in held[0].values()) else None
-
-
-async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_second(
-    start: Any, oracle: Oracle
-) -> None:
-    with start(routers=1, indexers=0) as mesh:
-        async with (
-            Load(mesh.urls, oracle).running() as load,
-            httpx.AsyncClient(timeout=LONG_S, trust_env=False) as http,
-        ):
-            body = body_of("A long answer", 3000)
-            stream = asyncio.create_task(http.post(f"{mesh.url}/v1/completions", json=body))
-            try:
-                await until(lambda: len(bookings(mesh.router)) > CLIENTS, "the stream is booked")
-                mesh.router.kill()
-                new = mesh.spawn("router")
-                await asyncio.to_thread(new.wait_ready)
-                ready_at = now()
-                await until(lambda: gauge(new, "sessions") == 2, "both frontends are back")
-                back_s = now() - ready_at
-                await until(lambda: len(bookings(new)) > 0, "they have announced what they hold")
-                await load.goes_on()
-                print(f"sessions back {back_s:.2f} s after the router was ready; slowest request "
-                      f"{load.slowest_s:.2f} s")  # fmt: skip
-                assert load.failures == []
-            finally:
-                stream.cancel()
-                await asyncio.wait([stream])
         await until(lambda: not bookings(mesh.router), "all are free")
+
+
+def booked(router: Service, count: int) -> set[BookingKey] | None:
+    """The keys of what a router holds, if that is so many."""
+    held = set(bookings(router))
+    return held if len(held) == count else None
+
+
+async def restarted(mesh: Mesh, load: Load, held: set[BookingKey]) -> float:
+    """kill -9 of the only router, and another one: seconds until that has `held`."""
+    mesh.router.kill()
+    new = mesh.spawn("router")
+    await asyncio.to_thread(new.wait_ready)
+    ready_at = now()
+    await until(lambda: held <= bookings(new).keys(), "frontends have announced what they hold")
+    right_s = now() - ready_at
+    await until(lambda: gauge(new, "sessions") == 2, "both frontends are there")
+    await load.goes_on()
+    return round(right_s, 3)
 
 
 async def test_a_router_that_hangs_is_left_and_gone_back_to_when_it_goes_on(

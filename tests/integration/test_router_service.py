@@ -9,10 +9,9 @@ import signal
 import sys
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any, cast
 
 import grpc
@@ -20,6 +19,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from structlog.testing import capture_logs
 
 import router_svc.app
 from common import rpc
@@ -30,117 +30,37 @@ from common.errors import (
     InvalidRequest,
     MeshError,
     NotFound,
+    Overloaded,
     Unavailable,
     UnknownModel,
 )
 from common.file_registry import FileRegistry
-from common.instances import Instance
-from common.interceptors import from_rpc_error
+from common.instances import Snapshot
 from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, MemoryStore, Watch
+from common.registry import MemoryRegistry, Watch
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.select import RoundRobin
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.query import Query
+from router_svc.core.select import Choice, RoundRobin
 from router_svc.service import SERVICE_NAME
+from tests.integration.router_bed import (
+    FRONTEND,
+    NS,
+    WAIT_S,
+    RouterBed,
+    Session,
+    key,
+    new,
+    query_of,
+    running,
+    until,
+)
 
-NS = "default"
-FRONTEND = 77
-WAIT_S = 10.0
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Mesh:
-    """A running router, the registry it watches, and a channel to it."""
-
-    def __init__(self, app: RouterApp, registry: MemoryRegistry, life: Life, clock: Clock) -> None:
-        self.app = app
-        self.registry = registry
-        self.life = life
-        self.clock = clock
-        self.channel = rpc.channel(app.address)
-        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
-
-    async def add_workers(self, *worker_ids: int, **facts: Any) -> None:
-        for worker_id in worker_ids:
-            given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
-            await self.registry.register(
-                Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
-            )
-        await until(
-            lambda: all(self.app.router.fleet.is_present(w) for w in worker_ids),
-            "the router sees the workers",
-        )
-
-    @asynccontextmanager
-    async def session(self, frontend_id: int = FRONTEND) -> AsyncIterator[Session]:
-        call = self.stub.Session()
-        async with rpc.cancelling(call):
-            session = Session(call)
-            await session.send(hello=pb.SessionHello(frontend_id=frontend_id))
-            ack = await session.read()
-            assert ack.hello_ack.router_id == self.app.instance_id
-            yield session
-
-    async def unary(self, method: str, request: Any) -> Any:
-        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
-
-
-class Session:
-    """A frontend's end."""
-
-    def __init__(self, call: Any) -> None:
-        self.call = call
-
-    async def send(self, **parts: Any) -> None:
-        await self.call.write(pb.SessionRequest(**parts))
-
-    async def read(self) -> pb.SessionResponse:
-        """The next frame; the router's error if the stream ended with one."""
-        async with asyncio.timeout(WAIT_S):
-            try:
-                frame = await self.call.read()
-                if frame is grpc.aio.EOF:
-                    await self.call.wait_for_connection()
-                    raise EOFError(await self.call.code())
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
-        assert isinstance(frame, pb.SessionResponse)
-        return frame
-
-    async def results(self, count: int) -> list[pb.NewResult]:
-        """The next `count` answers, however they are framed."""
-        results: list[pb.NewResult] = []
-        while len(results) < count:
-            results += (await self.read()).results
-        assert len(results) == count
-        return results
-
-    async def place(self, number: int, **query: Any) -> pb.NewResult:
-        await self.send(news=[new(number, **query)])
-        return (await self.results(1))[0]
-
-
-def query_of(**facts: Any) -> pb.Query:
-    return pb.Query(**{"model": "m", "total_tokens": 100, **facts})
-
-
-def key(number: int) -> pb.BookingKey:
-    return pb.BookingKey(request_id=f"r{number}")
-
-
-def new(number: int, **query: Any) -> pb.New:
-    return pb.New(id=number, key=key(number), query=query_of(**query))
+# A process starts, and ends, as fast as what a busy machine leaves it allows.
+PROCESS_S = 25.0
 
 
 def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
@@ -155,54 +75,19 @@ def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
     return pb.Booking(key=key(number), worker=pb.Placement(worker_id=worker_id), **given)
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
-
-
-@asynccontextmanager
-async def running(watched: MemoryRegistry | None = None, **knobs: Any) -> AsyncIterator[Mesh]:
-    """watched: the router's registry; by default it shares its store with the tests' own."""
-    store, clock = MemoryStore(), Clock()
-    registry = MemoryRegistry(store)
-    app = RouterApp(
-        RouterConfig(registry="memory", **knobs),
-        registry=watched or MemoryRegistry(store),
-        rng=Random(1),
-        clock=clock,
-    )
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    mesh = Mesh(app, registry, life, clock)
-    try:
-        yield mesh
-    finally:
-        await mesh.channel.close()
-        await app.deregister()
-        await app.drain(0)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
-        await registry.close()
-
-
 @pytest.fixture
-async def mesh() -> AsyncIterator[Mesh]:
+async def mesh() -> AsyncIterator[RouterBed]:
     async with running() as mesh:
         yield mesh
 
 
-async def dump(mesh: Mesh) -> dict[int, pb.PotentialLoad]:
+async def dump(mesh: RouterBed) -> dict[int, pb.PotentialLoad]:
     """The load of each worker (rank 0)."""
     response: pb.DumpResponse = await mesh.unary("Dump", pb.DumpRequest())
     return {row.worker.worker_id: row.load for row in response.workers}
 
 
-async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: Mesh) -> None:
+async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         await session.send(news=[new(n) for n in range(100)])
@@ -215,7 +100,7 @@ async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: Mesh) -> No
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: Mesh) -> None:
+async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
 
     async def frontend(frontend_id: int) -> Counter[int]:
@@ -237,7 +122,9 @@ async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: Mesh)
 
 
 @pytest.mark.row("S1-88", "S1-91", "S1-92")
-async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(mesh: Mesh) -> None:
+async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(
+    mesh: RouterBed,
+) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -255,7 +142,7 @@ async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(mesh
         assert (await dump(mesh))[1].active_requests == 1
 
 
-async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: Mesh) -> None:
+async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         first = await session.place(0)
@@ -265,7 +152,7 @@ async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: Mesh) -> 
 
 
 @pytest.mark.row("S1-94", "S1-108")
-async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Mesh) -> None:
+async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0, model="nope"), new(1), new(2, prefix_hashes=b"odd")])
@@ -279,7 +166,30 @@ async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Mesh
         assert (await dump(mesh))[1].active_requests == 1
 
 
-async def test_no_worker_left_is_unavailable_with_a_reason(mesh: Mesh) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        (pb.New(id=1, query=query_of()), "news.key.request_id"),
+        (pb.New(id=1, key=key(1)), "news.query"),
+        (pb.New(id=1, key=key(1), query=query_of(model="")), "query.model"),
+    ],
+)
+async def test_a_question_that_is_wrong_is_answered_so_and_harms_nobody_else(
+    mesh: RouterBed, wrong: pb.New, field: str
+) -> None:
+    await mesh.add_workers(1)
+    async with mesh.session() as session:
+        await session.send(news=[new(0), wrong, new(2)])
+        before, refused, after = await session.results(3)
+        error = error_from_proto(refused.error)
+        assert isinstance(error, InvalidRequest)
+        assert (refused.id, error.field) == (1, field)
+        assert before.HasField("decision")
+        assert after.HasField("decision")
+        assert (await session.place(3)).HasField("decision"), "the session goes on"
+
+
+async def test_no_worker_left_is_unavailable_with_a_reason(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -292,7 +202,7 @@ async def test_no_worker_left_is_unavailable_with_a_reason(mesh: Mesh) -> None:
             await mesh.unary("Route", pb.RouteRequest(query=query_of()))
 
 
-async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Mesh) -> None:
+async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -306,7 +216,7 @@ async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Mesh)
     assert len(book) == 0
 
 
-async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: Mesh) -> None:
+async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -324,7 +234,7 @@ async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: Mesh) -> 
         assert {b.key.request_id for b in response.bookings} == {"r0", "r2"}
 
 
-async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Mesh) -> None:
+async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         busy = announced(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
@@ -339,8 +249,6 @@ async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Mes
     ("frame", "field"),
     [
         ({"hello": pb.SessionHello(frontend_id=FRONTEND)}, "hello"),
-        ({"news": [pb.New(id=1, query=query_of())]}, "news.key.request_id"),
-        ({"news": [pb.New(id=1, key=key(1))]}, "news.query"),
         ({"frees": [pb.BookingKey()]}, "frees.request_id"),
         ({"frees": [pb.BookingKey(request_id="x" * 257)]}, "frees.request_id"),
         ({"outputs": [pb.OutputBlocks(key=key(1))]}, "blocks"),
@@ -350,7 +258,7 @@ async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Mes
     ],
 )
 async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
-    mesh: Mesh, frame: dict[str, Any], field: str
+    mesh: RouterBed, frame: dict[str, Any], field: str
 ) -> None:
     async with mesh.session() as session:
         await session.send(**frame)
@@ -359,7 +267,7 @@ async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
         assert refused.value.field == field
 
 
-async def test_what_was_answered_before_a_breach_still_arrives(mesh: Mesh) -> None:
+async def test_what_was_answered_before_a_breach_still_arrives(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -378,7 +286,7 @@ async def test_what_was_answered_before_a_breach_still_arrives(mesh: Mesh) -> No
     ],
 )
 async def test_a_session_must_begin_with_hello(
-    mesh: Mesh, frame: pb.SessionRequest, kind: type[MeshError]
+    mesh: RouterBed, frame: pb.SessionRequest, kind: type[MeshError]
 ) -> None:
     call: Any = mesh.stub.Session()
     async with rpc.cancelling(call):
@@ -387,7 +295,7 @@ async def test_a_session_must_begin_with_hello(
             await Session(call).read()
 
 
-async def test_a_session_that_its_frontend_closes_ends_well(mesh: Mesh) -> None:
+async def test_a_session_that_its_frontend_closes_ends_well(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -398,7 +306,7 @@ async def test_a_session_that_its_frontend_closes_ends_well(mesh: Mesh) -> None:
         assert await session.call.code() is grpc.StatusCode.OK
 
 
-async def test_draining_closes_sessions_with_everything_answered(mesh: Mesh) -> None:
+async def test_draining_closes_sessions_with_everything_answered(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -410,7 +318,7 @@ async def test_draining_closes_sessions_with_everything_answered(mesh: Mesh) -> 
 
 
 @pytest.mark.row("S1-74")
-async def test_route_books_nothing_unless_asked(mesh: Mesh) -> None:
+async def test_route_books_nothing_unless_asked(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     answer = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
@@ -440,7 +348,7 @@ async def test_route_books_nothing_unless_asked(mesh: Mesh) -> None:
     ],
 )
 async def test_a_route_that_cannot_be_is_refused_before_any_work(
-    mesh: Mesh, request_: pb.RouteRequest, field: str
+    mesh: RouterBed, request_: pb.RouteRequest, field: str
 ) -> None:
     await mesh.add_workers(1)
     with pytest.raises(InvalidRequest) as refused:
@@ -449,7 +357,7 @@ async def test_a_route_that_cannot_be_is_refused_before_any_work(
     assert len(mesh.app.router.book) == 0
 
 
-async def test_hints_reach_the_decision(mesh: Mesh) -> None:
+async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3)
     query = query_of(excluded_worker_ids=[1])
     query.routing.allowed_worker_ids.worker_ids.extend([1, 3])
@@ -462,7 +370,7 @@ async def test_hints_reach_the_decision(mesh: Mesh) -> None:
 
 
 @pytest.mark.row("S1-86")
-async def test_potential_loads_are_those_with_the_request_placed(mesh: Mesh) -> None:
+async def test_potential_loads_are_those_with_the_request_placed(mesh: RouterBed) -> None:
     await mesh.add_workers(1, dp_size=2)
     request = pb.PotentialLoadsRequest(query=query_of())
     loads = (await mesh.unary("PotentialLoads", request)).loads
@@ -475,7 +383,7 @@ async def test_potential_loads_are_those_with_the_request_placed(mesh: Mesh) -> 
         await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
 
 
-async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> None:
+async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         placed = (await session.place(0)).decision
@@ -498,7 +406,7 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: Mesh) -> 
         await mesh.unary("Explain", pb.ExplainRequest())
 
 
-async def test_health_and_reflection_answer(mesh: Mesh) -> None:
+async def test_health_and_reflection_answer(mesh: RouterBed) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
@@ -513,14 +421,14 @@ async def test_health_and_reflection_answer(mesh: Mesh) -> None:
 
 
 @pytest.mark.row("S1-11")
-async def test_the_router_is_in_discovery_until_it_deregisters(mesh: Mesh) -> None:
+async def test_the_router_is_in_discovery_until_it_deregisters(mesh: RouterBed) -> None:
     (entry,) = (await mesh.registry.snapshot(NS)).of("router")
     assert (entry.id, entry.address) == (mesh.app.instance_id, mesh.app.address)
     await mesh.app.deregister()
     assert (await mesh.registry.snapshot(NS)).of("router") == ()
 
 
-async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: Mesh) -> None:
+async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     await mesh.app._registry.close()
     async with mesh.session() as session:
@@ -536,15 +444,31 @@ class Silent(MemoryRegistry):
         yield cast("Watch", None)
 
 
+class Lost(MemoryRegistry):
+    """A registry whose store cannot be reached: its watches open, and have seen nothing."""
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
+        yield cast("Watch", self)
+
+    current = Snapshot()
+
+    async def next(self) -> Snapshot:
+        return cast("Snapshot", await asyncio.Event().wait())
+
+
 @pytest.mark.row("S1-59")
+@pytest.mark.parametrize("registry", [Silent, Lost])
 async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, registry: type[MemoryRegistry]
 ) -> None:
     monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.05)
-    async with running(Silent()) as mesh:
-        with pytest.raises(Unavailable) as refused:
-            await mesh.unary("Route", pb.RouteRequest(query=query_of()))
-        assert refused.value.reason == "FLEET_UNKNOWN"
+    with capture_logs() as logs:
+        async with running(registry()) as mesh:
+            with pytest.raises(Unavailable) as refused:
+                await mesh.unary("Route", pb.RouteRequest(query=query_of()))
+    assert refused.value.reason == "FLEET_UNKNOWN"
+    assert any("without a fleet" in line["event"] for line in logs)
 
 
 async def test_it_does_not_serve_before_the_first_snapshot() -> None:
@@ -580,7 +504,8 @@ async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path
     os.close(theirs)
     try:
         with os.fdopen(ready) as pipe:
-            line = json.loads(await asyncio.wait_for(asyncio.to_thread(pipe.readline), WAIT_S))
+            async with asyncio.timeout(PROCESS_S):
+                line = json.loads(await asyncio.to_thread(pipe.readline))
         registry = FileRegistry(tmp_path / "registry")
         try:
             (entry,) = (await registry.snapshot(NS)).of("router")
@@ -588,7 +513,8 @@ async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path
             await registry.close()
         assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
         process.send_signal(signal.SIGTERM)
-        _, log = await asyncio.wait_for(process.communicate(), WAIT_S)
+        async with asyncio.timeout(PROCESS_S):
+            _, log = await process.communicate()
         assert process.returncode == 0, log.decode()
     finally:
         if process.returncode is None:
@@ -613,6 +539,65 @@ async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> 
                 error = error_from_proto((await session.place(number)).error)
                 assert error.kind == "BUG"
                 assert "mistake" not in error.message, "the inside is for the log"
+
+
+class NoGpu(InvalidRequest):
+    """An error that only its selector knows."""
+
+    kind = "NO_GPU"
+
+
+class IllFormed(MeshError):
+    """An error that no message can carry."""
+
+    def __init__(self) -> None:
+        super().__init__("ill-formed", metadata={"limit": 5})  # type: ignore[dict-item]
+
+
+RAISED: dict[int, Callable[[], Exception]] = {
+    13: lambda: NoGpu("no gpu", "query"),
+    14: lambda: MeshError("of no class"),
+    15: lambda: Overloaded(reason="QUEUE_FULL"),
+    16: lambda: Overloaded(reason="QUEUE_FULL", metadata={"limit_kind": "mine"}),
+    17: IllFormed,
+    18: lambda: KeyError("a mistake"),
+}
+
+
+# For prompts of this length a worker is chosen that there cannot be.
+NOBODY = 19
+
+
+class Raising(RoundRobin):
+    """A selector with errors of its own, by the length of the prompt."""
+
+    name = "raising"
+
+    def select(self, query: Query, candidates: Sequence[Candidate], *args: Any) -> Any:
+        if raised := RAISED.get(query.total_tokens):
+            raise raised()
+        if query.total_tokens == NOBODY:
+            return Choice(Candidate(Placement(-1, 0), candidates[0].instance), "nobody")
+        return super().select(query, candidates, *args)
+
+
+@pytest.mark.parametrize("tokens", [*RAISED, NOBODY])
+async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -> None:
+    async with running(selector=f"{__name__}:Raising") as mesh:
+        await mesh.add_workers(1)
+        async with mesh.session() as session:
+            await session.send(news=[new(0), new(1, total_tokens=tokens), new(2)])
+            before, refused, after = await session.results(3)
+            assert before.HasField("decision")
+            assert after.HasField("decision")
+            assert refused.error.kind
+            assert not refused.HasField("decision")
+            assert (await session.place(3)).HasField("decision"), "the session goes on"
+            assert len(mesh.app.router.book) == 3, "what is refused is not booked"
+        route = pb.RouteRequest(query=query_of(total_tokens=tokens))
+        with pytest.raises(MeshError):
+            await mesh.unary("Route", route)
+        assert (await mesh.unary("Route", pb.RouteRequest(query=query_of()))).decision
 
 
 @pytest.mark.slow

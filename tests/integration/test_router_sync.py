@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -20,7 +20,7 @@ from common.errors import Conflict, InvalidRequest, MeshError
 from common.instances import Instance
 from common.interceptors import from_rpc_error
 from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, MemoryStore
+from common.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
@@ -116,11 +116,11 @@ class Bed:
         self.store = MemoryStore()
         self.registry = MemoryRegistry(self.store)
 
-    async def node(self, *, registered: bool = True) -> Node:
+    async def node(self, *, registered: bool = True, registry: Registry | None = None) -> Node:
         clock = [1000.0]
         app = RouterApp(
             RouterConfig(registry="memory"),
-            registry=MemoryRegistry(self.store),
+            registry=registry or MemoryRegistry(self.store),
             rng=Random(1),
             clock=lambda: clock[0],
         )
@@ -247,8 +247,9 @@ async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: B
 
 
 async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_serves(
-    bed: Bed,
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", WAIT_S)
     first, second = await bed.nodes(2)
     async with first.session() as one, second.session() as two:
         await one.place(0)
@@ -260,6 +261,90 @@ async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_se
         await until(lambda: late.peers == 2 and late.orphans == 0, "they tell it")
         await one.send(frees=[key(0)])
         await agree([first, second, late], 1)
+
+
+@pytest.mark.slow
+async def test_a_router_that_starts_after_a_peer_died_counts_what_that_one_held(
+    bed: Bed,
+) -> None:
+    dying, left = await bed.nodes(2)
+    async with dying.session() as session:
+        for number in range(3):
+            await session.place(number)
+        held = await agree([dying, left], 3)
+        await dying.die()
+    await until(lambda: left.orphans == 3, "no frontend has announced them yet")
+    # Discovery shows the dead one still: it is not waited for longer than FIRST_SNAPSHOT_S.
+    late = await bed.node(registered=False)
+    assert await agree([late], 3) == held, "nobody knows it, so that it has them by its asking"
+    async with left.session(*held.values()):
+        await until(lambda: not left.orphans, "their frontend goes to the one that is left")
+        await late.app.register()
+        await until(lambda: late.peers == 1 and not late.orphans, "which tells the newcomer")
+        for node in (left, late):
+            node.clock[0] += ORPHAN_S
+        assert await agree([left, late], 3) == held
+
+
+class _Silent(MemoryRegistry):
+    """A registry that does not answer at first."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self.answers = asyncio.Event()
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
+        await self.answers.wait()
+        async with super().watch(namespace) as watch:
+            yield watch
+
+
+async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_then(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.05)
+    first = await bed.node()
+    async with first.session() as session:
+        await session.place(0)
+        registry = _Silent(bed.store)
+        late = await bed.node(registered=False, registry=registry)
+        assert await late.dump() == {}, "it serves all the same"
+        registry.answers.set()
+        assert (await agree([late], 1)).keys() == {"r0"}
+        assert late.peers == 0, "nobody knows it: it has asked"
+
+
+async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) -> None:
+    nodes = await bed.nodes(2)
+
+    async def weighed(blocks: int, load: int) -> pb.Booking:
+        """The booking, once all routers hold so many blocks of it, which weigh so much."""
+        deadline = asyncio.get_running_loop().time() + WAIT_S
+        for node in nodes:
+            while (held := (await node.dump()).get("r0", pb.Booking())).decode_blocks != blocks:
+                assert asyncio.get_running_loop().time() < deadline, f"never {blocks} blocks"
+                await asyncio.sleep(0.005)
+            books = await rpc.unary(node.stub.Dump, pb.DumpRequest(), timeout_s=WAIT_S)
+            weights = {w.worker.worker_id: w.load.potential_decode_blocks for w in books.workers}
+            assert weights[held.worker.worker_id] == load
+        return held
+
+    async with nodes[0].session() as session:
+        await session.place(0)
+        await agree(nodes, 1)
+        await session.send(outputs=[pb.OutputBlocks(key=key(0), blocks=3)])
+        await weighed(10, 10)
+        await session.send(outputs=[pb.OutputBlocks(key=key(0), blocks=6, decay_fraction=0.5)])
+        held = await weighed(16, 8)
+        assert (held.revision, held.decay_fraction) == (3, 0.5)
+        async with nodes[1].session(held) as other:
+            await until(lambda: nodes[1].app.router.book.own_keys(), "the other one has it")
+            await other.send(outputs=[pb.OutputBlocks(key=key(0), blocks=4, decay_fraction=0.25)])
+            await weighed(20, 5)
+        late = await bed.node()
+        nodes.append(late)
+        await weighed(20, 5)
 
 
 async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
@@ -411,7 +496,8 @@ async def _telling(node: Node, router_id: int) -> AsyncIterator[Any]:
     call: Any = node.stub.Sync()
     async with rpc.cancelling(call):
         async with asyncio.timeout(WAIT_S):
-            assert (await call.read()).ends_snapshot
+            while not (await call.read()).ends_snapshot:
+                pass
         yield call
 
 

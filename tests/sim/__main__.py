@@ -9,8 +9,9 @@ import traceback
 from collections import Counter
 from collections.abc import Sequence
 
+from tests.sim.draws import draw_scenario
 from tests.sim.faults import FaultKind
-from tests.sim.world import Report, draw_scenario, run_scenario
+from tests.sim.world import Report, run_scenario
 
 
 def main(argv: Sequence[str] | None = None) -> int:

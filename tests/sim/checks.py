@@ -5,20 +5,26 @@ Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as th
 `submit`, `admit`, `role` (no work for who left, and none that is not its role's); `pair` (a pair is
 one transaction: when a leg fails before decode has delivered, the other ends soon); `abort` (work
 ends soon after its client left); `pages` (no KV page holds what is not its owner's); `credit` (a
-stalled frontend stalls its streams); `bounded` (all end soon after the last fault); `index`, `rest`
-(not long after, the index is the truth, and nothing is left open anywhere, then and at the end);
-`known` (by then everybody knows everybody, and leaves nobody alone); `books` (routers' books are
-alike); `predicted`, `healed` (what
-comes then is served at once, as the index predicts); `log` (nobody logged a mistake of ours).
+stalled frontend stalls its streams); `backlog` (a subscriber that reads slowly is cut); `slow` (so
+is a client); `adapter` (work for an adapter goes where that is, and asks for it); `cache` (cached
+tokens were said before, with the same adapter); `bounded` (all end soon after the last fault);
+`index`, `rest` (not long after, the index is the truth, and nothing is left open anywhere, then and
+at the end); `known` (by then everybody knows everybody, and leaves nobody alone); `books` (routers'
+books are alike); `predicted`, `healed` (what comes then is served at once, as the index predicts);
+`departed` (a model that left for good is refused politely); `log` (nobody logged a mistake of
+ours). Those about single decisions of routers stand in `ledger.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
 from common.errors import (
@@ -30,14 +36,16 @@ from common.errors import (
     WorkerLost,
 )
 from common.index_feed import IndexFeed
-from common.kv import Source
+from common.kv import EventBatch, Source
 from common.preprocessed import FinishReason
 from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
+from worker_svc.core.handoff import NO_BLOCKS
 
 ATTEMPTS_MAX = 4
+BLOCK_SIZE = 16
 # Of a frontend's retry budget of 64, so many must show before it may say that it is used up.
 RETRIES_MANY = 30
 # Discovery shows news within this time, while it is in reach.
@@ -112,14 +120,18 @@ class Breach:
 class Checks:
     """Watches one run. attempts_explained: off where workers refuse because they are full.
 
-    queued_s: how long a request may wait in a router's queue.
+    queued_s: how long a request may wait in a router's queue. may_be_busy: workers with much to do
+    get no more.
     """
 
-    def __init__(self, *, attempts_explained: bool = True, queued_s: float = 0.0) -> None:
+    def __init__(
+        self, *, attempts_explained: bool = True, queued_s: float = 0.0, may_be_busy: bool = False
+    ) -> None:
         self.breaches: list[Breach] = []
         self._loop = asyncio.get_running_loop()
         self._attempts_explained = attempts_explained
         self._queued_s = queued_s
+        self._may_be_busy = may_be_busy
         # Who was touched by a fault, and when; ids of workers and frontends.
         self.retries = 0
         self._troubles: dict[int, list[tuple[float, float]]] = {}
@@ -130,6 +142,8 @@ class Checks:
         self._alike_at = 0.0
         self._services = SERVICES
         self.pairs_failed = 0
+        # How often each beginning was said, by adapter and by what `_beginnings` makes of it.
+        self._said: Counter[tuple[str, int]] = Counter()
 
     def breach(self, rule: str, what: str) -> None:
         """Notes one."""
@@ -152,7 +166,10 @@ class Checks:
         if isinstance(placed, Placed):
             legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
             self._asked[key] = [leg.worker_id for leg in legs]
-        if took_s > PLACED_S + self._queued_s:
+        # In the queue of each router that it had to change to it waits anew.
+        since = self._loop.time() - took_s
+        changes = sum(begin >= since for begin, _ in self._troubles.get(CONTROL, ()))
+        if took_s > PLACED_S + self._queued_s * (1 + changes):
             self.breach("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
 
     def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
@@ -163,7 +180,7 @@ class Checks:
             self.breach(
                 "role", f"{order.request_id}: {order.phase or 'all'} went to a {worker.role} worker"
             )
-        if worker is None or worker.id not in frontend.snapshot.instances:
+        if worker is None or frontend.saw_leave(worker.id):
             self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
             return
         if worker.gone_at is None or not frontend.discovery.is_in_reach:
@@ -171,6 +188,19 @@ class Checks:
         known_from = max(worker.gone_at, frontend.discovery.found_at) + LAG_MAX_S
         if now > known_from + 0.01 and not self._had_trouble(frontend.id, worker.gone_at):
             self.breach("submit", f"{order.request_id} went to {worker.stable_name}, which left")
+
+    def asks_for(self, client: Client, worker: SimWorker, order: Order) -> None:
+        """An order is on its way on behalf of a client."""
+        wish, asked = client.wish, ""
+        if order.request is not None and order.request.routing is not None:
+            asked = order.request.routing.lora_name or ""
+        name = f"{wish.request_id}, which wants {wish.lora or 'no adapter'!r},"
+        if asked != wish.lora:
+            self.breach("adapter", f"{name} asks for {asked!r}")
+        if wish.lora and wish.lora not in worker.loras:
+            self.breach("adapter", f"{name} went to {worker.stable_name}, which does not have it")
+        if wish.model != worker.model:
+            self.breach("adapter", f"{name} went to {worker.stable_name}, of another model")
 
     def admitted(self, worker: SimWorker) -> None:
         """A worker took an order in."""
@@ -220,9 +250,34 @@ class Checks:
         if unacked_bytes > CREDIT_BYTES + FRAME_BYTES:
             self.breach("credit", f"{name}: {unacked_bytes} bytes are not acknowledged")
 
+    def backlog(self, indexer: SimIndexer) -> None:
+        """What waits for subscribers of an index."""
+        for subscriber in indexer.ingest.subscribers:
+            waiting = sum(map(weight_of, subscriber._waiting))
+            if waiting > indexer.subscriber_bytes:
+                self.breach("backlog", f"{indexer.process.name}: {waiting} bytes wait for one")
+
+    def began(self, client: Client) -> None:
+        """A client asks for something."""
+        said = (*client.wish.prompt, *client.expected)
+        self._said.update((client.wish.lora, one) for one in _beginnings(said))
+
+    def _check_cache(self, client: Client, outcome: Outcome) -> None:
+        """What was cached for a request is what another one, or its own earlier try, said."""
+        details = outcome.usage.prompt_tokens_details
+        cached = (details.cached_tokens or 0) if details is not None else 0
+        wish = client.wish
+        if cached and outcome.attempts == 1:
+            last = _beginnings(wish.prompt[:cached])[-1:]
+            if not last or self._said[wish.lora, last[0]] < 2:
+                what = f"{cached} tokens were cached that nobody said to {wish.lora or 'the model'}"
+                self.breach("cache", f"{wish.request_id}: {what}")
+
     def tokens(self, client: Client, token_ids: Sequence[int]) -> None:
         """A client was given tokens."""
         name = client.wish.request_id
+        if client.reads_too_slowly:
+            self.breach("slow", f"{name} gets more although it reads nothing")
         if client.outcomes:
             self.breach("once", f"{name} got tokens after its end")
         start = len(client.delivered)
@@ -240,6 +295,7 @@ class Checks:
         counted = outcome.usage.prompt_tokens, outcome.usage.completion_tokens
         if counted != (len(client.wish.prompt), len(client.delivered)):
             self.breach("usage", f"{name}: usage says {counted}")
+        self._check_cache(client, outcome)
         if client.has_left:
             if not isinstance(outcome.error, RequestCancelled):
                 self.breach("finish", f"{name}: its client left, but it ended with {outcome.error}")
@@ -269,7 +325,7 @@ class Checks:
                 )
 
     def _check_error(
-        self, client: Client, outcome: Outcome, error: Exception, serving: Sequence[SimWorker]
+        self, client: Client, outcome: Outcome, error: MeshError, serving: Sequence[SimWorker]
     ) -> None:
         wish, now = client.wish, self._loop.time()
         name = f"{wish.request_id} (tried {outcome.attempts} times)"
@@ -279,11 +335,13 @@ class Checks:
             if wish.deadline_s == DEADLINE_S:
                 self.breach("errors", f"{name}: hung until its deadline")
             return
-        if self._queued_s and isinstance(error, Overloaded) and error.reason in QUEUED_OUT:
+        if isinstance(error, Overloaded) and self._may_refuse(client, error):
             return
-        if not isinstance(error, WorkerLost | Unavailable):
+        if not isinstance(error, WorkerLost | Unavailable) and error.reason != NO_BLOCKS:
             self.breach("errors", f"{name}: {error!r} has no place here")
             return
+        if isinstance(error, Unavailable) and not error.retry_after_s:
+            self.breach("errors", f"{name}: {error!r} does not say when to come again")
         if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:
             return
         if error.reason == "RETRY_BUDGET" and self.retries > RETRIES_MANY:
@@ -292,16 +350,29 @@ class Checks:
             return  # `_check_retries` asks for the fault
         if error.reason == "NO_ROUTER" and self._had_trouble(CONTROL, client.began_at):
             return
-        untried = [w for w in serving if w.id not in outcome.worker_ids]
+        untried = [
+            worker
+            for worker in serving
+            if worker.id not in outcome.worker_ids and worker.model == wish.model
+            if not wish.lora or wish.lora in worker.loras
+        ]
         if can_serve(untried):
             names = [worker.stable_name for worker in untried]
             self.breach("errors", f"{name}: {error} although {names} would have served")
 
+    def _may_refuse(self, client: Client, error: Overloaded) -> bool:
+        """Whether a request may be turned away because something is full, or slow."""
+        if error.reason == "SLOW_READER":
+            return client.reads_too_slowly
+        if error.reason == "ALL_WORKERS_BUSY":
+            return self._may_be_busy
+        return bool(self._queued_s) and error.reason in QUEUED_OUT
+
     def _check_retries(self, client: Client, outcome: Outcome) -> None:
         assert client.frontend is not None
-        is_cut = outcome.error is not None and not isinstance(
-            outcome.error, RequestCancelled | DeadlineExceeded
-        )
+        error = outcome.error
+        is_cut = error is not None and error.reason != "SLOW_READER"
+        is_cut &= not isinstance(error, RequestCancelled | DeadlineExceeded)
         if self._had_trouble(client.frontend.id, client.began_at):
             return
         for attempt in range(outcome.attempts if is_cut else outcome.attempts - 1):
@@ -346,6 +417,9 @@ class Checks:
 
     def well(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
         """All is well by now."""
+        for peer in peers:
+            if isinstance(peer, SimWorker):
+                peer.engine.blocks.check()
         for rule, what in self.flaws(peers, idle=idle):
             self.breach(rule, what)
 
@@ -356,14 +430,21 @@ class Checks:
         """
         yield from _known(peers)
         yield from _at_rest(peers, idle=idle)
+        for peer in peers:
+            if isinstance(peer, SimRouter) and peer.router.ledger is not None:
+                for what in peer.router.ledger.flaws(peer.router, self._loop.time()):
+                    yield "rest", f"{peer.process.name}: {what}"
         running = Counter(coroutine_of(task) for task in asyncio.all_tasks())
         for name in sorted(running.keys() - self._services):
             yield "rest", f"{running[name]} tasks of {name} still run"
         yield from _index_flaws(peers)
 
-    def quiescent(self, client: Client, workers: Sequence[SimWorker]) -> int:
+    def quiescent(
+        self, client: Client, workers: Sequence[SimWorker], *, guesses: bool = False
+    ) -> int:
         """A request that had the mesh for itself, long after the last fault.
 
+        guesses: whether its router knows caches by guesses only, about which nothing is promised.
         Returns the cached tokens that were predicted for it, and found; 0 without an index.
         """
         name = client.wish.request_id
@@ -377,7 +458,7 @@ class Checks:
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
         computed_by = next((worker for worker in workers if worker.id == id), None)
-        if computed_by is None or computed_by.publisher is None:
+        if guesses or computed_by is None or computed_by.kv_way != "events":
             return 0
         details = outcome.usage.prompt_tokens_details
         actual = details.cached_tokens if details is not None else None
@@ -388,6 +469,13 @@ class Checks:
         if not (predicted <= actual if is_subset else predicted == actual):
             self.breach("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
         return predicted
+
+    def missed(self, client: Client) -> None:
+        """A request for a model whose last worker left long ago."""
+        name = client.wish.request_id
+        error = client.outcomes[0].error if client.outcomes else None
+        if not (isinstance(error, Unavailable) and error.retry_after_s):
+            self.breach("departed", f"{name}: nobody serves its model, and it got {error!r}")
 
     def books(self, client: Client, peers: Sequence[Peer]) -> None:
         """While a request has a well mesh for itself, all routers soon have the same books."""
@@ -430,6 +518,10 @@ def _index_flaws(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
         if isinstance(peer, SimIndexer):
             yield from _indexer_flaws(peer, workers)
         elif isinstance(peer, SimRouter) and peer.index is not None:
+            if not peer.choice.subscribes:
+                if peer.index.feed.blocks:
+                    yield "index", f"{peer.process.name} keeps claims that it does not use"
+                continue
             yield from _feed_flaws(peer.process.name, peer.index.feed, workers)
             if not peer.index.is_caught_up:
                 yield "index", f"{peer.process.name} has not caught up"
@@ -494,11 +586,27 @@ def _feed_flaws(
             continue
         index, claims = feed.claims(source)
         claimed = {int(one) for _, part in index.chunks(claims) for one in part}
-        held = set(worker.engine.blocks.names())
+        held = set(worker.engine.blocks.names()) if worker.kv_way == "events" else set()
         if claimed - held:
             yield "index", f"{where}: {len(claimed - held)} blocks are not held"
         if held - claimed and not worker.has_forgotten:
             yield "index", f"{where}: {len(held - claimed)} blocks are not claimed"
+
+
+def weight_of(told: object) -> int:
+    """About as many bytes as something told to a subscriber takes, and not more."""
+    events = told.events if isinstance(told, EventBatch) else ()
+    return sum(8 * len(event.hashes) for event in events)
+
+
+def _beginnings(tokens: Sequence[int]) -> list[int]:
+    """One number for each whole number of blocks that some tokens begin with."""
+    content, size = np.asarray(tokens, dtype="<u4").tobytes(), 4 * BLOCK_SIZE
+    beginnings, so_far = [], 0
+    for stop in range(size, len(content) + 1, size):
+        so_far = zlib.crc32(content[stop - size : stop], so_far)
+        beginnings.append(so_far)
+    return beginnings
 
 
 def can_serve(workers: Sequence[SimWorker]) -> bool:
@@ -540,7 +648,6 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
     runner, engine = worker.runner.counters, worker.engine.counters
     load = worker.engine.loads()[0]
     blocks = worker.engine.blocks
-    blocks.check()
     opened = engine.get("rooms_opened", 0)
     rooms_ended = sum(engine.get(how, 0) for how in ROOM_ENDS)
     ended = sum(runner[how] for how in ("finished", "stopped", "failed", "closed"))

@@ -8,18 +8,21 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
 
-from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.blocks import SCHEME_ID, PrefixHasher
 from common.preprocessed import (
     FinishReason,
     OutputOptions,
     PreprocessedRequest,
+    RoutingHints,
+    SessionAction,
+    SessionControl,
     StopConditions,
     TokenIds,
     TokenLogprob,
 )
 from frontend_svc.answer import Answer
 from frontend_svc.core.request import Outcome, Plan
-from frontend_svc.gateway import Ticket
+from frontend_svc.gateway import UNREAD_TOKENS_MAX, Ticket
 from frontend_svc.router_client import Query
 from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.core.truth import Truth
@@ -34,7 +37,10 @@ class Wish:
     """One client: its request and its manners. Times are virtual seconds, from `at` on.
 
     leaves_s: when it disconnects. stops_after: tokens after which its stop string is complete.
-    pause_s: how long it takes to read what came. pick: 0..1, chooses its frontend.
+    pause_s: how long it takes to read what came; unread_max: with more tokens unread than these it
+    is to be cut, None: never. pick: 0..1, chooses its frontend. lora: the adapter it asks for.
+    session: which one it is of, and action what it does to that. strict_priority, jump_s: its place
+    in a router's queue.
     """
 
     number: int
@@ -48,11 +54,29 @@ class Wish:
     migratable: bool = True
     logprobs: int | None = None
     pick: float = 0.0
+    model: str = MODEL
+    lora: str = ""
+    session: str = ""
+    action: SessionAction | None = None
+    strict_priority: int = 0
+    jump_s: float = 0.0
+    unread_max: int | None = None
 
     @property
     def request_id(self) -> str:
         """Unique in the mesh."""
         return f"r{self.number}"
+
+    @property
+    def routing(self) -> RoutingHints | None:
+        """What routers are told beside the prompt."""
+        if not (self.lora or self.session or self.jump_s):
+            return None
+        return RoutingHints(
+            lora_name=self.lora or None,
+            priority_jump=self.jump_s or None,
+            session_control=SessionControl(self.session, self.action) if self.session else None,
+        )
 
 
 def expected_answer(wish: Wish, truth: Truth) -> tuple[list[int], FinishReason]:
@@ -61,7 +85,11 @@ def expected_answer(wish: Wish, truth: Truth) -> tuple[list[int], FinishReason]:
     limit = stop.max_tokens or 0
     minimum = stop.min_tokens or 0
     tokens = truth.continue_tokens(
-        wish.prompt, limit, ignore_eos=bool(stop.ignore_eos), min_tokens=minimum
+        wish.prompt,
+        limit,
+        ignore_eos=bool(stop.ignore_eos),
+        min_tokens=minimum,
+        lora_name=wish.lora,
     )
     if not stop.ignore_eos:
         for place in range(minimum, len(tokens)):
@@ -94,11 +122,18 @@ class Client:
     ticket: Ticket | None = None
     delivered: list[int] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
+    read: int = 0
     ended_at: float | None = None
     # Whether it left, or said stop, before the end came.
     has_left: bool = False
     has_stopped: bool = False
     _answer: Answer | None = None
+
+    @property
+    def reads_too_slowly(self) -> bool:
+        """Whether more than it may be is unread."""
+        most = self.wish.unread_max
+        return most is not None and len(self.delivered) - self.read > most
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         """See Listener."""
@@ -118,22 +153,26 @@ class Client:
         wish = self.wish
         self.frontend, self.began_at = frontend, loop.time()
         # Any: a meter has many methods, an Answer uses one.
-        answer = self._answer = Answer(cast(Any, _NoMeter()), loop.time)
+        most = UNREAD_TOKENS_MAX if wish.unread_max is None else wish.unread_max
+        answer = self._answer = Answer(cast(Any, _NoMeter()), loop.time, unread_max=most)
         request = PreprocessedRequest(
-            model=MODEL,
+            model=wish.model,
             token_ids=TokenIds.of(wish.prompt),
             stop_conditions=wish.stop,
             output_options=OutputOptions(logprobs=wish.logprobs),
+            routing=wish.routing,
         )
         plan = Plan(wish.request_id, request, loop.time() + wish.deadline_s, wish.migratable)
         query = Query(
-            MODEL,
-            len(wish.prompt),
+            wish.model,
+            0,
             loop.time(),
-            hashes_to_bytes(hasher.prefix_hashes(request.token_ids.array)),
-            SCHEME_ID,
-            hasher.block_size,
-        )
+            hash_scheme=SCHEME_ID,
+            block_size=hasher.block_size,
+            routing=wish.routing,
+            strict_priority=wish.strict_priority,
+            hasher=hasher,
+        ).grown(request.token_ids, len(request.token_ids))
         self.ticket = answer.ticket = frontend.gateway.open(plan, query, self)
         leaving = None
         if wish.leaves_s is not None:
@@ -145,11 +184,11 @@ class Client:
                 leaving.cancel()
 
     async def _read(self, answer: Answer) -> None:
-        wish, read = self.wish, 0
+        wish = self.wish
         while True:
             tokens = await answer.next()
-            read += len(tokens)
-            if wish.stops_after is not None and read >= wish.stops_after and not self.outcomes:
+            self.read += len(tokens)
+            if wish.stops_after is not None and self.read >= wish.stops_after and not self.outcomes:
                 self.has_stopped = True
                 assert self.ticket is not None
                 self.ticket.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from random import Random
 from typing import TypeVar
@@ -60,6 +60,8 @@ class FaultKind(StrEnum):
     EVENTS_LOST = auto()
     CACHE_RESET = auto()
     REGISTRY_FLAP = auto()
+    SUBSCRIBER_SLOW = auto()
+    WORKERS_GONE = auto()
 
 
 LINK_FAULTS = (
@@ -160,6 +162,10 @@ VERTICAL_STORMS: tuple[tuple[FaultKind, ...], ...] = (
     FAILOVERS,
     tuple(FaultKind),
 )
+# Those that befall neither routers nor what they are told by each other and by the registry.
+CALM_FAULTS = frozenset(
+    {*WORKER_FAULTS, *HANDOFF_FAULTS, *INDEX_FAULTS, FaultKind.ATTACH_CUT, FaultKind.ATTACH_HOLD}
+)
 # What there may be very much of at once.
 STORMS: tuple[tuple[FaultKind, ...], ...] = (
     LINK_FAULTS,
@@ -170,6 +176,8 @@ STORMS: tuple[tuple[FaultKind, ...], ...] = (
 
 # A side of a broken link that is told nothing learns of it by the transport's own pings.
 KEEPALIVE_S = 15.0
+# Or, in most meshes, by something faster.
+SOON_S = 3.0
 FAULT_MAX_S = 8.0
 
 
@@ -200,6 +208,13 @@ def draw_faults(
         return ()
     faults = [_draw(rng, kinds, until) for _ in range(count)]
     return tuple(sorted(faults, key=lambda one: one.at))
+
+
+def noticed_soon(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+    """The same, but each side of a broken link notices within SOON_S."""
+    return tuple(
+        replace(one, near_s=min(SOON_S, one.near_s), far_s=min(SOON_S, one.far_s)) for one in faults
+    )
 
 
 def _draw(rng: Random, kinds: Sequence[FaultKind], until: float) -> Fault:

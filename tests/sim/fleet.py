@@ -23,14 +23,16 @@ from common.attach_proto import (
 from common.blocks import SCHEME_ID, PrefixHasher
 from common.errors import MeshError
 from common.index_feed import IndexFeed
-from common.instances import Instance, Snapshot, new_instance_id
+from common.instances import Changes, Instance, KvIndex, Snapshot, new_instance_id
 from common.kv import Partition, Source
 from common.load import Load
 from common.preprocessed import TokenLogprob
 from common.registry import Lease, MemoryRegistry, MemoryStore, Watch
+from frontend_svc.core.departed import Departed
+from frontend_svc.core.patience import Patience
 from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import EngineClient, Submission, Transport
-from frontend_svc.gateway import Gateway, place_alone
+from frontend_svc.gateway import Gateway, place_alone, sees
 from frontend_svc.router_client import Answer, Key, Query, RouterClient, Session
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
@@ -44,15 +46,20 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.app import EXPIRE_BLOCKS, FIRST_SNAPSHOT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
 from router_svc.core.fleet import Placement
-from router_svc.core.load import LoadBook
-from router_svc.core.route import Router
+from router_svc.core.load import BookingKey, LoadBook
+from router_svc.core.overlap import EVENTS, IndexChoice
+from router_svc.core.picks import Ask, Picks
+from router_svc.core.query import Query as RouterQuery
+from router_svc.core.queue import Parked
+from router_svc.core.route import Decision, Router
 from router_svc.core.rules import DEFAULT_RULES, Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.select import SELECTORS, Matches
 from router_svc.fleet_watch import FleetWatch
 from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics
 from router_svc.service import RouterService
 from router_svc.sync import PeerSync
+from tests.sim.ledger import Ledger
 from tests.sim.net import End, Net, Process
 from tests.sim.wire import (
     PUBLISH,
@@ -60,21 +67,23 @@ from tests.sim.wire import (
     SYNC,
     Garble,
     HandoffNetwork,
+    Pace,
     StreamContext,
     publications,
     subscriptions,
     syncs,
 )
-from worker_svc.app import kv_index_of
 from worker_svc.attach_server import AttachServer
-from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
+from worker_svc.core.kv_events import Canonicaliser, Feed
 from worker_svc.engine import EngineConfig
 from worker_svc.publisher import Publisher
 from worker_svc.runner import Runner
-from worker_svc.sim_engine import SimConfig, SimEngine, SimModel, sim_events
+from worker_svc.sim_engine import SimConfig, SimEngine, SimModel
 
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
+# Another model, with one worker that leaves for good.
+VISITOR = "kvmesh-visitor"
 # As `ServiceConfig` has them, shortened: a simulated drain need not wait for people.
 NOTICE_S = 1.0
 DRAIN_S = 5.0
@@ -248,16 +257,19 @@ class WatchedEngines(EngineClient):
 
 
 class WatchedRouterClient(RouterClient):
-    """A RouterClient that tells the checkers how long each placement took, in seconds."""
+    """A RouterClient that tells the checkers how long each placement took, in seconds.
+
+    Time that its own process lost meanwhile is left out.
+    """
 
     witness: Witness
 
     def place(self, key: Key, query: Query, answer: Answer) -> None:
         """See RouterClient."""
-        asked_at = self._loop.time()
+        asked_at = self._loop.time() - self._lost_s()
 
         def answered(placed: Placed | MeshError) -> None:
-            self.witness.placed(key, self._loop.time() - asked_at, placed)
+            self.witness.placed(key, self._loop.time() - self._lost_s() - asked_at, placed)
             answer(placed)
 
         super().place(key, query, answered)
@@ -275,6 +287,52 @@ class WatchedRunner(Runner):
         return key
 
 
+class WatchedRouter(Router):
+    """A Router that tells the checkers of every decision. ledger: who keeps them, None: nobody."""
+
+    ledger: Ledger | None = None
+
+    def update(self, snapshot: Snapshot, now: float) -> Changes:
+        """See Router."""
+        changes = super().update(snapshot, now)
+        if self.ledger is not None:
+            self.ledger.updated(self, changes, now)
+        return changes
+
+    def admit(
+        self,
+        query: RouterQuery,
+        key: BookingKey,
+        now: float,
+        rng: Random,
+        session: int | None = None,
+        matches: Matches | None = None,
+    ) -> Decision | Parked:
+        """See Router."""
+        try:
+            outcome = super().admit(query, key, now, rng, session, matches)
+        except MeshError as error:
+            if self.ledger is not None:
+                self.ledger.refused(self, query, error, now)
+            raise
+        if self.ledger is not None and isinstance(outcome, Parked):
+            self.ledger.parked(query, key, now)
+        return outcome
+
+    def _place(
+        self,
+        ask: Ask,
+        picks: Picks,
+        key: BookingKey | None,
+        session: int | None,
+        queued_s: float | None = None,
+    ) -> Decision:
+        decision = super()._place(ask, picks, key, session, queued_s)
+        if self.ledger is not None and key is not None:
+            self.ledger.placed(self, ask.query, key, decision, ask.now)
+        return decision
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a mesh is made of. Tests of the checkers put a faulty one in."""
@@ -284,7 +342,7 @@ class Parts:
     engines: type[WatchedEngines] = WatchedEngines
     runner: type[WatchedRunner] = WatchedRunner
     engine: type[SimEngine] = SimEngine
-    router: type[Router] = Router
+    router: type[WatchedRouter] = WatchedRouter
     publisher: type[Publisher] = Publisher
     feed: type[IndexFeed] = IndexFeed
     peers: type[PeerSync] = PeerSync
@@ -300,7 +358,10 @@ class KvPlane:
 
 
 class SimWorker:
-    """A worker process; see `worker_svc/app.py`. kv: None publishes nothing."""
+    """A worker process; see `worker_svc/app.py`.
+
+    kv: None publishes nothing. kv_way: how its cache can be known; "events" is "none" without kv.
+    """
 
     def __init__(
         self,
@@ -315,9 +376,12 @@ class SimWorker:
         parts: Parts | None = None,
         requests_max: int = 4096,
         kv: KvPlane | None = None,
+        *,
+        kv_way: KvIndex = "events",
     ) -> None:
         parts = parts or Parts()
         self.process = Process(stable_name)
+        self.kv_way: KvIndex = "none" if kv_way == "events" and kv is None else kv_way
         self.id = new_instance_id(rng)
         self.stable_name = stable_name
         self.address = address
@@ -348,6 +412,16 @@ class SimWorker:
         """Whether it is alive, registered, and means to stay so."""
         return self.process.is_alive and self.registered_at is not None and self.left_at is None
 
+    @property
+    def model(self) -> str:
+        """What it serves."""
+        return self.engine.config.model
+
+    @property
+    def loras(self) -> frozenset[str]:
+        """Its adapters."""
+        return self.engine.config.loras
+
     async def start(self) -> None:
         """Starts the engine, serves, and becomes known."""
         config = await self.engine.start(self.id)
@@ -365,7 +439,7 @@ class SimWorker:
                 service="worker",
                 stable_name=self.stable_name,
                 address=self.address,
-                model=MODEL,
+                model=config.model,
                 role=self.role,
                 block_size=config.kv_cache_block_size,
                 transfer_group=config.transfer_group,
@@ -376,7 +450,8 @@ class SimWorker:
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 context_length=config.context_length,
-                kv_index="none" if self.publisher is None else kv_index_of(config),
+                loras=config.loras,
+                kv_index=self.kv_way,
             )
         )
         self.registered_at = asyncio.get_running_loop().time()
@@ -384,15 +459,17 @@ class SimWorker:
     def _build_publisher(self, engine: EngineConfig, kv: KvPlane) -> Publisher:
         """As `WorkerApp` does."""
         block_size = self.engine.config.block_size
+        publishes = self.kv_way == "events"
 
         def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
-            return PrefixHasher(mesh_key=b"", model=MODEL, block_size=block_size, lora_name=lora)
+            return PrefixHasher(
+                mesh_key=b"", model=engine.model, block_size=block_size, lora_name=lora
+            )
 
-        rules = KvRules(block_size, block_size, Duplicates.IDEMPOTENT)
         publisher = self._parts.publisher(
             self.id,
-            Partition(MODEL, block_size, SCHEME_ID),
-            {0: Feed(Source(self.id, 0), Canonicaliser(rules, hasher_of))},
+            Partition(engine.model, block_size, SCHEME_ID if publishes else 0),
+            {0: Feed(Source(self.id, 0), Canonicaliser(self.engine.kv_rules, hasher_of))},
             self.engine.loads,
             self.discovery,
             NAMESPACE,
@@ -400,7 +477,8 @@ class SimWorker:
             open_call=publications(self._net, self.process, kv.garble),
             load_every_s=_LOAD_EVERY_S,
         )
-        self.engine.kv_event_sink = lambda events: publisher.take(sim_events(events, block_size))
+        if publishes:
+            self.engine.publish_to(publisher)
         return publisher
 
     async def _serve(self, end: End) -> None:
@@ -497,7 +575,12 @@ class SimFrontend:
         self.lease: Lease | None = None
         # Whose sessions it had, in order.
         self.routers_asked: list[int] = []
-        self.engines = parts.engines(self.id, _Dialer(net, self.process), rng)
+        # Time in which it did not get round to anything; see `stall`.
+        self._lost_s = 0.0
+        self._stalls = 0
+        self._patience = Patience(0.0)
+        self._departed = Departed()
+        self.engines = parts.engines(self.id, _Dialer(net, self.process), rng, lost_s=self.lost_s)
         self.engines.frontend, self.witness = self, witness
         self._rng = rng
         self._net = net
@@ -507,16 +590,50 @@ class SimFrontend:
             self.id,
             lambda: self.snapshot.of("router"),
             self._place_alone,
+            sees=lambda query: sees(self.snapshot, query),
+            frontends=lambda: self.snapshot.of("frontend"),
             open_session=self._open_session,
             rng=rng,
+            lost_s=self.lost_s,
         )
         self.router.witness = witness
-        self.gateway = parts.gateway(self.router, self.engines, lambda: self.snapshot, rng)
+        self.gateway = parts.gateway(
+            self.router,
+            self.engines,
+            lambda: self.snapshot,
+            rng,
+            lost_s=self.lost_s,
+            silent_s=self.engines.silent_s,
+            departed=self._departed,
+        )
 
     @property
     def is_serving(self) -> bool:
         """Whether it takes requests."""
         return self.process.is_alive and self.registered_at is not None
+
+    def saw_leave(self, worker_id: int) -> bool:
+        """Whether it knows that a worker was there and is not any more."""
+        return worker_id in self._departed
+
+    def lost_s(self) -> float:
+        """As its pulse would measure it, which need not tick here: nothing else makes it late."""
+        if not self._stalls:
+            return self._lost_s
+        return self._lost_s + self._patience.lost_s(asyncio.get_running_loop().time())
+
+    def stall(self) -> None:
+        """From now on it does not get round to anything, until `go_on` was called as often."""
+        if not self._stalls:
+            self._patience = Patience(asyncio.get_running_loop().time())
+        self._stalls += 1
+
+    def go_on(self) -> None:
+        """One stall has ended."""
+        lost_s = self.lost_s()
+        self._stalls -= 1
+        if not self._stalls:
+            self._lost_s = lost_s
 
     async def start(self) -> None:
         """Follows the mesh and becomes known."""
@@ -563,10 +680,15 @@ class SimFrontend:
 
     async def _follow(self) -> None:
         async with self.discovery.watch(NAMESPACE) as watch:
-            self.snapshot = watch.current
+            self._see(watch.current)
             while True:
-                self.snapshot = await watch.next()
-                self.engines.keep(self.snapshot.instances)
+                self._see(await watch.next())
+
+    def _see(self, snapshot: Snapshot) -> None:
+        """As `FrontendApp` does."""
+        self.snapshot = snapshot
+        self.engines.keep(snapshot.instances)
+        self._departed.follow(snapshot.instances)
 
     @asynccontextmanager
     async def _open_session(self, router: Instance) -> AsyncIterator[Session]:
@@ -582,8 +704,11 @@ class SimFrontend:
 
 
 class SimRouter:
-    """A router process; see `router_svc/app.py`. kv: None follows no index. garble: of what it
-    tells other routers."""
+    """A router process; see `router_svc/app.py`.
+
+    kv: None follows no index. garble: of what it tells other routers. choice: how it knows caches.
+    ledger: who keeps its decisions.
+    """
 
     def __init__(
         self,
@@ -597,6 +722,8 @@ class SimRouter:
         garble: Garble | None = None,
         *,
         rules: Rules = DEFAULT_RULES,
+        choice: IndexChoice = EVENTS,
+        ledger: Ledger | None = None,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(f"router@{address}")
@@ -607,25 +734,32 @@ class SimRouter:
         self._net = net
         self._clock = asyncio.get_running_loop().time
         book = LoadBook()
+        self.choice = choice
+        self.pace = Pace()
         self.index: IndexReplica | None = None
         # Whom it followed, in order.
         self.indexers_followed: list[int] = []
         if kv is not None:
-            self._subscribe = subscriptions(net, self.process, kv.garble)
+            self._subscribe = subscriptions(net, self.process, kv.garble, self.pace)
             self.index = IndexReplica(
                 lambda: self.router.fleet.indexers,
                 self._report,
                 subscribe=self._follow,
                 feed=parts.feed(),
+                loads_only=not choice.subscribes,
                 rng=Random(self.id),
                 clock=self._clock,
                 stopwatch=_stopwatch(Random(self.id)),
             )
-        self.router = parts.router(SELECTORS[selector](), index=self.index, book=book, rules=rules)
+        self.router = parts.router(
+            SELECTORS[selector](), index=self.index, choice=choice, book=book, rules=rules
+        )
+        self.router.ledger = ledger
         self.peers = parts.peers(
             self.id,
             lambda: self.router.fleet.routers,
             book,
+            self.router.affinity,
             open_sync=syncs(net, self.process, garble or Garble(rng)),
             rng=Random(self.id),
             clock=self._clock,
@@ -647,10 +781,13 @@ class SimRouter:
         self.process.spawn(self._tick())
         if self.index is not None:
             self.process.spawn(self.index.run())
+        until = asyncio.get_running_loop().time() + FIRST_SNAPSHOT_S
         with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_SNAPSHOT_S):
+            async with asyncio.timeout_at(until):
                 await watch.first_seen.wait()
-                self.process.spawn(self.peers.run())
+        self.process.spawn(self.peers.run())
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
                 await self.peers.caught_up.wait()
         self._net.listen(self.address, self.process, self._serve)
         self._net.listen(SYNC.format(self.address), self.process, self._sync)
@@ -737,10 +874,12 @@ class SimIndexer:
             parts.feed(), Budget(budget_bytes), clock, stopwatch=_stopwatch(Random(rng.random()))
         )
         self._fleet = IndexerFleetWatch(discovery, NAMESPACE, clock)
+        self.metrics = IndexerMetrics(self.ingest)
+        self.subscriber_bytes = subscriber_bytes
         self._service = IndexerService(
             self.ingest,
             self._fleet,
-            IndexerMetrics(self.ingest),
+            self.metrics,
             security=rpc.PLAINTEXT,
             subscriber_bytes=subscriber_bytes,
             clock=clock,

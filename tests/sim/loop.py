@@ -37,6 +37,38 @@ class VirtualTask(asyncio.Task[T]):
         return self.number
 
 
+class _Handle(asyncio.Handle):
+    """Made without what only a loop's debug mode needs: there are tens of thousands in a run."""
+
+    __slots__ = ()
+
+    def __init__(self, callback: Any, args: Any, loop: Any, context: Any) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+
+
+class _Timer(asyncio.TimerHandle):
+    """Likewise."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float, callback: Any, args: Any, loop: Any, context: Any) -> None:
+        self._context = contextvars.copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = None
+        self._source_traceback = None
+        self._when = when
+        self._scheduled = False
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """See the module. until: virtual seconds after which `Overrun` ends the run; shuffled: where
     from the order of timers of the same time comes.
@@ -61,6 +93,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Virtual seconds since the beginning."""
         return self._now
 
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """As the loop it replaces."""
+        return self.call_at(self._now + delay, callback, *args, context=context)
+
     def call_soon(
         self,
         callback: Callable[[*Ts], object],
@@ -68,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.Handle:
         """As the loop it replaces, without what only its debug mode needs."""
-        handle = asyncio.Handle(callback, args, self, context)
+        handle = _Handle(callback, args, self, context)
         self._ready.append(handle)
         return handle
 
@@ -80,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context: contextvars.Context | None = None,
     ) -> asyncio.TimerHandle:
         """As the loop it replaces; see the module for the order."""
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         self._last_timer += 1
         place = self._shuffled.getrandbits(16) if self._shuffled is not None else 0
         heappush(self._timers, (when, place, self._last_timer, timer))

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING
 
 from common.errors import Unavailable, WorkerLost
 from common.instances import Role
-from tests.sim.faults import KEEPALIVE_S, Fault, picked
-from tests.sim.fleet import NAMESPACE, NOTICE_S, Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
+from tests.sim.faults import CALM_FAULTS, KEEPALIVE_S, Fault, FaultKind, picked
+from tests.sim.fleet import (
+    MODEL,
+    NAMESPACE,
+    NOTICE_S,
+    Peer,
+    SimFrontend,
+    SimIndexer,
+    SimRouter,
+    SimWorker,
+)
 from tests.sim.net import End, ends_between
 from tests.sim.wire import kv_address
 
@@ -24,8 +33,15 @@ AMID_S = 2.0
 LOOK_S = 0.005
 # How long messages travel at most while links are slow, in seconds; below what makes a worker lost.
 SLOW_MAX_S = 0.6
+# How long a router takes over a message of its indexer while it reads slowly; below what makes an
+# indexer silent.
+READS_SLOWLY_MAX_S = 4.0
 # Whom no fault strikes where the first worker (of each role) is spared.
 SPARED = frozenset({"w0", "p0", "d0"})
+# Of a process that ends: nobody has to notice it.
+_AT_ONCE = Fault(
+    0.0, FaultKind.WORKER_DRAIN, 0.0, 0.0, lasts_s=0.0, near_s=0.0, far_s=0.0, notice_s=0.0
+)
 
 
 class Strikes:
@@ -50,7 +66,7 @@ class Strikes:
         return [
             worker
             for worker in self._world.workers
-            if worker.is_serving and worker.stable_name not in spared
+            if worker.is_serving and worker.stable_name not in spared and worker.model == MODEL
             if role in (None, worker.role)
         ]
 
@@ -75,6 +91,7 @@ class Strikes:
     def _note(self, fault: Fault, *facts: object) -> None:
         self._world.trace.note("fault", fault.kind.value, *facts)
         self._world.struck[fault.kind.value] += 1
+        self._world.sessions.is_calm &= fault.kind in CALM_FAULTS
 
     def _cut(self, near: End, fault: Fault) -> None:
         """Breaks a stream; each side learns of it in its own time."""
@@ -105,6 +122,7 @@ class Strikes:
         else:
             peer.process.kill()
         if isinstance(peer, SimRouter):
+            self._world.counts["parked at a death"] += len(peer.router.queue)
             self._world.checks.trouble(None, fault.lasts_s + fault.notice_s)
         members = self._world.store.members(NAMESPACE)
         self._loop.call_later(fault.notice_s, members.remove, peer.id)
@@ -168,6 +186,18 @@ class Strikes:
 
     def _next_address(self, worker: SimWorker, fault: Fault) -> str:
         return worker.address if fault.pick_too < 0.5 else self._world.new_address()
+
+    async def workers_gone(self, fault: Fault) -> None:
+        """All workers die at once; for a while nobody serves."""
+        there = [worker for worker in self._world.workers if worker.is_serving]
+        there = [worker for worker in there if worker.model == MODEL]
+        self._note(fault, *(worker.stable_name for worker in there))
+        for worker in there:
+            self._world.checks.trouble(worker, KEEPALIVE_S + fault.notice_s)
+            await self._crash(worker, fault)
+        await asyncio.sleep(fault.lasts_s)
+        for worker in there:
+            await self._world.start_worker(worker.stable_name, self._next_address(worker, fault))
 
     async def worker_stop(self, fault: Fault) -> None:
         """A worker's whole process stands still. Its health check sees that after two seconds."""
@@ -235,10 +265,14 @@ class Strikes:
         # Still, after the wait.
         is_there = peer.is_serving if isinstance(peer, SimWorker) else peer.lease is not None
         if is_there and peer.process.is_alive:
-            await peer.drain()
-            await self._crash(peer, replace(fault, near_s=0.0, notice_s=0.0))
+            await self.end(peer)
         if fault.pick_too >= 0.5:
             await start(peer.address)
+
+    async def end(self, peer: Peer) -> None:
+        """A process leaves in order, and ends."""
+        await peer.drain()
+        await self._crash(peer, _AT_ONCE)
 
     async def router_kill(self, fault: Fault) -> None:
         """A router dies, and another takes its place."""
@@ -317,9 +351,9 @@ class Strikes:
         if frontend is None:
             return
         self._note(fault, frontend.stable_name, f"{fault.lasts_s:.3f}")
-        self._world.checks.trouble(frontend, fault.lasts_s)
-        self._world.checks.trouble(None, fault.lasts_s)
+        frontend.stall()
         await self._hold(tuple(frontend.process.ends), fault)
+        frontend.go_on()
 
     async def frontend_kill(self, fault: Fault) -> None:
         """A frontend dies with all its requests, and another takes its place."""
@@ -531,6 +565,17 @@ class Strikes:
         indexer.process.stop()
         await asyncio.sleep(fault.lasts_s)
         indexer.process.go_on()
+
+    async def subscriber_slow(self, fault: Fault) -> None:
+        """A router takes long over each message of its indexer."""
+        router = self._some_router(fault)
+        if router is None or router.index is None:
+            return
+        slow_s = READS_SLOWLY_MAX_S * fault.pick_too
+        self._note(fault, router.process.name, f"{slow_s:.3f} {fault.lasts_s:.3f}")
+        router.pace.slow_s += slow_s
+        await asyncio.sleep(fault.lasts_s)
+        router.pace.slow_s = max(0.0, router.pace.slow_s - slow_s)
 
     def _some_indexer(self, fault: Fault) -> SimIndexer | None:
         there = [i for i in self._world.indexers if i.process.is_alive and i.lease is not None]

@@ -10,7 +10,8 @@ import pytest
 from common.preprocessed import StopConditions
 from tests.sim.clients import Wish, draw_conversations
 from tests.sim.faults import Fault, FaultKind
-from tests.sim.world import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Mode, Report, Scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Mode, Scenario
+from tests.sim.world import Report
 from tests.sim.world import run_scenario as run
 from worker_svc.core.truth import Truth
 

@@ -11,7 +11,8 @@ from common.attach import CREDIT_BYTES
 from common.preprocessed import StopConditions
 from tests.sim.clients import Wish, draw_wishes
 from tests.sim.faults import KEEPALIVE_S, Fault, FaultKind
-from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Report, Scenario, run_scenario, run_seed
+from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.world import Report, run_scenario, run_seed
 from worker_svc.core.truth import Truth
 
 TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)

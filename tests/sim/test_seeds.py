@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from tests.sim.coverage import Coverage, chunks, name_of
+from tests.sim.draws import is_vertical
 from tests.sim.faults import ALL_FAULTS
-from tests.sim.world import REST_S, is_vertical, run_seed
+from tests.sim.scenario import REST_S
+from tests.sim.world import run_seed
 
 SEEDS = [seed for seed in range(500) if not is_vertical(seed)]
 # Of each fault, and of what else must have happened, in all seeds together.

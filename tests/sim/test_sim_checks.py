@@ -19,13 +19,13 @@ from frontend_svc.engine_client import Submission
 from frontend_svc.gateway import Gateway, Listener, Ticket
 from frontend_svc.router_client import Key, Query
 from router_svc.core.load import BookingKey
-from router_svc.core.route import Router
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_wishes
 from tests.sim.faults import Fault, FaultKind
-from tests.sim.fleet import Parts, WatchedEngines, WatchedRouterClient, WatchedRunner
+from tests.sim.fleet import Parts, WatchedEngines, WatchedRouter, WatchedRouterClient, WatchedRunner
 from tests.sim.loop import run_virtually
-from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Scenario, run_scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.world import run_scenario
 from worker_svc.core.truth import Truth
 from worker_svc.engine import GenerateContext, LLMEngineOutput, PreprocessedRequest
 from worker_svc.sim_engine import SimEngine
@@ -202,8 +202,13 @@ class NeverAborts(WatchedEngines):
         return _Deaf(submission.connection, submission.slot)
 
 
-class NeverPings(WatchedRouterClient):
+class TrustsItsRouter(WatchedRouterClient):
+    """Neither asks it for a sign of life nor places what it does not answer."""
+
     async def _ping(self) -> None:
+        await asyncio.sleep(400.0)
+
+    async def _place_unrouted(self) -> None:
         await asyncio.sleep(400.0)
 
 
@@ -216,7 +221,7 @@ def _with_all_it_ever_saw(old: Snapshot, new: Snapshot) -> Snapshot:
     return Snapshot(new.revision, {**old.instances, **new.instances})
 
 
-class RemembersTheDead(Router):
+class RemembersTheDead(WatchedRouter):
     seen = Snapshot()
 
     def update(self, snapshot: Snapshot, now: float) -> Changes:
@@ -227,8 +232,8 @@ class RemembersTheDead(Router):
 class BelievesTheRouter(Gateway):
     """Its snapshot forgets nobody either."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, *args: Any, **others: Any) -> None:
+        super().__init__(*args, **{**others, "departed": None})
         current, self._seen = self.snapshot, Snapshot()
 
         def remembered() -> Snapshot:
@@ -262,7 +267,7 @@ class Raises(SimEngine):
             yield output
 
 
-class LosesFrees(Router):
+class LosesFrees(WatchedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
         self.book.free = self.keep  # type: ignore[method-assign]
@@ -287,7 +292,7 @@ class LosesFrees(Router):
         ("bounded", CALM, Parts(engines=LosesTheEnd)),
         ("retries", CALM, Parts(engines=IsRejectedForNoReason)),
         ("abort", CALM, Parts(engines=NeverAborts)),
-        ("placed", HANGS, Parts(placer=NeverPings)),
+        ("placed", HANGS, Parts(placer=TrustsItsRouter)),
         ("rest", CALM, Parts(placer=NeverFrees)),
         ("submit", DRAINS, Parts(router=RemembersTheDead, gateway=BelievesTheRouter)),
         (

@@ -12,7 +12,8 @@ from frontend_svc.router_client import Query
 from tests.sim.__main__ import main
 from tests.sim.clients import draw_wishes
 from tests.sim.fleet import Parts
-from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Scenario, run_scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.world import run_scenario
 from worker_svc.core.truth import Truth
 
 WISHES = draw_wishes(

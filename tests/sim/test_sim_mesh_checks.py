@@ -14,7 +14,8 @@ from router_svc.sync import PeerSync
 from tests.sim.clients import draw_wishes
 from tests.sim.faults import Fault, FaultKind
 from tests.sim.fleet import Parts, WatchedEngines, WatchedRouterClient
-from tests.sim.world import EOS, EOS_ONE_IN, WORDS, Scenario, run_scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.world import run_scenario
 from worker_svc.core.truth import Truth
 
 pytestmark = pytest.mark.slow

@@ -18,12 +18,13 @@ from frontend_svc.core.request import Placed
 from frontend_svc.engine_client import Submission
 from frontend_svc.router_client import Answer, Key, Query
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.route import Decision, Router
+from router_svc.core.route import Decision
 from router_svc.core.select import Matches
 from tests.sim.clients import Wish, draw_conversations
 from tests.sim.faults import Fault, FaultKind
-from tests.sim.fleet import Parts, WatchedEngines, WatchedRouterClient
-from tests.sim.world import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Scenario, run_scenario
+from tests.sim.fleet import Parts, WatchedEngines, WatchedRouter, WatchedRouterClient
+from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Scenario
+from tests.sim.world import run_scenario
 from worker_svc.core.block_manager import Holding
 from worker_svc.core.handoff import Action, DecodeRoom, Release
 from worker_svc.core.handoff import Outcome as RoomOutcome
@@ -157,13 +158,13 @@ class IgnoresGaps(IndexFeed):
         yield from super().apply(batch, now)
 
 
-class SeesMoreThanThereIs(Router):
+class SeesMoreThanThereIs(WatchedRouter):
     def match(self, query: RouterQuery) -> Matches:
         rows = super().match(query).items()
         return {key: row._replace(disk_blocks=row.disk_blocks + 1) for key, row in rows}
 
 
-class LeavesPrefillCharged(Router):
+class LeavesPrefillCharged(WatchedRouter):
     def _place(self, *args: Any) -> Decision:
         decision = super()._place(*args)
         if decision.prefill is not None:

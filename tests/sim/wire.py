@@ -205,11 +205,19 @@ def publications(net: Net, process: Process, garble: Garble) -> OpenCall:
     return open_call
 
 
+class Pace:
+    """How long one process takes over each message it reads, in seconds."""
+
+    def __init__(self) -> None:
+        self.slow_s = 0.0
+
+
 class _Subscription:
     """See Subscription. Messages whose batches are garbled come as several."""
 
-    def __init__(self, end: End, garble: Garble) -> None:
+    def __init__(self, end: End, garble: Garble, pace: Pace) -> None:
         self._end = end
+        self._pace = pace
         self._ready: list[bytes] = []
         # By source: each has an order of its own. What is let go is read with what comes next.
         self._garblers: dict[int, _Garbler] = defaultdict(
@@ -219,6 +227,8 @@ class _Subscription:
 
     async def read(self) -> indexer_pb2.SubscribeResponse | None:
         while not self._ready:
+            if self._pace.slow_s:
+                await asyncio.sleep(self._pace.slow_s)
             message = await self._end.read()
             if message is None:
                 return None
@@ -239,8 +249,8 @@ class _Subscription:
                 yield frame
 
 
-def subscriptions(net: Net, process: Process, garble: Garble) -> Subscribe:
-    """How a router reaches indexers."""
+def subscriptions(net: Net, process: Process, garble: Garble, pace: Pace) -> Subscribe:
+    """How a router reaches indexers. pace: at which it reads."""
 
     @asynccontextmanager
     async def subscribe(
@@ -249,7 +259,7 @@ def subscriptions(net: Net, process: Process, garble: Garble) -> Subscribe:
         end = net.dial(process, SUBSCRIBE.format(indexer.address))
         try:
             end.push(request.SerializeToString())
-            yield _Subscription(end, garble)
+            yield _Subscription(end, garble, pace)
         finally:
             end.finish(None)
 

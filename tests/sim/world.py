@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from random import Random
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from structlog.testing import capture_logs
 
@@ -22,32 +22,18 @@ from common.blocks import PrefixHasher
 from common.errors import DeadlineExceeded, MeshError
 from common.preprocessed import StopConditions
 from common.registry import MemoryStore
+from common.tasks import TaskGroup
 from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.engine_client import IDLE_S
 from frontend_svc.router_client import Key
-from router_svc.core.queue import NO_QUEUE, QueueRules
-from router_svc.core.rules import Rules
+from router_svc.app import TICK_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
-from tests.sim.clients import (
-    Client,
-    Wish,
-    draw_conversations,
-    draw_wishes,
-    expected_answer,
-)
-from tests.sim.faults import (
-    FAULT_MAX_S,
-    KEEPALIVE_S,
-    PROFILES,
-    STORMS,
-    VERTICAL_PROFILES,
-    VERTICAL_STORMS,
-    Fault,
-    draw_faults,
-    picked,
-)
+from tests.sim.clients import Client, Wish, expected_answer
+from tests.sim.draws import draw_scenario
+from tests.sim.faults import FAULT_MAX_S, picked
 from tests.sim.fleet import (
     MODEL,
+    VISITOR,
     Discovery,
     KvPlane,
     Parts,
@@ -57,8 +43,10 @@ from tests.sim.fleet import (
     SimRouter,
     SimWorker,
 )
+from tests.sim.ledger import Ledger, Sessions
 from tests.sim.loop import run_virtually
-from tests.sim.net import WINDOW_BYTES, Net, Path
+from tests.sim.net import Net, Path
+from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.strikes import Strikes
 from tests.sim.wire import KV_HOST, Garble
 from worker_svc.core.timing import Timing
@@ -68,187 +56,22 @@ from worker_svc.sim_handoff import SimHandoffConfig
 
 T = TypeVar("T")
 
-WORDS = tuple(range(10, 500))
-EOS = 2
-EOS_ONE_IN = 60
-# Short, so that some find it full, and some wait too long.
-QUEUE = QueueRules(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
-# All requests have ended this long after the last fault was over and the last client had come.
-BOUND_S = 45.0
-# By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
-REST_S = KEEPALIVE_S + 6.0
 _UNTIL_S = 1_000.0
-_LOOK_S = 0.1
+_LOOK_S = 0.2
 # How often a mesh that is to recover is looked at.
 _REST_LOOK_S = 0.5
 # Counting spoilt pages takes a while, and no count is ever forgotten.
-_PAGES_EVERY = 10
-SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
+_PAGES_EVERY = 5
 # As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
 HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
+# All requests have ended this long after the last fault was over and the last client had come.
+BOUND_S = 45.0
 # What requests ask for that have the mesh for themselves, once it is well.
 QUIESCENT_TOKENS = (8, 8, 8, 60)
 # So many events are shown with a breach.
 LAST_EVENTS = 25
 # KV events and bookings have settled by then.
 SETTLE_S = 0.5
-# As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
-SHORT_REST_S = 13.0
-SOON_S = 3.0
-# How many of all meshes are such ones.
-QUICK = 0.7
-# A mesh at rest stays so, whatever timers are still set: keepalive's, those of orphans and leases.
-LINGERS_S = 20.0
-
-Mode = Literal["bootstrap", "completed"]
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
-
-    delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
-    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: when
-    all must be well after the last request. lingers_s: how long it is left alone then; past IDLE_S,
-    streams must be closed.
-
-    With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
-    worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
-    prefill_token_s: see `Timing`; with batched_tokens, a step must not take as long as a hang.
-    budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no bound.
-    """
-
-    seed: int
-    is_storm: bool = False
-    workers: int = 3
-    prefills: tuple[Mode, ...] = ()
-    decodes: int = 0
-    indexers: int = 0
-    gb_per_s: float = 25.0
-    chunk_pages: int = 64
-    local_prefill: bool = True
-    prefill_token_s: float = 2e-5
-    batched_tokens: int = 8192
-    routers: int = 1
-    frontends: int = 1
-    selector: str = "least_loaded"
-    queue: QueueRules = NO_QUEUE
-    step_s: float = 0.04
-    blocks: int = 4096
-    seqs: int = 64
-    delay_s: float = 0.02
-    jitter_s: float = 0.005
-    quantum_s: float = 0.0
-    spares_first: bool = True
-    requests_max: int = 4096
-    window_bytes: int = WINDOW_BYTES
-    budget_bytes: int = 0
-    subscriber_bytes: int = 1 << 20
-    rest_s: float = REST_S
-    lingers_s: float = 0.0
-    wishes: tuple[Wish, ...] = ()
-    faults: tuple[Fault, ...] = ()
-
-    @property
-    def is_tight(self) -> bool:
-        """Whether workers refuse requests, or let handoffs wait too long, for want of room."""
-        return self.requests_max < 100 or (self.decodes > 0 and self.blocks < 1000)
-
-    @property
-    def command(self) -> str:
-        """How to run it again."""
-        storm = " --storm" if self.is_storm else ""
-        return f"make sim SEEDS=1 ARGS='--first {self.seed}{storm} --trace'"
-
-
-def is_vertical(seed: int) -> bool:
-    """Whether a seed's mesh has a KV plane: two of five have one."""
-    return seed % 5 in (1, 3)
-
-
-def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
-    """The scenario of a seed. storm: many more faults than any mesh should see."""
-    return (_draw_vertical if is_vertical(seed) else _draw_flat)(seed, storm=storm)
-
-
-def _draw_flat(seed: int, *, storm: bool) -> Scenario:
-    """Aggregated workers, and no index."""
-    rng = Random(f"flat {seed}")
-    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
-    blocks = rng.choice((160, 4096, 4096))
-    until = rng.uniform(6.0, 14.0)
-    kinds = PROFILES[rng.randrange(len(PROFILES))]
-    if storm:
-        kinds = STORMS[rng.randrange(len(STORMS))]
-    faults = draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until)
-    is_quick = rng.random() < QUICK
-    return Scenario(
-        seed=seed,
-        is_storm=storm,
-        workers=rng.randrange(2, 6),
-        routers=rng.randrange(1, 4),
-        frontends=rng.randrange(1, 3),
-        selector=SELECTOR_NAMES[rng.randrange(len(SELECTOR_NAMES))],
-        step_s=rng.uniform(0.02, 0.08),
-        blocks=blocks,
-        seqs=rng.choice((4, 64)),
-        delay_s=rng.choice((0.0, 0.002, 0.05)),
-        jitter_s=rng.choice((0.0, 0.002, 0.02)),
-        quantum_s=rng.choice((0.0, 0.01, 0.05)),
-        spares_first=rng.random() < 0.7,
-        requests_max=rng.choice((4096, 4096, 4096, 6)),
-        rest_s=SHORT_REST_S if is_quick else REST_S,
-        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
-        wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
-        faults=_noticed_soon(faults) if is_quick else faults,
-    )
-
-
-def _noticed_soon(faults: Sequence[Fault]) -> tuple[Fault, ...]:
-    return tuple(
-        replace(one, near_s=min(SOON_S, one.near_s), far_s=min(SOON_S, one.far_s)) for one in faults
-    )
-
-
-def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
-    """Pairs of prefill and decode workers, and an index."""
-    rng = Random(f"vertical {seed}")
-    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
-    until = rng.uniform(6.0, 12.0)
-    profiles = VERTICAL_STORMS if storm else VERTICAL_PROFILES
-    kinds = profiles[rng.randrange(len(profiles))]
-    faults = draw_faults(rng, kinds, 20 if storm else rng.randrange(2, 9), until)
-    is_quick = rng.random() < QUICK
-    modes: tuple[Mode, ...] = ("bootstrap", "bootstrap", "completed")
-    return Scenario(
-        seed=seed,
-        is_storm=storm,
-        workers=rng.choice((0, 0, 0, 1, 2)),
-        prefills=tuple(rng.choices(modes, k=rng.randrange(1, 4))),
-        decodes=rng.randrange(2, 5),
-        indexers=rng.randrange(1, 4),
-        routers=rng.randrange(1, 4),
-        frontends=rng.randrange(1, 3),
-        selector=rng.choice(("kv", "kv", "kv", "round_robin")),
-        step_s=rng.uniform(0.02, 0.06),
-        prefill_token_s=rng.choice((2e-5, 1e-3)),
-        batched_tokens=600,
-        queue=QUEUE if rng.random() < 0.3 else NO_QUEUE,
-        gb_per_s=rng.choice((25.0, 0.5, 0.1)),
-        chunk_pages=rng.choice((1, 4, 64)),
-        local_prefill=rng.random() < 0.5,
-        blocks=rng.choice((200, 2048, 2048)),
-        delay_s=rng.choice((0.0, 0.002, 0.05)),
-        jitter_s=rng.choice((0.0, 0.002, 0.02)),
-        quantum_s=rng.choice((0.0, 0.01, 0.05)),
-        spares_first=rng.random() < 0.7,
-        budget_bytes=rng.choice((0, 0, 0, 0, 20_000)),
-        subscriber_bytes=rng.choice((1 << 20, 1 << 20, 4096)),
-        rest_s=SHORT_REST_S if is_quick else REST_S,
-        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
-        wishes=draw_conversations(rng, rng.randrange(20, 50), until, truth),
-        faults=_noticed_soon(faults) if is_quick else faults,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,6 +159,7 @@ def _counts(world: World) -> Counter[str]:
     return Counter(
         {
             **world.struck,
+            **world.counts,
             "requests": len(world.clients),
             "requests failed": sum(one.error is not None for one in outcomes),
             "requests tried again": sum(one.attempts > 1 for one in outcomes),
@@ -353,7 +177,10 @@ def _counts(world: World) -> Counter[str]:
             "snapshots": sum(feed.counters.snapshots for feed in feeds),
             "router failovers": sum(map(_changes, sessions)),
             "indexer failovers": sum(map(_changes, followed)),
-            "requests parked": sum(r.router.queue._number for r in world.routers),
+            "subscribers cut": sum(map(_cuts, world.indexers)),
+            "queue timeouts": sum(_has_waited_too_long(one) for one in outcomes),
+            "adapters asked for": sum(bool(client.wish.lora) for client in world.clients),
+            "clients cut": sum(_is_cut(one) for one in outcomes),
             "peers asked again": sum(r.peers.replica.resends for r in world.routers),
             "unrouted": sum(frontend.router.unrouted for frontend in world.frontends),
             "old lists shown": sum(peer.discovery.olds_shown for peer in world.everybody()),
@@ -364,6 +191,20 @@ def _counts(world: World) -> Counter[str]:
 def _changes(ids: Sequence[int]) -> int:
     """How often one is not the one before."""
     return sum(one != other for one, other in pairwise(ids))
+
+
+def _is_cut(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.reason == "SLOW_READER"
+
+
+def _has_waited_too_long(outcome: Outcome) -> bool:
+    return outcome.error is not None and outcome.error.reason == "QUEUE_TIMEOUT"
+
+
+def _cuts(indexer: SimIndexer) -> int:
+    """Subscribers that read too slowly."""
+    (family,) = indexer.metrics.cuts.collect()
+    return round(family.samples[0].value)
 
 
 def _cached_tokens(outcome: Outcome) -> int:
@@ -393,8 +234,14 @@ class World:
 
     def __init__(self, scenario: Scenario, parts: Parts) -> None:
         self.scenario = scenario
-        queued_s = scenario.queue.wait_max_s if scenario.queue.threshold is not None else 0.0
-        self.checks = Checks(attempts_explained=not scenario.is_tight, queued_s=queued_s)
+        queue, busy = scenario.rules.queue, scenario.rules.busy
+        self.checks = Checks(
+            attempts_explained=not scenario.is_tight,
+            queued_s=queue.wait_max_s if queue.threshold is not None else 0.0,
+            may_be_busy=not busy.are_off,
+        )
+        self.counts: Counter[str] = Counter()
+        self.sessions = Sessions()
         self.trace = Trace()
         self.clients: list[Client] = []
         self._asking: dict[str, Client] = {}
@@ -422,14 +269,16 @@ class World:
             self.kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
         self.sync_garble = Garble(Random(f"sync {scenario.seed}"))
         self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
-        self._hasher = PrefixHasher(mesh_key=b"", model=MODEL, block_size=16)
+        self._hashers: dict[tuple[str, str], PrefixHasher] = {}
 
     async def run(self) -> None:
         """From the start of the first process to the end of the last."""
         watch = self._loop.create_task(self._watch())
         await self._start()
         strikes = Strikes(self)
-        async with asyncio.TaskGroup() as tasks:
+        async with TaskGroup() as tasks:
+            if self.scenario.visitor_s is not None:
+                tasks.create_task(self._let_visitor_leave(strikes, self.scenario.visitor_s))
             for fault in self.scenario.faults:
                 tasks.create_task(strikes.strike(fault))
             await self._let_clients_come()
@@ -475,6 +324,7 @@ class World:
             *((f"w{number}", HANDOFF) for number in range(scenario.workers)),
             *((f"p{number}", one) for number, one in enumerate(prefills)),
             *((f"d{number}", decode) for number in range(scenario.decodes)),
+            *((("v0", HANDOFF),) if scenario.visitor_s is not None else ()),
         ]
 
     @property
@@ -492,15 +342,46 @@ class World:
             # Some of it was said before, some is new.
             said = earlier.prompt[: self._rng.randrange(16, 400)]
             prompt = said + tuple(self._rng.choices(WORDS, k=40))
-            wish = Wish(1_000_000 + number, 0.0, prompt, stop, deadline_s=20.0)
+            wish = Wish(1_000_000 + number, 0.0, prompt, stop, deadline_s=20.0, lora=earlier.lora)
             client = self._let_in(wish, frontend)
             for _ in range(300):
                 if client.outcomes:
                     break
                 await asyncio.sleep(0.1)
                 self.checks.books(client, self.alive())
-            await asyncio.sleep(SETTLE_S)
-            self.predicted += self.checks.quiescent(client, workers)
+            router = self._router_of(frontend)
+            guesses = router is None or not router.choice.subscribes
+            self.predicted += self.checks.quiescent(client, workers, guesses=guesses)
+            await asyncio.sleep(SETTLE_S + self._predicted_s)
+        if self.scenario.visitor_s is not None:
+            await self._ask_for_visitor(frontend)
+
+    async def _ask_for_visitor(self, frontend: SimFrontend) -> None:
+        """Long after the only worker of the other model left."""
+        stop = StopConditions(max_tokens=1)
+        wish = Wish(2_000_000, 0.0, WORDS[:20], stop, deadline_s=20.0, model=VISITOR)
+        client = self._let_in(wish, frontend)
+        await asyncio.sleep(SETTLE_S)
+        self.checks.missed(client)
+
+    @property
+    def _predicted_s(self) -> float:
+        """How long predictions stand beside what the index says."""
+        limits = [choice.predictions for choice in self.scenario.choices]
+        return max((one.ttl_s + TICK_S for one in limits if one is not None), default=0.0)
+
+    def _router_of(self, frontend: SimFrontend) -> SimRouter | None:
+        """Whom it asks."""
+        id = frontend.routers_asked[-1] if frontend.routers_asked else None
+        return next((router for router in self.routers if router.id == id), None)
+
+    async def _let_visitor_leave(self, strikes: Strikes, after_s: float) -> None:
+        """The only worker of the other model goes, in order, and nobody takes its place."""
+        await asyncio.sleep(after_s)
+        visitor = next(worker for worker in self.workers if worker.model == VISITOR)
+        self.trace.note("leaves", visitor.stable_name)
+        self.checks.trouble(visitor, 60.0)
+        await strikes.end(visitor)
 
     async def _watch(self) -> None:
         for look in count():
@@ -511,6 +392,11 @@ class World:
                 for stream in worker.attach._streams.values():
                     self.unacked_max = max(self.unacked_max, stream.link.unacked_bytes)
                     self.checks.credit(worker.stable_name, stream.link.unacked_bytes)
+            for indexer in self.indexers:
+                self.checks.backlog(indexer)
+            for router in self.routers:
+                if router.process.is_alive and router.router.ledger is not None:
+                    router.router.ledger.look(router.router, self._loop.time())
 
     async def _let_clients_come(self) -> None:
         began = self._loop.time()
@@ -527,11 +413,20 @@ class World:
     def _let_in(self, wish: Wish, frontend: SimFrontend) -> Client:
         expected, finish = expected_answer(wish, self._truth)
         client = Client(wish, expected, finish, self._tokens, self._finished)
+        self.checks.began(client)
         self.clients.append(client)
         self._asking[wish.request_id] = client
         self.trace.note("asks", wish.request_id, frontend.stable_name)
-        frontend.process.spawn(client.run(frontend, self._hasher))
+        frontend.process.spawn(client.run(frontend, self._hasher(wish.model, wish.lora)))
         return client
+
+    def _hasher(self, model: str, lora: str) -> PrefixHasher:
+        """What names the blocks of a model's prompts, or of an adapter's."""
+        hasher = self._hashers.get((model, lora))
+        if hasher is None:
+            hasher = PrefixHasher(mesh_key=b"", model=model, block_size=16, lora_name=lora)
+            self._hashers[model, lora] = hasher
+        return hasher
 
     async def _until_ended(self) -> None:
         for _ in range(round(BOUND_S / 0.5)):
@@ -574,7 +469,12 @@ class World:
 
     async def start_worker(self, stable_name: str, address: str) -> None:
         scenario = self.scenario
+        is_visitor = stable_name.startswith("v")
+        way = scenario.kv_way(stable_name)
         config = SimConfig(
+            model=VISITOR if is_visitor else MODEL,
+            loras=frozenset() if is_visitor else scenario.adapters_of(stable_name),
+            prefix_caching=way != "none",
             total_kv_blocks=scenario.blocks,
             max_num_seqs=scenario.seqs,
             max_num_batched_tokens=scenario.batched_tokens,
@@ -595,6 +495,7 @@ class World:
             self._parts,
             scenario.requests_max,
             self.kv,
+            kv_way=way,
         )
         worker.has_forgotten = scenario.budget_bytes > 0
         self.workers.append(worker)
@@ -605,17 +506,20 @@ class World:
         await worker.start()
 
     async def start_router(self, address: str) -> None:
-        selector = self.scenario.selector
+        scenario = self.scenario
+        choice = scenario.choices[len(self.routers) % len(scenario.choices)]
         router = SimRouter(
             self.net,
             self._discovery(),
             address,
-            selector,
+            scenario.selector,
             self._rng,
             self._parts,
             self.kv,
             self.sync_garble,
-            rules=Rules(queue=self.scenario.queue),
+            rules=scenario.rules,
+            choice=choice,
+            ledger=Ledger(self.checks.breach, self.counts, self.sessions, scenario.rules, choice),
         )
         self.routers.append(router)
         self.trace.note("starts", router.process.name, router.id)
@@ -683,6 +587,8 @@ class World:
         if order.attempt and self._asking[order.request_id].delivered:
             self.migrated.add(order.request_id)
         self.checks.submitted(frontend, worker, order)
+        if worker is not None:
+            self.checks.asks_for(self._asking[order.request_id], worker, order)
 
     def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
         """See Witness."""

@@ -172,6 +172,12 @@ def test_a_snapshot_follows_itself_when_nothing_changed() -> None:
     assert first.following([]).revision == 2
 
 
+def test_the_first_snapshot_of_nobody_is_one_that_was_seen() -> None:
+    nobody = Snapshot().following([])
+    assert (nobody.revision, nobody.instances) == (1, {})
+    assert nobody.following([]) is nobody
+
+
 def test_diff_tells_joined_left_and_changed() -> None:
     old = snapshot(instance(1), instance(2), instance(3))
     new = snapshot(instance(2), instance(3, taints=frozenset({"slow"})), instance(4))

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from common.card import Artifact, ModelCard
-from common.errors import InvalidRequest, MeshError, NotFound, Unavailable, WorkerLost
+from common.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Unavailable,
+    WorkerLost,
+)
 from common.instances import Instance
 from frontend_svc.artifacts import (
     ARTIFACT_BYTES_MAX,
@@ -21,6 +28,7 @@ from frontend_svc.artifacts import (
     Artifacts,
 )
 from kvmesh.engine.v1 import engine_pb2
+from tests.sim.loop import run_virtually
 
 DATA = bytes(range(256)) * 40
 CHUNK = 1000
@@ -61,7 +69,20 @@ def card_of(data: bytes = DATA, *, inline: bool = False) -> ModelCard:
     return ModelCard(name="m", artifacts={NAME: Artifact.of(data, inline=inline)})
 
 
-def artifacts_of(*holders: Holder, chunk_s: float = 10.0) -> Artifacts:
+class Trickle(Holder):
+    """Sends a chunk every `pause_s`, never late enough to be called silent."""
+
+    def __init__(self, pause_s: float) -> None:
+        super().__init__()
+        self.pause_s = pause_s
+
+    async def chunks(self, offset: int) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
+        async for part in super().chunks(offset):
+            await asyncio.sleep(self.pause_s)
+            yield part
+
+
+def artifacts_of(*holders: Holder, chunk_s: float = 10.0, card_s: float = 120.0) -> Artifacts:
     workers = [
         Instance(
             id=number,
@@ -85,7 +106,7 @@ def artifacts_of(*holders: Holder, chunk_s: float = 10.0) -> Artifacts:
         assert checksum == card_of().checksum or len(checksum) == 64
         return workers
 
-    return Artifacts(serving, open_call=open_call, chunk_s=chunk_s)
+    return Artifacts(serving, open_call=open_call, chunk_s=chunk_s, card_s=card_s)
 
 
 async def fetched(artifacts: Artifacts, card: ModelCard | None = None) -> bytes | None:
@@ -209,6 +230,56 @@ async def test_silence_between_two_chunks_is_bounded() -> None:
             yield engine_pb2.GetArtifactResponse()
 
     assert await fetched(artifacts_of(Silent(), Holder(), chunk_s=0.3)) == DATA
+
+
+def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try() -> None:
+    async def main() -> tuple[list[float], list[int], Artifacts]:
+        loop = asyncio.get_running_loop()
+        holder = Trickle(pause_s=9.0)  # of 11 chunks: 99 s in all
+        artifacts = artifacts_of(holder, card_s=40.0)
+        took = []
+        for _ in range(2):
+            began = loop.time()
+            error = await refusal(artifacts)
+            took.append(loop.time() - began)
+            assert isinstance(error, DeadlineExceeded)
+            assert NAME in error.message
+            assert f"of {len(DATA)} bytes" in error.message
+        assert await fetched(artifacts) == DATA
+        return took, holder.asked, artifacts
+
+    took, asked, artifacts = run_virtually(main())
+    assert took == [40.0, 40.0]
+    assert asked == sorted(asked), "it goes on where it was"
+    assert asked[0] == 0 < asked[-1]
+    assert artifacts.counters["failed"] == 2
+
+
+def test_while_one_peer_trickles_another_is_asked_for_the_rest() -> None:
+    async def main() -> tuple[float, list[int], list[int]]:
+        slow, quick = Trickle(pause_s=9.0), Holder()
+        artifacts = artifacts_of(slow, quick, card_s=80.0)
+        began = asyncio.get_running_loop().time()
+        assert await fetched(artifacts) == DATA
+        return asyncio.get_running_loop().time() - began, slow.asked, quick.asked
+
+    took_s, slow, quick = run_virtually(main())
+    assert took_s == 20.0, "a fourth of the time: two passes over two workers"
+    assert (slow, quick) == ([0], [2 * CHUNK])
+
+
+def test_two_cards_that_share_a_file_are_fetched_at_once_and_mix_nothing_up() -> None:
+    async def main() -> None:
+        artifacts = artifacts_of(Trickle(pause_s=1.0))
+        one, other = (
+            card_of(),
+            ModelCard(name="n", artifacts={NAME: Artifact.of(DATA, inline=False)}),
+        )
+        got = await asyncio.gather(*(fetched(artifacts, card) for card in (one, one, other)))
+        assert got == [DATA] * 3
+        assert artifacts.counters["mismatches"] == 0
+
+    run_virtually(main())
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,15 +13,15 @@ from frontend_svc.core.growth import Grown, Growth
 
 def test_nothing_is_told_before_a_block_is_started() -> None:
     growth = Growth(30, 16, None)  # Two blocks, the second with room for two tokens.
-    assert growth.reached(0, 1) is None
-    assert growth.reached(0, 2) is None
-    assert growth.reached(0, 3) == Grown(1, None)
-    assert growth.reached(0, 4) is None
+    assert growth.reached(1) is None
+    assert growth.reached(2) is None
+    assert growth.reached(3) == Grown(1, None)
+    assert growth.reached(4) is None
 
 
 @pytest.mark.row("S1-83")
 def test_all_blocks_that_one_frame_crosses_are_told() -> None:
-    assert Growth(16, 16, None).reached(0, 50) == Grown(4, None)
+    assert Growth(16, 16, None).reached(50) == Grown(4, None)
 
 
 @pytest.mark.parametrize(
@@ -31,19 +31,12 @@ def test_all_blocks_that_one_frame_crosses_are_told() -> None:
 def test_what_is_still_to_come_shrinks_with_the_output(
     generated: int, expected: int, decay: float
 ) -> None:
-    grown = Growth(16, 1, expected).reached(0, generated)
+    grown = Growth(16, 1, expected).reached(generated)
     assert grown == Grown(generated, decay)
 
 
-def test_an_answer_that_goes_on_elsewhere_tells_all_of_its_output_anew() -> None:
-    growth = Growth(16, 16, None)
-    assert growth.reached(0, 40) == Grown(3, None)
-    assert growth.reached(1, 41) == Grown(3, None)
-    assert growth.reached(1, 42) is None
-
-
 def test_without_a_block_size_nothing_is_told() -> None:
-    assert Growth(16, 0, 10).reached(0, 1000) is None
+    assert Growth(16, 0, 10).reached(1000) is None
 
 
 @settings(deadline=None)
@@ -58,6 +51,6 @@ def test_what_was_told_is_always_what_the_answer_holds(
     growth, generated, told = Growth(total, size, None), 0, 0
     for frame in frames:
         generated += frame
-        grown = growth.reached(0, generated)
+        grown = growth.reached(generated)
         told += 0 if grown is None else grown.blocks
         assert told == math.ceil((total + generated) / size) - math.ceil(total / size)

@@ -17,6 +17,7 @@ from common.attach import ToFrontend, ToWorker
 from common.card import ModelCard
 from common.errors import MeshError, NotFound
 from common.instances import Instance, Snapshot
+from common.preprocessed import RoutingHints, SessionControl
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.request import Outcome, Placed
 from frontend_svc.core.sse import KEEP_ALIVE
@@ -189,6 +190,25 @@ async def test_what_the_worker_cannot_honour_is_refused_by_its_name() -> None:
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "tools"
             assert "retry-after" not in answer.headers
+
+
+async def test_headers_hold_for_a_body_that_is_passed_through() -> None:
+    async with served("Chat") as mesh:
+        headers = {
+            "x-kvmesh-priority": "3",
+            "x-kvmesh-strict-priority": "2",
+            "x-kvmesh-session-id": "s",
+        }
+        answer = await mesh.http.post(CHAT, json=asking("one"), headers=headers)
+        assert answer.status_code == 200
+        (query,) = mesh.router.asked
+        assert query.strict_priority == 2
+        assert query.routing == RoutingHints(
+            priority=3, priority_jump=3.0, session_control=SessionControl("s")
+        )
+        refused = await mesh.http.post(CHAT, json=asking("one"), headers={"x-kvmesh-osl": "many"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-kvmesh-osl")
+        assert len(mesh.router.asked) == 1
 
 
 async def test_a_body_of_the_other_kind_is_refused() -> None:

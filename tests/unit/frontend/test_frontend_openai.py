@@ -296,8 +296,20 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
         "<= 2147483647",
     ),
     (
-        chat_body(nvext={"agent_hints": {"strict_priority": 1}}),
+        chat_body(nvext={"agent_hints": {"strict_priority": -1}}),
         "nvext.agent_hints.strict_priority",
+        "invalid_value",
+        ">= 0",
+    ),
+    (
+        chat_body(nvext={"agent_hints": {"strict_priority": 1.5}}),
+        "nvext.agent_hints.strict_priority",
+        "invalid_type",
+        "an integer",
+    ),
+    (
+        chat_body(nvext={"agent_hints": {"speculative_prefill": True}}),
+        "nvext.agent_hints.speculative_prefill",
         "unknown_parameter",
         "",
     ),

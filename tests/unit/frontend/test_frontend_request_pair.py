@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.attach import Order, Terminal
-from common.errors import MeshError, Unavailable, WorkerLost
+from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.preprocessed import (
     BootstrapInfo,
     FinishReason,
@@ -24,7 +24,9 @@ from common.preprocessed import (
     TokenLogprob,
     usage,
 )
+from frontend_svc.core.openai_errors import http_error
 from frontend_svc.core.request import (
+    ALL_EXCLUDED,
     LOOK_AGAIN_S,
     PREFILL_WORD_S,
     Leg,
@@ -36,6 +38,7 @@ from frontend_svc.core.request import (
 )
 
 PEER_LOST = "HANDOFF_PEER_LOST"
+NO_BLOCKS = "HANDOFF_NO_BLOCKS"
 PREFILL, DECODE = 21, 22
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 ROOM = BootstrapInfo(bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=77)
@@ -327,6 +330,42 @@ def test_a_leg_that_lost_its_peer_blames_the_peer(failing: int, blamed: int) -> 
         Terminal(1, None, error=Unavailable("no peer", reason=PEER_LOST))
     )
     assert ports.places[-1] == (1, frozenset({blamed}))
+
+
+def full() -> Terminal:
+    error = Overloaded(10.0, "no KV blocks to spare", reason=NO_BLOCKS)
+    return Terminal(1, None, error=error)
+
+
+def test_a_decode_worker_without_blocks_is_left_out_and_prefill_is_not_blamed() -> None:
+    machine, ports = begin(PAIR)
+    for attempt in range(3):
+        ports.last("decode")[0].terminal(full())
+        assert ports.places[-1] == (attempt + 1, frozenset({DECODE}))
+        machine.placed(attempt + 1, PAIR, ports.now())
+    ports.last("decode")[0].terminal(full())
+    (outcome,) = ports.outcomes
+    assert outcome.attempts == 4
+    assert outcome.error is not None
+    answer = http_error(outcome.error)
+    assert (answer.status, ("retry-after", "10") in answer.headers) == (503, True)
+    assert b"overloaded" in answer.body
+
+
+def test_the_only_decode_worker_is_waited_for_twice_when_it_has_no_blocks() -> None:
+    machine, ports = begin(PAIR)
+    nobody_else = Unavailable("all are excluded", reason=ALL_EXCLUDED)
+    ports.last("decode")[0].terminal(full())
+    machine.place_failed(1, nobody_else)
+    assert ports.places[-1] == (2, frozenset()), "it may have some by now"
+    machine.placed(2, PAIR, ports.now())
+    ports.last("decode")[0].terminal(full())
+    machine.place_failed(3, nobody_else)
+    (outcome,) = ports.outcomes
+    assert outcome.error is not None
+    answer = http_error(outcome.error)
+    assert (answer.status, "retry-after" in dict(answer.headers)) == (503, True)
+    assert ports.freed == [0, 2]
 
 
 def test_a_decode_that_finds_no_handoff_blames_the_prefill_that_has_ended() -> None:

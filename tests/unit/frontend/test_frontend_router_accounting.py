@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from common.attach import LegSink, Order
-from common.errors import MeshError, Unavailable
+from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.errors import MeshError, Unavailable, WorkerLost
 from common.instances import Instance, Snapshot
 from common.preprocessed import (
     PreprocessedRequest,
     RouterConfigOverride,
     RoutingHints,
+    SessionControl,
     TokenIds,
     TokenLogprob,
 )
@@ -29,6 +31,7 @@ from router_svc.router_proto import booking_from_proto
 from tests.sim.loop import run_virtually
 
 FRONTEND = 7
+ROUTER = 1
 WORKER = 50
 BLOCKS = 16
 
@@ -42,6 +45,7 @@ class BookKeeper:
     def __init__(self, *, tracks: bool) -> None:
         self.tracks = tracks
         self.charges_prefill = True
+        self.session_revision = 0  # What its decisions say.
         self.book = LoadBook()
         self.session = self.book.open_session(FRONTEND)
         self.frames: list[pb.SessionRequest] = []
@@ -62,6 +66,7 @@ class BookKeeper:
         now = asyncio.get_running_loop().time()
         response = pb.SessionResponse()
         if frame.HasField("hello"):
+            response.hello_ack.router_id = ROUTER
             response.hello_ack.track_output_blocks = self.tracks
         for announced in frame.announced:
             booking = booking_from_proto(announced, FRONTEND, "announced")
@@ -71,6 +76,7 @@ class BookKeeper:
                 worker=pb.Placement(worker_id=WORKER),
                 charged_prefill_tokens=new.query.total_tokens if self.charges_prefill else 0,
                 charged_decode_blocks=-(-new.query.total_tokens // BLOCKS),
+                session_revision=self.session_revision,
             )
             response.results.add(id=new.id, decision=decision)
             booked = pb.Booking(
@@ -136,7 +142,7 @@ class Bed:
         self.workers = OneWorker()
         self.client = RouterClient(
             FRONTEND,
-            lambda: [Instance(1, "n", "router", "", "a:1")],
+            lambda: [Instance(ROUTER, "n", "router", "", "a:1")],
             lambda query: Unavailable("no router"),
             open_session=self.router.open,
         )
@@ -225,6 +231,49 @@ def test_without_a_guess_of_the_length_blocks_weigh_what_they_are() -> None:
     play(script)
 
 
+def test_what_was_generated_is_prompt_to_whoever_goes_on_with_it() -> None:
+    hasher = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCKS)
+
+    async def script(bed: Bed) -> None:
+        now = asyncio.get_running_loop().time()
+        prompt = TokenIds.of(list(range(40)))
+        hints = RoutingHints(expected_output_tokens=400)
+        empty = Query(
+            "m", 0, now, hash_scheme=SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
+        )
+        await bed.open(prompt=40, query=empty.grown(prompt, 40))
+        generated: list[int] = []
+        for count in (200, 150):
+            await bed.generate(count)
+            generated += [1] * count
+            bed.workers.sinks[-1].lost(WorkerLost("gone", retryable=True))
+            await asyncio.sleep(5.0)
+            query = [new.query for frame in bed.router.frames for new in frame.news][-1]
+            whole = [*prompt, *generated]
+            assert query.total_tokens == len(whole)
+            assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(whole))
+            assert query.expected_output_tokens == 400 - len(generated)
+            held = -(-len(whole) // BLOCKS)
+            assert bed.router.blocks == held, "of its prompt, before the first token"
+        told = len(bed.router.outputs)
+        await bed.generate(25)
+        (last,) = bed.router.outputs[told:]
+        assert (last.blocks, last.decay_fraction) == (1, 0.5), "of the 50 that were left"
+
+    play(script)
+
+
+def test_a_prompt_that_grows_in_small_steps_is_hashed_like_one_that_was_whole() -> None:
+    hasher = PrefixHasher(mesh_key=b"", model="m", block_size=4)
+    query = Query("m", 0, 0.0, block_size=4, hasher=hasher)
+    ids: list[int] = []
+    for count in (1, 3, 0, 2, 9, 1, 8):
+        ids += range(len(ids), len(ids) + count)
+        query = query.grown(TokenIds.of(ids), count)
+        assert query.total_tokens == len(ids)
+        assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(ids))
+
+
 def test_a_router_that_does_not_track_output_hears_nothing_of_it() -> None:
     async def script(bed: Bed) -> None:
         await bed.open()
@@ -276,6 +325,19 @@ def test_what_is_announced_is_what_was_charged(charges: bool, tokens: int) -> No
         await asyncio.sleep(1.0)
         (told,) = [booking for frame in bed.router.frames for booking in frame.announced]
         assert (told.prefill_tokens, told.decode_blocks, told.revision) == (tokens, 2, 1)
+
+    play(script)
+
+
+@pytest.mark.parametrize(("revision", "session"), [(3, "alice"), (0, "")])
+def test_what_is_announced_says_which_session_it_keeps(revision: int, session: str) -> None:
+    async def script(bed: Bed) -> None:
+        bed.router.session_revision = revision
+        await bed.open(routing=RoutingHints(session_control=SessionControl("alice")))
+        bed.router.answers.put_nowait(None)
+        await asyncio.sleep(1.0)
+        (told,) = [booking for frame in bed.router.frames for booking in frame.announced]
+        assert (told.session_id, told.session_revision) == (session, revision)
 
     play(script)
 

@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
-from common.errors import MeshError, Unavailable
+from common.error_proto import error_to_proto
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.instances import Instance
 from frontend_svc.core.request import Placed
 from frontend_svc.core.router_choice import AVOID_S, home_of
 from frontend_svc.router_client import (
+    ASK_AGAIN_S,
+    DENIED_S,
     MOVE_S,
     PING_S,
     REDIAL_S,
     SILENT_AFTER_S,
+    UNKNOWN_ADAPTER,
     UNROUTED_AFTER_S,
     Query,
     RouterClient,
@@ -34,12 +38,16 @@ MOVED_S = PING_S + MOVE_S + 0.1
 class FakeRouter:
     """Answers at once, unless it hangs or is dead. sessions: the frames of each, oldest first.
 
-    parks: no worker has room, so that nobody is placed.
+    parks: no worker has room, so that nobody is placed. queue_wait_ms: what it says of its queue.
+    dies_of: ends the session when it is asked this. error: its answer to everything.
     """
 
     def __init__(self, router_id: int) -> None:
         self.id = router_id
         self.is_dead = self.hangs = self.parks = False
+        self.queue_wait_ms: int | None = None
+        self.dies_of = ""
+        self.error: MeshError | None = None
         self.sessions: list[list[pb.SessionRequest]] = []
         self._open: set[asyncio.Queue[pb.SessionResponse | None]] = set()
 
@@ -72,14 +80,16 @@ class FakeRouter:
         decision = pb.Decision(
             worker=pb.Placement(worker_id=50), worker_address="w:50", predicted_cached_tokens=20
         )
-        return pb.SessionResponse(
-            hello_ack=pb.SessionHelloAck(router_id=self.id) if frame.HasField("hello") else None,
-            results=(
-                []
-                if self.parks
-                else [pb.NewResult(id=new.id, decision=decision) for new in frame.news]
-            ),
-        )
+        hello_ack = pb.SessionHelloAck(router_id=self.id, queue_wait_ms=self.queue_wait_ms)
+        result = pb.NewResult(decision=decision)
+        if self.error is not None:
+            result = pb.NewResult(error=error_to_proto(self.error))
+        poisoned = self.dies_of in [new.key.request_id for new in frame.news]
+        response = pb.SessionResponse(hello_ack=hello_ack if frame.HasField("hello") else None)
+        for new in () if self.parks or poisoned else frame.news:
+            response.results.append(result)
+            response.results[-1].id = new.id
+        return response
 
 
 class _FakeSession:
@@ -105,19 +115,23 @@ class _FakeSession:
         answer = self._router.answer(frame)
         if answer.ListFields() or not frame.ListFields():
             self._answers.put_nowait(answer)
+        if self._router.dies_of in [new.key.request_id for new in frame.news]:
+            self._answers.put_nowait(None)
 
 
 class Bed:
-    """A client and its routers. `there`: those that discovery shows."""
+    """A client and its routers. `there`: those that discovery shows; `sees`: workers as well."""
 
     def __init__(self, *there: int) -> None:
         self.there = list(there)
+        self.sees = True
         self.routers = {router: FakeRouter(router) for router in (HOME, OTHER)}
         self.home, self.other = self.routers[HOME], self.routers[OTHER]
         self.client = RouterClient(
             FRONTEND,
             lambda: [Instance(r, "n", "router", "", "a:1") for r in self.there],
             lambda query: Unavailable("no router"),
+            sees=lambda query: self.sees,
             open_session=lambda router: self.routers[router.id].session(),
             rng=Random(1),
         )
@@ -227,10 +241,11 @@ def test_who_waits_in_a_queue_is_not_placed_unrouted_while_its_session_moves() -
     async def script(bed: Bed) -> None:
         bed.home.parks = bed.other.parks = True
         bed.place("a")
-        await asyncio.sleep(10 * UNROUTED_AFTER_S)
+        await asyncio.sleep(10 * UNROUTED_AFTER_S + 0.05)
         bed.there = []
         bed.home.die()
-        await asyncio.sleep(UNROUTED_AFTER_S - PING_S - 0.2)
+        # In time to be greeted, but too late to be heard of again.
+        await asyncio.sleep(UNROUTED_AFTER_S - REDIAL_S - 0.1)
         bed.there = [OTHER]
         await asyncio.sleep(10 * UNROUTED_AFTER_S)
         assert [new.key.request_id for new in bed.other.frames[0].news] == ["a"]
@@ -255,6 +270,148 @@ def test_who_waits_in_a_queue_is_placed_unrouted_when_no_router_answers_for_long
         assert (bed.client.unrouted, len(bed.answers)) == (1, 1)
 
     play(script, HOME)
+
+
+@pytest.mark.parametrize("queue_wait_ms", [None, 0, 60_000], ids=["not told", "none", "a minute"])
+def test_a_question_that_its_routers_die_of_is_placed_unrouted(queue_wait_ms: int | None) -> None:
+    async def script(bed: Bed) -> None:
+        for router in (bed.home, bed.other):
+            router.queue_wait_ms, router.dies_of = queue_wait_ms, "poison"
+        bed.place("poison")
+        bed.place("beside it")
+        await asyncio.sleep(UNROUTED_AFTER_S + 1.0)
+        assert len(bed.home.sessions) > 3, "greeted each time"
+        assert (bed.client.unrouted, len(bed.answers)) == (2, 2)
+        bed.place("after it")
+        await asyncio.sleep(0.5)
+        assert isinstance(bed.answers[-1], Placed)
+
+    play(script, HOME, OTHER)
+
+
+def test_a_router_that_lives_and_answers_nothing_is_left_for_one_that_does() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks, bed.home.queue_wait_ms = True, 0
+        await asyncio.sleep(1.0)
+        bed.place("a")
+        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S + 0.1)
+        assert isinstance(bed.answers[0], Placed)
+        assert bed.other.open_sessions == 1
+
+    play(script, HOME, OTHER)
+
+
+def test_where_no_router_answers_although_they_live_requests_are_placed_unrouted() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks, bed.home.queue_wait_ms = True, 0
+        for n in range(5):
+            bed.place(f"{n}")
+            await asyncio.sleep(UNROUTED_AFTER_S + 2.0)
+            assert bed.client.unrouted == n + 1
+
+    play(script, HOME)
+
+
+def test_a_router_may_keep_a_question_for_as_long_as_it_says_and_no_longer() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.parks, bed.home.queue_wait_ms = True, 60_000
+        bed.place("a")
+        await asyncio.sleep(60.0)
+        assert (bed.answers, len(bed.home.sessions)) == ([], 1)
+        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S + 0.1)
+        assert isinstance(bed.answers[0], Placed)
+        assert bed.client.unrouted == 0
+
+    play(script, HOME, OTHER)
+
+
+def test_another_router_at_the_address_of_one_is_not_taken_for_it() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.id = 3
+        bed.place("a")
+        await asyncio.sleep(2 * REDIAL_S)
+        assert isinstance(bed.answers[0], Placed)
+        assert bed.other.open_sessions == 1
+        assert bed.home.open_sessions == 0
+        await asyncio.sleep(AVOID_S + 2 * MOVED_S)
+        assert (len(bed.home.sessions), len(bed.other.sessions)) == (2, 1), "tried, and not gone to"
+
+    play(script, HOME, OTHER)
+
+
+DENIALS = (
+    UnknownModel("m"),
+    NotFound("no such adapter", reason=UNKNOWN_ADAPTER),
+    Unavailable("nothing was seen", reason="FLEET_UNKNOWN"),
+)
+
+
+@pytest.mark.parametrize("denial", DENIALS, ids=lambda error: error.reason)
+def test_a_router_that_does_not_know_what_is_there_is_left_for_one_that_does(
+    denial: MeshError,
+) -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error = denial
+        bed.place("a")
+        await asyncio.sleep(DENIED_S + ASK_AGAIN_S + REDIAL_S + 0.1)
+        (answer,) = bed.answers
+        assert isinstance(answer, Placed)
+        assert bed.other.open_sessions == 1
+
+    play(script, HOME, OTHER)
+
+
+def test_a_router_that_learns_of_a_model_a_moment_later_is_asked_again_and_kept() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error = UnknownModel("m")
+        bed.place("a")
+        await asyncio.sleep(DENIED_S / 2)
+        bed.home.error = None
+        await asyncio.sleep(2 * ASK_AGAIN_S)
+        assert isinstance(bed.answers[0], Placed)
+        assert (len(bed.home.sessions), bed.other.sessions) == (1, [])
+
+    play(script, HOME, OTHER)
+
+
+def test_what_all_routers_deny_and_the_frontend_sees_is_placed_unrouted() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error = bed.other.error = UnknownModel("m")
+        for n in range(40):
+            bed.place(f"{n}")
+            await asyncio.sleep(0.5)
+        assert len(bed.answers) == bed.client.unrouted
+        assert bed.client.unrouted >= 40 - (UNROUTED_AFTER_S + 0.2) / 0.5
+        moves = len(bed.home.sessions) + len(bed.other.sessions) - 1
+        assert moves <= 2 * 20.0 / AVOID_S, "there and back, now and then"
+
+    play(script, HOME, OTHER)
+
+
+def test_what_routers_deny_and_the_frontend_does_not_see_either_is_answered_so() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error, bed.sees = UnknownModel("m"), False
+        bed.place("a")
+        await asyncio.sleep(0.1)
+        (answer,) = bed.answers
+        assert isinstance(answer, UnknownModel)
+
+    play(script, HOME, OTHER)
+
+
+def test_who_is_placed_unrouted_may_free_another_that_waits() -> None:
+    async def script(bed: Bed) -> None:
+        def free_b(answer: Placed | MeshError) -> None:
+            bed.answers.append(answer)
+            bed.client.free(("b", 0))
+
+        query = Query("m", 100, asyncio.get_running_loop().time())
+        bed.client.place(("a", 0), query, free_b)
+        bed.place("b")
+        await asyncio.sleep(UNROUTED_AFTER_S + 1.0)
+        assert (bed.client.unrouted, len(bed.answers)) == (1, 1)
+
+    play(script)
 
 
 def test_a_router_that_is_told_much_and_has_nothing_to_answer_is_not_silent() -> None:

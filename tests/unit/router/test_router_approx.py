@@ -258,19 +258,20 @@ LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
 
 @pytest.mark.row("S1-42", "S1-43", "S1-45", "S1-46")
 @pytest.mark.parametrize(
-    ("credit", "kv_events", "predicted_ttl_s"),
-    list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [0.0, 5.0])),
+    ("credit", "has_other_use", "kv_events", "predicted_ttl_s"),
+    list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [False, True], [0.0, 5.0])),
 )
 def test_the_first_rule_that_applies_chooses(
-    credit: float, kv_events: bool, predicted_ttl_s: float
+    credit: float, has_other_use: bool, kv_events: bool, predicted_ttl_s: float
 ) -> None:
     choice = choose_index(
         overlap_score_credit=credit,
+        has_other_use=has_other_use,
         kv_events=kv_events,
         limits=LIMITS,
         predicted_ttl_s=predicted_ttl_s,
     )
-    if credit == 0:
+    if credit == 0 and not has_other_use:
         assert choice == IndexChoice("none", None, None, "overlap_score_credit is 0")
     elif not kv_events:
         assert choice == IndexChoice("approx", LIMITS, None, "kv_events is off")
@@ -278,7 +279,7 @@ def test_the_first_rule_that_applies_chooses(
         assert choice == IndexChoice("events", LIMITS, replace(LIMITS, ttl_s=5.0), choice.why)
     else:
         assert choice == IndexChoice("events", LIMITS, None, choice.why)
-    assert choice.subscribes == (credit > 0 and kv_events)
+    assert choice.subscribes == ((credit > 0 or has_other_use) and kv_events)
 
 
 @pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")

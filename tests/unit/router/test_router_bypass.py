@@ -18,7 +18,7 @@ from common.prefix_index import Matched
 from common.preprocessed import RoutingConstraints, RoutingHints, SessionControl
 from router_svc.core.disagg import BYPASSES, NO_BYPASS, Bypass
 from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey, Totals
+from router_svc.core.load import BookingKey
 from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
 from router_svc.core.route import Decision, Router
@@ -26,12 +26,11 @@ from router_svc.core.rules import Rules
 from router_svc.core.select import SELECTORS
 
 B = 16
-PREFILL = Instance(1, "mesh", "worker", "", "127.0.0.1:1", model="m", role="prefill")
 SHORT = Bypass(policy="isl_bounding")
 
 
 def isl(prompt: int, cached: int, **facts: Any) -> str:
-    return Bypass(policy="isl_bounding", **facts).why(prompt, cached, PREFILL, Totals())
+    return Bypass(policy="isl_bounding", **facts).why(prompt, cached, False)
 
 
 # The formulas.
@@ -81,16 +80,10 @@ def test_what_is_short_stays_short_with_more_of_it_cached(
 def test_prefill_is_busy_above_its_threshold(
     waiting: int, batch: int | None, threshold: float | None, is_busy: bool
 ) -> None:
-    prefill = replace(PREFILL, max_num_batched_tokens=batch)
-    for policy in ("prefill_load", "isl_or_load"):
-        rules = Bypass(policy=policy, prefill_busy_threshold=threshold)
-        why = rules.why(5000, 0, prefill, Totals(prefill_tokens=waiting))
-        assert why == ("prefill_busy" if is_busy else "")
+    assert Bypass(prefill_busy_threshold=threshold).is_busy(waiting, batch) is is_busy
 
 
 def test_each_policy_asks_its_own_question() -> None:
-    busy = replace(PREFILL, max_num_batched_tokens=100), Totals(prefill_tokens=1000)
-    calm = PREFILL, Totals()
     table = {
         "off": ("", "", ""),
         "isl_bounding": ("short_prompt", "", "short_prompt"),
@@ -99,7 +92,7 @@ def test_each_policy_asks_its_own_question() -> None:
     }
     for policy, expected in table.items():
         rules = Bypass(policy=policy, prefill_busy_threshold=1.0)  # type: ignore[arg-type]
-        got = rules.why(100, 96, *calm), rules.why(100, 0, *busy), rules.why(100, 96, *busy)
+        got = rules.why(100, 96, False), rules.why(100, 0, True), rules.why(100, 96, True)
         assert got == expected, policy
     assert {why for row in table.values() for why in row} == {"", *BYPASSES}
 

@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 
 from common.config import ConfigError, read_config
+from common.registry import MemoryRegistry, MemoryStore
+from router_svc.app import RouterApp
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.cost import DEFAULT_KNOBS
 from router_svc.core.select import SELECTORS, LeastLoaded
@@ -53,19 +55,47 @@ def test_a_selector_of_ones_own_is_named_by_import_path(plugin: ModuleType) -> N
         ("fastest:", "none of"),
         ("no_such_module_here:make", "ModuleNotFoundError"),
         ("test_router_plugin:absent", "AttributeError"),
-        ("test_router_plugin:broken", "ZeroDivisionError"),
-        ("test_router_plugin:nothing", "no WorkerSelector"),
+        ("test_router_plugin:number", "cannot be called"),
     ],
 )
 def test_a_selector_that_cannot_be_had_refuses_to_start(
     plugin: ModuleType, name: str, complaint: str
 ) -> None:
-    plugin.__dict__.update(broken=lambda: 1 // 0, nothing=lambda: None)
+    plugin.__dict__.update(number=1)
     with pytest.raises(ConfigError) as refused:
         read("--selector", name)
     assert len(refused.value.problems) == 1
     assert complaint in refused.value.problems[0]
     assert "--selector" in refused.value.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"), [("broken", "ZeroDivisionError"), ("nothing", "no WorkerSelector")]
+)
+def test_a_factory_that_makes_no_selector_is_named(
+    plugin: ModuleType, name: str, complaint: str
+) -> None:
+    plugin.__dict__.update(broken=lambda: 1 // 0, nothing=lambda: None)
+    config = read("--selector", f"test_router_plugin:{name}")
+    with pytest.raises(ConfigError) as refused:
+        RouterApp(config, registry=MemoryRegistry(MemoryStore()))
+    (problem,) = refused.value.problems
+    assert f"--selector: 'test_router_plugin:{name}'" in problem
+    assert complaint in problem
+
+
+async def test_a_factory_runs_once_a_process(plugin: ModuleType) -> None:
+    made = []
+
+    def make() -> LeastLoaded:
+        made.append(LeastLoaded())
+        return made[-1]
+
+    plugin.make = make  # type: ignore[attr-defined]  # The module is made up here.
+    config = read("--selector", "test_router_plugin:make")
+    app = RouterApp(config, registry=MemoryRegistry(MemoryStore()))
+    await app.close()
+    assert [app.router.selector] == made
 
 
 @pytest.mark.row("S1-14")

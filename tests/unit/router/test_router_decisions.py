@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 
-from common.errors import MeshError
+from common.errors import Bug, InvalidRequest, MeshError, Overloaded
 from common.instances import Instance, Snapshot
+from common.load import Load
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.load import ORPHAN_S, BookingKey
+from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey
 from router_svc.core.queue import Parked, QueueRules
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.select import SELECTORS, Choice, LeastLoaded, WorkerSelector
 from router_svc.decisions import PART, SLICE, Decisions
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
@@ -41,6 +43,7 @@ class HandLoop:
     def __init__(self) -> None:
         self.now = 1000.0
         self.turns: list[Turn] = []
+        self.alarms: list[Turn] = []
 
     def time(self) -> float:
         self.now += 1.0
@@ -49,6 +52,11 @@ class HandLoop:
     def call_at(self, when: float, call: Callable[[], None]) -> Turn:
         self.turns.append(Turn(when, call))
         return self.turns[-1]
+
+    def call_later(self, delay: float, call: Callable[[], None]) -> Turn:
+        """What only the passing of time brings about; `when` is the delay."""
+        self.alarms.append(Turn(delay, call))
+        return self.alarms[-1]
 
     @property
     def due(self) -> list[float]:
@@ -62,20 +70,36 @@ class HandLoop:
         turn.call()
 
 
+class NoGpu(InvalidRequest):
+    kind = "NO_GPU"
+
+
+class Moody(LeastLoaded):
+    """Somebody's selector: raises `mood` while there is one."""
+
+    mood: Exception | None = None
+
+    def select(self, *args: Any) -> Choice:
+        if self.mood is not None:
+            raise self.mood
+        return super().select(*args)
+
+
 class Desk:
     """Decisions on one worker that is busy above BATCH tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, selector: WorkerSelector | None = None) -> None:
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
         self.router = Router(
-            SELECTORS["least_loaded"](), rules=Rules(queue=QueueRules(threshold=1.0))
+            selector or SELECTORS["least_loaded"](), rules=Rules(queue=QueueRules(threshold=1.0))
         )
         self.see(BATCH)
         self.session = self.router.book.open_session(7)
+        self.metrics = Metrics(self.router, clock=lambda: self.now)
         self.decisions = Decisions(
             self.router,
-            Metrics(self.router, clock=lambda: self.now),
+            self.metrics,
             rng=Random(0),
             hashers=Hashers(b""),
             spans=DecisionSpans(),
@@ -108,8 +132,8 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> HandLoop:
     return loop
 
 
-@pytest.mark.parametrize("is_expired_first", [False, True], ids=["by the sweep", "just before it"])
-def test_a_sweep_after_an_orphan_was_freed_is_followed_by_a_paced_one_only(
+@pytest.mark.parametrize("is_expired_first", [False, True], ids=["by the turn", "just before it"])
+def test_an_orphan_that_is_freed_lets_in_the_next_and_leaves_no_turn_over(
     loop: HandLoop, is_expired_first: bool
 ) -> None:
     desk = Desk()
@@ -124,8 +148,73 @@ def test_a_sweep_after_an_orphan_was_freed_is_followed_by_a_paced_one_only(
         assert len(loop.due) == 1
     desk.decisions.serve_parked()
     assert list(desk.answers) == ["first"]
-    expected = [] if is_expired_first else [loop.now + PART - 1]
-    assert loop.due == expected, "it took a second, and so three are the loop's"
+    assert loop.due == []
+
+
+@pytest.mark.parametrize(
+    "mood",
+    [NoGpu("no gpu"), MeshError("of no class"), Overloaded(reason="QUEUE_FULL"), KeyError("?")],
+    ids=["of its own kind", "of no class", "full without saying of what", "no error of ours"],
+)
+def test_who_fails_when_its_turn_comes_is_answered_and_the_router_goes_on(
+    loop: HandLoop, mood: Exception
+) -> None:
+    selector = Moody()
+    desk = Desk(selector)
+    desk.ask("first")
+    assert isinstance(desk.ask("a"), Parked)
+    desk.router.book.free(BookingKey(7, "first", 0))
+    selector.mood = mood
+    desk.decisions.serve_parked()
+    selector.mood = None
+    answer = desk.answers["a"]
+    assert answer is mood or isinstance(answer, Bug)
+    assert isinstance(desk.ask("next"), Decision)
+
+
+@pytest.mark.parametrize(
+    ("mood", "sample", "labels"),
+    [
+        (NoGpu("no gpu"), "decisions", {"outcome": "other"}),
+        (MeshError("of no class"), "decisions", {"outcome": "other"}),
+        (Overloaded(reason="QUEUE_FULL"), "queue_full", {"limit": "other"}),
+        (
+            Overloaded(reason="QUEUE_FULL", metadata={"limit_kind": "mine"}),
+            "queue_full",
+            {"limit": "other"},
+        ),
+    ],
+)
+def test_errors_that_nobody_knows_are_counted_as_others(
+    loop: HandLoop, mood: MeshError, sample: str, labels: dict[str, str]
+) -> None:
+    selector = Moody()
+    desk = Desk(selector)
+    selector.mood = mood
+    with pytest.raises(type(mood)):
+        desk.ask("a")
+    if sample == "decisions":
+        labels = {"selector": selector.name, **labels}
+    name = f"kvmesh_router_{sample}_total"
+    assert desk.metrics.registry.get_sample_value(name, labels) == 1
+
+
+@pytest.mark.parametrize("mood", [None, NoGpu("no gpu")], ids=["placed", "refused"])
+def test_who_waited_is_answered_also_when_the_answer_cannot_be_measured(
+    loop: HandLoop, monkeypatch: pytest.MonkeyPatch, mood: Exception | None
+) -> None:
+    def fail(*args: object) -> None:
+        raise KeyError("a mistake of ours")
+
+    selector = Moody()
+    desk = Desk(selector)
+    desk.ask("first")
+    assert isinstance(desk.ask("a"), Parked)
+    monkeypatch.setattr(Metrics, "decided", fail)
+    desk.router.book.free(BookingKey(7, "first", 0))
+    selector.mood = mood
+    desk.decisions.serve_parked()
+    assert isinstance(desk.answers["a"], Decision if mood is None else NoGpu)
 
 
 def test_who_must_wait_on_is_looked_at_in_slices_and_a_relief_meanwhile_is_not_lost(
@@ -141,11 +230,65 @@ def test_who_must_wait_on_is_looked_at_in_slices_and_a_relief_meanwhile_is_not_l
     assert loop.due == [loop.now + PART - 1], "one lane is left"
     desk.router.book.free(BookingKey(7, "a", 0))
     loop.run()
-    assert list(desk.answers) == [f"r{SLICE}"], "the sweep goes on where it was"
-    desk.router.book.free(BookingKey(7, f"r{SLICE}", 0))
+    assert list(desk.answers) == ["r0"], "the best of all, not the one that the sweep had left"
+    assert loop.due == [], "and the sweep has looked at that one"
+    desk.router.book.free(BookingKey(7, "r0", 0))
     loop.run()
-    assert list(desk.answers) == [f"r{SLICE}", "r0"], "and another one begins"
+    assert list(desk.answers) == ["r0", "r1"]
     assert loop.due == []
+
+
+def test_a_relief_that_helps_nobody_wakes_nobody(loop: HandLoop) -> None:
+    desk = Desk()
+    desk.ask("a")
+    desk.ask("b")
+    desk.router.book.report(2, 0, Load(), desk.now)
+    assert loop.due == [], "nobody waits for that worker"
+    desk.router.book.report(1, 0, Load(), desk.now)
+    assert len(loop.due) == 1
+    loop.run()
+    assert (desk.answers, loop.due) == ({}, [])
+
+
+def test_a_report_that_grows_old_is_noticed_when_it_does_not_at_the_next_tick(
+    loop: HandLoop,
+) -> None:
+    desk = Desk()
+    desk.router.book.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), desk.now)
+    assert isinstance(desk.ask("a"), Parked)
+    (alarm,) = loop.alarms
+    assert alarm.when == pytest.approx(REPORT_MAX_AGE_S)
+    desk.now += REPORT_MAX_AGE_S + 0.001
+    alarm.call()
+    assert list(desk.answers) == ["a"]
+
+
+def test_an_alarm_that_rings_too_early_is_set_again(loop: HandLoop) -> None:
+    desk = Desk()
+    busy = Load(waiting=1, waiting_tokens=TOO_MUCH)
+    desk.router.book.report(1, 0, busy, desk.now)
+    desk.ask("a")
+    desk.now += 0.1
+    desk.router.book.report(1, 0, busy, desk.now)
+    loop.run()
+    desk.now += REPORT_MAX_AGE_S - 0.1
+    (alarm,) = loop.alarms
+    alarm.call()
+    assert desk.answers == {}
+    (_, again) = loop.alarms
+    assert again.when == pytest.approx(0.1)
+
+
+def test_the_longest_wait_ends_by_itself(loop: HandLoop) -> None:
+    desk = Desk()
+    desk.ask("a")
+    desk.ask("b")
+    wait_s = desk.router.queue.rules.wait_max_s
+    (alarm,) = loop.alarms
+    assert alarm.when == wait_s
+    desk.now += wait_s
+    alarm.call()
+    assert isinstance(desk.answers["b"], Overloaded)
 
 
 def test_a_sweep_in_slices_ends_where_nothing_was_relieved(loop: HandLoop) -> None:

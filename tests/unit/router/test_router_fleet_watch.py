@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
+from random import Random
 from typing import Any, cast
 
 import pytest
@@ -13,6 +14,7 @@ from common import registry as registry_module
 from common.errors import Unavailable
 from common.instances import Instance, Snapshot
 from common.registry import Registry
+from router_svc.core.query import Query
 from router_svc.core.route import Router
 from router_svc.core.select import RoundRobin
 from router_svc.fleet_watch import FleetWatch
@@ -105,6 +107,24 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
 
 
 async def test_an_empty_namespace_is_a_fleet_that_was_seen() -> None:
-    router = await workers_after(FlakyRegistry([Snapshot()]), lambda r: True)
+    router = await workers_after(FlakyRegistry([Snapshot(1)]), lambda r: True)
     assert router.fleet.was_seen
     assert ids(router) == []
+
+
+@pytest.mark.parametrize("later", [[], [seen(1, 1)]], ids=["for good", "at first"])
+async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snapshot]) -> None:
+    router = Router(RoundRobin())
+    registry = FlakyRegistry([Snapshot(), *later])
+    watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
+    task = asyncio.create_task(watch.run())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert registry.opened == 1, "it was asked"
+    assert watch.first_seen.is_set() == router.fleet.was_seen == bool(later)
+    if not later:
+        with pytest.raises(Unavailable) as refused:
+            router.decide(Query("m", 100), None, 0.0, Random(0))
+        assert refused.value.reason == "FLEET_UNKNOWN"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,8 +30,8 @@ def key(name: str = "r", attempt: int = 0, frontend_id: int = FRONTEND) -> Booki
     return BookingKey(frontend_id, name, attempt)
 
 
-def booking(name: str = "r", worker: Placement = W1, **facts: int) -> Booking:
-    given = {"prefill_tokens": 100, "decode_blocks": 7, **facts}
+def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
+    given: dict[str, Any] = {"prefill_tokens": 100, "decode_blocks": 7, **facts}
     return Booking(key(name), "m", worker, None, **given)
 
 
@@ -106,19 +107,21 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
 
 def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
     book, session = owned()
-    told: list[None] = []
-    book.relieved = lambda: told.append(None)
+    told: list[Placement] = []
+    book.relieved = told.append
     split = replace(booking(), prefill=W2)
     book.book(split, session, 0.0)
-    book.add_output_blocks(key(), 3, 0.5)
-    assert len(told) == 0
+    book.add_output_blocks(key(), 3)
+    assert told == []
     book.mark_prefill_done(key())
     book.mark_prefill_done(key())
-    assert len(told) == 1
+    assert told == [W2], "it computed the prompt"
+    book.add_output_blocks(key(), 1, 0.5)
+    book.add_output_blocks(key(), 1, 0.5)
+    assert told == [W2, W1], "its blocks weigh less, and then no less"
     book.announce(replace(split, revision=9), session, 0.0)
-    assert len(told) == 2
     book.free(key())
-    assert len(told) == 3
+    assert set(told[2:]) == {W1, W2}
 
 
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ from common.preprocessed import (
 from router_svc.core.busy import BusyLimits
 from router_svc.core.disagg import NO_BYPASS, Bypass
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import BookingKey, Totals
+from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, Totals
 from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
 from router_svc.core.queue import (
@@ -43,7 +45,7 @@ from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector
 
 FRONTEND = 7
 BATCH = 1000
-NOBODY = Hindrance(0, ())
+NOBODY = Hindrance(0, frozenset())
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
@@ -77,10 +79,13 @@ class Bed:
         busy: BusyLimits | None = None,
         bypass: Bypass = NO_BYPASS,
         index: Any = None,
+        more_rules: Mapping[str, Any] = MappingProxyType({}),
         **queue: Any,
     ) -> None:
         given = {"threshold": 1.0, **queue}
-        rules = Rules(queue=QueueRules(**given), busy=busy or BusyLimits(), bypass=bypass)
+        rules = Rules(
+            queue=QueueRules(**given), busy=busy or BusyLimits(), bypass=bypass, **more_rules
+        )
         self.router = Router(selector or SELECTORS["least_loaded"](), rules=rules, index=index)
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
@@ -112,6 +117,18 @@ class Bed:
                 continue
             names.append(parked.key.request_id)
             self.answers[parked.key.request_id] = outcome
+        return names
+
+    def relieve(self, *worker_ids: int) -> list[str]:
+        """Let those in who profit from the relief of these; their names, in that order."""
+        names = []
+        for worker_id in worker_ids:
+            for parked, outcome in self.router.relieved(
+                Placement(worker_id, 0), self.now, Random(0)
+            ):
+                if outcome is not None:
+                    names.append(parked.key.request_id)
+                    self.answers[parked.key.request_id] = outcome
         return names
 
     def load(self, worker_id: int = 1) -> Totals:
@@ -224,15 +241,18 @@ def test_a_report_that_grew_old_holds_nobody() -> None:
 
 def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
     bed = Bed()
-    told: list[str] = []
-    bed.router.book.relieved = lambda: told.append("x")
+    told: list[Placement] = []
+    fleets: list[int] = []
+    bed.router.book.relieved = told.append
+    bed.router.fleet_changed = lambda: fleets.append(1)
     placed(bed.admit("a"))
     assert told == [], "a booking is no relief"
     bed.router.book.mark_prefill_done(key("a"))
     bed.free("a")
     bed.router.book.report(1, 0, Load(), bed.now)
+    assert told == [Placement(1, 0)] * 3
     bed.see(worker(1), worker(2))
-    assert len(told) >= 4
+    assert len(fleets) == 1
     placed(bed.admit("b"))
     bed.router.book.end_session(bed.session, bed.now)
     before = len(told)
@@ -323,6 +343,90 @@ def test_a_sweep_that_is_left_early_goes_on_and_gets_to_the_last_lane(busy: Busy
     assert bed.serve() == ["r0"], "a new sweep looks again"
 
 
+@pytest.mark.parametrize(
+    "busy",
+    [BusyLimits(), BusyLimits(active_prefill_tokens_frac=9.0, active_decode_blocks=0.9)],
+    ids=["no limits", "limits"],
+)
+def test_a_relief_looks_at_no_more_lanes_than_it_has_room_for(busy: BusyLimits) -> None:
+    selector = Counting()
+    bed = crowded(selector, 100, busy=busy)
+    selector.asked = 0
+    bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    assert (bed.relieve(1), selector.asked) == ([], 0), "it is as busy as before"
+    bed.free("a")
+    bed.router.book.report(1, 0, Load(), bed.now)
+    assert (bed.relieve(1), selector.asked) == (["r0"], 1)
+    assert (bed.relieve(1), selector.asked) == ([], 1)
+
+
+def test_whom_a_limit_kept_from_others_is_found_by_the_relief_that_lifts_it() -> None:
+    workers = [worker(at, total_kv_blocks=100) for at in (1, 2, 3)]
+    bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
+    for at in (1, 2):
+        bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
+    bed.router.book.report(3, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    parked(bed.admit("a", 10))
+    parked(bed.admit("b", 10, backend_instance_id=3))
+    assert bed.relieve(1, 2, 3) == []
+    bed.router.book.report(2, 0, Load(kv_used_blocks=40), bed.now)
+    assert bed.relieve(2) == ["a"]
+    assert placed(bed.answers["a"]).worker == Placement(2, 0)
+
+
+def test_a_rank_counts_as_relieved_when_another_of_its_worker_is() -> None:
+    bed = Bed(worker(1, dp_size=2), busy=BusyLimits(active_prefill_tokens_frac=2.0))
+    busy = Load(waiting=1, waiting_tokens=5000)
+    bed.router.book.report(1, 1, Load(waiting=1, waiting_tokens=1500), bed.now)
+    bed.router.book.report(1, 0, busy, bed.now)
+    parked(bed.admit("a", 10))
+    bed.router.book.report(1, 1, Load(), bed.now)
+    ((_, outcome),) = bed.router.relieved(Placement(1, 1), bed.now, Random(0))
+    assert isinstance(outcome, Decision)
+    assert outcome.worker == Placement(1, 1)
+
+
+def test_who_waits_is_not_refused_because_all_are_above_a_limit_just_then() -> None:
+    workers = [worker(at, total_kv_blocks=100) for at in (1, 2)]
+    bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
+    for at in (1, 2):
+        bed.router.book.report(at, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
+    parked(bed.admit("a", 10))
+    for at in (1, 2):
+        bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
+    bed.see(*workers, worker(9, model="n"))
+    assert (bed.serve(), bed.waiting) == ([], 1)
+    with pytest.raises(Overloaded):
+        bed.admit("b", 10)
+    bed.router.book.report(2, 0, Load(), bed.now)
+    assert bed.relieve(2) == ["a"]
+
+
+def test_when_to_look_again_though_nothing_happens() -> None:
+    bed = Bed()
+    lost = bed.router.book.open_session(8)
+    assert bed.router.wakes_at(bed.now) == math.inf
+    bed.router.admit(Query("m", 2 * BATCH), BookingKey(8, "x", 0), bed.now, Random(0), lost)
+    parked(bed.admit("a"))
+    assert bed.router.wakes_at(bed.now) == bed.now + 60.0, "its longest wait"
+    bed.router.book.end_session(lost, bed.now)
+    assert bed.router.wakes_at(bed.now) == bed.now + ORPHAN_S
+    bed.router.book.report(1, 0, Load(), bed.now)
+    assert bed.router.wakes_at(bed.now) == bed.now + REPORT_MAX_AGE_S
+
+
+def test_nothing_is_remembered_of_those_who_have_left_the_queue() -> None:
+    bed = crowded(Counting(), 30)
+    for number in range(30):
+        bed.router.queue.withdraw(key(f"r{number}"))
+    assert bed.router.queue.spots == []
+    many = crowded(Counting(), 30)
+    for number in range(29):
+        many.router.queue.withdraw(key(f"r{number}"))
+    many.router.queue.tidy()
+    assert sum(map(len, many.router.queue._at.values())) == 1
+
+
 def test_a_frontend_that_comes_makes_nobody_be_picked_for_again() -> None:
     selector = Counting()
     bed = crowded(selector, 3)
@@ -382,6 +486,124 @@ def test_requests_of_other_models_are_not_held_up() -> None:
     assert placed(answer).worker == Placement(2, 0)
 
 
+# Wishes.
+
+SESSION = SessionControl("s", None)
+SOFT: dict[str, Any] = {"more_rules": {"session_mode": "soft"}}
+
+
+def test_a_soft_session_whose_worker_is_busy_goes_to_another_that_is_not() -> None:
+    bed = Bed(worker(1), worker(2), worker(3), **SOFT)
+    bound = placed(bed.admit("a", session_control=SESSION))
+    moved = placed(bed.admit("b", 10, session_control=SESSION))
+    assert moved.worker != bound.worker
+    assert moved.affinity == "moved"
+
+
+def test_a_soft_session_stays_while_its_worker_has_room() -> None:
+    bed = Bed(worker(1), worker(2), **SOFT)
+    bound = placed(bed.admit("a", 900, session_control=SESSION))
+    assert placed(bed.admit("b", 90, session_control=SESSION)).worker == bound.worker
+
+
+def test_a_soft_session_waits_for_all_who_may_serve_it_and_prefers_its_own() -> None:
+    bed = Bed(worker(1), worker(2), **SOFT)
+    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    other = 3 - bound
+    placed(bed.admit("b", backend_instance_id=other))
+    parked(bed.admit("c", 10, session_control=SESSION))
+    bed.free("b")
+    assert bed.relieve(other) == ["c"]
+    assert placed(bed.answers["c"]).worker == Placement(other, 0)
+    placed(bed.admit("d", backend_instance_id=other))
+    parked(bed.admit("e", 10, session_control=SESSION))
+    bed.free("d")
+    bed.free("a")
+    assert bed.relieve(bound, other) == ["e"]
+    assert placed(bed.answers["e"]).worker == Placement(other, 0), "it was bound there meanwhile"
+
+
+def test_a_soft_session_stands_in_line_with_those_who_want_the_same() -> None:
+    bed = Bed(worker(1), worker(2), **SOFT)
+    for at in (1, 2):
+        placed(bed.admit(f"fills {at}", backend_instance_id=at))
+    parked(bed.admit("first", 10))
+    bed.free("fills 1")
+    parked(bed.admit("second", 10, session_control=SESSION))
+    assert bed.relieve(1) == ["first", "second"]
+
+
+def test_a_soft_pair_goes_to_another_prefill_worker_and_keeps_its_decode() -> None:
+    group = {"transfer_group": "g", "local_prefill": False}
+    bed = Bed(
+        *(worker(n, role="prefill", **group) for n in (1, 2)),
+        *(worker(n, role="decode", **group) for n in (11, 12)),
+        **SOFT,
+    )
+    first = placed(bed.admit("a", session_control=SESSION))
+    second = placed(bed.admit("b", 10, session_control=SESSION))
+    assert first.prefill != second.prefill
+    assert first.worker == second.worker
+
+
+def test_a_soft_session_on_a_whole_worker_goes_to_a_pair_that_has_room() -> None:
+    group = {"transfer_group": "g", "local_prefill": False}
+    bed = Bed(worker(1), **SOFT)
+    placed(bed.admit("a", session_control=SESSION))
+    bed.see(worker(1), worker(2, role="prefill", **group), worker(3, role="decode", **group))
+    assert placed(bed.admit("b", 10, session_control=SESSION)).prefill == Placement(2, 0)
+
+
+def test_a_preferred_adapter_is_no_reason_to_wait() -> None:
+    rules: dict[str, Any] = {"lora_residency": "preferred"}
+    bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_rules=rules)
+    assert placed(bed.admit("a", lora_name="l")).worker == Placement(1, 0)
+    assert placed(bed.admit("b", lora_name="l")).worker == Placement(2, 0)
+    parked(bed.admit("c", lora_name="l"))
+
+
+def test_hard_sessions_of_one_worker_wait_in_one_lane_and_an_unbound_one_waits_for_all() -> None:
+    bed = Bed(worker(1), worker(2))
+    one = placed(bed.admit("a", 10, session_control=SessionControl("y", None))).worker.worker_id
+    x = SessionControl("x", None)
+    placed(bed.admit("b", backend_instance_id=one, session_control=x))
+    placed(bed.admit("fills", backend_instance_id=3 - one))
+    lanes = [
+        parked(bed.admit(name, 10, session_control=SessionControl(name, None))).lane
+        for name in ("x", "y", "unbound")
+    ]
+    assert lanes[0] == lanes[1]
+    assert lanes[0].places == (Placement(one, 0),)
+    assert lanes[2].places == ()
+    bed.free("fills")
+    assert bed.relieve(3 - one) == ["unbound"]
+
+
+def test_who_waits_for_a_worker_that_its_session_left_is_found() -> None:
+    bed = Bed(worker(1), worker(2))
+    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    parked(bed.admit("b", 10, session_control=SESSION))
+    assert list(bed.router.strays(bed.now, Random(0))) == []
+    placed(bed.admit("c", 10, backend_instance_id=3 - bound, session_control=SESSION))
+    ((one, outcome),) = bed.router.strays(bed.now, Random(0))
+    assert one.key == key("b")
+    assert isinstance(outcome, Decision)
+    assert outcome.worker == Placement(3 - bound, 0)
+
+
+def test_a_stray_whose_new_worker_is_busy_too_waits_there() -> None:
+    bed = Bed(worker(1), worker(2))
+    bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
+    parked(bed.admit("b", 10, session_control=SESSION))
+    placed(bed.admit("c", backend_instance_id=3 - bound, session_control=SESSION))
+    ((one, outcome),) = bed.router.strays(bed.now, Random(0))
+    assert (outcome, one.lane.places) == (None, (Placement(3 - bound, 0),))
+    bed.free("a")
+    assert bed.relieve(bound) == []
+    bed.free("c")
+    assert bed.relieve(3 - bound) == ["b"]
+
+
 # The order.
 
 
@@ -396,6 +618,19 @@ def test_a_higher_level_goes_first_however_late_it_came() -> None:
         bed.router.book.free(key((["a", *order])[-1]))
         order += bed.serve()
     assert order == ["high", "mid", "low"]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "wspt", "lcfs"])
+def test_a_level_counts_before_whatever_the_policy_says(policy: QueuePolicy) -> None:
+    asked = [
+        ("long ago and urgent", 0.0, Query("m", 1, routing=jumping(1e6), waited_s=1e6)),
+        ("high", 1.0, Query("m", 10_000, strict_priority=1)),
+        ("highest", 2.0, Query("m", 10_000, strict_priority=2**32 - 1)),
+        ("low", 3.0, Query("m", 1, routing=jumping(1e6))),
+    ]
+    names = drained(policy, asked)
+    assert names[:2] == ["highest", "high"]
+    assert set(names[2:]) == {"long ago and urgent", "low"}
 
 
 def drained(policy: QueuePolicy, asked: Sequence[tuple[str, float, Query]]) -> list[str]:
@@ -750,9 +985,16 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     running: set[str] = set()
     gone: set[str] = set()
     here = list(workers)
+    by_fleet = False
+
+    relieved: dict[int, None] = {}
+    bed.router.book.relieved = lambda at: relieved.setdefault(at.worker_id)
 
     def serve() -> None:
-        for name in bed.serve():
+        # The fleet changes are for sweeps, all else for reliefs.
+        names = [*(bed.serve() if by_fleet else ()), *bed.relieve(*relieved)]
+        relieved.clear()
+        for name in names:
             assert name in asked - running - gone, "told twice, or after it was withdrawn"
             (running if isinstance(bed.answers[name], Decision) else gone).add(name)
         free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
@@ -762,6 +1004,7 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
 
     for number, (step, arg) in enumerate(steps):
         bed.now += 0.01
+        by_fleet = step == "fleet"
         name = f"r{number}"
         if step == "ask":
             pin = arg if arg in (1, 2) else None
@@ -792,6 +1035,7 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
         serve()
     assert bed.waiting == len(asked - running - gone)
     bed.see(*workers)
+    by_fleet = True
     while asked - gone:
         for one in sorted(running):
             bed.free(one)

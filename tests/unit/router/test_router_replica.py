@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -31,7 +32,7 @@ def key(name: str = "r", frontend_id: int = FRONTEND) -> BookingKey:
     return BookingKey(frontend_id, name, 0)
 
 
-def booking(name: str = "r", worker: Placement = W1, **facts: int) -> Booking:
+def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
     return Booking(key(name), "m", worker, None, **{"prefill_tokens": 100, **facts})
 
 
@@ -59,6 +60,8 @@ class Link:
 
     def step(self, now: float, *, is_lost: bool = False) -> Frame:
         frame = self.telling.frame(now)
+        if not is_lost:
+            self.sender.replica.answered(self.hearer.id, now)
         if not is_lost and self.hearer.replica.take(self.sender.id, self.stream, frame, now):
             self.telling.tell_all()
         return frame
@@ -72,6 +75,7 @@ class Link:
 
     def close(self, now: float) -> None:
         self.sender.replica.told(self.telling)
+        self.sender.replica.unanswered(self.hearer.id)
         self.hearer.replica.left(self.sender.id, self.stream, now)
 
 
@@ -122,7 +126,6 @@ def test_only_own_bookings_are_told() -> None:
     onward.flush(0.0)
     assert key() in two.held()
     assert three.held() == {}
-    assert list(two.replica.snapshot()) == []
 
 
 def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
@@ -364,10 +367,156 @@ def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
     one.book.free(key("b"))
     Link(one, two).flush(0.2)
     assert two.book.orphan_count == 1
-    for part in one.replica.snapshot():
-        two.replica.heard_snapshot(1, part, 0.3)
     two.book.expire(ORPHAN_S)
     assert two.held() == one.held()
+
+
+def started(router_id: int, *peers: Peer, now: float) -> Peer:
+    """A router that has heard the snapshots of its peers."""
+    newcomer = Peer(router_id)
+    for peer in peers:
+        for part in peer.replica.snapshot():
+            newcomer.replica.heard_snapshot(peer.id, part, now)
+    return newcomer
+
+
+def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> None:
+    dead, survivor, link = pair()
+    dead.book.book(booking("told"), dead.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    survivor.book.book(booking("own", W2), survivor.book.open_session(FRONTEND + 1), 0.0)
+    unaware = started(3, survivor, now=1.0)
+    assert unaware.held() == survivor.held(), "also while the death was not noticed"
+    link.close(1.0)
+    newcomer = started(4, survivor, now=1.1)
+    assert newcomer.held() == survivor.held()
+    assert newcomer.held().keys() == {key("told"), key("own")}
+    survivor.book.announce(booking("told"), survivor.book.open_session(FRONTEND), 1.2)
+    Link(survivor, newcomer).flush(1.2)
+    newcomer.book.expire(1.1 + ORPHAN_S)
+    assert newcomer.held().keys() == {key("told"), key("own")}
+    assert newcomer.book.orphan_count == 0
+
+
+def test_what_a_snapshot_said_lasts_until_a_slow_peer_tells_by_itself() -> None:
+    slow = Peer(1)
+    session = slow.book.open_session(FRONTEND)
+    for name in "abc":
+        slow.book.book(booking(name), session, 0.0)
+    newcomer = started(2, slow, now=0.0)
+    to_slow = Link(newcomer, slow)
+    for tenths in range(100):  # Discovery shows it the newcomer after ten seconds only.
+        to_slow.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+        assert newcomer.held() == slow.held()
+    slow.book.free(key("a"))
+    told = Link(slow, newcomer)
+    told.flush(10.0)
+    for tenths in range(100, 100 + round(10 * ORPHAN_S)):
+        to_slow.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+    assert newcomer.held() == slow.held()
+    assert newcomer.held().keys() == {key("b"), key("c")}
+    assert newcomer.book.orphan_count == 0
+
+
+def test_what_a_snapshot_said_ends_three_seconds_after_the_peer_fell_silent() -> None:
+    silent = Peer(1)
+    silent.book.book(booking(), silent.book.open_session(FRONTEND), 0.0)
+    newcomer = started(2, silent, now=0.0)
+    to_silent = Link(newcomer, silent)
+    to_silent.step(2.0)
+    to_silent.close(2.5)
+    assert newcomer.book.expire(2.0 + ORPHAN_S - 0.1) == 0
+    assert newcomer.book.expire(2.0 + ORPHAN_S) == 1
+
+
+def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    gone = booking("gone")
+    two.replica.heard_snapshot(1, [gone], 0.0)
+    back = Link(two, one)
+    for second in range(1 + round(ORPHAN_S)):
+        back.step(float(second))
+        two.book.expire(float(second))
+    assert two.held() == one.held()
+
+
+def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_it() -> None:
+    peer = Peer(1)
+    peer.book.book(booking(), peer.book.open_session(FRONTEND), 0.0)
+    newcomer = started(2, peer, now=0.0)
+    to_peer = Link(newcomer, peer)
+    session = newcomer.book.open_session(FRONTEND)
+    newcomer.book.announce(booking(), session, 0.5)
+    newcomer.book.end_session(session, 1.0)
+    for tenths in range(10, 50):
+        to_peer.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+    assert newcomer.held() == {}
+
+
+def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(prefill_tokens=0, decode_blocks=4), session, 0.0)
+    for fraction, weight in ((None, 6), (0.5, 4), (0.125, 1)):
+        assert one.book.add_output_blocks(key(), 2, fraction)
+        link.step(0.1)
+        assert two.held() == one.held()
+        assert two.book.load(W1, 0.1) == one.book.load(W1, 0.1) == Totals(0, weight, 1)
+    # And they stay so for whoever has the booking next, and for one that starts.
+    held = one.book.get(key())
+    assert held is not None
+    assert (held.decode_blocks, held.decay, held.revision) == (10, 0.125, 4)
+    two.book.announce(held, two.book.open_session(FRONTEND), 0.2)
+    one.book.end_session(session, 0.2)
+    back.flush(0.2)
+    assert two.book.add_output_blocks(key(), 6, 0.0625)
+    back.step(0.3)
+    three = started(3, one, now=0.3)
+    loads = [each.book.load(W1, 0.3) for each in (one, two, three)]
+    assert loads == [Totals(0, 1, 1)] * 3
+    assert one.held() == two.held() == three.held()
+
+
+def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() -> None:
+    one, two, three = Peer(1), Peer(2), Peer(3)
+    peers = (one, two, three)
+    links = [Link(a, b) for a in peers for b in peers if a is not b]
+    first = one.book.open_session(FRONTEND, generation=1)
+    one.book.book(booking(worker=W1), first, 0.0)
+    next(x for x in links if (x.sender, x.hearer) == (one, three)).flush(0.0)
+    # No answer came; what one told two is still under way.
+    two.book.book(booking(worker=W2), two.book.open_session(FRONTEND, generation=2), 0.0)
+    for link in links * 2:
+        link.flush(0.1)
+    assert [peer.held() for peer in peers] == [two.held()] * 3
+    assert [b.worker for b in two.book] == [W2]
+    # Whoever left it has not seen that yet; its word does not count any more.
+    assert not one.book.book(booking(worker=W1), first, 0.2)
+    two.book.free(key())
+    for link in links:
+        link.flush(0.2)
+    assert [peer.held() for peer in peers] == [{}] * 3
+
+
+def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
+    one, two, link = pair()
+    one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
+    link.flush(0.0)
+    session = two.book.open_session(FRONTEND, generation=2)
+    assert two.book.announce(booking(worker=W2), session, 0.1)
+    assert [b.worker for b in two.book] == [W2]
+    # Frames of a session that has ended, read late.
+    older = two.book.open_session(FRONTEND, generation=1)
+    assert not two.book.announce(booking(worker=W1), older, 0.2)
+    two.book.end_session(older, 0.3)
+    assert two.book.orphan_count == 0
 
 
 def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
@@ -413,13 +562,18 @@ IDS = (1, 2, 3)
 
 
 class Client:
-    """A frontend: what it holds, and its session."""
+    """A frontend: what it holds, its session, and what it asked there without an answer yet.
+
+    forgotten: sessions that it left without the router's seeing it.
+    """
 
     def __init__(self, frontend_id: int) -> None:
         self.id = frontend_id
         self.held: dict[BookingKey, Booking] = {}
+        self.unanswered: list[BookingKey] = []
         self.router: Peer | None = None
-        self.session = 0
+        self.session = self.generation = 0
+        self.forgotten: list[tuple[Peer, int]] = []
 
 
 class RoutersMachine(RuleBasedStateMachine):
@@ -445,20 +599,59 @@ class RoutersMachine(RuleBasedStateMachine):
         for one in self.living():
             for two in self.living():
                 if one is not two and two.id not in one.links:
-                    for part in two.replica.snapshot():
-                        one.replica.heard_snapshot(two.id, part, self.now)
                     one.links[two.id] = Link(one, two)
 
-    def attach(self, client: Client, router: Peer) -> None:
+    def attach(
+        self, client: Client, router: Peer, *, is_seen: bool = True, worker: Placement = W1
+    ) -> None:
         if client.router is not None and client.router.is_alive:
-            client.router.book.end_session(client.session, self.now)
-        client.router, client.session = router, router.book.open_session(client.id)
+            if is_seen:
+                client.router.book.end_session(client.session, self.now)
+            else:
+                client.forgotten.append((client.router, client.session))
+        client.generation += 1
+        session = router.book.open_session(client.id, client.generation, self.now)
+        client.router, client.session = router, session
         for held in client.held.values():
             router.book.announce(held, client.session, self.now)
+        for one in client.unanswered:
+            router.book.book(Booking(one, "m", worker, None, 10, 2), client.session, self.now)
 
-    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
-    def move(self, frontend: int, data: st.DataObject) -> None:
-        self.attach(self.clients[frontend], data.draw(st.sampled_from(self.living())))
+    @rule(
+        frontend=st.sampled_from(FRONTENDS),
+        data=st.data(),
+        is_seen=st.booleans(),
+        worker=st.sampled_from([W1, W2]),
+    )
+    def move(self, frontend: int, data: st.DataObject, is_seen: bool, worker: Placement) -> None:
+        router = data.draw(st.sampled_from(self.living()))
+        self.attach(self.clients[frontend], router, is_seen=is_seen, worker=worker)
+
+    @rule(frontend=st.sampled_from(FRONTENDS))
+    def a_router_sees_that_it_was_left(self, frontend: int) -> None:
+        client = self.clients[frontend]
+        if client.forgotten:
+            router, session = client.forgotten.pop()
+            if router.is_alive:
+                router.book.end_session(session, self.now)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
+    def ask(self, frontend: int, worker: Placement) -> None:
+        client = self.clients[frontend]
+        if client.router is not None and client.router.is_alive:
+            self.last_name += 1
+            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            client.router.book.book(new, client.session, self.now)
+            client.unanswered.append(new.key)
+
+    @rule(frontend=st.sampled_from(FRONTENDS))
+    def answer(self, frontend: int) -> None:
+        client = self.clients[frontend]
+        if client.unanswered and client.router is not None and client.router.is_alive:
+            one = client.unanswered.pop()
+            booked = client.router.book.get(one)
+            assert booked is not None, "nobody but its frontend may end it"
+            client.held[one] = replace(booked, generation=0)
 
     @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
     def place(self, frontend: int, worker: Placement) -> None:
@@ -518,7 +711,10 @@ class RoutersMachine(RuleBasedStateMachine):
     def one_returns(self) -> None:
         if len(self.living()) < len(IDS):
             self.last_id += 1
-            self.routers[self.last_id] = Peer(self.last_id)
+            peers = self.living()
+            newcomer = self.routers[self.last_id] = started(self.last_id, *peers, now=self.now)
+            counted = {one for peer in peers for one in peer.held()}
+            assert newcomer.held().keys() == counted, "it knows from the first what anybody knows"
             self.connect_all()
 
     @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0]))
@@ -534,7 +730,8 @@ class RoutersMachine(RuleBasedStateMachine):
         for client in self.clients.values():
             if client.router is None or not client.router.is_alive:
                 self.attach(client, self.living()[0])
-        for _ in range(4):
+        # A digest, the time of an orphan, and one for those that it makes orphans.
+        for _ in range(5):
             self.now += DIGEST_S
             for router in self.living():
                 router.book.expire(self.now)
@@ -542,9 +739,13 @@ class RoutersMachine(RuleBasedStateMachine):
                 for router in self.living():
                     for link in router.links.values():
                         link.flush(self.now)
+        for client in self.clients.values():
+            while client.unanswered:
+                self.answer(client.id)
         truth = {one: held for client in self.clients.values() for one, held in client.held.items()}
         for router in self.living():
-            assert router.held() == truth
+            held = {one: replace(b, generation=0) for one, b in router.held().items()}
+            assert held == truth
             assert router.book.orphan_count == 0
 
     def teardown(self) -> None:

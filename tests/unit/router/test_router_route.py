@@ -17,12 +17,13 @@ from common.instances import Instance, Snapshot
 from common.kv import Source
 from common.prefix_index import Matched
 from common.preprocessed import RouterConfigOverride, RoutingHints
+from router_svc.core.cost import CostKnobs
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import ORPHAN_S, BookingKey, LoadBook, Totals
 from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
 from router_svc.core.route import CONSIDERED_MAX, Router
-from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector
+from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector, price
 
 FRONTEND = 7
 QUERY = Query("m", total_tokens=100)
@@ -384,8 +385,65 @@ def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_othe
     router = router_of(*(worker(n) for n in range(1, 101)))
     for number in range(30):
         decision = router.decide(QUERY, key(number), 0.0, Random(number))
-        assert CONSIDERED_MAX <= len(decision.considered) <= CONSIDERED_MAX + 1
+        assert len(decision.considered) == CONSIDERED_MAX
         assert decision.worker in {row.placement for row in decision.considered}
+
+
+@pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
+def test_the_price_of_the_chosen_one_is_remembered_wherever_it_stands(selector: str) -> None:
+    hot = CostKnobs(router_temperature=5.0 if selector == "kv" else 0.0)
+    router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, knobs=hot)
+    ranks = set()
+    for number in range(60):
+        decision = router.decide(QUERY, key(number), 0.0, Random(number))
+        rows = decision.considered
+        (its,) = (row for row in rows if row.placement == decision.worker)
+        assert its.cost is not None
+        assert (its.terms is not None) == (selector == "kv")
+        costs = [row.cost for row in rows if row.cost is not None]
+        assert costs == sorted(costs)
+        ranks.add(rows.index(its))
+    assert selector != "kv" or len(ranks) > 1, "the temperature also chose dear ones"
+
+
+def test_who_has_no_price_is_remembered_the_chosen_one_first() -> None:
+    router = router_of(*(worker(n) for n in range(1, 41)), selector="round_robin")
+    for number in range(12):
+        decision = router.decide(QUERY, key(number), 0.0, Random(0))
+        rows = decision.considered
+        assert len({row.placement for row in rows}) == CONSIDERED_MAX
+        assert rows[0].placement == decision.worker
+        assert not any(row.cost or row.excluded_why for row in rows)
+
+
+def test_who_was_left_out_is_remembered_with_the_reason_where_there_is_room() -> None:
+    router = router_of(worker(1), worker(2), worker(3), selector="round_robin")
+    query = replace(QUERY, excluded_worker_ids=frozenset({1}))
+    rows = router.decide(query, key(0), 0.0, Random(0)).considered
+    assert [(r.placement.worker_id, r.cost, bool(r.excluded_why)) for r in rows] == [
+        (2, None, False),
+        (3, None, False),
+        (1, None, True),
+    ]
+
+
+class Narrow:
+    """Prices some and chooses another one."""
+
+    name = "narrow"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        return Choice(candidates[-1], "just so", price(query, candidates[:-1], view))
+
+
+def test_a_chosen_one_without_a_price_is_remembered_among_those_that_have_one() -> None:
+    router = router_of(*(worker(n) for n in range(1, 41)), selector=Narrow())
+    decision = router.decide(QUERY, key(0), 0.0, Random(0))
+    rows = decision.considered
+    assert len(rows) == CONSIDERED_MAX
+    assert (rows[-1].placement, rows[-1].cost) == (decision.worker, None)
 
 
 @pytest.mark.parametrize(

@@ -83,16 +83,22 @@ class SessionHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
     """Instance id of the frontend process; part of every booking's key."""
+    generation: _builtins.int
+    """Counts the sessions of the process, from 1: of two claims to a booking, that of the later
+    session holds, at whatever router. 0: not told, older than any other.
+    """
     def __init__(
         self,
         *,
         frontend_id: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frontend_id", b"frontend_id", "generation", b"generation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -136,21 +142,29 @@ class SessionHelloAck(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     TRACK_OUTPUT_BLOCKS_FIELD_NUMBER: _builtins.int
+    QUEUE_WAIT_MS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the router process."""
     track_output_blocks: _builtins.bool
     """Whether the router wants to hear of blocks that answers grow by (SessionRequest.outputs)."""
+    queue_wait_ms: _builtins.int
+    """Milliseconds that a New may wait in the router's queue for its answer. 0: there is no queue, and
+    every New is answered at once. Absent: not told.
+    """
     def __init__(
         self,
         *,
         router_id: _builtins.int = ...,
         track_output_blocks: _builtins.bool = ...,
+        queue_wait_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_queue_wait_ms", b"_queue_wait_ms", "queue_wait_ms", b"queue_wait_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id", "track_output_blocks", b"track_output_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_queue_wait_ms", b"_queue_wait_ms", "queue_wait_ms", b"queue_wait_ms", "router_id", b"router_id", "track_output_blocks", b"track_output_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__queue_wait_ms: _TypeAlias = _typing.Literal["queue_wait_ms"]  # noqa: Y015
+    _WhichOneofArgType__queue_wait_ms: _TypeAlias = _typing.Literal["_queue_wait_ms", b"_queue_wait_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_wait_ms) -> _WhichOneofReturnType__queue_wait_ms | None: ...
 
 Global___SessionHelloAck: _TypeAlias = SessionHelloAck  # noqa: Y015
 
@@ -195,6 +209,9 @@ class Booking(_message.Message):
     DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     DECAY_FRACTION_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SESSION_REVISION_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
     """Frontend process it belongs to."""
     model: _builtins.str
@@ -204,9 +221,19 @@ class Booking(_message.Message):
     decode_blocks: _builtins.int
     """KV blocks held on worker."""
     revision: _builtins.int
-    """Grows with each change; the highest wins."""
+    """Grows with each change; of one generation the highest wins."""
     decay_fraction: _builtins.float
     """Weight of the blocks, 0..1, as OutputBlocks.decay_fraction last said. Absent: 1."""
+    generation: _builtins.int
+    """Of the session that had it last, see SessionHello. Between routers only; in what a frontend
+    announces its hello says it.
+    """
+    session_id: _builtins.str
+    """Client session of the request, as in RoutingHints.session_control, 1 to 256 characters; while
+    the booking lives the session stays bound. Empty: none, or the request closed it.
+    """
+    session_revision: _builtins.int
+    """Decision.session_revision, from 1. 0: no session."""
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Its key."""
@@ -231,10 +258,13 @@ class Booking(_message.Message):
         decode_blocks: _builtins.int = ...,
         revision: _builtins.int = ...,
         decay_fraction: _builtins.float | None = ...,
+        generation: _builtins.int = ...,
+        session_id: _builtins.str = ...,
+        session_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "key", b"key", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "key", b"key", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "generation", b"generation", "key", b"key", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "session_id", b"session_id", "session_revision", b"session_revision", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decay_fraction: _TypeAlias = _typing.Literal["decay_fraction"]  # noqa: Y015
     _WhichOneofArgType__decay_fraction: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction"]  # noqa: Y015
@@ -445,6 +475,7 @@ class Decision(_message.Message):
     PREFILL_ADDRESS_FIELD_NUMBER: _builtins.int
     CHARGED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     CHARGED_DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
+    SESSION_REVISION_FIELD_NUMBER: _builtins.int
     overlap_blocks: _builtins.int
     """Blocks of the prompt the prefilling worker already holds."""
     predicted_cached_tokens: _builtins.int
@@ -463,6 +494,11 @@ class Decision(_message.Message):
     """
     charged_decode_blocks: _builtins.int
     """The same in KV blocks, of the prompt."""
+    session_revision: _builtins.int
+    """Where the request's session stays by it: counts the session's bindings, from 1. Who announces
+    the booking to another router repeats it with the session's id, so that a router which knows
+    nothing (of so late a binding) learns it. 0: no session, or the request closed it.
+    """
     @_builtins.property
     def worker(self) -> Global___Placement:
         """Where the whole request, or its decode, runs."""
@@ -493,10 +529,11 @@ class Decision(_message.Message):
         prefill_address: _builtins.str = ...,
         charged_prefill_tokens: _builtins.int = ...,
         charged_decode_blocks: _builtins.int = ...,
+        session_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "charged_decode_blocks", b"charged_decode_blocks", "charged_prefill_tokens", b"charged_prefill_tokens", "overlap_blocks", b"overlap_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prefill_address", b"prefill_address", "queued_ms", b"queued_ms", "reasons", b"reasons", "worker", b"worker", "worker_address", b"worker_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bootstrap", b"bootstrap", "charged_decode_blocks", b"charged_decode_blocks", "charged_prefill_tokens", b"charged_prefill_tokens", "overlap_blocks", b"overlap_blocks", "predicted_cached_tokens", b"predicted_cached_tokens", "prefill", b"prefill", "prefill_address", b"prefill_address", "queued_ms", b"queued_ms", "reasons", b"reasons", "session_revision", b"session_revision", "worker", b"worker", "worker_address", b"worker_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +584,10 @@ class RouteRequest(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     book: _builtins.bool
-    """Book it under key. The caller must free it by a Session of the same frontend id."""
+    """Book it under key. The booking belongs to the newest open Session of frontend_id at this router,
+    by which the caller must free it. Where there is none it is an orphan from the start, and gone
+    after 3 s, unless a Session is opened by then that announces it (SessionRequest.announced).
+    """
     frontend_id: _builtins.int
     """Needed with book: whose booking it is."""
     @_builtins.property
@@ -738,7 +778,10 @@ class ExplainResponse(_message.Message):
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """Everyone considered, cheapest first; for a pair all prefill candidates, then all decode ones."""
+        """Who was considered; for a pair the prefill candidates, then the decode ones. Of each: those with
+        a cost, cheapest first, then those that the selector put no price on, then those left out. With
+        query: everyone. With request_id: at most 8 of each, the chosen one always among them.
+        """
 
     def __init__(
         self,
@@ -794,7 +837,9 @@ class Candidate(_message.Message):
     SOURCE_REASON_FIELD_NUMBER: _builtins.int
     SOURCE_AGE_MS_FIELD_NUMBER: _builtins.int
     cost: _builtins.float
-    """Its cost in the selector's unit; lower is better. Absent: not eligible."""
+    """Its cost in the selector's unit; lower is better. Absent: not eligible where excluded_reason says
+    so, else the selector put no price on it.
+    """
     overlap_blocks: _builtins.int
     """Prompt blocks it holds."""
     report_age_ms: _builtins.int
@@ -933,6 +978,8 @@ class SyncRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     BEGINS_ALL_FIELD_NUMBER: _builtins.int
     ENDS_ALL_FIELD_NUMBER: _builtins.int
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    BINDINGS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the sending router."""
     sequence: _builtins.int
@@ -940,8 +987,8 @@ class SyncRequest(_message.Message):
     digest: _builtins.int
     """Digest over the sender's own bookings after this frame: the exclusive or, begun with
     0x6b766d6573680001, of the first 8 bytes, little endian, of the BLAKE2b hash (digest size 8) of
-    each booking's frontend_id, attempt and revision (8 bytes little endian each) and request_id
-    (UTF-8); 1 where that is 0. 0: not in this frame.
+    each booking's frontend_id, attempt, generation and revision (8 bytes little endian each) and
+    request_id (UTF-8); 1 where that is 0. 0: not in this frame.
     """
     begins_all: _builtins.bool
     """All of the sender's bookings are told anew from this frame on, as at the beginning of a stream."""
@@ -955,6 +1002,18 @@ class SyncRequest(_message.Message):
     def removals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
         """Bookings that ended, or are no longer the sender's: key and frontend_id only."""
 
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHello]:
+        """With a digest: the sessions of frontends that are open at the sender. An earlier one of the same
+        frontend at the peer is over, whether or not the peer has seen it end.
+        """
+
+    @_builtins.property
+    def bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]:
+        """Client sessions as they are now: all that the sender knows when it begins to tell everything,
+        then those that were bound, moved or closed, or whose last request ended. No digest counts them.
+        """
+
     def __init__(
         self,
         *,
@@ -965,14 +1024,76 @@ class SyncRequest(_message.Message):
         digest: _builtins.int = ...,
         begins_all: _builtins.bool = ...,
         ends_all: _builtins.bool = ...,
+        sessions: _abc.Iterable[Global___SessionHello] | None = ...,
+        bindings: _abc.Iterable[Global___SessionBinding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "digest", b"digest", "ends_all", b"ends_all", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "upserts", b"upserts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "bindings", b"bindings", "digest", b"digest", "ends_all", b"ends_all", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "sessions", b"sessions", "upserts", b"upserts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SyncRequest: _TypeAlias = SyncRequest  # noqa: Y015
+
+@_typing.final
+class SessionBinding(_message.Message):
+    """Where a client session stays, as one router knows it. Of two that routers know of one session each
+    keeps that of the higher revision; of equal ones that of the lesser (frontend_id, request_id,
+    attempt); of equal ones again that of the lesser (worker_id, dp_rank) of worker, then of prefill,
+    where absence is less than any. Who is told of one that it does not keep tells the one that it does.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REVISION_FIELD_NUMBER: _builtins.int
+    BOUND_BY_FIELD_NUMBER: _builtins.int
+    FRONTEND_ID_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    IDLE_MS_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Model of the session. Never empty."""
+    session_id: _builtins.str
+    """Its id, 1 to 256 characters."""
+    revision: _builtins.int
+    """Counts the bindings of the session, its closing too, from 1."""
+    frontend_id: _builtins.int
+    """The frontend of that."""
+    idle_ms: _builtins.int
+    """Milliseconds since its last request ended. 0: one lives."""
+    @_builtins.property
+    def bound_by(self) -> Global___BookingKey:
+        """The request that bound (or closed) it."""
+
+    @_builtins.property
+    def worker(self) -> Global___Placement:
+        """Where its whole requests, or their decodes, run. Absent: it was closed."""
+
+    @_builtins.property
+    def prefill(self) -> Global___Placement:
+        """Where its prefills run. Absent: on worker."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        revision: _builtins.int = ...,
+        bound_by: Global___BookingKey | None = ...,
+        frontend_id: _builtins.int = ...,
+        worker: Global___Placement | None = ...,
+        prefill: Global___Placement | None = ...,
+        idle_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bound_by", b"bound_by", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_by", b"bound_by", "frontend_id", b"frontend_id", "idle_ms", b"idle_ms", "model", b"model", "prefill", b"prefill", "revision", b"revision", "session_id", b"session_id", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionBinding: _TypeAlias = SessionBinding  # noqa: Y015
 
 @_typing.final
 class SyncResponse(_message.Message):
@@ -985,6 +1106,7 @@ class SyncResponse(_message.Message):
     RESEND_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     ENDS_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BINDINGS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the answering router."""
     acked_sequence: _builtins.int
@@ -995,7 +1117,13 @@ class SyncResponse(_message.Message):
     """The snapshot is complete."""
     @_builtins.property
     def snapshot(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """The peer's own bookings, after connecting; it tells of their changes on a stream that it opens."""
+        """All bookings that the peer counts, its own, those of others and orphans, for a router that
+        starts; the peer tells of its own, and of their changes, on a stream that it opens.
+        """
+
+    @_builtins.property
+    def snapshot_bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]:
+        """All client sessions that the peer knows, before it says that the snapshot is complete."""
 
     def __init__(
         self,
@@ -1005,10 +1133,11 @@ class SyncResponse(_message.Message):
         resend: _builtins.bool = ...,
         snapshot: _abc.Iterable[Global___Booking] | None = ...,
         ends_snapshot: _builtins.bool = ...,
+        snapshot_bindings: _abc.Iterable[Global___SessionBinding] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "ends_snapshot", b"ends_snapshot", "resend", b"resend", "router_id", b"router_id", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acked_sequence", b"acked_sequence", "ends_snapshot", b"ends_snapshot", "resend", b"resend", "router_id", b"router_id", "snapshot", b"snapshot", "snapshot_bindings", b"snapshot_bindings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,125 @@
+"""Whether a worker has room for one more prompt, and whom those wait for who find none (pure).
+
+A rank has room for a leg if it is not prefill-busy, where the leg computes a prompt, and its worker
+is not above a busy threshold for that leg; a decode worker that is to compute the prompt too must
+have room by `Bypass`. A request waits while none of those who may compute its prompt has room. For
+it to be placed, one rank that has no room now must get some: those are the *spots* that it waits
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from common.errors import InvalidRequest, Overloaded, Unavailable
+from router_svc.core.busy import busy_workers
+from router_svc.core.filters import Leg, eligible
+from router_svc.core.fleet import Candidate, Fleet, Placement
+from router_svc.core.load import LoadBook
+from router_svc.core.picks import Ask, Picker, Picks
+from router_svc.core.query import Query, block_size_of, decode_charge
+from router_svc.core.queue import Spot
+from router_svc.core.rules import Rules
+
+LEGS: tuple[Leg, ...] = get_args(Leg)
+
+
+class Room:
+    """Of the ranks of one router's fleet. Times are seconds of one clock."""
+
+    def __init__(self, fleet: Fleet, book: LoadBook, picker: Picker, rules: Rules) -> None:
+        self._fleet = fleet
+        self._book = book
+        self._picker = picker
+        self._rules = rules
+        # Whether only prefill-busy workers make anybody wait; otherwise load also says who may
+        # serve at all.
+        bypass = rules.bypass
+        is_gated = bypass.policy != "off" or bypass.decode_busy_threshold is not None
+        self._is_simple = rules.busy.are_off and not is_gated
+
+    def has(self, spot: Spot, now: float, query: Query | None = None) -> bool:
+        """Whether the rank has room for the leg: of that query, if given, else of any."""
+        at = self._fleet.candidate(spot.placement)
+        return at is not None and self._has(at, spot.leg, now, query)
+
+    def spots(self, ask: Ask, picks: Picks | None) -> frozenset[Spot]:
+        """Whom the query waits for, of whom nobody has room now. picks: in vain, None if they
+        failed because all are busy.
+        """
+        if self._is_simple and picks is not None:
+            return frozenset(Spot(at.placement, _prefilling(at)) for at in picks.waits_for)
+        return frozenset(
+            Spot(at.placement, leg)
+            for leg in LEGS
+            for at in self._may_serve(ask, leg)
+            if not self._has(at, leg, ask.now, ask.query)
+        )
+
+    def everywhere(self, ask: Ask) -> frozenset[Spot]:
+        """All by whom the prompt might be computed, whether they have room or not."""
+        legs: tuple[Leg, ...] = ("prefill", "whole")
+        return frozenset(
+            Spot(at.placement, leg) for leg in legs for at in self._may_serve(ask, leg)
+        )
+
+    def near(self, placement: Placement) -> Sequence[Placement]:
+        """The ranks that may have got room when this one was relieved."""
+        at = None if self._rules.busy.are_off else self._fleet.candidate(placement)
+        if at is None or at.instance.dp_size == 1:
+            return (placement,)
+        return [c.placement for c in self._ranks(at)]
+
+    def _has(self, at: Candidate, leg: Leg, now: float, query: Query | None) -> bool:
+        if leg != "decode" and self._picker.are_full((at,), now):
+            return False
+        limits, book = self._rules.busy, self._book
+        if not limits.are_off:
+            ranks = self._ranks(at) if at.instance.dp_size > 1 else (at,)
+            if busy_workers(ranks, lambda rank: book.load(rank, now), limits, leg):
+                return False
+        if query is None or leg != "whole" or at.instance.role != "decode":
+            return True
+        held = book.load(at.placement, now).decode_blocks
+        own = decode_charge(query, block_size_of(query, at.instance.block_size))
+        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
+
+    def _ranks(self, at: Candidate) -> list[Candidate]:
+        """All of its worker."""
+        worker = at.instance
+        roles = self._fleet.candidates(worker.model, worker.role)
+        return [c for c in roles if c.placement.worker_id == worker.id]
+
+    def _may_serve(self, ask: Ask, leg: Leg) -> Sequence[Candidate]:
+        """Whoever could, were nobody busy; wishes are put aside."""
+        model, fleet = ask.query.model, self._fleet
+        if leg == "whole":
+            local = [c for c in fleet.candidates(model, "decode") if c.instance.local_prefill]
+            among: Sequence[Candidate] = (*fleet.candidates(model, "aggregated"), *local)
+        else:
+            among = fleet.candidates(model, leg)
+        if not among:
+            return ()
+        tie = ask.tie(leg)
+        try:
+            kept, _ = eligible(
+                ask.query,
+                among,
+                leg,
+                tie=tie if tie is not None and tie.is_hard else None,
+                residency=self._rules.lora_residency,
+                has_room=_anybody,
+            )
+        except (Unavailable, InvalidRequest, Overloaded):
+            return ()
+        return kept
+
+
+def _prefilling(at: Candidate) -> Leg:
+    """The leg for which the rank computes prompts."""
+    return "prefill" if at.instance.role == "prefill" else "whole"
+
+
+def _anybody(candidate: Candidate) -> bool:
+    return True

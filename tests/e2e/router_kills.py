@@ -1,0 +1,279 @@
+"""kill -9 of one of two routers amid long streams, again and again: when are all books right?
+
+    python -m tests.e2e.router_kills [--kills 40] [--busy 0]
+
+Two frontends hold bookings that do not change. In turn the newcomer is started after the kill, and
+so shortly before it that it becomes ready while the frontend of the dead one may be on its way to
+the one that is left. A book is *right* when it has exactly one booking of each answer, as it was
+or of a later attempt, for workers that are starved lose answers to others.
+--busy: processes that do nothing but use a core. The last line is a JSON object; for each kill
+
+    ready_s         from the kill until the newcomer was ready; 0: it was before
+    right_s         from when it was ready (and the kill) until its book was right
+    wrong_after_s   how long its book was wrong after that, until the frontends were shared out
+    left_wrong_s    how long that of the other router was wrong since the kill
+    balanced_s      from when it was ready until each router had one frontend
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any, TypeVar
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from bench.measure import print_report
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+from tests.e2e.mesh import LEASH, MODEL, WAIT_S, Mesh, Service
+
+LONG_S = 60.0
+LOOK_S = 0.01
+STREAMS = 6
+TARGET_S = 1.0
+# A mesh is made anew after so many kills, before its streams end.
+KILLS_A_MESH = 8
+# An early newcomer gets this much of a start, at random; on an idle machine it takes 0.4 s.
+HEAD_START_S = (0.1, 0.6)
+BURN = "while True: pass"
+
+T = TypeVar("T")
+BookingKey = tuple[int, str, int]
+Bookings = dict[BookingKey, tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """What was seen of one; see above. is_early: the newcomer was started before. load_1m: then."""
+
+    is_early: bool
+    ready_s: float
+    right_s: float
+    wrong_after_s: float
+    left_wrong_s: float
+    balanced_s: float
+    load_1m: float
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+async def until(condition: Callable[[], T | None], what: str, timeout_s: float = LONG_S) -> T:
+    """The first true value; asked in a thread, since it asks processes."""
+    deadline = now() + timeout_s
+    while not (value := await asyncio.to_thread(condition)):
+        assert now() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(LOOK_S)
+    return value
+
+
+def bookings(router: Service) -> Bookings:
+    """What a router holds: worker and prefill tokens by key. Blocks grow with the answer."""
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
+    return {
+        (b.frontend_id, b.key.request_id, b.key.attempt): (b.worker.worker_id, b.prefill_tokens)
+        for b in stub.Dump(router_pb2.DumpRequest(), timeout=WAIT_S).bookings
+    }
+
+
+def agreed(mesh: Mesh, count: int) -> Bookings | None:
+    """What all routers hold, if that is the same, prefilled, and so many."""
+    held = [bookings(router) for router in mesh.of("router")]
+    same = all(one == held[0] for one in held) and len(held[0]) == count
+    return held[0] if same and all(b[1] == 0 for b in held[0].values()) else None
+
+
+def gauge(router: Service, name: str) -> float:
+    """A router's metric without labels."""
+    text = httpx.get(f"http://{router.addresses['metrics']}/metrics", trust_env=False).text
+    families = text_string_to_metric_families(text)
+    (value,) = (s.value for f in families for s in f.samples if s.name == f"kvmesh_router_{name}")
+    return value
+
+
+def is_balanced(mesh: Mesh) -> bool:
+    """Whether each router has a peer, and one of the two frontends."""
+    return all(
+        (gauge(router, "sessions"), gauge(router, "peers")) == (1, 1)
+        for router in mesh.of("router")
+    )
+
+
+def body_of(prompt: str, tokens: int) -> dict[str, Any]:
+    """A completion's body that is answered with so many tokens."""
+    return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+
+
+def is_right(seen: Bookings, held: Bookings) -> bool:
+    """Whether a book has the answers that are `held`, each once, and the same attempts alike."""
+    answers = [sorted(key[:2] for key in book) for book in (seen, held)]
+    return answers[0] == answers[1] and all(seen[key] == held[key] for key in seen.keys() & held)
+
+
+class Book:
+    """One router's book, looked at all the time."""
+
+    def __init__(self, router: Service, held: Bookings) -> None:
+        self._router = router
+        self._held = held
+        self._seen: Bookings = {}
+        self._right = asyncio.Event()
+        self.right_at = 0.0
+        self.wrong_s = 0.0  # Since it was first right.
+
+    async def until_right(self) -> None:
+        """Returns once it was. AssertionError, saying what is wrong, when that takes LONG_S."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LONG_S):
+                await self._right.wait()
+        wrong = self._seen.items() ^ self._held.items()
+        assert self._right.is_set(), f"{self._router.name} has {self._seen}, of which {wrong}"
+
+    async def watch(self) -> None:
+        """Ends by cancellation only. A look counts from its beginning to that of the next one."""
+        while True:
+            began = now()
+            self._seen = await asyncio.to_thread(bookings, self._router)
+            is_good = is_right(self._seen, self._held)
+            if is_good and not self._right.is_set():
+                self.right_at = now()
+                self._right.set()
+            await asyncio.sleep(LOOK_S)
+            if not is_good and self._right.is_set():
+                self.wrong_s += now() - began
+
+
+@asynccontextmanager
+async def watched(router: Service, held: Bookings) -> AsyncIterator[Book]:
+    """Looks at a router's book for the time of the block."""
+    book = Book(router, held)
+    watching = asyncio.create_task(book.watch())
+    try:
+        yield book
+    finally:
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+
+async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Kill:
+    """Kills the older router and follows what comes of it. head_start_s: None, started after it."""
+    victim, left = mesh.of("router")
+    new = None
+    async with watched(left, held) as left_book:
+        await left_book.until_right()
+        if head_start_s is not None:
+            new = mesh.spawn("router")
+            await asyncio.sleep(head_start_s)
+        victim.kill()
+        killed_at = now()
+        new = new or mesh.spawn("router")
+        await asyncio.to_thread(new.wait_ready)
+        ready_at = now()
+        async with watched(new, held) as book:
+            await book.until_right()
+            await until(partial(is_balanced, mesh), "frontends have gone home again")
+            balanced_at = now()
+    return Kill(
+        is_early=head_start_s is not None,
+        ready_s=round(ready_at - killed_at, 3),
+        right_s=round(book.right_at - ready_at, 3),
+        wrong_after_s=round(book.wrong_s, 3),
+        left_wrong_s=round(left_book.wrong_s, 3),
+        balanced_s=round(balanced_at - ready_at, 3),
+        load_1m=round(os.getloadavg()[0], 1),
+    )
+
+
+async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
+    """So many, one after the other, while STREAMS long answers are under way."""
+    async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
+        streams = [
+            asyncio.create_task(
+                http.post(f"{mesh.urls[n % 2]}/v1/completions", json=body_of(f"Stream {n}", 4000))
+            )
+            for n in range(STREAMS)
+        ]
+        try:
+            await until(lambda: is_balanced(mesh), "each router has a frontend")
+            seen = []
+            for number in range(count):
+                held = await until(lambda: agreed(mesh, STREAMS), "both know all bookings")
+                head_start_s = rng.uniform(*HEAD_START_S) if number % 2 else None
+                seen.append(await kill_one(mesh, held, head_start_s))
+            assert not any(stream.done() for stream in streams), "they must outlast the kills"
+            return seen
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.wait(streams)
+
+
+def mesh_for(folder: Path, **shape: Any) -> Mesh:
+    """Two routers and two frontends, and workers slow enough for long answers."""
+    flags = {"router_flags": ["--metrics-port=0"], "worker_flags": ["--speedup=0.1"]}
+    return Mesh(folder, frontends=2, routers=2, indexers=0, **{**flags, **shape})
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that use a core each, for the time of the block."""
+    leash = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid())]
+    burners = [subprocess.Popen([*leash, sys.executable, "-c", BURN]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def main() -> int:
+    """Runs the kills and prints the report; 1 when a newcomer was not right in time."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--busy", type=int, default=0)
+    given = parser.parse_args()
+    rng, seen, load_before = Random(1), list[Kill](), os.getloadavg()[0]
+    while (left := given.kills - len(seen)) > 0:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mesh_for(Path(folder)) as mesh,
+            busy(given.busy),
+        ):
+            try:
+                seen += asyncio.run(kills(mesh, min(left, KILLS_A_MESH), rng))
+            except BaseException:
+                print(mesh.logs(), file=sys.stderr)
+                raise
+        print(f"{len(seen)} of {given.kills}", file=sys.stderr)
+    slowest_s = max(kill.right_s for kill in seen)
+    result = {
+        "right_median_s": median(kill.right_s for kill in seen),
+        "right_slowest_s": slowest_s,
+        "wrong_after_s": round(sum(kill.wrong_after_s for kill in seen), 3),
+        "left_wrong_s": round(sum(kill.left_wrong_s for kill in seen), 3),
+        "target_s": TARGET_S,
+        "is_met": slowest_s <= TARGET_S,
+        "kills": [asdict(kill) for kill in seen],
+    }
+    print_report("router_kills", vars(given), result, load_1m_before=load_before)
+    return int(not result["is_met"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

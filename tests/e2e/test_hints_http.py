@@ -1,0 +1,175 @@
+"""What a client may say of when and where its request runs, by body and by header, end to end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
+
+# Slow enough to be overtaken, in steps too short to be taken for a hang.
+WORKER = ["--prefill-tokens-per-s=500", "--max-num-batched-tokens=64", "--max-num-seqs=16"]
+ROUTER = ["--queue-threshold=0.5", "--metrics-port=0", "--session-affinity-ttl-s=300"]
+LONG = 20_000  # 40 s of prefill, unless its client leaves.
+NUMBERS = count(1)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
+    folder = tmp_path_factory.mktemp("mesh")
+    with Mesh(folder, workers=2, worker_flags=WORKER, router_flags=ROUTER) as mesh:
+        yield mesh
+
+
+@pytest.fixture(autouse=True)
+def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+    with logs_on_failure(mesh, request):
+        yield
+
+
+def fresh(tokens: int) -> list[int]:
+    """A prompt that shares no block with any other."""
+    number = next(NUMBERS)
+    return [300 + (number * 7919 + place * place) % 2000 for place in range(tokens)]
+
+
+def body(tokens: int, **nvext: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": fresh(tokens), "max_tokens": 1, "nvext": nvext or None}
+
+
+def ask(
+    mesh: Mesh, client_id: str, headers: Mapping[str, str] | None = None, **nvext: Any
+) -> httpx.Response:
+    return mesh.http.post(
+        f"{mesh.url}/v1/completions",
+        json=body(100, **nvext),
+        headers={"x-request-id": client_id, **(headers or {})},
+    )
+
+
+def told(mesh: Mesh, client_id: str) -> dict[str, Any]:
+    def lines() -> list[dict[str, Any]]:
+        events = mesh.frontend.events("request")
+        return [e for e in events if e.get("client_request_id") == client_id]
+
+    return wait_for(lines, f"the line of {client_id} is in the log")[0]
+
+
+def waiting(mesh: Mesh) -> float:
+    """Requests in the router's queue."""
+    text = mesh.http.get(f"http://{mesh.router.addresses['metrics']}/metrics").text
+    (line,) = [one for one in text.splitlines() if one.startswith("kvmesh_router_queue_requests ")]
+    return float(line.split()[-1])
+
+
+class Busy:
+    """A request on each worker that keeps it computing until this is left."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._open: list[http.client.HTTPConnection] = []
+
+    def __enter__(self) -> Busy:
+        for worker in self._mesh.workers:
+            where = http.client.HTTPConnection(self._mesh.url.removeprefix("http://"))
+            asked = body(LONG, backend_instance_id=worker.instance_id)
+            where.request("POST", "/v1/completions", json.dumps(asked))
+            self._open.append(where)
+        router = self._mesh.router
+        wait_for(lambda: router.bookings() == len(self._open), "each worker has a long prompt")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for where in self._open:
+            where.close()
+
+
+def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mesh) -> None:
+    # One worker for all of them, so that they go one after the other.
+    here = {"backend_instance_id": mesh.workers[0].instance_id}
+    asks: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+        ("plain", {}, {}),
+        ("sooner", {}, {"priority": 5}),
+        ("header-1", {"x-kvmesh-strict-priority": "1"}, {}),
+        ("body-3", {}, {"strict_priority": 3}),
+        ("header-2-for-9", {"x-kvmesh-strict-priority": "2"}, {"strict_priority": 9}),
+        ("header-priority", {"x-kvmesh-priority": "1000"}, {"priority": -1}),
+    ]
+    with ThreadPoolExecutor(len(asks)) as pool:
+        with Busy(mesh):
+            answers = []
+            for name, headers, hints in asks:
+                nvext = {**here, "agent_hints": hints}
+                answers.append(pool.submit(ask, mesh, name, headers, **nvext))
+                wait_for(lambda: waiting(mesh) == len(answers), f"{name} waits")
+        assert [one.result(WAIT_S).status_code for one in answers] == [200] * len(asks)
+    for name, _, _ in asks:
+        told(mesh, name)
+    names = {name for name, _, _ in asks}
+    order = [e.get("client_request_id") for e in mesh.frontend.events("request")]
+    assert [name for name in order if name in names] == [
+        *("body-3", "header-2-for-9", "header-1", "header-priority", "sooner", "plain")
+    ]
+
+
+def test_a_header_pins_a_request_and_wins_over_the_body(mesh: Mesh) -> None:
+    one, other = (worker.instance_id for worker in mesh.workers)
+    for number in range(3):
+        name = f"pinned-{number}"
+        header = {"x-kvmesh-backend-instance-id": str(other)}
+        assert ask(mesh, name, header, backend_instance_id=one).status_code == 200
+        assert told(mesh, name)["workers"] == [f"{other:x}"]
+
+
+def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None:
+    header = {"x-kvmesh-session-id": "bob"}
+    assert ask(mesh, "bob-0", header).status_code == 200
+    (first,) = told(mesh, "bob-0")["workers"]
+    for number in range(1, 4):
+        assert ask(mesh, f"bob-{number}", header).status_code == 200
+        line = told(mesh, f"bob-{number}")
+        assert line["workers"] == [first]
+        assert "session kept" in line["routing"]
+    session = {"session_id": "bob"}
+    assert ask(mesh, "bob-body", session_control=session).status_code == 200
+    assert told(mesh, "bob-body")["workers"] == [first]
+    both = ask(mesh, "carol", {"x-kvmesh-session-id": "carol"}, session_control=session)
+    assert both.status_code == 200
+    assert "session bound" in told(mesh, "carol")["routing"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("x-kvmesh-strict-priority", "-1"),
+        ("x-kvmesh-strict-priority", "4294967296"),
+        ("x-kvmesh-strict-priority", "urgent"),
+        ("x-kvmesh-priority", "1e3"),
+        ("x-kvmesh-osl", "-1"),
+        ("x-kvmesh-session-id", "x" * 257),
+        ("x-kvmesh-dp-rank", ""),
+        ("x-kvmesh-nonsense", "1"),
+    ],
+)
+def test_a_header_that_cannot_be_honoured_is_a_400_that_names_it(
+    mesh: Mesh, name: str, value: str
+) -> None:
+    answer = ask(mesh, "refused", {name: value})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["type"]) == (name, "invalid_request_error")
+    assert name in error["message"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+def test_a_strict_priority_of_the_body_that_is_none_is_a_400_that_names_it(mesh: Mesh) -> None:
+    answer = ask(mesh, "refused", agent_hints={"strict_priority": "1"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "nvext.agent_hints.strict_priority"

@@ -1,0 +1,237 @@
+"""A router over a real gRPC socket with the memory registry, and a frontend's end of a session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from random import Random
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from common import rpc
+from common.error_proto import error_from_proto
+from common.errors import MeshError
+from common.instances import Instance
+from common.interceptors import from_rpc_error
+from common.lifecycle import Health, Life
+from common.registry import Lease, MemoryRegistry, MemoryStore
+from kvmesh.router.v1 import router_pb2 as pb
+from kvmesh.router.v1 import router_pb2_grpc
+from router_svc.app import RouterApp
+from router_svc.config import RouterConfig
+
+NS = "default"
+FRONTEND = 77
+WAIT_S = 20.0
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class RouterBed:
+    """A running router, the registry it watches, and a channel to it.
+
+    query, worker: what questions and workers are like unless a test says otherwise.
+    """
+
+    def __init__(
+        self,
+        app: RouterApp,
+        registry: MemoryRegistry,
+        life: Life,
+        clock: Clock,
+        query: Mapping[str, Any],
+        worker: Mapping[str, Any],
+    ) -> None:
+        self.app = app
+        self.router = app.router
+        self.decisions = app._service.decisions
+        self.registry = registry
+        self.life = life
+        self.clock = clock
+        self.leases: dict[int, Lease] = {}
+        self.channel = rpc.channel(app.address)
+        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
+        self.is_running = True
+        self._query = query
+        self._worker = worker
+
+    async def add_workers(self, *worker_ids: int, **facts: Any) -> None:
+        for worker_id in worker_ids:
+            given: dict[str, Any] = {"model": "m", "block_size": 16, **self._worker, **facts}
+            self.leases[worker_id] = await self.registry.register(
+                Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
+            )
+        await self.sees(*worker_ids)
+
+    async def sees(self, *worker_ids: int) -> None:
+        fleet = self.router.fleet
+        await until(lambda: all(map(fleet.is_present, worker_ids)), "the router sees the workers")
+
+    @asynccontextmanager
+    async def session(
+        self, frontend_id: int = FRONTEND, *announced: pb.Booking
+    ) -> AsyncIterator[Session]:
+        call = self.stub.Session()
+        async with rpc.cancelling(call):
+            session = Session(call, self._query)
+            hello = pb.SessionHello(frontend_id=frontend_id)
+            await session.send(hello=hello, announced=announced)
+            session.hello_ack = (await session.read()).hello_ack
+            assert session.hello_ack.router_id == self.app.instance_id
+            yield session
+
+    async def unary(self, method: str, request: Any) -> Any:
+        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
+
+    async def route(self, number: int, **query: Any) -> pb.Decision:
+        """A booked decision of a caller without a session."""
+        request = pb.RouteRequest(
+            query=query_of(**{**self._query, **query}),
+            book=True,
+            key=key(number),
+            frontend_id=FRONTEND,
+        )
+        decision: pb.Decision = (await self.unary("Route", request)).decision
+        return decision
+
+    async def waiting(self, count: int) -> None:
+        await until(lambda: len(self.router.queue) == count, f"{count} wait in the queue")
+
+    def metric(self, name: str, **labels: str) -> float:
+        found = self.app.metrics.registry.get_sample_value(f"kvmesh_router_{name}", labels)
+        assert found is not None, name
+        return found
+
+    async def die(self) -> None:
+        """As by SIGKILL: connections break, nobody is told, discovery still shows it."""
+        self.is_running = False
+        await self.app._server.stop(None)
+        await self._end_tasks("killed")
+
+    async def end(self) -> None:
+        await self.channel.close()
+        if self.is_running:
+            await self.app.deregister()
+            await self.app.drain(0)
+            await self._end_tasks("test over")
+        await self.app.close()
+        await self.registry.close()
+
+    async def _end_tasks(self, why: str) -> None:
+        self.life.drain(why)
+        assert await self.life.cancel_tasks(WAIT_S) == []
+
+
+class Session:
+    """A frontend's end."""
+
+    def __init__(self, call: Any, query: Mapping[str, Any] = NOTHING) -> None:
+        self.call = call
+        self.hello_ack = pb.SessionHelloAck()
+        self._query = query
+
+    async def send(self, **parts: Any) -> None:
+        await self.call.write(pb.SessionRequest(**parts))
+
+    async def read(self) -> pb.SessionResponse:
+        """The next frame; the router's error if the stream ended with one, else EOFError."""
+        async with asyncio.timeout(WAIT_S):
+            try:
+                frame = await self.call.read()
+                if frame is grpc.aio.EOF:
+                    await self.call.wait_for_connection()
+                    raise EOFError(await self.call.code())
+            except grpc.aio.AioRpcError as error:
+                raise from_rpc_error(error) from error
+        assert isinstance(frame, pb.SessionResponse)
+        return frame
+
+    async def results(self, count: int) -> list[pb.NewResult]:
+        """The next `count` answers, however they are framed; none comes twice."""
+        results: list[pb.NewResult] = []
+        while len(results) < count:
+            results += (await self.read()).results
+        assert len({result.id for result in results}) == len(results) == count
+        return results
+
+    async def answers(self, count: int) -> dict[int, pb.NewResult]:
+        """The same by id."""
+        return {result.id: result for result in await self.results(count)}
+
+    async def answers_now(self) -> dict[int, pb.NewResult]:
+        """The answers of the next frame, by id."""
+        return {result.id: result for result in (await self.read()).results}
+
+    async def ask(self, *numbers: int, **query: Any) -> None:
+        await self.send(news=[new(number, **{**self._query, **query}) for number in numbers])
+
+    async def place(self, number: int, **query: Any) -> pb.NewResult:
+        await self.ask(number, **query)
+        return (await self.results(1))[0]
+
+
+def query_of(**facts: Any) -> pb.Query:
+    return pb.Query(**{"model": "m", "total_tokens": 100, **facts})
+
+
+def key(number: int) -> pb.BookingKey:
+    return pb.BookingKey(request_id=f"r{number}")
+
+
+def new(number: int, **query: Any) -> pb.New:
+    return pb.New(id=number, key=key(number), query=query_of(**query))
+
+
+def error_of(result: pb.NewResult) -> MeshError:
+    assert result.HasField("error"), result
+    return error_from_proto(result.error)
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    deadline = asyncio.get_running_loop().time() + WAIT_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def running(
+    watched: MemoryRegistry | None = None,
+    *,
+    store: MemoryStore | None = None,
+    query: Mapping[str, Any] = NOTHING,
+    worker: Mapping[str, Any] = NOTHING,
+    **knobs: Any,
+) -> AsyncIterator[RouterBed]:
+    """watched: the router's registry; by default it shares its store with the tests' own.
+    store: to be shared with other routers. query, worker: see RouterBed.
+    """
+    store, clock = store or MemoryStore(), Clock()
+    app = RouterApp(
+        RouterConfig(registry="memory", **knobs),
+        registry=watched or MemoryRegistry(store),
+        rng=Random(1),
+        clock=clock,
+    )
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    bed = RouterBed(app, MemoryRegistry(store), life, clock, query, worker)
+    try:
+        yield bed
+    finally:
+        await bed.end()

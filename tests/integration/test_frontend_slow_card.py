@@ -1,0 +1,141 @@
+"""A frontend, a worker, and a peer that sends its card's files byte by byte, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+
+from common import rpc
+from common.card import Artifact, ModelCard
+from common.instances import Instance
+from common.lifecycle import Health, Life
+from common.registry import MemoryRegistry, MemoryStore
+from frontend_svc.app import FrontendApp
+from frontend_svc.config import FrontendConfig
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.sim_engine import SIM_MODEL_DIR
+
+NS = "default"
+WAIT_S = 20.0
+TRICKLE_S = 0.02
+FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+class Trickler(engine_pb2_grpc.EngineServiceServicer):
+    """Sends a byte now and then, and the rest at once when `hurry` is set."""
+
+    def __init__(self) -> None:
+        self.hurry = asyncio.Event()
+        self.sent = 0
+
+    async def GetArtifact(
+        self, request: engine_pb2.GetArtifactRequest, context: object
+    ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
+        """See the proto."""
+        data = (SIM_MODEL_DIR / request.name).read_bytes()
+        one, at = Artifact.of(data), request.offset
+        while not self.hurry.is_set():
+            yield engine_pb2.GetArtifactResponse(
+                data=data[at : at + 1], sha256=one.sha256, size=one.size
+            )
+            at, self.sent = at + 1, self.sent + 1
+            await asyncio.sleep(TRICKLE_S)
+        yield engine_pb2.GetArtifactResponse(data=data[at:], sha256=one.sha256, size=one.size)
+
+
+@asynccontextmanager
+async def trickling(store: MemoryStore) -> AsyncIterator[Trickler]:
+    """A worker of the model `slow`, in discovery."""
+    registry, server = MemoryRegistry(store), rpc.server()
+    peer = Trickler()  # type: ignore[abstract]  # nothing else is asked of it
+    engine_pb2_grpc.add_EngineServiceServicer_to_server(peer, server)
+    port = rpc.bind(server, "127.0.0.1", 0)
+    await server.start()
+    artifacts = {
+        name: Artifact.of((SIM_MODEL_DIR / name).read_bytes(), inline=False) for name in FILES
+    }
+    card = ModelCard(name="slow", artifacts=artifacts)
+    await registry.put_card(card)
+    address = f"127.0.0.1:{port}"
+    instance = Instance(
+        9, NS, "worker", "", address, model="slow", card_checksum=card.checksum, kv_index="none"
+    )
+    lease = await registry.register(instance)
+    try:
+        yield peer
+    finally:
+        await lease.close()
+        await server.stop(None)
+        await registry.close()
+
+
+@asynccontextmanager
+async def running(app: FrontendApp | WorkerApp) -> AsyncIterator[None]:
+    life = Life(Health())
+    await app.start(life)
+    await life.health.open(True)
+    await app.register()
+    try:
+        yield
+    finally:
+        life.drain("the test is over")
+        await app.deregister()
+        if isinstance(app, FrontendApp):
+            await app.drain(1.0)
+        assert await life.cancel_tasks(WAIT_S) == []
+        await app.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
+    loop = asyncio.get_running_loop()
+    by = loop.time() + WAIT_S
+    while not await condition():
+        assert loop.time() < by, f"not in time: {what}"
+        await asyncio.sleep(0.01)
+
+
+async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_and_going() -> None:
+    store = MemoryStore()
+    async with AsyncExitStack() as ended:
+        peer = await ended.enter_async_context(trickling(store))
+        config = FrontendConfig(registry="memory", http_port=0)
+        frontend = FrontendApp(config, registry=MemoryRegistry(store))
+        await ended.enter_async_context(running(frontend))
+        http = await ended.enter_async_context(
+            httpx.AsyncClient(base_url=f"http://{frontend.http_address}", trust_env=False)
+        )
+
+        def serves(*names: str) -> Callable[[], Awaitable[bool]]:
+            async def are_served() -> bool:
+                models = (await http.get("/v1/models")).json()["data"]
+                return {model["id"] for model in models} == set(names)
+
+            return are_served
+
+        async def has_begun() -> bool:
+            return peer.sent > 0
+
+        await until(has_begun, "the files of the slow one trickle in")
+        health = (await http.get("/health")).json()
+        assert health["models_not_ready"] == {"slow": "its card is being loaded"}
+        async with running(
+            WorkerApp(
+                WorkerConfig(registry="memory", speedup=0.0, loras=("french",)),
+                registry=MemoryRegistry(store),
+            )
+        ):
+            await until(serves("sim", "french"), "the other model, and its adapter, are served")
+        await until(serves(), "the other model went")
+        before = peer.sent
+
+        async def goes_on() -> bool:
+            return peer.sent > before
+
+        await until(goes_on, "all the while it trickled")
+        peer.hurry.set()
+        await until(serves("slow"), "and comes when its files have come")

@@ -1,0 +1,155 @@
+"""Client sessions stay on their workers whatever router is asked, over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from common.preprocessed import RoutingHints, SessionAction, SessionControl
+from common.preprocessed_proto import part_to_proto
+from common.registry import MemoryStore
+from kvmesh.router.v1 import router_pb2 as pb
+from kvmesh.types.v1 import request_pb2
+from router_svc.core.affinity import SessionName
+from tests.integration.router_bed import FRONTEND, RouterBed, key, query_of, running, until
+
+WORKERS = tuple(range(1, 9))
+TTL_S = 60.0
+
+
+class Mesh:
+    """Routers of one registry, and eight workers. Load draws requests away from a bound worker."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.stack = stack
+        self.store = MemoryStore()
+        self.routers: list[RouterBed] = []
+
+    async def router(self, **knobs: Any) -> RouterBed:
+        """One more, linked with all the others; with workers, if it is the first."""
+        given = {"session_affinity_ttl_s": TTL_S, **knobs}
+        bed = await self.stack.enter_async_context(running(store=self.store, **given))
+        if not self.routers:
+            await bed.add_workers(*WORKERS)
+        await bed.sees(*WORKERS)
+        self.routers.append(bed)
+        alive = [router for router in self.routers if router.is_running]
+        await until(
+            lambda: all(len(r.app.peers.replica.peers) == len(alive) - 1 for r in alive),
+            "all tell all the others",
+        )
+        return bed
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[Mesh]:
+    async with AsyncExitStack() as stack:
+        yield Mesh(stack)
+
+
+def routing(action: SessionAction | None = None) -> request_pb2.RoutingHints:
+    message = request_pb2.RoutingHints()
+    part_to_proto(RoutingHints(session_control=SessionControl("alice", action)), message)
+    return message
+
+
+async def ask(router: RouterBed, action: SessionAction | None = None) -> int:
+    """Where the session's next request would go, or goes if it wants more than that."""
+    request = pb.RouteRequest(query=query_of(routing=routing(action)))
+    response = await router.unary("Route", request)
+    worker: int = response.decision.worker.worker_id
+    return worker
+
+
+def bound_at(router: RouterBed) -> int | None:
+    told = router.router.affinity.told(SessionName("m", "alice"), router.clock.now)
+    binding = None if told is None else told.bond.binding
+    return None if binding is None else binding.worker.worker_id
+
+
+@pytest.mark.parametrize("mode", ["hard", "soft"])
+async def test_a_session_bound_at_one_router_is_served_there_by_another(
+    mesh: Mesh, mode: str
+) -> None:
+    one = await mesh.router(session_affinity_mode=mode)
+    two = await mesh.router(session_affinity_mode=mode)
+    async with one.session() as session:
+        placed = await session.place(1, routing=routing())
+        bound = placed.decision.worker.worker_id
+        assert placed.decision.session_revision == 1
+        await until(lambda: bound_at(two) == bound, "the other hears of it")
+        assert {await ask(two) for _ in range(5)} == {bound}
+
+
+@pytest.mark.slow
+async def test_a_router_that_is_killed_and_started_again_knows_the_sessions_of_its_peers(
+    mesh: Mesh,
+) -> None:
+    one, two = await mesh.router(), await mesh.router()
+    async with one.session() as session:
+        bound = (await session.place(1, routing=routing())).decision.worker.worker_id
+        await session.send(frees=[key(1)])
+        await until(lambda: bound_at(two) == bound, "the other hears of it")
+    await one.die()
+    await until(lambda: not two.app.peers.replica.peers, "it is gone")
+    again = await mesh.router()
+    assert bound_at(again) == bound, "before it was asked anything"
+    assert {await ask(again) for _ in range(5)} == {bound}
+
+
+@pytest.mark.slow
+async def test_a_lone_router_that_starts_again_learns_sessions_from_live_bookings(
+    mesh: Mesh,
+) -> None:
+    one = await mesh.router()
+    async with one.session() as session:
+        decision = (await session.place(1, routing=routing())).decision
+    await one.die()
+    alone = await mesh.router()
+    held = pb.Booking(
+        key=key(1),
+        frontend_id=FRONTEND,
+        model="m",
+        worker=decision.worker,
+        prefill_tokens=100,
+        decode_blocks=7,
+        revision=1,
+        session_id="alice",
+        session_revision=decision.session_revision,
+    )
+    async with alone.session(FRONTEND, held) as session:
+        assert (await session.place(1)).decision.session_revision == 1
+        assert {await ask(alone) for _ in range(5)} == {decision.worker.worker_id}
+        assert alone.metric("affinity_bindings") == 1
+
+
+async def test_a_request_that_runs_through_another_router_keeps_the_session(mesh: Mesh) -> None:
+    one, two = await mesh.router(), await mesh.router()
+    async with one.session() as session:
+        bound = (await session.place(1, routing=routing())).decision.worker.worker_id
+        await until(lambda: len(two.router.book) == 1, "the other counts it")
+        for router in (one, two):
+            router.clock.now += 2.0  # Less than what makes peers silent.
+        two.router.affinity.expire(two.clock.now + 100 * TTL_S)
+        assert bound_at(two) == bound
+        await session.send(frees=[key(1)])
+        await until(lambda: len(two.router.book) == 0, "the other hears that it ended")
+        two.router.affinity.expire(two.clock.now)
+        two.router.affinity.expire(two.clock.now + TTL_S)
+        assert bound_at(two) is None
+
+
+async def test_what_closes_or_moves_a_session_at_one_router_does_at_all(mesh: Mesh) -> None:
+    one, two = await mesh.router(), await mesh.router()
+    async with one.session() as here, two.session(FRONTEND + 1) as there:
+        bound = (await here.place(1, routing=routing())).decision.worker.worker_id
+        await until(lambda: bound_at(two) == bound, "the other hears of it")
+        moved = (await there.place(2, routing=routing(SessionAction.OPEN))).decision.worker
+        assert moved.worker_id != bound, "it chooses by load"
+        await until(lambda: bound_at(one) == moved.worker_id, "the first hears of the move")
+        await here.place(3, routing=routing(SessionAction.CLOSE))
+        await until(lambda: bound_at(two) is None, "the other hears of the end")
+        assert len(two.router.affinity) == 0

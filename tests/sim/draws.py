@@ -1,0 +1,126 @@
+"""Scenarios drawn from a seed (pure).
+
+Each seed first gives a plain mesh with clients and faults, by a chance of its own; then some of the
+features in `features.py` are turned on, by another chance, so that a new feature leaves the plain
+meshes as they are.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from router_svc.core.queue import QueueRules
+from router_svc.core.rules import DEFAULT_RULES, Rules
+from tests.sim.clients import draw_conversations, draw_wishes
+from tests.sim.faults import (
+    PROFILES,
+    STORMS,
+    VERTICAL_PROFILES,
+    VERTICAL_STORMS,
+    draw_faults,
+    noticed_soon,
+)
+from tests.sim.features import with_features
+from tests.sim.scenario import (
+    EOS,
+    EOS_ONE_IN,
+    REST_S,
+    SHORT_REST_S,
+    WORDS,
+    Mode,
+    Scenario,
+)
+from worker_svc.core.truth import Truth
+
+# Short, so that some find it full, and some wait too long.
+QUEUE = QueueRules(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
+SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
+# How many of all meshes are such ones.
+QUICK = 0.7
+# A mesh at rest stays so, whatever timers are still set: keepalive's, those of orphans and leases.
+LINGERS_S = 20.0
+
+
+def is_vertical(seed: int) -> bool:
+    """Whether a seed's mesh has a KV plane: two of five have one."""
+    return seed % 5 in (1, 3)
+
+
+def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
+    """The scenario of a seed. storm: many more faults than any mesh should see."""
+    plain = (_draw_vertical if is_vertical(seed) else _draw_flat)(seed, storm=storm)
+    return with_features(plain, Random(f"features {seed}"))
+
+
+def _draw_flat(seed: int, *, storm: bool) -> Scenario:
+    """Aggregated workers, and no index."""
+    rng = Random(f"flat {seed}")
+    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    blocks = rng.choice((160, 4096, 4096))
+    until = rng.uniform(6.0, 14.0)
+    kinds = PROFILES[rng.randrange(len(PROFILES))]
+    if storm:
+        kinds = STORMS[rng.randrange(len(STORMS))]
+    faults = draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until)
+    is_quick = rng.random() < QUICK
+    return Scenario(
+        seed=seed,
+        is_storm=storm,
+        workers=rng.randrange(2, 6),
+        routers=rng.randrange(1, 4),
+        frontends=rng.randrange(1, 3),
+        selector=SELECTOR_NAMES[rng.randrange(len(SELECTOR_NAMES))],
+        step_s=rng.uniform(0.02, 0.08),
+        blocks=blocks,
+        seqs=rng.choice((4, 64)),
+        delay_s=rng.choice((0.0, 0.002, 0.05)),
+        jitter_s=rng.choice((0.0, 0.002, 0.02)),
+        quantum_s=rng.choice((0.0, 0.01, 0.05)),
+        spares_first=rng.random() < 0.7,
+        requests_max=rng.choice((4096, 4096, 4096, 6)),
+        rest_s=SHORT_REST_S if is_quick else REST_S,
+        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
+        wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
+        faults=noticed_soon(faults) if is_quick else faults,
+    )
+
+
+def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
+    """Pairs of prefill and decode workers, and an index."""
+    rng = Random(f"vertical {seed}")
+    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    until = rng.uniform(6.0, 12.0)
+    profiles = VERTICAL_STORMS if storm else VERTICAL_PROFILES
+    kinds = profiles[rng.randrange(len(profiles))]
+    faults = draw_faults(rng, kinds, 20 if storm else rng.randrange(2, 9), until)
+    is_quick = rng.random() < QUICK
+    modes: tuple[Mode, ...] = ("bootstrap", "bootstrap", "completed")
+    return Scenario(
+        seed=seed,
+        is_storm=storm,
+        workers=rng.choice((0, 0, 0, 1, 2)),
+        prefills=tuple(rng.choices(modes, k=rng.randrange(1, 4))),
+        decodes=rng.randrange(2, 5),
+        indexers=rng.randrange(1, 4),
+        routers=rng.randrange(1, 4),
+        frontends=rng.randrange(1, 3),
+        selector=rng.choice(("kv", "kv", "kv", "round_robin")),
+        step_s=rng.uniform(0.02, 0.06),
+        prefill_token_s=rng.choice((2e-5, 1e-3)),
+        batched_tokens=600,
+        rules=Rules(queue=QUEUE) if rng.random() < 0.3 else DEFAULT_RULES,
+        gb_per_s=rng.choice((25.0, 0.5, 0.1)),
+        chunk_pages=rng.choice((1, 4, 64)),
+        local_prefill=rng.random() < 0.5,
+        blocks=rng.choice((200, 2048, 2048)),
+        delay_s=rng.choice((0.0, 0.002, 0.05)),
+        jitter_s=rng.choice((0.0, 0.002, 0.02)),
+        quantum_s=rng.choice((0.0, 0.01, 0.05)),
+        spares_first=rng.random() < 0.7,
+        budget_bytes=rng.choice((0, 0, 0, 0, 20_000)),
+        subscriber_bytes=rng.choice((1 << 20, 1 << 20, 4096)),
+        rest_s=SHORT_REST_S if is_quick else REST_S,
+        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
+        wishes=draw_conversations(rng, rng.randrange(20, 50), until, truth),
+        faults=noticed_soon(faults) if is_quick else faults,
+    )

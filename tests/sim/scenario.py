@@ -1,0 +1,101 @@
+"""What a run depends on (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from common.instances import KvIndex
+from router_svc.core.overlap import EVENTS, IndexChoice
+from router_svc.core.rules import DEFAULT_RULES, Rules
+from tests.sim.clients import Wish
+from tests.sim.faults import KEEPALIVE_S, Fault
+from tests.sim.net import WINDOW_BYTES
+
+WORDS = tuple(range(10, 500))
+EOS = 2
+EOS_ONE_IN = 60
+# By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
+REST_S = KEEPALIVE_S + 6.0
+# As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
+SHORT_REST_S = 13.0
+
+Mode = Literal["bootstrap", "completed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything a run depends on. Times in virtual seconds, sizes as in `SimConfig`.
+
+    delay_s: how far apart processes are, at most; quantum_s: see `Path`. spares_first: no fault
+    strikes the first worker. requests_max: at each worker. window_bytes: see `net`. rest_s: when
+    all must be well after the last request. lingers_s: how long it is left alone then; past IDLE_S,
+    streams must be closed.
+
+    With indexers there is a KV plane. workers are aggregated ones. prefills: how each prefill
+    worker hands over. gb_per_s, chunk_pages, local_prefill: see `SimHandoffConfig`.
+    prefill_token_s: see `Timing`; with batched_tokens, a step must not take as long as a hang.
+    budget_bytes, subscriber_bytes: of each indexer, see its config; 0: no bound.
+
+    choices: how the routers know caches, in turn. kv_ways, adapters: how the caches of workers can
+    be known, and which adapters they have, in turn within a role. visitor_s: when the only worker
+    of another model leaves for good; None: there is none.
+    """
+
+    seed: int
+    is_storm: bool = False
+    workers: int = 3
+    prefills: tuple[Mode, ...] = ()
+    decodes: int = 0
+    indexers: int = 0
+    gb_per_s: float = 25.0
+    chunk_pages: int = 64
+    local_prefill: bool = True
+    prefill_token_s: float = 2e-5
+    batched_tokens: int = 8192
+    routers: int = 1
+    frontends: int = 1
+    selector: str = "least_loaded"
+    rules: Rules = DEFAULT_RULES
+    step_s: float = 0.04
+    blocks: int = 4096
+    seqs: int = 64
+    delay_s: float = 0.02
+    jitter_s: float = 0.005
+    quantum_s: float = 0.0
+    spares_first: bool = True
+    requests_max: int = 4096
+    window_bytes: int = WINDOW_BYTES
+    budget_bytes: int = 0
+    subscriber_bytes: int = 1 << 20
+    rest_s: float = REST_S
+    lingers_s: float = 0.0
+    choices: tuple[IndexChoice, ...] = (EVENTS,)
+    kv_ways: tuple[KvIndex, ...] = ("events",)
+    adapters: tuple[frozenset[str], ...] = (frozenset(),)
+    visitor_s: float | None = None
+    wishes: tuple[Wish, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+    def number_of(self, worker: str) -> int:
+        """What distinguishes it from the others of its role, from its name."""
+        return int(worker[1:])
+
+    def kv_way(self, worker: str) -> KvIndex:
+        """How the cache of a worker of that name can be known."""
+        return self.kv_ways[self.number_of(worker) % len(self.kv_ways)]
+
+    def adapters_of(self, worker: str) -> frozenset[str]:
+        """The adapters of a worker of that name."""
+        return self.adapters[self.number_of(worker) % len(self.adapters)]
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether workers refuse requests, or let handoffs wait too long, for want of room."""
+        return self.requests_max < 100 or (self.decodes > 0 and self.blocks < 1000)
+
+    @property
+    def command(self) -> str:
+        """How to run it again."""
+        storm = " --storm" if self.is_storm else ""
+        return f"make sim SEEDS=1 ARGS='--first {self.seed}{storm} --trace'"

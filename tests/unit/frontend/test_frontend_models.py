@@ -1,0 +1,254 @@
+"""The serving table: adapters as models of their own, and cards that are slow to come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from common.blocks import PrefixHasher
+from common.card import Artifact, ModelCard
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel
+from common.instances import Instance, Snapshot
+from frontend_svc.models import GONE_S, Models
+from kvmesh.engine.v1 import engine_pb2
+from tests.sim.loop import run_virtually
+from worker_svc.sim_engine import SIM_MODEL_DIR
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+KEY = b"secret"
+PROMPT = np.arange(1, 200, dtype=np.uint32)
+Chunks: TypeAlias = AsyncIterator[engine_pb2.GetArtifactResponse]
+
+
+def card(name: str, *, inline: bool = True) -> ModelCard:
+    artifacts = {
+        one: Artifact.of((SIM_MODEL_DIR / one).read_bytes(), inline=inline) for one in FILES
+    }
+    return ModelCard(name=name, artifacts=artifacts, kv_block_size=16)
+
+
+def worker(number: int, of: ModelCard, *loras: str, **meta: str) -> Instance:
+    return Instance(
+        number,
+        "ns",
+        "worker",
+        "",
+        f"127.0.0.1:{number}",
+        model=of.name,
+        card_checksum=of.checksum,
+        loras=frozenset(loras),
+        meta=meta,
+    )
+
+
+def snapshot(*instances: Instance) -> Snapshot:
+    return Snapshot(1, {one.id: one for one in instances})
+
+
+class Table:
+    """Models over cards, a clock, and workers that are asked for what cards lack.
+
+    holding: workers (by id) that do not send anything yet.
+    """
+
+    def __init__(self, *cards: ModelCard) -> None:
+        self.now = 1_000.0
+        self.cards = {one.checksum: one for one in cards}
+        self.holding: dict[int, asyncio.Event] = {}
+        self.models = Models(
+            self.get, now_s=lambda: self.now, mesh_key=KEY, open_artifact=self.opened
+        )
+
+    async def get(self, checksum: str) -> ModelCard:
+        if checksum not in self.cards:
+            raise NotFound(f"no card {checksum}")
+        return self.cards[checksum]
+
+    @asynccontextmanager
+    async def opened(self, worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
+        async def chunks() -> Chunks:
+            if worker.id in self.holding:
+                await self.holding[worker.id].wait()
+            data = (SIM_MODEL_DIR / name).read_bytes()
+            one = Artifact.of(data)
+            yield engine_pb2.GetArtifactResponse(
+                data=data[offset:], sha256=one.sha256, size=one.size
+            )
+
+        yield chunks()
+
+
+A, B = card("a"), card("b")
+
+
+async def test_an_adapter_is_a_model_of_its_own_with_all_that_its_base_has_but_the_hashes() -> None:
+    table = Table(A)
+    await table.models.follow(snapshot(worker(1, A), worker(2, A, "french", "german")))
+    models = table.models
+    assert models.names() == {"a", "french", "german"}
+    assert [one.name for one in models.all()] == ["a", "french", "german"]
+    base, french, german = models.all()
+    assert models.get("french") is french
+    assert (base.base, french.base) == ("a", "a")
+    assert (base.adapter, french.adapter) == ("", "french")
+    assert (french.tokenizer, french.template, french.card, french.checksum) == (
+        *(base.tokenizer, base.template, base.card, base.checksum),
+    )
+    hashes = [set(one.hasher.prefix_hashes(PROMPT).tolist()) for one in (base, french, german)]
+    assert len(set.union(*hashes)) == 3 * (len(PROMPT) // 16), "no block has two names in common"
+    expected = PrefixHasher(mesh_key=KEY, model="a", block_size=16, lora_name="french")
+    assert hashes[1] == set(expected.prefix_hashes(PROMPT).tolist()), "as workers publish them"
+    assert [w.id for w in models.workers("a")] == [1, 2]
+    assert [w.id for w in models.workers("french")] == [2]
+
+
+async def test_an_adapter_that_just_left_is_unavailable_and_later_unknown_as_a_model_is() -> None:
+    table = Table(A)
+    models = table.models
+    with pytest.raises(UnknownModel):
+        models.get("french")
+    await models.follow(snapshot(worker(1, A), worker(2, A, "french")))
+    first = models.get("french")
+    await models.follow(snapshot(worker(1, A), worker(3, A, "french")))
+    assert models.get("french") is first, "another worker's is the same"
+    await models.follow(snapshot(worker(1, A)))
+    assert models.names() == {"a"}
+    with pytest.raises(Unavailable) as gone:
+        models.get("french")
+    assert gone.value.retry_after_s is not None
+    assert "french" in gone.value.message
+    table.now += GONE_S
+    with pytest.raises(UnknownModel) as unknown:
+        models.get("french")
+    assert "french" in unknown.value.message
+
+
+async def test_an_adapter_comes_and_goes_without_its_workers() -> None:
+    table = Table(A)
+    models = table.models
+    await models.follow(snapshot(worker(1, A)))
+    with capture_logs() as logs:
+        await models.follow(snapshot(worker(1, A, "french")))
+        assert models.get("french").base == "a"
+        await models.follow(snapshot(worker(1, A)))
+    events = [(line["event"], line["model"]) for line in logs]
+    assert ("adapter_added", "french") in events
+    assert ("adapter_removed", "french") in events
+
+
+async def test_an_adapter_leaves_with_its_base_model() -> None:
+    table = Table(A)
+    await table.models.follow(snapshot(worker(1, A, "french")))
+    await table.models.follow(snapshot())
+    for name in ("a", "french"):
+        with pytest.raises(Unavailable):
+            table.models.get(name)
+    assert table.models.names() == frozenset()
+
+
+async def test_a_models_name_is_the_models_and_the_hidden_adapter_is_told_of_once() -> None:
+    table = Table(A, B)
+    here = snapshot(worker(1, A, "b", "french"), worker(2, B))
+    with capture_logs() as logs:
+        await table.models.follow(here)
+        await table.models.follow(here)
+    assert table.models.get("b").adapter == ""
+    assert table.models.get("french").base == "a"
+    assert table.models.hidden == {("b", "a"): "a model has that name"}
+    assert [line["adapter"] for line in logs if line["event"] == "adapter_hidden"] == ["b"]
+    await table.models.follow(snapshot(worker(1, A, "b", "french")))
+    assert table.models.hidden == {}
+    assert table.models.get("b").base == "a", "nobody else has the name any more"
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+async def test_of_two_models_with_one_adapter_the_first_by_name_has_it_in_whatever_order_they_came(
+    order: tuple[int, int],
+) -> None:
+    table = Table(A, B)
+    both = {1: worker(1, A, "french"), 2: worker(2, B, "french")}
+    models = table.models
+    await models.follow(snapshot(both[order[0]]))
+    await models.follow(snapshot(*(both[n] for n in order)))
+    assert models.get("french").base == "a"
+    assert models.hidden == {("french", "b"): "the model 'a' has one of that name"}
+    with capture_logs() as logs:
+        await models.follow(snapshot(both[2]))
+    assert models.get("french").base == "b"
+    assert models.hidden == {}
+    told = {"event": "adapter_added", "model": "french", "base": "b", "log_level": "info"}
+    assert told in logs
+
+
+async def test_a_model_that_is_passed_through_has_no_adapters() -> None:
+    table = Table()
+    talk = ModelCard(name="talk")
+    await table.models.follow(
+        snapshot(replace(worker(1, talk, "french", model_type="Chat"), card_checksum=""))
+    )
+    assert table.models.names() == {"talk"}
+    assert ("french", "talk") in table.models.hidden
+    with pytest.raises(MeshError):
+        table.models.get("french")
+
+
+def test_a_card_that_is_slow_to_come_holds_up_its_own_model_only() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow, A, B)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        lingering = worker(1, slow, "french")
+        first = asyncio.create_task(models.follow(snapshot(lingering, worker(2, A))))
+        await asyncio.sleep(1.0)
+        assert models.names() == {"a"}
+        assert await models.follow(snapshot(lingering, worker(2, A), worker(3, B, "german")))
+        assert models.names() == {"a", "b", "german"}
+        await models.follow(snapshot(lingering, worker(3, B)))
+        assert models.names() == {"b"}
+        assert not first.done()
+        table.holding.pop(1).set()
+        assert await first
+        assert models.names() == {"slow", "french", "b"}
+
+    run_virtually(main())
+
+
+def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        here = snapshot(worker(1, slow))
+        assert not await models.follow(here)
+        assert "tokenizer.json does not come on" in models.not_ready["slow"]
+        del table.holding[1]
+        assert await models.follow(here)
+        assert models.names() == {"slow"}
+
+    run_virtually(main())
+
+
+def test_a_model_whose_card_comes_after_its_workers_left_is_not_served() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        await asyncio.sleep(1.0)
+        assert await models.follow(snapshot())
+        table.holding.pop(1).set()
+        await first
+        assert models.names() == frozenset()
+        assert models.not_ready == {}
+
+    run_virtually(main())
