@@ -240,16 +240,17 @@ class AdmissionQueue:
     def heads(self) -> Iterator[Parked]:
         """The first of each lane, best first.
 
-        One that is withdrawn before the next is asked for is followed by the next of its lane; one
-        that stays holds its lane up.
+        One that is withdrawn, or goes to another lane, before the next is asked for is followed by
+        the next of its lane; one that stays holds its lane up.
         """
         best = [line.entries[0] for line in self._lines.values()]
         heapify(best)
         while best:
             _, parked = heappop(best)
+            lane = parked.lane
             yield parked
-            line = self._lines.get(parked.lane)
-            if line is not None and self._parked.get(parked.key) is not parked:
+            line = self._lines.get(lane)
+            if line is not None and line.entries[0][1] is not parked:
                 heappush(best, line.entries[0])
 
     def hindrance(self, lane: Lane) -> Hindrance:

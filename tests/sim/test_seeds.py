@@ -8,14 +8,14 @@ import pytest
 
 from tests.sim.coverage import Coverage, chunks, name_of
 from tests.sim.draws import is_vertical
-from tests.sim.faults import ALL_FAULTS
+from tests.sim.faults import ALL_FAULTS, FaultKind
 from tests.sim.scenario import REST_S
 from tests.sim.world import run_seed
 
 SEEDS = [seed for seed in range(500) if not is_vertical(seed)]
 # Of each fault, and of what else must have happened, in all seeds together.
 LEAST = {
-    **dict.fromkeys(map(str, ALL_FAULTS), 20),
+    **dict.fromkeys(map(str, ALL_FAULTS), 15),
     "answers migrated": 200,
     "requests tried again": 800,
     "requests failed": 800,
@@ -29,6 +29,19 @@ LEAST = {
     "old lists shown": 25,
     "rejected": 100,
     "cached_tokens": 100_000,
+    # Features; see `features.py`.
+    str(FaultKind.WORKERS_GONE): 10,
+    "clients cut": 100,
+    "session kept": 800,
+    "session moved": 50,
+    "levels passed": 300,
+    "queue timeouts": 30,
+    "parked at a death": 25,
+    "refused: ALL_WORKERS_BUSY": 70,
+    "adapters asked for": 800,
+    "blocks believed: approx": 800,
+    "models missed": 100,
+    "models forgotten": 2,
 }
 
 pytestmark = pytest.mark.slow

@@ -37,6 +37,8 @@ from router_svc.core.queue import (
     Parked,
     QueuePolicy,
     QueueRules,
+    Spot,
+    lane_of,
     overdue_error,
 )
 from router_svc.core.route import Decision, Router
@@ -1044,3 +1046,19 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
         serve()
     assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (0, 0, 0)
     assert all(bed.load(at) == Totals() for at in (1, 2, 3))
+
+
+def test_a_sweep_gets_to_those_behind_one_that_went_to_another_lane() -> None:
+    """They were left unseen, and held up whoever came after them: simulated seed 304."""
+    queue = AdmissionQueue(QueueRules(threshold=0.0))
+    bound = lane_of(Query("m", 1), (Placement(1, 0),))
+    for number, name in enumerate(("moves", "behind")):
+        queue.park(Query("m", 1), key(name), float(number), hindrance=NOBODY, lane=bound)
+    queue.unsee()
+    seen = []
+    for one in queue.heads():
+        seen.append(one.key.request_id)
+        queue.hinder(one, lane_of(one.query) if seen == ["moves"] else bound, NOBODY)
+    assert seen == ["moves", "behind"]
+    order = queue.order(Query("m", 1), 9.0)
+    assert not queue.overtakes(order, "m", Spot(Placement(9, 0), "whole")), "nobody is unseen"
