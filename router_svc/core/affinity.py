@@ -48,6 +48,8 @@ BYTES_MAX = 64 * 1024 * 1024
 BOND_BYTES = 768
 # Bonds forgotten at once because their time is over: about 1 ms.
 FORGET_MAX = 1024
+# What one router forgets, others forget by so much later at most.
+LATE_S = 1.0
 SESSION_ID_CHARS_MAX = 256
 _FIELD = "query.routing.session_control"
 _PINS = (
@@ -263,6 +265,9 @@ class Affinity:
         """What a peer knows of a session."""
         bond, idle_s = told
         known = self._bonds.get(bond.session)
+        if known is not None and known.beats(bond) and self._is_fading(bond.session, now):
+            self._forget(bond.session)
+            known = None
         if not self._ttl_s or (known is None and idle_s >= self._ttl_s):
             return
         if known is None or bond.beats(known):
@@ -305,6 +310,11 @@ class Affinity:
         return len(self._bonds) - len(self._idle)
 
     # Inside.
+
+    def _is_fading(self, session: SessionName, now: float) -> bool:
+        """Whether routers that heard of its last use a little earlier have forgotten it by now."""
+        idle_since = self._idle.get(session, now)
+        return now - idle_since >= max(self._ttl_s - LATE_S, self._ttl_s / 2)
 
     def _session(self, model: str, control: SessionControl) -> SessionName:
         if not self._ttl_s:

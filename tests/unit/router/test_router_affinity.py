@@ -16,6 +16,7 @@ from common.instances import Instance, Snapshot
 from common.preprocessed import RoutingConstraints, RoutingHints, SessionAction, SessionControl
 from router_svc.core.affinity import (
     BOND_BYTES,
+    LATE_S,
     Affinity,
     Binding,
     Bond,
@@ -485,7 +486,7 @@ BONDS = st.builds(
 
 
 @settings(max_examples=100, deadline=None)
-@given(told=st.lists(st.tuples(BONDS, st.floats(0.0, TTL_S - 1)), min_size=1), data=st.data())
+@given(told=st.lists(st.tuples(BONDS, st.floats(0.0, TTL_S - 2)), min_size=1), data=st.data())
 def test_whatever_the_order_in_which_routers_hear_of_bonds_they_keep_the_same_one(
     told: list[tuple[Bond, float]], data: st.DataObject
 ) -> None:
@@ -548,6 +549,24 @@ def test_a_closed_session_is_not_brought_back_by_who_has_not_heard_of_it() -> No
     assert stay_of(affinity).outcome(Placement(3, 0)) == "bound"
     affinity.expire(2.0 + TTL_S)
     assert affinity.sessions() == []
+
+
+@pytest.mark.parametrize("worker_id", [None, 1])
+def test_what_others_have_just_forgotten_does_not_outvote_what_they_bound_since(
+    worker_id: int | None,
+) -> None:
+    """A router counts anew once it forgot, a moment before its peers do: simulated seed 2530."""
+    affinity = Affinity(TTL_S)
+    told: list[SessionName] = []
+    affinity.changed = told.append
+    affinity.heard(ToldBond(bond(17, worker_id), 0.0), 0.0)
+    anew = bond(1, 2, "anew")
+    affinity.heard(ToldBond(anew, 0.0), TTL_S - LATE_S - 0.01)
+    assert told == [NAME], "too early: whoever bound it has only not heard of ours"
+    affinity = Affinity(TTL_S)
+    affinity.heard(ToldBond(bond(17, worker_id), 0.0), 0.0)
+    affinity.heard(ToldBond(anew, 0.0), TTL_S - 0.01)
+    assert stay_of(affinity).last == anew
 
 
 def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
