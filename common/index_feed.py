@@ -352,7 +352,9 @@ class IndexFeed:
     def make_load_only(self, source: Source, now: float) -> None:
         """Drops what a source claims, and takes no events of it until it is announced again."""
         track = self._known(source)
-        track.withheld_blocks = track.kept_blocks
+        # A snapshot being gathered replaces the claims; what is left of it will be counted.
+        incoming = track.incoming
+        track.withheld_blocks = track.kept_blocks if incoming is None else incoming.claims.blocks
         self._drop_pending(track)
         self._empty(track)
         track.load_only = True
@@ -508,15 +510,16 @@ class IndexFeed:
         self.counters.batches += 1
 
     def _pass_over_chunk(self, track: _Track, chunk: SnapshotChunk) -> None:
-        at = (chunk.epoch, chunk.sequence)
-        if at < (track.epoch, track.sequence):
+        """A part of a snapshot of a load-only source, which live batches may have gone past."""
+        if chunk.epoch < track.epoch:
             self.counters.chunks_ignored += 1
             return
         if chunk.first:
             track.withheld_blocks = 0
         track.withheld_blocks += len(chunk.hashes)
         if chunk.last:
-            track.epoch, track.sequence = at
+            at, here = (chunk.epoch, chunk.sequence), (track.epoch, track.sequence)
+            track.epoch, track.sequence = max(at, here)
             track.head = track.sequence
 
     def _empty(self, track: _Track) -> None:

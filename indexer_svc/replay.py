@@ -12,7 +12,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -219,17 +219,43 @@ class _Company:
         self._streams: dict[int, _Stream] = {}
         self._positions = Positions()
         self._degraded: dict[Source, bool] = {}
-        # Ranks that have left while others of their worker stay; workers to be said hello for anew.
+        # Ranks that have left while others of their worker stay; workers to be said hello for anew,
+        # and what is to be published of theirs then.
         self._gone: set[Source] = set()
         self._changed: set[int] = set()
+        self._held: dict[int, list[Entry]] = {}
 
     async def play(self, entry: Entry) -> None:
         """Publishes one entry."""
+        source = getattr(entry, "source", None)
+        if isinstance(source, Source) and self._must_be_held(source, entry):
+            self._held.setdefault(source.worker_id, []).append(entry)
+        else:
+            await self._play(entry)
+        for worker_id in list(self._changed):
+            # Not amid a snapshot, which the recording has only once.
+            if not self._positions.is_loading(worker_id):
+                self._changed.discard(worker_id)
+                if worker_id in self._streams:
+                    await self._begin_anew(worker_id)
+                for held in self._held.pop(worker_id, ()):
+                    await self._play(held)
+                if isinstance(entry, Lost):
+                    self._positions.take(entry)
+
+    def _must_be_held(self, source: Source, entry: Entry) -> bool:
+        """Whether it is of a rank that came back, and that its worker's stream does not list."""
+        if source in self._gone and not _is_farewell(entry):
+            self._gone.discard(source)
+            self._changed.add(source.worker_id)
+        stream = self._streams.get(source.worker_id)
+        return stream is not None and source not in stream.sources and not _is_farewell(entry)
+
+    async def _play(self, entry: Entry) -> None:
         match entry:
             case StatusTold(source, _, status):
                 self._positions.take(entry)
                 if status.state != "gone":
-                    self._come(source)
                     await self._tell_degraded(source, status.state == "degraded")
                 elif self._is_left(source.worker_id):
                     self._gone.add(source)
@@ -251,12 +277,6 @@ class _Company:
                     await self._begin_anew(worker_id)
             case _:
                 pass
-        for worker_id in list(self._changed):
-            # Not amid a snapshot, which the recording has only once.
-            if not self._positions.is_loading(worker_id):
-                self._changed.discard(worker_id)
-                if worker_id in self._streams:
-                    await self._begin_anew(worker_id)
 
     async def acknowledged(self) -> None:
         """Returns when all is in the index. Raises Unavailable after ACK_S."""
@@ -280,11 +300,6 @@ class _Company:
 
     def _is_left(self, worker_id: int) -> bool:
         return any(one.source.worker_id == worker_id for one in self._positions.states())
-
-    def _come(self, source: Source) -> None:
-        if source in self._gone:
-            self._gone.discard(source)
-            self._changed.add(source.worker_id)
 
     async def _tell_degraded(self, source: Source, is_degraded: bool) -> None:
         if self._degraded.get(source, False) == is_degraded:
@@ -347,6 +362,11 @@ class _Stream:
                 await self.call.write(indexer_pb2.PublishRequest(**parts))
         except asyncio.InvalidStateError:
             raise Unavailable("the indexer has ended the stream") from None
+
+    @property
+    def sources(self) -> Collection[Source]:
+        """Those that its hello listed."""
+        return self._acked.keys()
 
     async def acknowledged(self, wanted: dict[Source, tuple[int, int]]) -> None:
         """Returns when all of this stream's sources have come as far; (0, 0) is the beginning."""

@@ -5,7 +5,8 @@ What requests bring is the better proof, so it sings only where there is none: n
 of requests. Being refused for being busy is an answer.
 
 While probes fail they are repeated every RETRY_S. Only an answer ends that, to a probe or to a
-request: a step does not, since engines report theirs late, and one that moves may say nothing.
+request: a step does not, since engines report theirs late, and one that moves may say nothing. A
+probe that waits in vain while requests are answered has not failed.
 
 A probe is a task of its own, which the canary waits for and never awaits: an engine that does not
 heed a cancellation, or whose `finally` hangs, holds that task only. Of such at most HUNG_MAX are
@@ -130,6 +131,7 @@ class Canary:
         if len(self._hung) >= HUNG_MAX:
             return f"{len(self._hung)} probes before this one have not ended yet"
         name = f"canary-{self._runner.counters['canaries']}"
+        began = asyncio.get_running_loop().time()
         task = self._spawn(self._ask(name), name=name, essential=False)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
@@ -138,6 +140,8 @@ class Canary:
             task.cancel()
         if not task.done():
             self._hung.append(task)
+            if self._runner.last_output_at > began:
+                return ""  # It answers requests; whatever became of the probe, it lives.
             return f"no answer within {self._timeout_s:g} s"
         # It was not we who cancelled it: it would not be done yet.
         return "it cancelled its own answer" if task.cancelled() else task.result()
@@ -165,7 +169,7 @@ class Canary:
             return
         self.is_alive = is_alive
         if is_alive:
-            log.info("engine_lives_again", why=why or "it answers its probe")
+            log.info("engine_lives_again", why=why or "it answers again")
         else:
             log.error("engine_canary_failed", why=why)
         await self._tell(is_alive)

@@ -349,6 +349,31 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
             assert app.ingest.feed.blocks == blocks
 
 
+async def test_a_rank_comes_back_amid_the_snapshot_of_another(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    source = Source(1, 0)
+    begins, ends = (
+        line_of(
+            0.3, SnapshotChunk(source, 1, 2, np.array([n], dtype=np.uint64), first=f, last=not f)
+        )
+        for n, f in ((1, True), (3, False))
+    )
+    whole = SnapshotChunk(Source(1, 1), 1, 5, np.array([9], dtype=np.uint64), first=True, last=True)
+    back = told(0.3, 1, "gapped") + line_of(0.3, whole) + told(0.3, 1, "exact")
+    left = told(0.2, 1, "gone")
+    path.write_bytes(
+        (header() + told(0, 0, "exact") + told(0, 1, "exact"))
+        + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
+        # Dropped for want of memory: gone, but its load is known.
+        + (left + told(0.2, 1, "degraded") + left)
+        + (begins + told(0.3, 1, "gone") + back + ends)
+    )
+    assert (await replay_here(path, IndexFeed())).blocks == 3
+    async with indexer(MemoryStore()) as app:
+        await replay_to(path, app.address)
+        assert app.ingest.feed.blocks == 3
+
+
 @pytest.mark.slow
 async def test_a_worker_that_is_quiet_after_a_loss_is_not_forgotten(tmp_path: Path) -> None:
     path = tmp_path / "events"

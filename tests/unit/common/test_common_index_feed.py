@@ -374,6 +374,29 @@ def test_how_much_a_load_only_source_holds_is_followed() -> None:
     assert feed.withheld_blocks_of(SOURCE) == 0
 
 
+def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_it_goes_on() -> None:
+    feed = announced(100)
+    give(feed, chunk(100, *range(300), first=True))
+    feed.make_load_only(SOURCE, 0.0)
+    assert feed.withheld_blocks_of(SOURCE) == 300
+    give(feed, batch(101, stored(2000)), chunk(100, *range(300, 600)))
+    give(feed, batch(102, stored(2001)), chunk(100, *range(600, 1000), last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 1002
+    assert feed.position(SOURCE).sequence == 102
+    assert feed.counters.chunks_ignored == 0
+    give(feed, chunk(999, 1, 2, epoch=EPOCH - 1, first=True, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 1002, "of an older epoch"
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 102)
+
+
+def test_a_snapshot_being_gathered_is_estimated_instead_of_the_claims_that_it_replaces() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(*range(1, 50))), chunk(2, 1, 2, first=True))
+    feed.make_load_only(SOURCE, 0.0)
+    give(feed, chunk(2, 3, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 3
+
+
 def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)))

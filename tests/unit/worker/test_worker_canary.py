@@ -149,6 +149,26 @@ async def test_answers_to_requests_bring_a_dead_engine_back_without_a_probe() ->
         await until(lambda: True in told, "it is said to be back")
 
 
+async def test_an_engine_that_answers_requests_while_its_probe_is_lost_is_not_dead() -> None:
+    class Losing(MoodyEngine):
+        async def generate(
+            self, request: PreprocessedRequest, ctx: GenerateContext
+        ) -> AsyncGenerator[LLMEngineOutput, None]:
+            if request.is_probe:
+                self.probes.append(request)
+                runner.last_output_at = asyncio.get_running_loop().time() + 1e-6
+                await asyncio.Event().wait()
+            yield chunk.stop()
+
+    engine = Losing()
+    runner = Runner(engine)
+    async with watched(runner, timeout_s=0.01) as (canary, told):
+        await until(lambda: len(engine.probes) >= 3, "it is probed again")
+        assert runner.counters["canaries_failed"] == 0
+        assert canary.is_alive
+        assert told == []
+
+
 async def test_steps_are_a_sign_of_life_though_nothing_is_said() -> None:
     class Stepping(MoodyEngine):
         def loads(self) -> Sequence[Load]:
