@@ -30,7 +30,7 @@ from common.errors import (
 from common.preprocessed import CompletionUsage, PreprocessedRequest, TokenIds
 from frontend_svc.answer import Answer
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.headers import read_headers, with_headers
+from frontend_svc.core.headers import FIELDS, read_headers, with_headers
 from frontend_svc.core.model_watch import Table
 from frontend_svc.core.openai import (
     ChatRequest,
@@ -75,6 +75,8 @@ _STREAM: Headers = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+# Headers that mean nothing for a body that is passed through.
+_RANKS = ("x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank")
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 
 log = structlog.get_logger()
@@ -246,7 +248,7 @@ class GenerationEndpoint:
         receive: Receive,
         send: Send,
     ) -> None:
-        model = self._models.get(body.model)
+        model = self._models.get_for(body.model, self._table)
         request = await self._prepare(body, model)
         meter.prompt(len(request.token_ids))
         flow = TextFlow(model.detokenizer(), body.stops)
@@ -263,6 +265,7 @@ class GenerationEndpoint:
     async def _pass_through(
         self, call: Call, body: PassThroughBody, meter: RequestMeter, receive: Receive, send: Send
     ) -> None:
+        _refuse_ranks(body)
         is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
         passed = PassedBody("chat_json" if is_chat else "completion_json", body.json)
         routing = routing_hints(body.nvext)
@@ -543,6 +546,15 @@ class GenerationEndpoint:
         if call.error is not None:
             facts["failure"] = call.error.reason
         log.info("request", **facts)
+
+
+def _refuse_ranks(body: PassThroughBody) -> None:
+    """A rank is told to a worker beside token ids only: nobody would hear of it."""
+    for header in _RANKS:
+        (field,) = FIELDS[header]
+        if body.nvext is not None and getattr(body.nvext, field) is not None:
+            why = f"requests for {body.model!r} are passed through, which takes no rank"
+            raise InvalidRequest(f"Invalid header '{header}': {why}.", header)
 
 
 def _outcome_facts(outcome: Outcome) -> dict[str, object]:

@@ -163,19 +163,31 @@ def _artifact(card: ModelCard, name: str) -> bytes:
 def _json_artifact(card: ModelCard, name: str) -> Mapping[str, Any]:
     try:
         value = json.loads(_artifact(card, name))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not JSON: {error}", f"artifacts.{name}") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} is not a JSON object", f"artifacts.{name}")
     return value
 
 
+def _utf8_artifact(card: ModelCard, name: str) -> str:
+    try:
+        return _artifact(card, name).decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"{name} is not UTF-8: {error}", f"artifacts.{name}") from error
+
+
 def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None:
     source = config.get("chat_template")
     if "chat_template.jinja" in card.artifacts:
-        source = _artifact(card, "chat_template.jinja").decode()
+        source = _utf8_artifact(card, "chat_template.jinja")
     if not source:
         return None
+    if not isinstance(source, str):
+        raise InvalidRequest(
+            f"chat_template must be one template as text, not a {type(source).__name__}",
+            "artifacts.tokenizer_config.json",
+        )
     try:
         return ChatTemplate(
             source, bos_token=_text(config, "bos_token"), eos_token=_text(config, "eos_token")
@@ -194,6 +206,14 @@ def _text(config: Mapping[str, Any], name: str) -> str | None:
 def no_worker(model: str) -> Unavailable:
     """The error of a request for a model that is known and has no worker now."""
     return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
+
+
+def _not_for(name: str, table: Table) -> Unsupported:
+    return Unsupported("model", f"{name!r} is not served for {table}")
+
+
+def _loading(name: str) -> Unavailable:
+    return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +254,8 @@ class Models:
         self._snapshot = Snapshot()
         self._gone_at: dict[str, float] = {}
         self._adapters: dict[str, ServedModel] = {}
+        # Adapter -> model, also of models that are not served yet.
+        self._offered: Mapping[str, str] = {}
         self._hidden: Mapping[tuple[str, str], str] = {}
 
     @property
@@ -251,11 +273,21 @@ class Models:
         """Models that workers offer and that are not served -> why."""
         return MappingProxyType(self._watch.not_ready)
 
+    def get_for(self, name: str, table: Table) -> ServedModel:
+        """`get`, for one kind of request: Unsupported too if its card does not offer that kind.
+
+        An adapter is served for what its model is served for.
+        """
+        model = self.get(name)
+        if self._table.engine(model.base if model.adapter else name, table) is None:
+            raise _not_for(name, table)
+        return model
+
     def get(self, name: str) -> ServedModel:
         """The model or adapter of that name, to be given token ids.
 
-        Raises UnknownModel, Unavailable if it was here just now, Unsupported if it is served by
-        pass-through workers only.
+        Raises UnknownModel, Unavailable if it was here just now or is being loaded, Unsupported if
+        it is served by pass-through workers only.
         """
         engines = self._table.engines(name)
         if not engines:
@@ -271,14 +303,14 @@ class Models:
     def engine(self, name: str, table: Table) -> Engine:
         """The engine of a name for one kind of request.
 
-        Raises UnknownModel, Unavailable if it was here just now, Unsupported if it is served for
-        the other kind only.
+        Raises UnknownModel, Unavailable if it was here just now or is being loaded, Unsupported if
+        it is served for the other kind only.
         """
         engine = self._table.engine(name, table)
         if engine is not None:
             return engine
         if self._table.has_model_any(name):
-            raise Unsupported("model", f"{name!r} is not served for {table}")
+            raise _not_for(name, table)
         raise self._absent(name)
 
     def all(self) -> list[ServedModel]:
@@ -331,6 +363,8 @@ class Models:
         return [worker for worker in workers if worker.card_checksum == checksum]
 
     def _absent(self, name: str) -> MeshError:
+        if self._watch.is_awaited(self._offered.get(name, name)):
+            return _loading(name)
         if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
             return no_worker(name)
         return UnknownModel(name)
@@ -351,6 +385,7 @@ class Models:
         """After a change of the table, or of what workers have."""
         passed_through = {engine.name for engine in self.pass_through()}
         found = adapters_of(self._snapshot.of("worker"), passed_through)
+        self._offered = found.models
         models, before = self._by_tokens(), self._adapters
         self._adapters = {
             adapter: self._adapted(adapter, models[model])
@@ -403,10 +438,20 @@ class Models:
             return self._watch.built(work, await self._builder.engines(work.entry))
         except MeshError as error:
             return self._watch.failed(work, error)
-        except BaseException as error:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
             # As in `follow`; this one may be of a build that followed another.
             self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
             raise
+        except BaseException as error:  # a panic of the tokenizer library is no Exception
+            return self._refused(work, error)
+
+    def _refused(self, work: Build, error: BaseException) -> list[Action]:
+        """A card that trips us up is its own model's trouble: all others go on."""
+        refusal = InvalidRequest(f"the card cannot be used: {error!r}", "card")
+        name = work.entry.model.name
+        if self._watch.not_ready.get(name) != refusal.message:  # else it is a retry's, and told
+            log.error("model_build_failed", model=name, exc_info=error)
+        return self._watch.failed(work, refusal)
 
 
 class _Builder:

@@ -344,6 +344,15 @@ class ModelWatchState(Generic[E]):
         """Models whose Build is under way."""
         return frozenset(self._building)
 
+    def is_awaited(self, name: str) -> bool:
+        """Whether workers offer a model that is not served yet: its Build is under way or failed.
+
+        One whose card is refused beside a served one is served, so it is not awaited.
+        """
+        if name not in self._building and name not in self.not_ready:
+            return False
+        return any(entry.model.name == name for entry in self._entries.values())
+
     def handle_put(self, kv: KeyValue) -> list[Action]:
         """Take an entry in; a name that is new asks to be built. Raises what `load_entry` does."""
         entry = load_entry(kv.key, [kv.value])

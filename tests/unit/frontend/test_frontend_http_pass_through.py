@@ -1,4 +1,4 @@
-"""The HTTP surface over a real echo worker: bodies passed through, and comments in silence."""
+"""The HTTP surface over a real echo worker: bodies passed through or refused, and comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from common.attach import ToFrontend, ToWorker
-from common.card import ModelCard
+from common.card import Artifact, ModelCard, ModelType
 from common.errors import MeshError, NotFound
 from common.instances import Instance, Snapshot
 from common.preprocessed import RoutingHints, SessionControl
@@ -30,6 +30,7 @@ from frontend_svc.router_client import Key, Query
 from worker_svc.attach_server import AttachServer
 from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.runner import Runner
+from worker_svc.sim_engine import SIM_MODEL_DIR
 
 WORKER = 7
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -81,11 +82,7 @@ class OneWorker:
         self.freed.append(key)
 
 
-async def no_card(checksum: str) -> ModelCard:
-    raise NotFound(f"no card {checksum}")
-
-
-def worker(model_type: str) -> Instance:
+def worker(model_type: str, card: ModelCard | None) -> Instance:
     return Instance(
         id=WORKER,
         namespace="default",
@@ -93,6 +90,7 @@ def worker(model_type: str) -> Instance:
         stable_name="w",
         address="127.0.0.1:1",
         model="talk",
+        card_checksum="" if card is None else card.checksum,
         meta={"model_type": model_type},
     )
 
@@ -109,13 +107,22 @@ class Mesh:
 
 @asynccontextmanager
 async def served(
-    model_type: str, *, delay_s: float = 0.0, keep_alive_s: float = 15.0
+    model_type: str,
+    *,
+    card: ModelCard | None = None,
+    delay_s: float = 0.0,
+    keep_alive_s: float = 15.0,
 ) -> AsyncIterator[Mesh]:
+    async def get_card(checksum: str) -> ModelCard:
+        if card is None:
+            raise NotFound(f"no card {checksum}")
+        return card
+
     engine = EchoEngine(EchoConfig(token_delay_s=delay_s))
     await engine.start(WORKER)
     runner, router = Runner(engine), OneWorker()
-    snapshot = Snapshot(instances={WORKER: worker(model_type)})
-    models = Models(no_card, now_s=lambda: 0.0, mesh_key=b"")
+    snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
+    models = Models(get_card, now_s=lambda: 0.0, mesh_key=b"")
     await models.follow(snapshot)
     ready = Readiness(True, False, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
@@ -209,6 +216,47 @@ async def test_headers_hold_for_a_body_that_is_passed_through() -> None:
         refused = await mesh.http.post(CHAT, json=asking("one"), headers={"x-kvmesh-osl": "many"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-kvmesh-osl")
         assert len(mesh.router.asked) == 1
+
+
+@pytest.mark.parametrize("header", ["x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank"])
+async def test_a_rank_is_refused_for_a_body_that_is_passed_through(header: str) -> None:
+    async with served("Chat") as mesh:
+        refused = await mesh.http.post(CHAT, json=asking("one"), headers={header: "0"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, header)
+        assert "passed through" in refused.json()["error"]["message"]
+        assert mesh.router.asked == []
+
+
+@pytest.mark.parametrize(
+    ("offered", "closed", "body"),
+    [
+        (ModelType.COMPLETIONS, CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (ModelType.CHAT, COMPLETIONS, {"prompt": "a"}),
+    ],
+)
+async def test_an_endpoint_that_the_card_does_not_offer_is_closed_for_a_model_of_tokens(
+    offered: ModelType, closed: str, body: Json
+) -> None:
+    files = ("tokenizer.json", "tokenizer_config.json")
+    artifacts = {name: Artifact.of((SIM_MODEL_DIR / name).read_bytes()) for name in files}
+    card = ModelCard(name="talk", model_type=offered, artifacts=artifacts)
+    async with served("Backend", card=card) as mesh:
+        refused = await mesh.http.post(closed, json={"model": "talk", **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert "is not served for" in refused.json()["error"]["message"]
+        assert mesh.router.asked == []
+
+
+async def test_a_model_whose_card_is_not_there_yet_is_a_503_that_says_when_to_come_again() -> None:
+    async with served("Backend") as mesh:
+        for answer in (
+            await mesh.http.post(CHAT, json=asking("one")),
+            await mesh.http.get("/v1/models/talk"),
+        ):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+        unknown = await mesh.http.post(CHAT, json=asking("one", model="other"))
+        assert unknown.status_code == 404
 
 
 async def test_a_body_of_the_other_kind_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.blocks import PrefixHasher
-from common.card import Artifact, ModelCard
-from common.errors import MeshError, NotFound, Unavailable, UnknownModel
+from common.card import Artifact, ModelCard, ModelType
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupported
 from common.instances import Instance, Snapshot
+from frontend_svc.core.model_watch import Table as Kind
 from frontend_svc.models import GONE_S, Models
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
@@ -250,5 +252,138 @@ def test_a_model_whose_card_comes_after_its_workers_left_is_not_served() -> None
         await first
         assert models.names() == frozenset()
         assert models.not_ready == {}
+
+    run_virtually(main())
+
+
+def damaged(name: str, **files: bytes) -> ModelCard:
+    """A card with files in place of good ones; `__` in a file's name stands for a dot."""
+    bad = {one.replace("__", "."): Artifact.of(data) for one, data in files.items()}
+    good = card(name)
+    return replace(good, artifacts={**good.artifacts, **bad})
+
+
+def tokenizer_that_panics() -> bytes:
+    """One on which the library panics: that is no Exception."""
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    return json.dumps(raw).encode()
+
+
+SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template": "x"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"tokenizer_config__json": SEVERAL_TEMPLATES}, "chat_template must be one template"),
+        ({"chat_template__jinja": b"\xff\xfe"}, "chat_template.jinja is not UTF-8"),
+        ({"tokenizer_config__json": b"[" * 200_000}, "tokenizer_config.json is not JSON"),
+        pytest.param(  # slow: the library prints where it panicked
+            {"tokenizer__json": tokenizer_that_panics()}, "PanicException", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["several templates", "not UTF-8", "too deep", "panic"],
+)
+async def test_a_card_that_cannot_be_read_is_its_own_models_trouble(
+    files: dict[str, bytes], why: str
+) -> None:
+    bad = damaged("bad", **files)
+    table = Table(bad, A)
+    assert not await table.models.follow(snapshot(worker(1, bad), worker(2, A)))
+    assert table.models.names() == {"a"}
+    assert why in table.models.not_ready["bad"]
+    assert table.models.loading == frozenset()
+
+
+async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None:
+    table = Table(A, B)
+    read, faults = table.get, [ZeroDivisionError("oh")] * 2
+
+    async def get(checksum: str) -> ModelCard:
+        if checksum == A.checksum and faults:
+            raise faults.pop()
+        return await read(checksum)
+
+    models = Models(get, now_s=lambda: 0.0, mesh_key=KEY)
+    here = snapshot(worker(1, A), worker(2, B))
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert not await models.follow(here)
+            assert models.names() == {"b"}
+            assert "ZeroDivisionError" in models.not_ready["a"]
+        assert await models.follow(here)
+    assert models.names() == {"a", "b"}
+    assert [line["model"] for line in logs if line["event"] == "model_build_failed"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "open_for", "closed_for"),
+    [
+        (ModelType.COMPLETIONS, "completions", "chat"),
+        (ModelType.CHAT, "chat", "completions"),
+    ],
+)
+async def test_what_a_card_does_not_offer_is_closed_for_its_model_and_adapters(
+    offered: ModelType, open_for: Kind, closed_for: Kind
+) -> None:
+    one = replace(A, model_type=offered)
+    table = Table(one)
+    await table.models.follow(snapshot(worker(1, one, "french")))
+    for name in ("a", "french"):
+        assert table.models.get_for(name, open_for).name == name
+        with pytest.raises(Unsupported, match=f"'{name}' is not served for {closed_for}"):
+            table.models.get_for(name, closed_for)
+    with pytest.raises(UnknownModel):
+        table.models.get_for("b", open_for)
+
+
+def test_a_model_that_is_being_loaded_is_to_be_asked_for_again_and_so_are_its_adapters() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        here = snapshot(worker(1, slow, "french"))
+        first = asyncio.create_task(models.follow(here))
+
+        def is_told_to_wait() -> None:
+            for name in ("slow", "french"):
+                for ask in (models.get, lambda one: models.engine(one, "chat")):
+                    with pytest.raises(Unavailable, match=name) as told:
+                        ask(name)
+                    assert told.value.reason == "MODEL_LOADING"
+                    assert told.value.retry_after_s == 1.0
+            with pytest.raises(UnknownModel):
+                models.get("german")
+
+        await asyncio.sleep(1.0)
+        assert models.loading == {"slow"}
+        is_told_to_wait()
+        assert not await first, "its worker is silent"
+        assert models.loading == frozenset()
+        is_told_to_wait()
+        del table.holding[1]
+        assert await models.follow(here)
+        assert models.get("french").base == "slow"
+
+    run_virtually(main())
+
+
+def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        await asyncio.sleep(1.0)
+        await models.follow(snapshot())
+        assert models.loading == {"slow"}
+        for name in ("slow", "french"):
+            with pytest.raises(UnknownModel):
+                models.get(name)
+        table.holding.pop(1).set()
+        await first
 
     run_virtually(main())
