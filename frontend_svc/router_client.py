@@ -198,13 +198,20 @@ class _Moment(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiting:
-    """since: when it came. denied_since: since when routers deny what could serve it."""
+    """since: when it came. denied_since, denied_last: since when routers deny what could serve it,
+    and when one did so last.
+    """
 
     key: Key
     query: Query
     answer: Answer
     since: _Moment
     denied_since: _Moment | None = None
+    denied_last: _Moment | None = None
+
+    def is_denied(self, now: _Moment) -> bool:
+        """Whether it still is: one that was asked again and not answered at once waits there."""
+        return self.denied_last is not None and now.since(self.denied_last) < SETTLE_S
 
 
 class RouterClient:
@@ -433,8 +440,10 @@ class RouterClient:
         """Raises WorkerLost when a question is open for longer than the router says it may be."""
         if self._queue_wait_s is None or not self.is_connected:
             return
-        asked = next((w.since for w in self._waiting.values() if w.denied_since is None), None)
-        if asked is not None:
+        now = self._now()
+        waiting = next((w for w in self._waiting.values() if not w.is_denied(now)), None)
+        if waiting is not None:
+            asked = max(waiting.since, waiting.denied_last or waiting.since)
             open_s = self._elapsed_s(max(asked, self._session_since))
             if open_s > self._queue_wait_s + SILENT_AFTER_S:
                 raise WorkerLost(
@@ -447,6 +456,8 @@ class RouterClient:
             return  # freed meanwhile
         if result.HasField("error"):
             error = error_from_proto(result.error)
+            if error.reason == "ASKED_AGAIN":
+                return  # The answer to that comes under the same number.
             if error.reason in _DENIALS and self._sees(waiting.query):
                 self._denied(result.id, waiting)
                 return
@@ -466,18 +477,21 @@ class RouterClient:
 
     def _denied(self, number: int, waiting: _Waiting) -> None:
         """The router has not seen what we see: it may any moment, or another one has."""
-        if waiting.denied_since is None:
-            waiting.denied_since = self._now()
+        now = self._now()
+        if waiting.denied_since is None or not waiting.is_denied(now):
+            waiting.denied_since = now
+        waiting.denied_last = now
         is_blind = self._elapsed_s(waiting.denied_since) >= DENIED_S
         # Not from one to the other all the time: neither may ever see it.
         may_leave = self._loop.time() - self._left_denied_at >= AVOID_S
         if is_blind and may_leave and len(self._routers()) > 1:
             self._is_denied = True
         else:
-            self._loop.call_later(ASK_AGAIN_S, self._ask_again, number)
+            self._loop.call_later(ASK_AGAIN_S, self._ask_again, number, self._generation)
 
-    def _ask_again(self, number: int) -> None:
-        if number in self._waiting:
+    def _ask_again(self, number: int, generation: int) -> None:
+        # Another session began with all questions.
+        if number in self._waiting and generation == self._generation:
             self._tell(self._news, number)
 
     def _booking(self, waiting: _Waiting, decision: router_pb2.Decision) -> router_pb2.Booking:
@@ -584,10 +598,14 @@ class RouterClient:
         return [
             number
             for number, waiting in self._waiting.items()
-            if now.since(waiting.denied_since or max(waiting.since, self._attended))
-            >= UNROUTED_AFTER_S
-            and not (is_settling and waiting.denied_since is None)
+            if now.since(self._unattended_since(waiting, now)) >= UNROUTED_AFTER_S
+            and not (is_settling and not waiting.is_denied(now))
         ]
+
+    def _unattended_since(self, waiting: _Waiting, now: _Moment) -> _Moment:
+        if waiting.denied_since is not None and waiting.is_denied(now):
+            return waiting.denied_since
+        return max(waiting.since, self._attended, waiting.denied_last or waiting.since)
 
 
 def _output(grown: tuple[Key, _Output]) -> router_pb2.OutputBlocks:

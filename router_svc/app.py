@@ -75,6 +75,7 @@ class RouterApp:
             knobs=config.cost_knobs,
             rules=config.rules,
             book=book,
+            epoch_s=time.time() - clock(),
         )
         self.peers = PeerSync(
             self.instance_id,

@@ -83,6 +83,7 @@ class Decisions:
         self._next_at = 0.0  # Loop time.
         self._is_closed = False
         router.book.relieved = self._was_relieved
+        router.book.session_over = self.withdraw_session
         router.fleet_changed = self._fleet_changed
 
     def ask(
@@ -102,6 +103,8 @@ class Decisions:
         watch = Stopwatch()
         decided: Decision | Parked
         try:
+            if session is not None and self._router.book.is_superseded(session):
+                raise Conflict("a later session of this frontend has begun", reason="SUPERSEDED")
             query = query_from_proto(message)
             if message.token_ids:
                 query = self.hashed(query, message)
@@ -214,6 +217,13 @@ class Decisions:
         if self._seeks_strays:
             self._seeks_strays = False
             left -= self._tell(router.strays(now, self._rng), left)[0]
+        if self._is_sweeping and left > 0:
+            # First, for those not seen since the fleet changed hold up whom a relief would help.
+            part = min(left, SLICE // 2) if self._relieved else left
+            count, _ = self._tell(router.admitted(now, self._rng), part)
+            left -= count
+            if count < part:
+                self._is_sweeping, self._sweeps_again = self._sweeps_again, False
         for placement in tuple(self._relieved):
             if left <= 0:
                 return
@@ -222,10 +232,6 @@ class Decisions:
             left -= count
             if left <= 0 and placed:
                 self._relieved[placement] = None  # It may have more room.
-        if self._is_sweeping and left > 0:
-            count, _ = self._tell(router.admitted(now, self._rng), left)
-            if count < left:
-                self._is_sweeping, self._sweeps_again = self._sweeps_again, False
 
     def _tell(self, outcomes: Iterator[Outcome], count_max: int) -> tuple[int, int]:
         """Answer the first of these; how many were looked at, and how many answered."""

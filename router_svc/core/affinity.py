@@ -10,7 +10,8 @@ a binding outvote the pins of a request: such a session moves with its request. 
 wherever the session was, `close` forgets it with the request's booking.
 
 Routers tell each other what became of a session as a *bond*: the binding, or that it is closed,
-with a revision that counts the session's bonds and the key of the request that made it. Of two
+with a revision that grows with each of the session's bonds (of what is forgotten too, since it goes
+with the time of day) and the key of the request that made it. Of two
 bonds every router keeps the same one, whatever the order in which it hears of them: that of the
 higher revision, or of equal ones (two routers bound the session at once) the one of the least key.
 Who hears of a bond that does not win tells its own. A closed session is remembered like an idle
@@ -151,22 +152,29 @@ class Stay:
             return "bound"
         return "kept" if before.worker == worker else "moved"
 
-    def bond(self, worker: Placement, prefill: Placement | None, key: BookingKey) -> Bond | None:
-        """That of the session once its request `key` is placed there; None: it has none."""
+    def bond(
+        self, worker: Placement, prefill: Placement | None, key: BookingKey, revision_min: int = 1
+    ) -> Bond | None:
+        """That of the session once its request `key` is placed there; None: it has none.
+
+        revision_min: of a new one, see `Affinity.revision_min`.
+        """
         binding: Binding | None = None
         if self.action is not SessionAction.CLOSE:
             if prefill is None and self.binding is not None and self.binding.worker == worker:
                 prefill = self.binding.prefill  # Who was not split leaves it where it is.
             binding = Binding(worker, prefill)
         if self.last is None:
-            return None if binding is None else Bond(self.session, binding, 1, key)
+            return None if binding is None else Bond(self.session, binding, revision_min, key)
         if self.last.binding == binding:
             return self.last
-        return Bond(self.session, binding, self.last.revision + 1, key)
+        return Bond(self.session, binding, max(self.last.revision + 1, revision_min), key)
 
 
 class Affinity:
     """The bonds that one router knows. Times are seconds of one clock; ttl_s 0 keeps no sessions.
+
+    epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions just count.
 
     It is the load book's `Uses`. changed: called with a session of which peers are to be told.
     evicted: bonds forgotten for want of room.
@@ -179,10 +187,12 @@ class Affinity:
         *,
         bonds_max: int = BONDS_MAX,
         bytes_max: int = BYTES_MAX,
+        epoch_s: float | None = None,
     ) -> None:
         assert bonds_max > 0, "there is room for one"
         self._ttl_s = ttl_s
         self._is_hard = mode == "hard"
+        self._epoch_s = epoch_s
         self._bonds_max = bonds_max
         self._bytes_max = bytes_max
         self._bonds: dict[SessionName, Bond] = {}
@@ -219,6 +229,12 @@ class Affinity:
         ):
             binding = None
         return Stay(session, control.action, last, binding, self._is_hard)
+
+    def revision_min(self, now: float) -> int:
+        """Of a new bond: the milliseconds of the day's time, so that it beats those made before it
+        which only others still remember. Clocks need not agree for routers to.
+        """
+        return 1 if self._epoch_s is None else max(1, round((now + self._epoch_s) * 1000))
 
     def booked(self, bond: Bond, now: float) -> None:
         """The request that asked to stay was booked, which made this bond or kept it."""

@@ -41,6 +41,7 @@ class Fleet:
         self.was_seen = False  # Whether there was a snapshot at all.
         self._snapshot = Snapshot()
         self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
+        self._ranks_of: dict[int, tuple[Candidate, ...]] = {}
         self._models: frozenset[str] = frozenset()
         # Models without workers, and when the last one was seen to be gone; oldest first.
         self._gone: dict[str, float] = {}
@@ -51,9 +52,11 @@ class Fleet:
         self._snapshot = snapshot
         self.was_seen = True
         members: dict[tuple[str, Role], list[Candidate]] = {}
+        self._ranks_of = {}
         for worker in snapshot.of("worker"):
             if worker.model:
-                members.setdefault((worker.model, worker.role), []).extend(_places(worker))
+                places = self._ranks_of[worker.id] = _places(worker)
+                members.setdefault((worker.model, worker.role), []).extend(places)
         self._candidates = {
             key: tuple(sorted(places, key=lambda c: c.placement)) for key, places in members.items()
         }
@@ -63,6 +66,10 @@ class Fleet:
     def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
         """Every (worker, rank) of `role` that serves `model`, in order of placement."""
         return self._candidates.get((model, role), ())
+
+    def ranks_of(self, worker_id: int) -> tuple[Candidate, ...]:
+        """Every rank of a worker that serves a model, in order; empty if there is none such."""
+        return self._ranks_of.get(worker_id, ())
 
     def all_candidates(self, model: str = "") -> Iterator[Candidate]:
         """Those of every role, of one model or (\"\") of all."""
@@ -147,5 +154,5 @@ def _ranks(worker: Instance) -> range:
     return range(worker.dp_rank_start, worker.dp_rank_start + worker.dp_size)
 
 
-def _places(worker: Instance) -> list[Candidate]:
-    return [Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker)]
+def _places(worker: Instance) -> tuple[Candidate, ...]:
+    return tuple(Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker))

@@ -229,6 +229,7 @@ class LoadBook:
         self._ranks: dict[Placement, _Rank] = {}
         self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
+        self._superseded: set[int] = set()  # Of those open here.
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
@@ -236,6 +237,8 @@ class LoadBook:
         self.uses: Uses = _NoUses()
         # Called with each rank that may have less to do than before; must not call back.
         self.relieved: Callable[[Placement], None] = _nobody_waits
+        # Called with a session that a later one has superseded.
+        self.session_over: Callable[[int], object] = _nobody_asked
 
     def join(self, peers: Peers) -> None:
         """Share the book with other routers; to be called before anything is booked."""
@@ -424,6 +427,7 @@ class LoadBook:
         Where discovery has lost the frontend already, they are freed instead.
         """
         frontend_id = self._sessions.pop(session).frontend_id
+        self._superseded.discard(session)
         count = self._release_all(session, frontend_id, now)
         if self._newest_session(frontend_id) is None and frontend_id in self._absent_frontends:
             self._absent_frontends.discard(frontend_id)
@@ -442,6 +446,13 @@ class LoadBook:
         for session, (frontend_id, generation) in self._sessions.items():
             if frontend_id == hello.frontend_id and generation < hello.generation:
                 self._release_all(session, frontend_id, now)
+                if session not in self._superseded:
+                    self._superseded.add(session)
+                    self.session_over(session)
+
+    def is_superseded(self, session: int) -> bool:
+        """Whether its frontend has a later one, so that nothing it asks counts any more."""
+        return session in self._superseded
 
     def frontend_left(self, frontend_id: int) -> int:
         """Discovery lost a frontend: free its orphans at once; how many there were.
@@ -566,7 +577,7 @@ class LoadBook:
         self._charge(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
             self._discard_blank(placement)
-        if booking.session_id != old.session_id:
+        if (booking.model, booking.session_id) != (old.model, old.session_id):
             if booking.session_id:
                 self.uses.began(booking)
             if old.session_id:
@@ -754,3 +765,7 @@ def _changed(
 
 def _nobody_waits(placement: Placement) -> None:
     """A book without anybody who waits for load to go down."""
+
+
+def _nobody_asked(session: int) -> None:
+    """A book without questions that wait."""

@@ -42,7 +42,9 @@ class Room:
     def has(self, spot: Spot, now: float, query: Query | None = None) -> bool:
         """Whether the rank has room for the leg: of that query, if given, else of any."""
         at = self._fleet.candidate(spot.placement)
-        return at is not None and self._has(at, spot.leg, now, query)
+        if at is None or not self._takes(at, spot.leg, now, query):
+            return False
+        return not self._busy((at,), spot.leg, now)
 
     def spots(self, ask: Ask, picks: Picks | None) -> frozenset[Spot]:
         """Whom the query waits for, of whom nobody has room now. picks: in vain, None if they
@@ -50,12 +52,16 @@ class Room:
         """
         if self._is_simple and picks is not None:
             return frozenset(Spot(at.placement, _prefilling(at)) for at in picks.waits_for)
-        return frozenset(
-            Spot(at.placement, leg)
-            for leg in LEGS
-            for at in self._may_serve(ask, leg)
-            if not self._has(at, leg, ask.now, ask.query)
-        )
+        spots: set[Spot] = set()
+        for leg in LEGS:
+            among = self._may_serve(ask, leg)
+            busy = self._busy(among, leg, ask.now)
+            spots.update(
+                Spot(at.placement, leg)
+                for at in among
+                if at.placement.worker_id in busy or not self._takes(at, leg, ask.now, ask.query)
+            )
+        return frozenset(spots)
 
     def everywhere(self, ask: Ask) -> frozenset[Spot]:
         """All by whom the prompt might be computed, whether they have room or not."""
@@ -69,27 +75,26 @@ class Room:
         at = None if self._rules.busy.are_off else self._fleet.candidate(placement)
         if at is None or at.instance.dp_size == 1:
             return (placement,)
-        return [c.placement for c in self._ranks(at)]
+        return [c.placement for c in self._fleet.ranks_of(placement.worker_id)]
 
-    def _has(self, at: Candidate, leg: Leg, now: float, query: Query | None) -> bool:
+    def _takes(self, at: Candidate, leg: Leg, now: float, query: Query | None) -> bool:
+        """Whether the rank has room, if its worker is not busy."""
         if leg != "decode" and self._picker.are_full((at,), now):
             return False
-        limits, book = self._rules.busy, self._book
-        if not limits.are_off:
-            ranks = self._ranks(at) if at.instance.dp_size > 1 else (at,)
-            if busy_workers(ranks, lambda rank: book.load(rank, now), limits, leg):
-                return False
         if query is None or leg != "whole" or at.instance.role != "decode":
             return True
-        held = book.load(at.placement, now).decode_blocks
+        held = self._book.load(at.placement, now).decode_blocks
         own = decode_charge(query, block_size_of(query, at.instance.block_size))
         return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
 
-    def _ranks(self, at: Candidate) -> list[Candidate]:
-        """All of its worker."""
-        worker = at.instance
-        roles = self._fleet.candidates(worker.model, worker.role)
-        return [c for c in roles if c.placement.worker_id == worker.id]
+    def _busy(self, among: Sequence[Candidate], leg: Leg, now: float) -> frozenset[int]:
+        """Ids of the workers of `among` that are above a busy threshold, by all of their ranks."""
+        limits, book, fleet = self._rules.busy, self._book, self._fleet
+        if limits.are_off:
+            return frozenset()
+        workers = {at.placement.worker_id for at in among}
+        ranks = [rank for worker_id in workers for rank in fleet.ranks_of(worker_id)]
+        return busy_workers(ranks, lambda rank: book.load(rank, now), limits, leg)
 
     def _may_serve(self, ask: Ask, leg: Leg) -> Sequence[Candidate]:
         """Whoever could, were nobody busy; wishes are put aside."""

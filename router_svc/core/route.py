@@ -104,13 +104,14 @@ class Router:
         rules: Rules = DEFAULT_RULES,
         book: LoadBook | None = None,
         recent_max: int = RECENT_MAX,
+        epoch_s: float | None = None,
     ) -> None:
         self.fleet = Fleet()
         self.book = LoadBook() if book is None else book
         self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
         self.selector = selector
         self.misses = RecentMisses(knobs.recent_miss_half_life_s)
-        self.affinity = Affinity(rules.session_ttl_s, rules.session_mode)
+        self.affinity = Affinity(rules.session_ttl_s, rules.session_mode, epoch_s=epoch_s)
         self.book.uses = self.affinity
         self.queue = AdmissionQueue(rules.queue)
         # Called when other workers may serve than before; must not call back.
@@ -288,7 +289,8 @@ class Router:
         for parked in self.queue.heads():
             hindrance = self.queue.hindrance(parked.lane)
             is_same_fleet = hindrance.fleet_version == self._fleet_version
-            if hindrance.sweep == self._sweep or (is_same_fleet and hindrance.spots in stuck):
+            was_seen = hindrance.sweep == self._sweep or hindrance.spots in stuck
+            if is_same_fleet and was_seen:
                 continue
             if is_same_fleet and not self.sweeps and self._is_stuck(hindrance, now):
                 stuck.add(hindrance.spots)
@@ -349,7 +351,8 @@ class Router:
         decision = self._decision(ask, picks, CONSIDERED_MAX)
         bond = None
         if key is not None and ask.stay is not None:
-            bond = ask.stay.bond(decision.worker, decision.prefill, key)
+            revision_min = self.affinity.revision_min(now)
+            bond = ask.stay.bond(decision.worker, decision.prefill, key, revision_min)
         if bond is not None and bond.binding is not None:
             decision = replace(decision, session_revision=bond.revision)
         if queued_s is not None:

@@ -186,7 +186,9 @@ class Checks:
         if worker.gone_at is None or not frontend.discovery.is_in_reach:
             return
         known_from = max(worker.gone_at, frontend.discovery.found_at) + LAG_MAX_S
-        if now > known_from + 0.01 and not self._had_trouble(frontend.id, worker.gone_at):
+        # A router that was shown an old list may name one that its frontend never saw.
+        whose = frontend.id if worker.id in frontend.discovery.seen else CONTROL
+        if now > known_from + 0.01 and not self._had_trouble(whose, worker.gone_at):
             self.breach("submit", f"{order.request_id} went to {worker.stable_name}, which left")
 
     def asks_for(self, client: Client, worker: SimWorker, order: Order) -> None:

@@ -287,6 +287,10 @@ class WatchedRunner(Runner):
         return key
 
 
+# The time of day at which every simulation begins, seconds since 1970.
+EPOCH_S = 1.7e9
+
+
 class WatchedRouter(Router):
     """A Router that tells the checkers of every decision. ledger: who keeps them, None: nobody."""
 
@@ -752,7 +756,12 @@ class SimRouter:
                 stopwatch=_stopwatch(Random(self.id)),
             )
         self.router = parts.router(
-            SELECTORS[selector](), index=self.index, choice=choice, book=book, rules=rules
+            SELECTORS[selector](),
+            index=self.index,
+            choice=choice,
+            book=book,
+            rules=rules,
+            epoch_s=EPOCH_S,
         )
         self.router.ledger = ledger
         self.peers = parts.peers(

@@ -25,6 +25,7 @@ from router_svc.core.fleet import MODEL_MEMORY_S, Placement
 from router_svc.core.load import BookingKey
 from router_svc.core.overlap import IndexChoice
 from router_svc.core.query import Query
+from router_svc.core.queue import Lane, Parked
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
 
@@ -68,13 +69,15 @@ class _Waiter:
 class Sessions:
     """Where the sessions of all routers of a mesh went, the latest last.
 
-    is_calm: nothing has befallen the routers so far, and what they tell each other.
+    is_calm: nothing has befallen the routers so far, and what they tell each other. used_at: when
+    any request of any router lived last.
     """
 
     def __init__(self) -> None:
         self._bound: dict[tuple[str, str], list[_Bound]] = {}
         self._closed: dict[tuple[str, str], tuple[Ledger, float]] = {}
         self.is_calm = True
+        self.used_at = float("-inf")
 
     def of(self, name: tuple[str, str]) -> list[_Bound]:
         """All of one session since it was last closed."""
@@ -124,7 +127,7 @@ class Ledger:
         self._choice = choice
         self._waiting: dict[BookingKey, _Waiter] = {}
         self._touched: dict[Placement, dict[tuple[str, int], float]] = {}
-        self._last_guess = self._last_busy = float("-inf")
+        self._last_guess = float("-inf")
         # Models that workers served, and when the last one was gone.
         self._models: dict[str, float | None] = {}
 
@@ -163,7 +166,9 @@ class Ledger:
         self._decided(router, query, decision, now)
 
     def _check_order(self, router: Router, key: BookingKey, mine: _Waiter) -> None:
-        for name, other in self._still_waiting(router, mine.group):
+        parked = router.queue._parked.get(key)  # None: it was asked again.
+        lane = None if parked is None else parked.lane
+        for name, other in self._still_waiting(router, mine.group, lane):
             if other.query.strict_priority > mine.query.strict_priority:
                 self._breach("queue", f"{key.request_id} came before {name}, of a higher level")
             elif other.query.strict_priority < mine.query.strict_priority:
@@ -190,7 +195,7 @@ class Ledger:
     def look(self, router: Router, now: float) -> None:
         """From time to time: nobody waits for too long."""
         if len(router.book):
-            self._last_busy = now
+            self._sessions.used_at = now
         waits_max = self._rules.queue.wait_max_s + TICK_S + 0.1
         for name, waiter in list(self._still_waiting(router, None)):
             if now - waiter.at > waits_max:
@@ -206,7 +211,7 @@ class Ledger:
             is_due = limits is not None and age_s > limits.ttl_s + 2 * TICK_S
             if is_due and index is not None and index.blocks:
                 yield f"{index.blocks} guesses are left after {age_s:.1f} s"
-        idle_s = now - self._last_busy
+        idle_s = now - self._sessions.used_at
         if len(router.affinity) and idle_s > self._rules.session_ttl_s + FORGETS_S:
             yield f"{len(router.affinity)} sessions are left after {idle_s:.1f} s"
 
@@ -245,7 +250,7 @@ class Ledger:
             self._sessions.close(name, self, now)
         else:
             all_bound.append(went)
-            self._last_busy = now
+            self._sessions.used_at = now
 
     def _may_stray(self, router: Router, bound: _Bound, decision: Decision, now: float) -> bool:
         """Whether a soft session's request need not wait for its own worker, which is busy."""
@@ -309,13 +314,16 @@ class Ledger:
 
     # -- the queue ------------------------------------------------------------------------------
 
-    def _still_waiting(self, router: Router, group: object) -> Iterator[tuple[str, _Waiter]]:
-        """Whom the router has not sent away meanwhile; None: of every group."""
+    def _still_waiting(
+        self, router: Router, group: object, lane: Lane | None = None
+    ) -> Iterator[tuple[str, _Waiter]]:
+        """Whom the router has not sent away meanwhile. None: of every group, of whatever lane."""
         parked = router.queue._parked
         for key in [key for key in self._waiting if key not in parked]:
             del self._waiting[key]
         for key, waiter in self._waiting.items():
-            if group in (None, waiter.group):
+            is_mate = group == waiter.group and _is_rightly_there(router, parked[key])
+            if group is None or (is_mate and lane in (None, parked[key].lane)):
                 yield key.request_id, waiter
 
     def _queue_key(self, query: Query, now: float) -> float | None:
@@ -333,6 +341,12 @@ def _strays(bound: _Bound, went: _Bound) -> bool:
     """Whether a request went elsewhere than its session."""
     splits = bound.prefill is not None and went.prefill is not None
     return bound.worker != went.worker or (splits and bound.prefill != went.prefill)
+
+
+def _is_rightly_there(router: Router, parked: Parked) -> bool:
+    """Whether its session is bound as it was when it was parked; else it is found at a tick."""
+    stay = router.affinity.stay(parked.query, router.fleet.has)
+    return parked.lane.places == (() if stay is None else stay.must)
 
 
 def _group(query: Query) -> object:

@@ -374,6 +374,33 @@ def test_a_router_that_learns_of_a_model_a_moment_later_is_asked_again_and_kept(
     play(script, HOME, OTHER)
 
 
+def test_who_was_denied_and_is_then_parked_waits_in_the_queue_like_everybody() -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error, bed.home.queue_wait_ms = UnknownModel("m"), 60_000
+        bed.place("a")
+        await asyncio.sleep(DENIED_S / 2)
+        bed.home.error, bed.home.parks = None, True
+        await asyncio.sleep(3 * UNROUTED_AFTER_S)
+        assert (bed.answers, bed.client.unrouted) == ([], 0)
+
+    play(script, HOME, OTHER)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_is_asked_twice_in_one_session_for_being_denied_in_the_last(seed: int) -> None:
+    async def script(bed: Bed) -> None:
+        bed.client._rng = Random(seed)
+        bed.home.error, bed.other.parks = UnknownModel("m"), True
+        for number in range(20):
+            bed.place(f"{number}")
+            await asyncio.sleep(0.03)
+        await asyncio.sleep(DENIED_S + 2 * ASK_AGAIN_S + REDIAL_S)
+        asked = [new.id for frame in bed.other.frames for new in frame.news]
+        assert len(asked) == len(set(asked)) > 0
+
+    play(script, HOME, OTHER)
+
+
 def test_what_all_routers_deny_and_the_frontend_sees_is_placed_unrouted() -> None:
     async def script(bed: Bed) -> None:
         bed.home.error = bed.other.error = UnknownModel("m")

@@ -551,6 +551,24 @@ def test_a_closed_session_is_not_brought_back_by_who_has_not_heard_of_it() -> No
     assert affinity.sessions() == []
 
 
+def test_a_new_binding_beats_one_that_was_forgotten_here_and_is_remembered_elsewhere() -> None:
+    """It counted from 1 again, and lost to the older: simulated seed 1322."""
+    affinity = Affinity(TTL_S, epoch_s=1000.0)
+    first = stay_of(affinity).bond(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
+    assert first is not None
+    affinity.booked(first, 0.0)
+    affinity.expire(TTL_S)
+    later = BookingKey(1, "z", 0)
+    anew = stay_of(affinity).bond(Placement(2, 0), None, later, affinity.revision_min(TTL_S))
+    assert anew is not None
+    assert anew.beats(first)
+    affinity.booked(anew, TTL_S)
+    # A clock that is behind does not make it older.
+    moved = stay_of(affinity).bond(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
+    assert moved is not None
+    assert moved.beats(anew)
+
+
 @pytest.mark.parametrize("worker_id", [None, 1])
 def test_what_others_have_just_forgotten_does_not_outvote_what_they_bound_since(
     worker_id: int | None,

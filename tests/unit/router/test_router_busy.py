@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -12,9 +13,12 @@ from common.instances import Instance, Snapshot
 from common.load import Load
 from common.preprocessed import RoutingHints, SessionControl
 from router_svc.core.busy import BusyLimits, busy_workers
+from router_svc.core.cost import DEFAULT_KNOBS
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import BookingKey, Totals
+from router_svc.core.picks import Ask
 from router_svc.core.query import Query
+from router_svc.core.queue import QueueRules
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
 from router_svc.core.select import SELECTORS
@@ -63,6 +67,29 @@ def test_a_rank_is_busy_above_a_limit_and_not_at_it(
     candidate = Candidate(Placement(1, 0), worker(1))
     assert not limits.exceeded(candidate, at, "whole")
     assert limits.exceeded(candidate, above, "whole")
+
+
+def test_where_a_query_could_go_reads_each_load_a_few_times_however_many_ranks_a_worker_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = [worker(i, dp_size=16) for i in range(1, 9)]
+    queue = QueueRules(threshold=1.0)
+    router = router_of(BusyLimits(active_decode_blocks=0.5), *workers, queue=queue)
+    for number in (1, 2):
+        for rank in range(16):
+            report(router, number, rank, kv_used_blocks=51)
+    read: list[Placement] = []
+    load = router.book.load
+
+    def counted(at: Placement, now: float) -> Totals:
+        read.append(at)
+        return load(at, now)
+
+    monkeypatch.setattr(router.book, "load", counted)
+    spots = router.room.spots(Ask(Query("m", 10), DEFAULT_KNOBS, {}, 0.0, Random(0)), None)
+    assert {spot.placement.worker_id for spot in spots} == {1, 2}
+    assert len(spots) == 2 * 16
+    assert max(Counter(read).values()) <= 3
 
 
 def test_a_share_of_something_unknown_is_no_limit() -> None:

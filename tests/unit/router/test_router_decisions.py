@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from common.errors import Bug, InvalidRequest, MeshError, Overloaded
+from common.errors import Bug, Conflict, InvalidRequest, MeshError, Overloaded
 from common.instances import Instance, Snapshot
 from common.load import Load
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey
+from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
 from router_svc.core.queue import Parked, QueueRules
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
@@ -300,3 +300,49 @@ def test_a_sweep_in_slices_ends_where_nothing_was_relieved(loop: HandLoop) -> No
     loop.run()
     loop.run()
     assert (desk.answers, loop.due) == ({}, [])
+
+
+def test_reliefs_do_not_keep_a_sweep_from_those_who_hold_others_up(loop: HandLoop) -> None:
+    """A slice full of heads that might overtake one not seen yet spent all of it, for ever."""
+    desk = Desk()
+    workers = {
+        id: Instance(id, "mesh", "worker", "", "127.0.0.1:1", model=m, max_num_batched_tokens=BATCH)
+        for id, m in ((1, "m"), (2, "m"), (3, "other"))
+    }
+    here = {id: workers[id] for id in (1, 2)}
+    desk.router.update(Snapshot(2, here), desk.now)
+    for name in ("a", "b"):
+        assert isinstance(desk.ask(name), Decision)
+    pinned = router_pb2.Query(model="m", total_tokens=TOO_MUCH)
+    pinned.routing.backend_instance_id = 2
+    for number in range(2):
+        key = BookingKey(7, f"pinned{number}", 0)
+        waits = desk.decisions.ask(pinned, key, desk.session, "", lambda outcome: None)
+        assert isinstance(waits, Parked)
+    for number in range(2 * SLICE):
+        assert isinstance(desk.ask(f"r{number}", lane=number + 1), Parked)
+    desk.router.update(Snapshot(3, workers), desk.now)
+    booked = {b.key.request_id: b.worker.worker_id for b in desk.router.book}
+    (free,) = (name for name, worker_id in booked.items() if worker_id == 1)
+    desk.router.book.free(BookingKey(7, free, 0))
+    for _ in range(6):
+        if loop.due:
+            loop.run()
+    assert list(desk.answers) == ["r0"]
+
+
+def test_what_a_superseded_session_asked_waits_no_more_and_what_it_asks_is_refused(
+    loop: HandLoop,
+) -> None:
+    desk = Desk()
+    desk.ask("a")
+    book = desk.router.book
+    desk.session = book.open_session(8, generation=1)
+    assert isinstance(desk.ask("old", desk.session), Parked)
+    book.superseded(SessionHello(8, 2), desk.now)
+    assert len(desk.router.queue) == 0
+    with pytest.raises(Conflict) as refused:
+        desk.ask("late", desk.session)
+    assert refused.value.reason == "SUPERSEDED"
+    assert desk.answers == {}, "nobody listens there"
+    book.end_session(desk.session, desk.now)

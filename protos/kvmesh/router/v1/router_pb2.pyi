@@ -1058,7 +1058,9 @@ class SessionBinding(_message.Message):
     session_id: _builtins.str
     """Its id, 1 to 256 characters."""
     revision: _builtins.int
-    """Counts the bindings of the session, its closing too, from 1."""
+    """Grows with each binding of the session and its closing; at least the time of day in ms since
+    1970 at which it was made. The highest holds.
+    """
     frontend_id: _builtins.int
     """The frontend of that."""
     idle_ms: _builtins.int
