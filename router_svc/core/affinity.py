@@ -166,7 +166,7 @@ class Stay:
             binding = Binding(worker, prefill)
         if self.last is None:
             return None if binding is None else Bond(self.session, binding, revision_min, key)
-        if self.last.binding == binding:
+        if self.last.binding == binding and self.action is not SessionAction.OPEN:
             return self.last
         return Bond(self.session, binding, max(self.last.revision + 1, revision_min), key)
 

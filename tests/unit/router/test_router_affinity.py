@@ -569,6 +569,19 @@ def test_a_new_binding_beats_one_that_was_forgotten_here_and_is_remembered_elsew
     assert moved.beats(anew)
 
 
+def test_who_opens_a_session_binds_it_anew_also_where_it_was() -> None:
+    """It kept the old bond, which lost to one made elsewhere since: simulated seed 1789."""
+    affinity = Affinity(TTL_S)
+    affinity.heard(ToldBond(bond(3, 1), 0.0), 0.0)
+    control = SessionControl("s", SessionAction.OPEN)
+    query = Query("m", 1, routing=RoutingHints(session_control=control))
+    stay = affinity.stay(query, lambda at: True)
+    assert stay is not None
+    anew = stay.bond(Placement(1, 0), None, KEY)
+    assert anew is not None
+    assert (anew.revision, anew.binding) == (4, Binding(Placement(1, 0)))
+
+
 @pytest.mark.parametrize("worker_id", [None, 1])
 def test_what_others_have_just_forgotten_does_not_outvote_what_they_bound_since(
     worker_id: int | None,
