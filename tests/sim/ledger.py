@@ -159,7 +159,9 @@ class Ledger:
         mine = self._waiting.pop(key, None)
         if mine is None:
             ahead = list(self._still_waiting(router, _group(query)))
-            if ahead:
+            # Those who wait for where their session was bound before are found at a tick, also if
+            # it was bound to the same place again just now.
+            if ahead and decision.affinity in ("", "kept"):
                 self._breach("queue", f"{key.request_id} went past {len(ahead)} that wait")
         else:
             self._check_order(router, key, mine)
