@@ -259,6 +259,8 @@ class Ledger:
         rules = self._rules
         if rules.session_mode == "hard":
             return False
+        if decision.fallback:
+            return True  # Its own way of running was full, and the next one has other workers.
         load = _load_before(router, bound.prefill or bound.worker, decision, now)
         share, batch = rules.queue.threshold, load.worker.max_num_batched_tokens or 0
         is_full = share is not None and load.tokens > share * batch
