@@ -250,7 +250,7 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
                   f"{now() - spawned_at:.3f} s after its start")  # fmt: skip
             assert now() - ready_at < OUTAGE_MAX_S
         assert {r["failure"] for r in logged_requests(mesh) if r["status"] == 503} <= {
-            *("NO_WORKER", "ALL_EXCLUDED", "WORKER_LOST"),
+            *("NO_WORKER", "ALL_EXCLUDED", "WORKER_LOST", "MODEL_LOADING"),
         }
 
 
