@@ -3,7 +3,8 @@
 A field `drain_s` of the room ROUTER is the flag `--drain-s` and the variable
 `KVMESH_ROUTER_DRAIN_S`; fields that every room has (`ServiceConfig`) may also be given mesh-wide as
 `KVMESH_DRAIN_S`. A flag wins over the room's variable, that over the mesh-wide one, that over the
-default. Whatever is unknown, bad or missing refuses to start, and `ConfigError` lists all of it.
+default. A field `fast` that is true or false has the flags `--fast`, `--fast=on`, `--fast=off` and
+`--no-fast`. Whatever is unknown, bad or missing refuses to start: `ConfigError` lists all of it.
 
 The reader takes mappings and sequences, never the process environment, so tests pass their own.
 """
@@ -44,6 +45,7 @@ _KUBERNETES_NAME = re.compile(
     r"_SERVICE_HOST$|_SERVICE_PORT(_[A-Z0-9_]+)?$|_PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?$"
 )
 _KUBERNETES_URL = re.compile(r"^(tcp|udp|sctp)://")
+_WORD = re.compile(r"(?<![\w-])[a-z]\w*(?![\w-])")
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -73,7 +75,11 @@ class CrossChecked(Protocol):
     """A config class whose fields must also fit each other."""
 
     def problems(self) -> list[str]:
-        """One sentence for each contradiction; empty when there is none."""
+        """One sentence for each contradiction; empty when there is none.
+
+        It begins with the fields at fault and a colon; whoever reads it sees the flags, or the
+        variables, that these were given by.
+        """
         ...
 
 
@@ -85,6 +91,11 @@ def knob(help: str, *, check: Check | None = None, alias: str | None = None) -> 
     `alias` is a variable that others established for the same thing; our own names win over it.
     """
     return {"help": help, "check": check, "alias": alias}
+
+
+def flag_of(field_name: str) -> str:
+    """The flag of a field: `drain_s` is `--drain-s`."""
+    return "--" + field_name.replace("_", "-")
 
 
 def at_least(low: float) -> Check:
@@ -249,8 +260,8 @@ class ServiceConfig:
         protected = self.mesh_token is not None or all(tls)
         if not (is_loopback(self.host) or protected or self.insecure):
             found.append(
-                f"host: {self.host!r} is open to other hosts; set mesh_token, or the three tls"
-                " paths, or insecure"
+                f"host: {self.host!r} is open to other hosts; set --mesh-token, or the three"
+                " --tls paths, or --insecure"
             )
         if _is_wildcard(self.host) and not self.advertise_host:
             found.append(
@@ -260,18 +271,25 @@ class ServiceConfig:
 
 
 def read_config(
-    cls: type[T], room: str, environ: Mapping[str, str], argv: Sequence[str]
+    cls: type[T],
+    room: str | None,
+    environ: Mapping[str, str],
+    argv: Sequence[str],
+    *,
+    name: str = "",
 ) -> tuple[T, list[str]]:
     """The configuration, and warnings for the log (names that were ignored and why).
 
-    Raises ConfigError with every problem, HelpRequested for `--help`, TypeError when the dataclass
-    itself is unfit (a field without help or of an unknown type).
+    room: None for a tool, which has flags and the mesh-wide variables only. name: what `--help`
+    calls the program; else its room. Raises ConfigError with every problem, HelpRequested for
+    `--help`, TypeError when the dataclass itself is unfit (a field without help or of an unknown
+    type).
     """
-    if room not in ROOMS:
+    if room is not None and room not in ROOMS:
         raise TypeError(f"{room!r} is not one of {', '.join(ROOMS)}")
     knobs = _knobs(cls, room)
     if "--help" in argv or "-h" in argv:
-        raise HelpRequested(_help_text(cls, room, knobs))
+        raise HelpRequested(_help_text(name or _name_of(room), knobs))
     problems: list[str] = []
     warnings: list[str] = []
     given = [
@@ -283,27 +301,52 @@ def read_config(
         raise ConfigError(problems)
     config = cls(**values)
     if isinstance(config, CrossChecked) and (contradictions := config.problems()):
-        raise ConfigError(contradictions)
+        names = {knob.name: knob.flag for knob in knobs}
+        names |= {one.knob.name: one.source for one in reversed(given)}
+        raise ConfigError([_as_given(one, names) for one in contradictions])
     return config, warnings
 
 
 def read_config_or_exit(
-    cls: type[T], room: str, environ: Mapping[str, str], argv: Sequence[str]
+    cls: type[T],
+    room: str | None,
+    environ: Mapping[str, str],
+    argv: Sequence[str],
+    *,
+    name: str = "",
 ) -> tuple[T, list[str]]:
     """`read_config` for a `__main__`: prints help and exits 0, or all problems and exits 2."""
     try:
-        return read_config(cls, room, environ, argv)
+        return read_config(cls, room, environ, argv, name=name)
     except HelpRequested as request:
         sys.stdout.write(request.text)
         raise SystemExit(0) from None
     except ConfigError as error:
-        _refuse(room, error)
+        _refuse(name or _name_of(room), error)
 
 
-def _refuse(room: str, error: ConfigError) -> NoReturn:
+def _name_of(room: str | None) -> str:
+    return (room or "tool").lower()
+
+
+def _refuse(name: str, error: ConfigError) -> NoReturn:
     lines = "".join(f"  {problem}\n" for problem in error.problems)
-    sys.stderr.write(f"{room.lower()}: the configuration cannot be used:\n{lines}")
+    sys.stderr.write(f"{name}: the configuration cannot be used:\n{lines}")
     raise SystemExit(2) from None
+
+
+def _as_given(problem: str, names: Mapping[str, str]) -> str:
+    """The sentence of `CrossChecked.problems` with other names for the fields in it.
+
+    After the colon only words that cannot be anything else are taken for fields.
+    """
+    at_fault = problem.find(":")
+
+    def renamed(word: re.Match[str]) -> str:
+        is_field = word.start() < at_fault or "_" in word[0]
+        return names.get(word[0], word[0]) if is_field else word[0]
+
+    return _WORD.sub(renamed, problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,8 +356,20 @@ class _Knob:
     name: str
     kind: Any  # A typing form: int, Literal[...], str | None, ...
     spec: Field[Any]
-    flag: str
     variables: tuple[str, ...]  # The room's own, then the mesh-wide one and the alias, if any.
+
+    @property
+    def flag(self) -> str:
+        return flag_of(self.name)
+
+    @property
+    def negation(self) -> str | None:
+        """The flag that switches it off; None for what is more than on or off."""
+        return flag_of(f"no_{self.name}") if _bare(self.kind) is bool else None
+
+    @property
+    def is_common(self) -> bool:
+        return self.name in _common_names()
 
     @property
     def required(self) -> bool:
@@ -330,7 +385,7 @@ class _Given:
     text: str
 
 
-def _knobs(cls: type[Any], room: str) -> list[_Knob]:
+def _knobs(cls: type[Any], room: str | None) -> list[_Knob]:
     hints = get_type_hints(cls)
     common = _common_names()
     knobs = []
@@ -339,13 +394,12 @@ def _knobs(cls: type[Any], room: str) -> list[_Knob]:
             raise TypeError(f"{cls.__name__}.{spec.name} does not say when to turn it")
         _check_kind(hints[spec.name], f"{cls.__name__}.{spec.name}")
         upper = spec.name.upper()
-        variables = [f"{PREFIX}{room}_{upper}"]
+        variables = [] if room is None else [f"{PREFIX}{room}_{upper}"]
         if spec.name in common:
             variables.append(f"{PREFIX}{upper}")
         if alias := spec.metadata.get("alias"):
             variables.append(alias)
-        flag = "--" + spec.name.replace("_", "-")
-        knobs.append(_Knob(spec.name, hints[spec.name], spec, flag, tuple(variables)))
+        knobs.append(_Knob(spec.name, hints[spec.name], spec, tuple(variables)))
     return knobs
 
 
@@ -356,7 +410,8 @@ def _common_names() -> frozenset[str]:
 def _from_flags(
     knobs: Sequence[_Knob], argv: Sequence[str], problems: list[str]
 ) -> Iterator[_Given]:
-    by_flag = {knob.flag: knob for knob in knobs}
+    negated = {knob.negation: knob for knob in knobs if knob.negation}
+    by_flag = negated | {knob.flag: knob for knob in knobs}
     seen: set[str] = set()
     rest = list(argv)
     while rest:
@@ -369,23 +424,30 @@ def _from_flags(
             if not has_value and flag.startswith("--") and rest and not rest[0].startswith("-"):
                 rest.pop(0)
             continue
-        if flag in seen:
-            problems.append(f"{flag}: given twice")
-        seen.add(flag)
-        if not has_value:
-            if _bare(knob.kind) is bool:
-                text = "true"
-            elif rest and not rest[0].startswith("--"):
-                text = rest.pop(0)
-            else:
+        if knob.flag in seen:
+            problems.append(f"{knob.flag}: given twice")
+        seen.add(knob.flag)
+        if knob.negation and not has_value:
+            text = "off" if flag in negated else "on"
+            if rest and not rest[0].startswith("-"):
+                problems.append(
+                    f"{rest.pop(0)!r}: not a flag; the value of {knob.flag} follows a =, as in "
+                    f"{knob.flag}=off"
+                )
+        elif flag in negated:
+            problems.append(f"{flag}: takes no value; say {knob.flag}={text}")
+            continue
+        elif not has_value:
+            if not rest or rest[0].startswith("--"):
                 problems.append(f"{flag}: needs a value")
                 continue
+            text = rest.pop(0)
         yield _Given(knob, flag, text)
 
 
 def _from_environ(
     knobs: Sequence[_Knob],
-    room: str,
+    room: str | None,
     environ: Mapping[str, str],
     problems: list[str],
     warnings: list[str],
@@ -413,8 +475,12 @@ def _unknown(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
         what = f"{name}: no such variable"
     else:
         what = f"{name}: no such flag" if name.startswith("-") else f"{name!r}: not a flag"
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"{what}; did you mean {near[0]}?" if near else what
+    # What all names begin with says nothing about which of them is meant.
+    beginnings = (*(f"{PREFIX}{room}_" for room in ROOMS), PREFIX, "--", "")
+    beginning = next(one for one in beginnings if name.startswith(one))
+    tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
+    near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
+    return f"{what}; did you mean {tails[near[0]]}?" if near else what
 
 
 def _values(
@@ -436,7 +502,7 @@ def _values(
             continue
         values.setdefault(item.knob.name, value)
     problems.extend(
-        f"{knob.flag} or {knob.variables[0]}: required and not given"
+        f"{' or '.join((knob.flag, *knob.variables[:1]))}: required and not given"
         for knob in knobs
         if knob.required and knob.name not in named
     )
@@ -512,13 +578,25 @@ def _parse_path(text: str) -> Path:
     return Path(text)
 
 
-def _help_text(cls: type[Any], room: str, knobs: Sequence[_Knob]) -> str:
-    lines = [f"{room.lower()}: flags, the variables they can also be given by, and defaults.", ""]
-    for knob in knobs:
-        lines.append(f"  {knob.flag} {_kind_name(knob.kind)}".rstrip())
-        lines.append(f"      {' or '.join(knob.variables)}; {_default_text(knob)}")
-        lines.append(f"      {knob.spec.metadata['help']}")
+def _help_text(name: str, knobs: Sequence[_Knob]) -> str:
+    lines = [
+        f"{name}: flags, the variables they can also be given by, and defaults.",
+        "Flags without a value are on or off: --x, --x=on, --x=off, --no-x.",
+    ]
+    for title, is_common in (("Its own:", False), ("As of every service:", True)):
+        lines += ["", title]
+        for knob in knobs:
+            if knob.is_common is is_common:
+                lines += _help_lines(knob)
     return "\n".join(lines) + "\n"
+
+
+def _help_lines(knob: _Knob) -> Iterator[str]:
+    flags = f"{knob.flag} {_kind_name(knob.kind)}".rstrip()
+    yield f"  {flags}, {knob.negation}" if knob.spec.default is True else f"  {flags}"
+    names = [" or ".join(knob.variables)] if knob.variables else []
+    yield f"      {'; '.join([*names, _default_text(knob)])}"
+    yield f"      {knob.spec.metadata['help']}"
 
 
 def _kind_name(kind: Any) -> str:
@@ -533,9 +611,16 @@ def _kind_name(kind: Any) -> str:
 def _default_text(knob: _Knob) -> str:
     if knob.required:
         return "required"
-    default = knob.spec.default
-    if default is MISSING:
-        return "default computed"
-    if default is None or default == ():
-        return "unset by default"
-    return f"default {default}"
+    match knob.spec.default:
+        case default if default is MISSING:
+            return "default computed"
+        case None | ():
+            return "unset by default"
+        case "":
+            return "empty by default"
+        case bool(is_on):
+            return f"{'on' if is_on else 'off'} by default"
+        case tuple(parts):
+            return f"default {','.join(parts)}"
+        case default:
+            return f"default {default}"

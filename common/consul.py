@@ -21,6 +21,8 @@ consistent list, and an agent's 200 connections a client address go four times a
 - A card is refused by looking before *and* after registering. Raft puts registrations in one order
   and each newcomer looks once it is listed, so of rivals the oldest stays and the others withdraw.
 - Owners look every second whether their agent still knows them, and register again if not.
+- Who registers, or stores a card, waits for a Consul that cannot be reached, as at the start of a
+  whole mesh. Everything else fails at once, or goes on with what was seen last.
 
 httpx alone, not py-consul: its asyncio half needs another HTTP library, its health queries have no
 stale mode, and the dozen calls below are all we need.
@@ -35,12 +37,21 @@ import json
 import re
 import time
 import zlib
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from random import Random, SystemRandom
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -65,6 +76,7 @@ from common.registry import (
 # Key of Instance.meta: the address whose gRPC health Consul asks.
 HEALTH = "health"
 
+PATIENCE_S = 30.0
 TTL_S = 10.0
 TEND_S = 1.0
 # A blocking query now and then sleeps through a change of a check: this bounds how long.
@@ -72,7 +84,7 @@ RECONCILE_S = 8.0
 # How soon those are asked again who answer although they are not listed.
 HELD_AGAIN_S = 1.0
 CALL_TIMEOUT_S = 2.0
-NOTE_S = 0.5
+NOTE_S = 1.5
 CONNECT_TIMEOUT_S = 2.0
 # A registration is listed within milliseconds, unless the agent has no servers.
 LISTED_WITHIN_S = 5.0
@@ -97,12 +109,16 @@ _HOST_PORT = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^:\s/]+):(\d{1,5})")
 
 LOG = structlog.get_logger(__name__)
 
+T = TypeVar("T")
+
 
 class ConsulRegistry:
     """`common.registry.Registry` on the Consul agent at `url`.
 
     token: an ACL token, or None. ttl_s: life of TTL checks. tend_s: how often an owner looks after
-    its entries. rng: for jitter. Raises InvalidRequest for a url that is none.
+    its entries. patience_s: how long `register` and `put_card` wait for a Consul that cannot be
+    reached, before they raise Unavailable. rng: for jitter. Raises InvalidRequest for a url that is
+    none.
     """
 
     def __init__(
@@ -112,11 +128,13 @@ class ConsulRegistry:
         token: str | None = None,
         ttl_s: float = TTL_S,
         tend_s: float = TEND_S,
+        patience_s: float = PATIENCE_S,
         rng: Random | None = None,
     ) -> None:
         self._agent = _Agent(url, token)
         self._ttl_s = ttl_s
         self._tend_s = tend_s
+        self._patience_s = patience_s
         self._rng = SystemRandom() if rng is None else rng
         self._views: dict[str, _View] = {}
         self._leases: dict[int, _ConsulLease] = {}
@@ -131,7 +149,7 @@ class ConsulRegistry:
             raise instance_exists(instance)
         self._leases[instance.id] = lease
         try:
-            listing = await self._agent.listing(instance.namespace)
+            listing = await self._patiently(partial(self._agent.listing, instance.namespace))
             if any(e.instance.id == instance.id for e in listing.entries):
                 raise instance_exists(instance)
             await self._refuse_rival(listing.entries, instance)
@@ -162,7 +180,7 @@ class ConsulRegistry:
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
         try:
-            await self.get_card(card.checksum)
+            await self._patiently(partial(self.get_card, card.checksum))
         except (NotFound, InvalidRequest):
             # Not there, or damaged: content has its checksum for a name, so writing is repairing.
             packed = await asyncio.to_thread(lambda: zlib.compress(encode_card(card)))
@@ -202,6 +220,21 @@ class ConsulRegistry:
         if self._closed:
             raise registry_closed()
 
+    async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The answer, as soon as Consul can be reached; the last error when patience is over."""
+        deadline, backoff = time.monotonic() + self._patience_s, BACKOFF_S
+        while True:
+            self._check_open()
+            try:
+                return await ask()
+            except Unavailable as error:
+                if time.monotonic() >= deadline:
+                    raise
+                if backoff == BACKOFF_S:
+                    LOG.warning("registry_awaited", error=error.message, for_s=self._patience_s)
+            await asyncio.sleep(backoff * (0.5 + self._rng.random()))
+            backoff = min(2 * backoff, BACKOFF_MAX_S)
+
     def _view(self, namespace: str) -> _View:
         check_namespace(namespace)
         if namespace not in self._views:
@@ -214,7 +247,7 @@ class ConsulRegistry:
         try:
             async with lease.turn:
                 self._check_open()
-                await lease.publish(instance)
+                await self._patiently(partial(lease.publish, instance))
                 listing = await self._until_listed(instance, index)
                 mine = next(e.order for e in listing.entries if e.instance.id == instance.id)
                 older = [e for e in listing.entries if e.order < mine]
@@ -261,14 +294,19 @@ class ConsulRegistry:
         deadline = time.monotonic() + LISTED_WITHIN_S
         spacing = SPACING_S
         while True:
-            listing = await self._agent.listing(instance.namespace, index=index, wait_s=1.0)
-            if any(e.instance == instance for e in listing.entries):
-                return listing
-            if time.monotonic() > deadline:
-                raise Unavailable(
+            try:
+                listing = await self._agent.listing(instance.namespace, index=index, wait_s=1.0)
+            except Unavailable as unreachable:
+                error = unreachable
+            else:
+                if any(e.instance == instance for e in listing.entries):
+                    return listing
+                error = Unavailable(
                     f"Consul does not list instance {instance.id} that its agent accepted", 1.0
                 )
-            index = listing.index if listing.index >= index else 0
+                index = listing.index if listing.index >= index else 0
+            if time.monotonic() > deadline:
+                raise error
             await asyncio.sleep(spacing)
             spacing = min(2 * spacing, SPACING_MAX_S)
 

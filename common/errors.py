@@ -92,7 +92,7 @@ class Unsupported(InvalidRequest):
     kind = "UNSUPPORTED"
 
     def __init__(self, field: str, why: str, *, reason: str | None = None) -> None:
-        super().__init__(f"{field} is not supported: {why}", field, reason=reason)
+        super().__init__(f"'{field}' is not supported: {why}.", field, reason=reason)
 
 
 class PromptTooLong(InvalidRequest):
@@ -166,10 +166,13 @@ class Unavailable(MeshError):
         why: str,
         retry_after_s: float | None = None,
         *,
+        field: str | None = None,
         reason: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(why, retry_after_s=retry_after_s, reason=reason, metadata=metadata)
+        super().__init__(
+            why, field=field, retry_after_s=retry_after_s, reason=reason, metadata=metadata
+        )
 
 
 class WorkerLost(MeshError):

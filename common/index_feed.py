@@ -24,7 +24,8 @@ demand as the sign to subscribe again.
 run between. Each must be run to its end, or closed, before the next call about that source.
 
 Invariants: claims are shown exactly when the source counts; a source that counts claims the blocks
-its publisher held at `position`, or fewer; the buffer holds only what lies beyond `position`.
+its publisher held at `position`, or fewer, or, where a batch was cut short, a part of the next one
+as well; the buffer holds only what lies beyond `position`.
 """
 
 from __future__ import annotations

@@ -150,8 +150,11 @@ def parse_json(shape: TypeAdapter[T], raw: bytes | str, what: str) -> T:
 
 
 def new_instance_id(rng: Random) -> int:
-    """A random id in 1 … 2^63-1. `rng` must be seeded by the system, or ids would repeat."""
-    return rng.randrange(1, INSTANCE_ID_LIMIT)
+    """A random id in 2^53 … 2^63-1. `rng` must be seeded by the system, or ids would repeat.
+
+    So large that logs write all of them as text, and not only nearly all: see `common/log.py`.
+    """
+    return rng.randrange(2**53, INSTANCE_ID_LIMIT)
 
 
 def check_namespace(namespace: str) -> None:

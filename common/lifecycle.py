@@ -6,8 +6,9 @@ deregister; `notice_s` in which new work is still taken, because peers learn lat
 for streams to end; then tasks are cancelled and their cleanup awaited; the app closes; telemetry is
 flushed. Every step is bounded, a failed or slow one is logged and the rest still happens.
 
-Exit status: 0 after a drain that was asked for; 1 when something failed; 128 + n at once upon a
-second signal n; `EXIT_STUCK` when a task would not end although cancelled.
+Exit status: 0 after a drain that was asked for; 1 when something failed; `EXIT_CONFIG` when the
+app cannot be built as it is configured; 128 + n at once upon a second signal n; `EXIT_STUCK` when a
+task would not end although cancelled.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common import log, telemetry
-from common.config import ServiceConfig
+from common import log, rpc, telemetry
+from common.config import ConfigError, ServiceConfig
+from common.errors import Bug, MeshError
 
 LOG = structlog.get_logger(__name__)
 
@@ -41,6 +43,7 @@ CLOSE_S = 10.0
 RECANCEL_S = 0.5
 CANCEL_S = 1.0
 FLUSH_S = 0.9
+EXIT_CONFIG = 2
 EXIT_STUCK = 70
 
 # Collections of the oldest generation pause 24 ms at 300k objects; frozen start-up objects and rare
@@ -99,7 +102,7 @@ class App(Protocol):
 class HealthThread:
     """gRPC health on a port of its own, from a thread that a busy event loop cannot delay.
 
-    `port` is the bound one, `address` it with the bound host. Raises RuntimeError when it is taken.
+    `port` is the bound one, `address` it with the bound host. Raises Conflict when it is taken.
     Consul's checks go here: their time-out is below the longest stall of a loaded loop, and they
     cannot send a token, so this port asks for none (it says nothing but SERVING or not). That the
     loop really works is for peers to judge, from the heartbeats of their streams.
@@ -114,9 +117,9 @@ class HealthThread:
         self._servicer = health.HealthServicer(experimental_non_blocking=True)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
         self.set("", False)
-        name = f"[{host}]" if ":" in host and not host.startswith("[") else host
-        self.port = self._server.add_insecure_port(f"{name}:{port}")
-        self.address = f"{name}:{self.port}"
+        rpc.check_address(host, port, "health_port")
+        self.port = self._server.add_insecure_port(rpc.join_address(host, port))
+        self.address = rpc.join_address(host, self.port)
 
     def start(self) -> None:
         """Starts to answer; NOT_SERVING until told otherwise."""
@@ -320,10 +323,15 @@ def run_service(
 
     async def live() -> int:
         thread = None
-        if config.health_port is not None:
-            thread = HealthThread(config.host, config.health_port)
+        try:
+            if config.health_port is not None:
+                thread = HealthThread(config.host, config.health_port)
+            app = build()
+        except Exception as error:
+            _tell_of_failed_start(error, name)
+            return EXIT_CONFIG if isinstance(error, ConfigError) else 1
         return await run(
-            build(),
+            app,
             notice_s=config.notice_s,
             drain_s=config.drain_s,
             ready_fd=config.ready_fd,
@@ -364,8 +372,8 @@ async def _bring_up(
         registration.on = True
         await app.register()
         on_ready()
-    except Exception:
-        LOG.exception("start failed", service=name)
+    except Exception as error:
+        _tell_of_failed_start(error, name)
         life.drain("start failed", failed=True)
         return
     life.set_ready()
@@ -375,6 +383,16 @@ async def _bring_up(
     LOG.info("ready", service=name, instance=ready.instance_id, addresses=addresses)
     if ready_fd is not None:
         _announce(ready_fd, name, ready.instance_id, addresses)
+
+
+def _tell_of_failed_start(error: Exception, name: str) -> None:
+    """One line. What operators can mend says all in a sentence, anything else is for developers."""
+    if isinstance(error, MeshError | OSError | ConfigError) and not isinstance(error, Bug):
+        field = getattr(error, "field", None)
+        named = {"field": field} if field else {}
+        LOG.error("start failed", service=name, error=str(error).replace("\n", "; "), **named)
+    else:
+        LOG.error("start failed", service=name, exc_info=error)
 
 
 def settle_memory() -> None:

@@ -4,6 +4,7 @@ Promises: logging never blocks (a thread writes; when it cannot keep up, lines a
 and the count is written later) and never raises for what was logged. Lines of the stdlib's logging
 (uvicorn, grpc, httpx) and Python warnings come out in the same form. What was bound with
 `structlog.contextvars.bind_contextvars` (request_id, model, worker) is on every line of its task.
+Ids of instances are decimal numbers; in JSON they are text, as is every integer from 2^53 on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from opentelemetry import trace
 
 QUEUE_LINES = 10_000
 WRITE_LINES = 256  # Lines joined into one write.
+
+_EXACT_LIMIT = 2**53
+_JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_STRICT_INTEGER  # refuses what is beyond it
 
 # Chatty at INFO, and their news is in our own lines already.
 _QUIET = ("grpc", "httpcore", "httpx", "uvicorn.access", "asyncio")
@@ -153,10 +157,22 @@ def _render(fmt: Format) -> list[structlog.typing.Processor]:
 
 def _to_json(_logger: object, _method: str, event: Event) -> bytes:
     try:
-        return orjson.dumps(dict(event), default=str, option=orjson.OPT_NON_STR_KEYS)
+        return orjson.dumps(dict(event), default=str, option=_JSON_OPTIONS)
     except (TypeError, ValueError):
-        # Lone surrogates and integers beyond 64 bits: the stdlib escapes or writes them.
-        return json.dumps(dict(event), default=str).encode()
+        # Integers that need text, and lone surrogates, which the stdlib escapes.
+        return json.dumps(_exact(dict(event)), default=str).encode()
+
+
+def _exact(value: object) -> object:
+    """The same, with text for integers that readers who hold numbers as doubles would round."""
+    match value:
+        case int() if abs(value) >= _EXACT_LIMIT:
+            return str(value)
+        case dict():
+            return {str(key): _exact(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_exact(one) for one in value]
+    return value
 
 
 def _add_trace_ids(_logger: object, _method: str, event: Event) -> Event:

@@ -131,9 +131,9 @@ def refuse_rival(rival: Instance | None, newcomer: Instance) -> None:
     """Raise the Conflict that `register` owes if `common.instances.card_rival` found one."""
     if rival is not None:
         raise Conflict(
-            f"model {newcomer.model!r} is served in {newcomer.namespace!r} under card "
-            f"{rival.card_checksum} (by {rival.stable_name or rival.id}), not under "
-            f"{newcomer.card_checksum}",
+            f"model {newcomer.model!r} is served in namespace {newcomer.namespace!r} under another "
+            f"card: {rival.card_checksum[:12]} by {rival.stable_name or rival.id}, here "
+            f"{newcomer.card_checksum[:12]}",
             field="card_checksum",
             reason="CARD_CONFLICT",
             metadata={"model": newcomer.model, "served_checksum": rival.card_checksum},

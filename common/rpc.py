@@ -11,9 +11,11 @@ server; mutual TLS when certificates are given. `bind` refuses an open port with
 
 from __future__ import annotations
 
+import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import grpc
@@ -22,7 +24,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from opentelemetry import trace
 
-from common.config import ServiceConfig, is_loopback
+from common.config import ServiceConfig, flag_of, is_loopback
 from common.errors import Conflict, InvalidRequest
 from common.interceptors import (
     Calls,
@@ -73,17 +75,27 @@ PLAINTEXT = Security()
 
 
 def security_of(config: ServiceConfig) -> Security:
-    """The security a configuration names. Reads the PEM files; OSError names a missing one."""
-    paths = (config.tls_cert_path, config.tls_key_path, config.tls_ca_path)
-    cert, key, ca = (None if path is None else path.read_bytes() for path in paths)
+    """The security a configuration names, with its PEM files.
+
+    Raises InvalidRequest, which names the knob of a file that cannot be read.
+    """
     return Security(
         token=config.mesh_token,
-        cert=cert,
-        key=key,
-        ca=ca,
+        cert=_pem(config.tls_cert_path, "tls_cert_path"),
+        key=_pem(config.tls_key_path, "tls_key_path"),
+        ca=_pem(config.tls_ca_path, "tls_ca_path"),
         server_name=config.tls_server_name,
         insecure=config.insecure,
     )
+
+
+def _pem(path: Path | None, knob: str) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(
+            f"{flag_of(knob)}: cannot read {path}: {error.strerror}", knob
+        ) from error
 
 
 def channel(
@@ -115,13 +127,14 @@ def bind(target: grpc.aio.Server, host: str, port: int, *, security: Security = 
     """Opens a port (0: any) and returns it; call before `start`.
 
     Raises InvalidRequest for an open host without token, mutual TLS or `insecure`, and Conflict
-    when the address cannot be had.
+    when the address cannot be had, or the PEM files are no good.
     """
     if not (is_loopback(host) or security.token or security.tls or security.insecure):
         raise InvalidRequest(
             f"{host!r} is open to other hosts: needs a token or mutual TLS", "host"
         )
-    address = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    check_address(host, port, "port")
+    address = join_address(host, port)
     try:
         if not security.tls:
             return target.add_insecure_port(address)
@@ -131,7 +144,45 @@ def bind(target: grpc.aio.Server, host: str, port: int, *, security: Security = 
         )
         return target.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise Conflict(f"cannot bind {address}: {error}", reason="ADDRESS_IN_USE") from error
+        why = "are --tls-cert-path, --tls-key-path and --tls-ca-path PEM that fits together?"
+        raise Conflict(
+            f"cannot bind {address}: {why if security.tls else error}", reason="ADDRESS_IN_USE"
+        ) from error
+
+
+def join_address(host: str, port: int) -> str:
+    """`host:port`, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def check_address(host: str, port: int, knob: str) -> None:
+    """Raises Conflict, with the reason and the flags, when an address cannot be had.
+
+    knob: the field that `port` is from. To be asked before grpc, which keeps the reason to itself.
+    """
+    if (refusal := _refusal(host, port)) is not None:
+        raise Conflict(
+            f"cannot bind {join_address(host, port)} (--host, {flag_of(knob)}): {refusal.strerror}",
+            field=knob,
+            reason="ADDRESS_IN_USE",
+        ) from refusal
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why none of the host's addresses can be had now."""
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return error
+    for family, kind, _, _, address in found:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                return None
+        except OSError as error:
+            refusal = error
+    return refusal
 
 
 async def stop(

@@ -21,7 +21,9 @@ def serve_metrics(
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise Conflict(
-            f"cannot serve metrics on {host}:{port}: {error.strerror}", field="metrics_port"
+            f"cannot serve metrics on {host}:{port} (--host, --metrics-port): {error.strerror}",
+            field="metrics_port",
+            reason="ADDRESS_IN_USE",
         ) from error
 
     def close() -> None:

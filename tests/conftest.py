@@ -12,8 +12,10 @@ import pytest
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
 # Tests of real processes and sockets depend on a machine they share; one that fails is tried once
-# more, and the summary names it. Everything else must hold the first time.
+# more (`--reruns 0`: none), and the summary names it. Everything else must hold the first time.
 TRIED_AGAIN = {"contract", "integration", "e2e", "chaos", "sglang"}
+# What takes a while takes many times that where others use the machine too; up to 48 s were seen.
+LONG_TIMEOUT_S = 240
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,7 +27,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The mark would count for more than the option.
+    is_told = config.getoption("reruns", None) is not None
     for item in items:
         rows = [row for mark in item.iter_markers("row") for row in mark.args]
         if len(rows) > ROWS_A_TEST_MAX:
@@ -34,8 +38,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not ROW.fullmatch(row):
                 raise pytest.UsageError(f"{item.nodeid}: {row!r} is no row")
         item.user_properties += [("row", row) for row in rows]
-        if item.path.parent.name in TRIED_AGAIN:
+        is_real = item.path.parent.name in TRIED_AGAIN
+        if is_real and not is_told:
             item.add_marker(pytest.mark.flaky(reruns=1))
+        is_long = is_real or item.get_closest_marker("slow") is not None
+        if is_long and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
 class RowReport:

@@ -67,9 +67,14 @@ class Mesh(Protocol):
         """End all clients and processes."""
 
 
+# At once; at the next look of a file registry, 50 ms later; or after half a second, if a watch of
+# Consul pauses because much has changed. The rest is for a busy machine.
+AT_ONCE_S = 3.0
+
+
 class MemoryMesh:
-    closed_within_s = 0.2
-    killed_within_s = 0.3
+    closed_within_s = AT_ONCE_S
+    killed_within_s = AT_ONCE_S
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -123,8 +128,8 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 class FileMesh:
-    closed_within_s = 0.2
-    killed_within_s = 0.3
+    closed_within_s = AT_ONCE_S
+    killed_within_s = AT_ONCE_S
 
     def __init__(self, path: Path) -> None:
         self.path = path / "registry"
@@ -213,8 +218,8 @@ asyncio.run(main(*sys.argv[1:]))
 class ConsulMesh:
     """Instances without a health address: TTL checks, here of 2 s."""
 
-    closed_within_s = 0.3
-    killed_within_s = 3.0
+    closed_within_s = AT_ONCE_S
+    killed_within_s = 2.0 + AT_ONCE_S
 
     def __init__(self, agent: ConsulAgent) -> None:
         self.agent = agent
@@ -910,5 +915,5 @@ async def test_no_descriptor_is_left_behind(files: FileMesh) -> None:
             await lease.close()
         await seen(watch, lambda s: not s.instances)
     await registry.close()
-    assert open_descriptors() == before
+    assert open_descriptors() <= before, "fewer where something else let go of its own meanwhile"
     assert not os.listdir(files.path / NS / "instances")

@@ -26,11 +26,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from common import errors, interceptors, rpc, telemetry
 from common.config import ServiceConfig
 from common.lifecycle import HealthThread
+from common.scrape import serve_metrics
 from common.tasks import TaskGroup
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -322,9 +324,10 @@ async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_lef
         await room.call("unary_unary", timeout=None)
         await room.call("unary_stream", timeout=None)
         await room.call("unary_unary", timeout=5.0)
-    assert left[0] == pytest.approx(interceptors.UNARY_CAP_S, abs=1)
+    # However late a handler looks; gRPC rounds up.
+    assert 5.1 < left[0] <= interceptors.UNARY_CAP_S
     assert left[1] == 1000.0  # The stream's own cap is longer.
-    assert left[2] == pytest.approx(5.0, abs=1)
+    assert 0.0 < left[2] <= 5.1
 
 
 async def test_the_cap_ends_a_unary_call_but_no_long_stream(
@@ -513,9 +516,60 @@ async def test_with_certificates_only_a_peer_that_has_one_is_served(
 async def test_a_taken_port_is_a_conflict_and_never_shared() -> None:
     async with serving(echo) as room:
         other = rpc.server()
-        with pytest.raises(errors.Conflict, match=str(room.port)):
+        with pytest.raises(errors.Conflict, match=str(room.port)) as refused:
             rpc.bind(other, "127.0.0.1", room.port)
         await other.stop(None)
+    assert refused.value.field == "port"
+    assert refused.value.message.endswith("(--host, --port): Address already in use")
+
+
+def test_a_health_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as refused:
+            HealthThread("127.0.0.1", port)
+    assert refused.value.field == "health_port"
+
+
+def test_a_metrics_port_that_is_taken_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --metrics-port\): Address"):
+            serve_metrics(CollectorRegistry(), "127.0.0.1", port)
+
+
+async def test_a_host_that_is_not_ours_is_told_with_the_reason() -> None:
+    security = rpc.Security(insecure=True)
+    server = rpc.server(security=security)
+    with pytest.raises(errors.Conflict, match=r"192\.0\.2\.1:0 \(--host, --port\): Cannot assign"):
+        rpc.bind(server, "192.0.2.1", 0, security=security)
+    await server.stop(None)
+
+
+def test_a_file_of_tls_that_cannot_be_read_is_named_by_its_flag(tmp_path: Path) -> None:
+    (tmp_path / "cert.pem").write_text("x")
+    config = ServiceConfig(
+        tls_cert_path=tmp_path / "cert.pem",
+        tls_key_path=tmp_path / "key.pem",
+        tls_ca_path=tmp_path / "cert.pem",
+    )
+    with pytest.raises(errors.InvalidRequest) as refused:
+        rpc.security_of(config)
+    assert refused.value.field == "tls_key_path"
+    why = f"--tls-key-path: cannot read {tmp_path}/key.pem: No such file or directory"
+    assert refused.value.message == why
+
+
+async def test_files_that_are_no_pem_are_suspected_when_the_address_is_free() -> None:
+    security = rpc.Security(cert=b"no", key=b"no", ca=b"no")
+    server = rpc.server(security=security)
+    with pytest.raises(errors.Conflict, match="are --tls-cert-path, --tls-key-path and"):
+        rpc.bind(server, "127.0.0.1", 0, security=security)
+    await server.stop(None)
 
 
 # Silent streams
@@ -808,8 +862,10 @@ def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
         busy_s = time.monotonic() - started
         started = time.monotonic()
         telemetry.Telemetry(provider).shutdown(0.9)
-        assert time.monotonic() - started < 1.0
-        assert busy_s < 3.0
+        # To send all that waits would take this long, and so would a queue that makes one wait.
+        waited_s = telemetry.QUEUE_SPANS / telemetry.BATCH_SPANS * telemetry.EXPORT_TIMEOUT_S
+        assert time.monotonic() - started < waited_s / 2
+        assert busy_s < waited_s
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):

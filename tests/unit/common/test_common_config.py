@@ -39,7 +39,16 @@ class RouterConfig(ServiceConfig):
         metadata=knob("Secret.", check=lambda key: "short" if len(key) < 8 else None),
     )
     fast: bool = field(default=False, metadata=knob("When in a hurry."))
+    kv_events: bool = field(default=True, metadata=knob("Unset it to guess."))
+    note: str = field(default="", metadata=knob("To remember."))
+    kinds: tuple[str, ...] = field(default=("chat", "batch"), metadata=knob("For fewer."))
     folder: Path = field(default=Path("x"), metadata=knob("To keep things elsewhere."))
+
+    def problems(self) -> list[str]:
+        found = ServiceConfig.problems(self)
+        if self.note and self.kv_events:
+            found.append("note: nobody reads a note, kv_events and mode are set")
+        return found
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> RouterConfig:
@@ -99,9 +108,26 @@ def test_every_type_is_read_from_flags_and_from_variables() -> None:
     assert read((), {f"KVMESH_ROUTER_{name.upper()}": text for name, text in texts.items()}) == want
 
 
-def test_a_bare_bool_flag_is_true_and_takes_no_word_after_it() -> None:
-    assert read(["--fast", "--slots", "2"]).fast
-    assert not read(["--fast=false"]).fast
+@pytest.mark.parametrize("name", ["fast", "kv-events"])
+def test_a_switch_is_turned_by_itself_by_a_value_or_by_its_negation(name: str) -> None:
+    def is_on(flag: str) -> bool:
+        return bool(getattr(read([flag, "--slots", "2"]), name.replace("-", "_")))
+
+    assert [is_on(f"--{name}{value}") for value in ("", "=on", "=1")] == [True] * 3
+    assert [is_on(f"--{name}={value}") for value in ("off", "false", "NO")] == [False] * 3
+    assert not is_on(f"--no-{name}")
+
+
+def test_a_word_after_a_switch_is_refused_and_told_where_values_go() -> None:
+    (problem,) = problems(["--kv-events", "off", "--slots", "2"])
+    assert problem.startswith("'off': not a flag")
+    assert problem.endswith("as in --kv-events=off")
+
+
+def test_a_negation_takes_no_value_and_contradicts_its_switch() -> None:
+    assert problems(["--no-fast=off"]) == ["--no-fast: takes no value; say --fast=off"]
+    assert problems(["--fast", "--no-fast"]) == ["--fast: given twice"]
+    assert problems(["--no-seed"]) == ["--no-seed: no such flag"]
 
 
 def test_an_empty_text_unsets_an_optional_value_only() -> None:
@@ -142,6 +168,37 @@ def test_all_problems_are_reported_at_once() -> None:
             "--model or KVMESH_ROUTER_MODEL: required and not given",
         ]
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVMESH_FOO", ""),
+        ("KVMESH_ROUTER_FOLD", "KVMESH_ROUTER_FOLDER"),
+        ("KVMESH_WORKR_FOO", ""),
+        ("KVMESH_ROUTER_MOO", ""),
+        ("KVMESH_ROUTR_NOTICE_S", "KVMESH_ROUTER_NOTICE_S"),
+        ("KVMESH_REGISTRY_PTH", "KVMESH_REGISTRY_PATH"),
+        ("--slot", "--slots"),
+        ("--ray", ""),
+        ("--no-kv-event", "--no-kv-events"),
+        ("--no-noise", ""),
+    ],
+)
+def test_only_a_name_that_is_near_is_suggested(name: str, meant: str) -> None:
+    (problem,) = problems([], {name: "1"}) if name.startswith("K") else problems([name])
+    assert problem.startswith(f"{name}: no such ")
+    assert problem.partition("; did you mean ")[2] == (f"{meant}?" if meant else "")
+
+
+def test_a_contradiction_names_the_knobs_as_they_were_given() -> None:
+    why = "nobody reads a note, --kv-events and mode are set"
+    assert problems(["--note", "x"]) == [f"--note: {why}"]
+    assert problems((), {"KVMESH_ROUTER_NOTE": "x", "KVMESH_ROUTER_KV_EVENTS": "1"}) == [
+        "KVMESH_ROUTER_NOTE: nobody reads a note, KVMESH_ROUTER_KV_EVENTS and mode are set"
+    ]
+    both = problems(["--note=x"], {"KVMESH_ROUTER_NOTE": "y"})
+    assert both == [f"--note: {why}"]
 
 
 def test_a_bad_value_is_refused_even_where_a_flag_overrides_it() -> None:
@@ -206,6 +263,48 @@ def test_help_names_every_flag_variable_default_and_sentence() -> None:
     assert "required" in text
 
 
+def help_of(room: str | None = "ROUTER", name: str = "") -> str:
+    with pytest.raises(HelpRequested) as caught:
+        read_config(RouterConfig, room, {}, ["--help"], name=name)
+    return caught.value.text
+
+
+def test_help_has_the_rooms_own_flags_before_those_of_every_service() -> None:
+    text = help_of()
+    common = {spec.name for spec in fields(ServiceConfig)}
+    own = [spec.name for spec in fields(RouterConfig) if spec.name not in common]
+    flags = [line.split()[0].strip(",") for line in text.splitlines() if line.startswith("  --")]
+    assert [flag[2:].replace("-", "_") for flag in flags][: len(own)] == own
+    assert len(flags) == len(fields(RouterConfig))
+
+
+def test_help_shows_how_to_turn_off_what_is_on_and_defaults_as_they_are_written() -> None:
+    text = help_of()
+    assert "  --kv-events, --no-kv-events\n" in text
+    assert "  --fast\n" in text
+    for default in ("on by default", "off by default", "empty by default", "unset by default"):
+        assert f"; {default}\n" in text
+    assert "KVMESH_ROUTER_KINDS; default chat,batch\n" in text
+    assert "default ('" not in text
+
+
+def test_a_tool_has_its_own_name_and_no_variables_but_those_of_the_mesh(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(None, "python -m records")
+    assert text.startswith("python -m records: ")
+    assert "KVMESH_ROUTER" not in text
+    assert "KVMESH_NAMESPACE" in text
+    environ = {"KVMESH_ROUTER_SLOTS": "x", "KVMESH_NAMESPACE": "n", "KVMESH_DRAIN_S": "x"}
+    with pytest.raises(SystemExit):
+        read_config_or_exit(RouterConfig, None, environ, [], name="python -m records")
+    assert capsys.readouterr().err.splitlines() == [
+        "python -m records: the configuration cannot be used:",
+        "  KVMESH_DRAIN_S: 'x' is not a number",
+        "  --model: required and not given",
+    ]
+
+
 def test_main_prints_help_or_all_problems_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         read_config_or_exit(RouterConfig, "ROUTER", {}, ["-h"])
@@ -223,7 +322,7 @@ def test_main_prints_help_or_all_problems_and_exits(capsys: pytest.CaptureFixtur
 def test_an_open_bind_needs_a_token_or_tls_or_insecure(host: str) -> None:
     flags = ["--host", host, "--advertise-host", "me"]
     (problem,) = problems(flags)
-    assert problem.startswith(f"host: {host!r} is open to other hosts")
+    assert problem.startswith(f"--host: {host!r} is open to other hosts")
     tls = ["--tls-cert-path=c", "--tls-key-path=k", "--tls-ca-path=a"]
     for cure in (["--mesh-token", "t"], tls, ["--insecure"]):
         assert read([*flags, *cure]).host == host
@@ -231,13 +330,13 @@ def test_an_open_bind_needs_a_token_or_tls_or_insecure(host: str) -> None:
 
 def test_an_empty_token_protects_nothing() -> None:
     flags = ["--host", "10.0.0.3", "--advertise-host", "me"]
-    assert problems(flags, {"KVMESH_MESH_TOKEN": ""})[0].startswith("host:")
+    assert problems(flags, {"KVMESH_MESH_TOKEN": ""})[0].startswith("--host:")
 
 
 def test_tls_needs_all_three_files_and_a_wildcard_bind_a_name() -> None:
     assert problems(["--tls-cert-path=c", "--host=0.0.0.0", "--insecure"]) == [
-        "tls_cert_path, tls_key_path and tls_ca_path: give all three or none",
-        "advertise_host: needed, since peers cannot connect to the wildcard '0.0.0.0'",
+        "--tls-cert-path, --tls-key-path and --tls-ca-path: give all three or none",
+        "--advertise-host: needed, since peers cannot connect to the wildcard '0.0.0.0'",
     ]
 
 

@@ -34,7 +34,7 @@ def test_an_unsupported_field_is_an_invalid_request_that_names_it() -> None:
     error = errors.Unsupported("logit_bias", "the engine has no hook for it")
     assert isinstance(error, errors.InvalidRequest)
     assert error.field == "logit_bias"
-    assert str(error) == "logit_bias is not supported: the engine has no hook for it"
+    assert str(error) == "'logit_bias' is not supported: the engine has no hook for it."
 
 
 def test_an_unknown_model_is_named() -> None:

@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
 from common import lifecycle
+from common.config import ConfigError
+from common.errors import Bug, Conflict, Unavailable
 from common.lifecycle import Life, Phase, Ready, run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -96,13 +98,13 @@ def spawning(
 
 async def live(app: FakeApp, **options: Any) -> int:
     options = {"notice_s": 0.0, "drain_s": 0.1, "signals": False, **options}
-    return await asyncio.wait_for(run(app, **options), 10)
+    return await asyncio.wait_for(run(app, **options), 30)
 
 
 async def wait_for_ready(app: FakeApp) -> Life:
     await app.begun.wait()
     assert app.life is not None
-    await asyncio.wait_for(app.life.ready(), 5)
+    await asyncio.wait_for(app.life.ready(), 20)
     return app.life
 
 
@@ -166,6 +168,39 @@ async def test_a_failed_start_is_logged_closed_and_exits_one() -> None:
         assert await live(app) == 1
     assert app.order == ["start", "close"]
     assert "start failed" in [line["event"] for line in logs]
+
+
+async def failed_start(error: Exception) -> dict[str, Any]:
+    """The line that tells of it."""
+
+    async def fail(_life: Life) -> None:
+        raise error
+
+    with capture_logs() as logs:
+        assert await live(FakeApp(start=fail)) == 1
+    (line,) = [line for line in logs if line["event"] == "start failed"]
+    return dict(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (Conflict("cannot bind", field="port"), {"error": "cannot bind", "field": "port"}),
+        (Unavailable("no Consul"), {"error": "no Consul"}),
+        (FileNotFoundError(2, "is not there", "/x"), {"error": "[Errno 2] is not there: '/x'"}),
+        (ConfigError(["--a: bad", "--b: worse"]), {"error": "--a: bad; --b: worse"}),
+    ],
+)
+async def test_what_an_operator_can_mend_is_told_in_a_sentence(
+    error: Exception, says: dict[str, str]
+) -> None:
+    line = await failed_start(error)
+    assert line == {"event": "start failed", "service": "kvmesh", "log_level": "error", **says}
+
+
+@pytest.mark.parametrize("error", [Bug("ours"), KeyError("x")])
+async def test_what_nobody_expected_is_told_with_its_traceback(error: Exception) -> None:
+    assert (await failed_start(error))["exc_info"] is error
 
 
 async def test_a_failed_registration_is_undone() -> None:

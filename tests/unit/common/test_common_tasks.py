@@ -74,7 +74,7 @@ async def test_what_is_cancelled_ends_its_tasks() -> None:
     task = asyncio.create_task(parent())
     await asyncio.sleep(0.01)
     task.cancel()
-    await asyncio.wait({task}, timeout=5.0)
+    await asyncio.wait({task}, timeout=20.0)
     assert task.cancelled()
     assert has_ended.is_set()
 
@@ -139,7 +139,7 @@ async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -
     task = asyncio.create_task(follow_for_ever())
     await is_ending.wait()
     task.cancel()
-    done, _ = await asyncio.wait({task}, timeout=5.0)
+    done, _ = await asyncio.wait({task}, timeout=20.0)
     assert done == {task}
     assert task.cancelled()
 
