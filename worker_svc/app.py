@@ -16,7 +16,7 @@ from common import rpc
 from common.blocks import DEFAULT_BLOCK_SIZE, SCHEME_ID, PrefixHasher
 from common.card import ModelCard
 from common.discovery import health_meta, open_registry
-from common.errors import Bug
+from common.errors import Bug, Conflict, MeshError
 from common.instances import Instance, KvIndex, new_instance_id
 from common.interceptors import Calls
 from common.kv import Partition, Source
@@ -26,7 +26,7 @@ from common.scrape import serve_metrics
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from worker_svc.attach_server import AttachServer
 from worker_svc.canary import Canary
-from worker_svc.card import card_of
+from worker_svc.card import card_of, differences, vocab_size_of
 from worker_svc.config import WorkerConfig
 from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
 from worker_svc.core.timing import Timing
@@ -69,6 +69,7 @@ class WorkerApp:
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self.engine = build_engine(config) if engine is None else engine
+        self._engine_name = config.engine if engine is None else type(engine).__name__
         self.runner = Runner(self.engine, max_requests=config.requests_max, role=config.role)
         self._attach = AttachServer(self.instance_id, self.runner)
         self._calls = Calls()
@@ -87,7 +88,10 @@ class WorkerApp:
         self._engine_started = True
         started_at = time.monotonic()
         engine_config = await self.engine.start(self.instance_id)
-        log.info("engine_started", engine=config.engine, s=round(time.monotonic() - started_at, 2))
+        started_s = round(time.monotonic() - started_at, 2)
+        log.info("engine_started", engine=self._engine_name, s=started_s)
+        if config.model_name:
+            engine_config = replace(engine_config, served_model_name=config.model_name)
         if isinstance(self.engine, MortalEngine):
             life.spawn(self.engine.died(), name="engine")
         self._card = await asyncio.to_thread(
@@ -111,9 +115,10 @@ class WorkerApp:
             self._attach,
             self._current_instance,
             engine_config,
-            config.engine,
+            self._engine_name,
             self._card,
             publisher=self.publisher,
+            vocab_size=await asyncio.to_thread(vocab_size_of, self._card),
         )
         engine_pb2_grpc.add_EngineServiceServicer_to_server(servicer, self._server)
         rpc.add_health(self._server, life.health.servicer)
@@ -236,10 +241,31 @@ class WorkerApp:
     async def register(self) -> None:
         """Become known, the card first."""
         assert self._card is not None
-        await self._registry.put_card(
-            self._card.without_inline(above_bytes=self._config.card_inline_bytes)
-        )
-        self._lease = await self._registry.register(self._current_instance())
+        card = self._card.without_inline(above_bytes=self._config.card_inline_bytes)
+        await self._registry.put_card(card)
+        try:
+            self._lease = await self._registry.register(self._current_instance())
+        except Conflict as error:
+            if not (what := await self._unlike(card, error.metadata.get("served_checksum"))):
+                raise
+            raise Conflict(
+                f"{error.message}: {what}. All workers of a model must be alike in this: change it "
+                "here, or choose another --model-name or --namespace, or stop the others first",
+                field=error.field,
+                reason=error.reason,
+                metadata=error.metadata,
+            ) from error
+
+    async def _unlike(self, card: ModelCard, checksum: str | None) -> str:
+        """What tells our card from the one that is served; "" where that cannot be had."""
+        if checksum is None:
+            return ""
+        try:
+            served = await self._registry.get_card(checksum)
+        except MeshError as error:
+            log.warning("served_card_unknown", card_checksum=checksum, error=error.message)
+            return ""
+        return "; ".join(differences(card, served))
 
     async def deregister(self) -> None:
         """Become unknown."""
@@ -284,12 +310,12 @@ def kv_index_of(engine: EngineConfig) -> KvIndex:
 def build_engine(config: WorkerConfig) -> LLMEngine:
     """The engine a configuration names."""
     if config.engine == "echo":
-        return EchoEngine(EchoConfig(model=config.model_name))
+        return EchoEngine(EchoConfig(model=config.own_model_name))
     if config.engine == "sglang":
         return build_sglang_engine(config)
     return SimEngine(
         SimConfig(
-            model=config.model_name,
+            model=config.own_model_name,
             model_dir=config.model_path or SIM_MODEL_DIR,
             context_length=config.context_length,
             block_size=config.block_size,
@@ -326,7 +352,7 @@ def build_sglang_engine(config: WorkerConfig) -> LLMEngine:
 
     return SglangEngine(
         SglangConfig(
-            model=config.model_name,
+            model=config.own_model_name,
             model_path=config.model_path,
             role=config.role,
             block_size=config.block_size,

@@ -10,7 +10,7 @@ from typing import Literal
 
 from common.config import ServiceConfig, at_least, between, knob
 from common.errors import InvalidRequest
-from worker_svc.card import KINDS, model_type_served
+from worker_svc.card import KINDS, missing_files, model_type_served
 from worker_svc.sglang_options import page_size_of
 
 
@@ -19,7 +19,11 @@ class WorkerConfig(ServiceConfig):
     """What a worker can be told."""
 
     stable_name: str = field(
-        default="", metadata=knob("Name that survives restarts; one per replica; empty: none.")
+        default="",
+        metadata=knob(
+            "Name that survives restarts, one per replica: the mesh sees only the newest of a name."
+            " Empty: none."
+        ),
     )
     engine: Literal["sim", "echo", "sglang"] = field(
         default="sim",
@@ -53,12 +57,19 @@ class WorkerConfig(ServiceConfig):
         default=True,
         metadata=knob("Decode: compute prompts that come without a handoff; else refuse them."),
     )
-    model_name: str = field(
-        default="sim", metadata=knob("What clients put in `model`; the same on replicas.")
+    model_name: str | None = field(
+        default=None,
+        metadata=knob(
+            "What clients put in `model`, the same on replicas; unset: sim, or what an engine of"
+            " your own says."
+        ),
     )
     model_path: Path | None = field(
         default=None,
-        metadata=knob("Folder with tokenizer.json and its config; unset: the sim model's."),
+        metadata=knob(
+            "Folder with tokenizer.json and tokenizer_config.json; for sim also with a sim.json, as"
+            " python -m worker_svc.make_sim_model writes it. Unset: the sim model's."
+        ),
     )
     serve: tuple[str, ...] = field(
         default=KINDS,
@@ -141,6 +152,11 @@ class WorkerConfig(ServiceConfig):
         metadata=knob('More arguments of SGLang, a JSON object: {"tp_size": 2}.'),
     )
 
+    @property
+    def own_model_name(self) -> str:
+        """What an engine that comes with the worker calls its model."""
+        return self.model_name or "sim"
+
     def problems(self) -> list[str]:
         """Contradictions between fields."""
         found = ServiceConfig.problems(self)
@@ -148,8 +164,12 @@ class WorkerConfig(ServiceConfig):
             model_type_served(self.serve)
         except ValueError as error:
             found.append(f"serve: {error}")
+        if self.model_path is not None and (missing := missing_files(self.model_path)):
+            found.append(f"model_path: {self.model_path} has no {' and no '.join(missing)}")
         if self.engine == "echo" and self.role != "aggregated":
             found.append("role: the echo engine has no prefill and decode")
+        if self.engine == "sim" and self.max_num_seqs > self.max_num_batched_tokens:
+            found.append("max_num_seqs: must be at most max_num_batched_tokens")
         if self.loras and self.engine != "sim":
             found.append(f"loras: the {self.engine} engine is not told of adapters here")
         if self.engine == "sglang":

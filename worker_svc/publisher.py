@@ -54,7 +54,8 @@ UNACKED_MAX = 512
 REGROW_S = 30.0
 REGROW_SHARE = 10
 REGROW_BLOCKS_MIN = 1024
-# Pages that are withdrawn, or announced again, before the loop has its turn: a millisecond or two.
+# Pages that are withdrawn, announced again or freed before the loop has its turn: a millisecond or
+# two.
 RESIZE_PAGES = 1024
 # Pauses before a lost indexer, or the registry, is tried again; jittered by half.
 PAUSE_FIRST_S = 0.1
@@ -173,12 +174,12 @@ class Publisher:
         log.warning("kv_events_lost", dp_rank=rank, why=why)
         self.counters["events_lost"] += 1
         self.feeds[rank].lose()
-        self._wake()
+        self._plan_cut()
 
     def reset(self, rank: int) -> None:
         """The engine of a rank has begun anew, with an empty cache."""
         self.feeds[rank].reset()
-        self._wake()
+        self._plan_cut()
 
     async def run(self) -> None:
         """Publish for ever; ends by cancellation only."""
@@ -259,6 +260,8 @@ class Publisher:
                 self.counters["batches"] += len(feed.cut())
             except Exception:
                 self._broke(rank)
+            if feed.canonicaliser.sweep(RESIZE_PAGES):
+                self._plan_cut()
         self._wake()
 
     def _broke(self, rank: int) -> None:

@@ -17,7 +17,7 @@ from common.instances import Instance
 from common.interceptors import request_id, time_left_s
 from common.kv_proto import TIER_NAMES
 from common.load_proto import load_to_proto
-from common.preprocessed import PrefillResult, TokenLogprob
+from common.preprocessed import PrefillResult, PreprocessedRequest, TokenLogprob
 from common.preprocessed_proto import finish_reason_to_proto, from_proto, part_to_proto
 from common.tasks import TaskGroup
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
@@ -49,6 +49,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         card: ModelCard | None,
         *,
         publisher: Publisher | None = None,
+        vocab_size: int | None = None,
         generate_cap_s: float = GENERATE_CAP_S,
     ) -> None:
         self._runner = runner
@@ -58,6 +59,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._engine_name = engine_name
         self._card = card
         self._publisher = publisher
+        self._vocab_size = vocab_size
         self._generate_cap_s = generate_cap_s
 
     # grpc.aio takes coroutines that write to the context; the generated types know generators only.
@@ -85,6 +87,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             timeout_s=timeout_s,
             request=from_proto(request.request),
         )
+        self._check_vocabulary(order.request)
         key = self._runner.admit(order)
         outputs: list[LLMEngineOutput] = []
         wake = asyncio.Event()
@@ -129,6 +132,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         if terminal.disaggregated_params is not None:
             part_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
         await context.write(message)
+
+    def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
+        """Only here: what comes by Attach has been through a frontend, which knows the tokens."""
+        if request is None or self._vocab_size is None or not request.token_ids:
+            return
+        largest = int(request.token_ids.array.max())
+        if largest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token_ids: {largest} is not in the vocabulary of {self._vocab_size} tokens",
+                "token_ids",
+            )
 
     async def Abort(
         self, request: engine_pb2.AbortRequest, context: Context

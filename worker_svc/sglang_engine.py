@@ -15,6 +15,8 @@ speaks to them, and our event loop. What a request means is in `sglang_options`,
 - It replaces the handlers of Python's root logger, and asyncio's policy; both are put back.
 - Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
   thread, so that only the figures stand still then.
+- A decode leg waits for KV pages without limit or word, until prefill's side times out, as if there
+  were no partner. The load says how many legs wait for pages; `core/decode_queue.py` tells which.
 - Its time-outs for handoffs are process-wide environment variables, set before it starts.
 - Whatever the host, torch's store and the transfer engine listen on all interfaces, at ports of the
   system's choice and without authentication. Where that matters, a firewall has to see to it.
@@ -51,6 +53,8 @@ from common.errors import (
 from common.free_ports import free_ports
 from common.instances import Role
 from common.load import Load
+from worker_svc.core.decode_queue import DecodeQueue
+from worker_svc.core.handoff import Limits, no_blocks
 from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
 from worker_svc.engine import (
     EngineConfig,
@@ -74,6 +78,7 @@ from worker_svc.sglang_options import (
     load_of,
     page_size_of,
     server_arguments,
+    waiting_for_pages,
 )
 
 LOADS_EVERY_S: Final = 0.1
@@ -151,6 +156,9 @@ class SglangEngine:
         self._chunks: Counter[int] = Counter()
         self._loads: tuple[Load, ...] = ()
         self._loads_read = asyncio.Event()
+        self._limits = Limits(partner_s=config.handoff_timeout_s)
+        self._decode_queue = DecodeQueue(self._limits.blocks_s)
+        self._starved: set[str] = set()
         self._is_closed = False
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -220,9 +228,13 @@ class SglangEngine:
         rid = self._new_rid(ctx.id)
         watch = asyncio.ensure_future(ctx.stopped())
         watch.add_done_callback(lambda done: None if done.cancelled() else self._abort(rid))
+        if self.config.role == "decode":
+            rank = 0 if self._facts.dp_size == 1 else call.arguments["routed_dp_rank"]
+            self._decode_queue.open(rid, rank, call.arguments["priority"], time.monotonic())
         try:
             async with aclosing(await self._open(call, rid)) as stream:
                 async for out in stream:
+                    self._decode_queue.close(rid, time.monotonic())
                     self._chunks[out["meta_info"].get("dp_rank") or 0] += 1
                     output = answer.take(out)
                     if output is not None:
@@ -231,12 +243,16 @@ class SglangEngine:
             if self._lost is not None and self._lost.done():
                 raise self._lost.result() from None
             if not watch.done():
+                if rid in self._starved:
+                    raise no_blocks(self._limits) from None
                 raise
             yield chunk.cancelled().with_usage(answer.usage())
         except ValueError as error:
             raise invalid(error) from error
         finally:
             watch.cancel()
+            self._decode_queue.close(rid, time.monotonic())
+            self._starved.discard(rid)
 
     async def _open(self, call: Call, rid: str) -> AsyncGenerator[dict[str, Any], None]:
         more: dict[str, Any] = {}
@@ -450,7 +466,7 @@ class SglangEngine:
         )
 
         config, model = self.config, self._engine.tokenizer_manager.model_config
-        self._loads = await asyncio.to_thread(self._read_loads)
+        await self._read_loads()
         index, reason = kv_index_of(
             is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
             is_speculative=bool(resolved.get("speculative_algorithm")),
@@ -532,17 +548,22 @@ class SglangEngine:
 
     async def _follow_loads(self) -> None:
         while True:
-            self._loads = await asyncio.to_thread(self._read_loads)
+            await self._read_loads()
             self._loads_read.set()
             self._loads_read.clear()
             await asyncio.sleep(LOADS_EVERY_S)
 
-    def _read_loads(self) -> tuple[Load, ...]:
+    async def _read_loads(self) -> None:
         reader = self._engine.tokenizer_manager.load_snapshot_reader
-        return tuple(
-            load_of(one, self.config.block_size, self._chunks[one.dp_rank])
-            for one in reader.read_all()
+        snapshots = await asyncio.to_thread(reader.read_all)
+        self._loads = tuple(
+            load_of(one, self.config.block_size, self._chunks[one.dp_rank]) for one in snapshots
         )
+        waiting = {one.dp_rank: waiting_for_pages(one) for one in snapshots}
+        for rid in self._decode_queue.starved(waiting, time.monotonic()):
+            if rid not in self._starved:
+                self._starved.add(rid)
+                self._abort(rid)
 
 
 async def make_tiny_model(folder: Path) -> None:

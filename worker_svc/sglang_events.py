@@ -26,7 +26,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Final
 
@@ -59,6 +59,9 @@ REPLAY_S: Final = 5.0
 REPLAY_TRIES: Final = 2
 # Work after which the loop gets its turn: batches that have arrived already are taken without one.
 TURN_S: Final = 0.002
+# Pages of an event that are taken at once: two milliseconds or three. A prompt may have a hundred
+# times as many, where pages have one token.
+PART_PAGES: Final = 1024
 
 _SEQ_BYTES: Final = 8
 _TIERS: Final[Mapping[str | None, Tier]] = {
@@ -158,6 +161,7 @@ class KvReader:
         self._next = 0
         # The batch taken last, by which the engine is known again.
         self._last = b""
+        self._turns = _Turns()
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
@@ -191,7 +195,6 @@ class KvReader:
         self, context: zmq.asyncio.Context, live: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
     ) -> None:
         """Takes what comes, until it is quiet."""
-        turns = _Turns()
         while await live.poll(QUIET_S * 1000):
             _, number, payload = await live.recv_multipart()
             seq = int.from_bytes(number, "big")
@@ -202,8 +205,7 @@ class KvReader:
                 if is_new_connection and not is_proven and self._next:
                     self._lose("nothing shows that it is the same engine")
                     self._next = seq
-            self._accept(seq, payload)
-            await turns.give()
+            await self._accept(seq, payload)
 
     async def _replay(self, context: zmq.asyncio.Context, tries: int) -> bool:
         """Takes what the engine has kept from the next batch on; or all, if it has begun anew.
@@ -235,7 +237,6 @@ class KvReader:
         """
         had = self._next
         is_known = had == 0
-        turns = _Turns()
         # A socket each time: what a request that timed out still brings must not end the next one.
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
@@ -262,8 +263,7 @@ class KvReader:
                 if seq > self._next > had:
                     return _Answer.CUT
                 self.counts["replayed"] += seq >= self._next
-                self._accept(seq, payload)
-                await turns.give()
+                await self._accept(seq, payload)
 
     def _begin_anew(self) -> None:
         log.warning("kv_engine_began_anew", dp_rank=self._rank, had=self._next)
@@ -271,7 +271,8 @@ class KvReader:
         self._next, self._last = 0, b""
         self._sink.reset(self._rank)
 
-    def _accept(self, seq: int, payload: bytes) -> None:
+    async def _accept(self, seq: int, payload: bytes) -> None:
+        await self._turns.give()
         if seq < self._next:
             return
         if seq > self._next:
@@ -284,7 +285,10 @@ class KvReader:
             self.counts["malformed"] += 1
             self._lose(f"batch {seq} is malformed: {error!r}")
             return
-        self._sink.take(events)
+        for event in events:
+            for part in _in_parts(event):
+                self._sink.take([part])
+                await self._turns.give()
 
     def _lose(self, why: str) -> None:
         self.counts["losses"] += 1
@@ -299,6 +303,26 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
         await monitor.recv_multipart()
         has_changed = True
     return has_changed
+
+
+def _in_parts(event: ExternalEvent) -> Iterator[ExternalEvent]:
+    """The event, or several that mean the same, of at most PART_PAGES pages each."""
+    if isinstance(event, PagesCleared) or len(event.hashes) <= PART_PAGES:
+        yield event
+        return
+    for start in range(0, len(event.hashes), PART_PAGES):
+        end = start + PART_PAGES
+        hashes = event.hashes[start:end]
+        if isinstance(event, PagesRemoved):
+            yield replace(event, hashes=hashes)
+            continue
+        width = len(event.token_ids) // len(event.hashes)
+        yield replace(
+            event,
+            hashes=hashes,
+            parent=event.hashes[start - 1] if start else event.parent,
+            token_ids=event.token_ids[start * width : end * width],
+        )
 
 
 # Any: what an engine says, unpacked.

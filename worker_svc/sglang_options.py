@@ -415,6 +415,12 @@ class Handoffs(Protocol):
     decode_transfer_queue_reqs: int
 
 
+class Queues(Protocol):
+    """See SGLang's `QueueMetrics`. prealloc_ready: decode legs that wait for KV pages only."""
+
+    prealloc_ready: int
+
+
 class Snapshot(Protocol):
     """What is read of SGLang's `LoadSnapshot`."""
 
@@ -426,6 +432,7 @@ class Snapshot(Protocol):
     max_total_num_tokens: int
     total_prefill_uncached_tokens: int
     disaggregation: Handoffs | None
+    queues: Queues | None
 
 
 def load_of(snapshot: Snapshot, block_size: int, chunks: int) -> Load:
@@ -450,6 +457,11 @@ def load_of(snapshot: Snapshot, block_size: int, chunks: int) -> Load:
         + queues.decode_prealloc_queue_reqs
         + queues.decode_transfer_queue_reqs,
     )
+
+
+def waiting_for_pages(snapshot: Snapshot) -> int:
+    """Decode legs of one rank that wait for KV pages."""
+    return 0 if snapshot.queues is None else snapshot.queues.prealloc_ready
 
 
 # Arguments that the adapter depends on; the operator's may not name them.

@@ -161,9 +161,9 @@ def load_sim_model(folder: Path) -> SimModel:
     context_length: Any = sim.get("context_length")
     for name, ids in (("word_ids", words), ("eos_token_id", eos_ids)):
         if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_dir")
+            raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
     if type(context_length) is not int or context_length < 2:
-        raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_dir")
+        raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")
     return SimModel(tuple(words), tuple(eos_ids), context_length)
 
 
@@ -171,11 +171,15 @@ def _read_object(path: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise NotFound(f"{path} does not exist", field="model_dir") from None
+        raise NotFound(
+            f"{path} does not exist; for the sim engine a folder (--model-path) needs it, as "
+            "python -m worker_svc.make_sim_model writes it",
+            field="model_path",
+        ) from None
     except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: {error}", "model_dir") from None
+        raise InvalidRequest(f"{path} is not JSON: {error}", "model_path") from None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{path} must hold an object", "model_dir")
+        raise InvalidRequest(f"{path} must hold an object", "model_path")
     return value
 
 

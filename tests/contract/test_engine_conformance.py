@@ -16,7 +16,6 @@ import pytest
 
 from common.attach import Order
 from common.instances import new_instance_id
-from common.lifecycle import Health, Life
 from common.preprocessed import (
     PreprocessedRequest,
     PromptTokensDetails,
@@ -24,6 +23,7 @@ from common.preprocessed import (
     TokenIds,
 )
 from common.registry import MemoryRegistry, MemoryStore
+from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.conformance.__main__ import main, maker
@@ -554,9 +554,7 @@ async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
         registry=MemoryRegistry(MemoryStore()),
         engine=Counter(),
     )
-    life = Life(Health())
-    await app.start(life)
-    try:
+    async with living(app, registered=False):
         request = PreprocessedRequest(
             token_ids=TokenIds.of([5, 6, 7]), stop_conditions=StopConditions(max_tokens=3)
         )
@@ -565,10 +563,6 @@ async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
         terminal = await app.runner.run(key, lambda one: said.extend(one.token_ids))
         assert said == [8, 9, 10]
         assert terminal.finish_reason is FinishReason.LENGTH
-    finally:
-        life.drain("the test is over")
-        await life.cancel_tasks(10.0)
-        await app.close()
 
 
 def loaded_serving() -> ModuleType:

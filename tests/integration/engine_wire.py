@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,12 +23,12 @@ from common import rpc
 from common.blocks import PrefixHasher, hashes_to_bytes
 from common.kv import Hashes, Partition, Source, Tier
 from common.kv_proto import partition_to_proto
-from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
+from tests.living import WAIT_S, living, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
@@ -36,20 +36,11 @@ from worker_svc.echo_engine import EchoConfig, EchoEngine
 from worker_svc.engine import EngineConfig
 from worker_svc.sglang_events import TOPIC, Endpoints, KvReader
 
-WAIT_S = 20.0
 BLOCK = 4
 RULES = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
 
 # Any: what an engine says, before it is packed.
 WireEvent = Mapping[str, Any]
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WAIT_S
-    while not condition():
-        assert loop.time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.005)
 
 
 def stored(
@@ -232,18 +223,14 @@ class WiredMesh:
         config = WorkerConfig(registry="memory", block_size=rules.block_size)
         registry = MemoryRegistry(self.store)
         app = WorkerApp(config, instance_id=worker_id, registry=registry, engine=engine)
-        life = Life(Health())
         sources = [Source(worker_id, wire.rank) for wire in wires]
         feed = self.indexer.ingest.feed
         try:
-            await app.start(life)
-            await app.register()
-            await until(lambda: all(one in feed for one in sources), "it has said hello")
-            await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
-            yield app
+            async with living(app):
+                await until(lambda: all(one in feed for one in sources), "it has said hello")
+                await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
+                yield app
         finally:
-            assert await life.cancel_tasks(WAIT_S) == []
-            await app.close()
             for wire in wires:
                 wire.close()
 
@@ -342,17 +329,7 @@ async def wired_mesh(**knobs: Any) -> AsyncIterator[WiredMesh]:
     store = MemoryStore()
     config = IndexerConfig(registry="memory", **knobs)
     app = IndexerApp(config, registry=MemoryRegistry(store))
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    mesh = WiredMesh(store, app)
-    try:
-        yield mesh
-    finally:
-        await mesh.channel.close()
-        await app.deregister()
-        await app.drain(0.5)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    async with living(app, grace_s=0.5):
+        mesh = WiredMesh(store, app)
+        async with mesh.channel:
+            yield mesh

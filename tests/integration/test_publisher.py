@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -22,12 +22,12 @@ from common.instances import Instance
 from common.interceptors import Calls, raising_mesh_errors
 from common.kv import EventKind, Partition, Source, SourceState
 from common.kv_proto import batch_from_proto, state_from_proto, state_to_proto
-from common.lifecycle import Health, Life
 from common.load import Load
 from common.preprocessed import StopConditions, TokenIds
 from common.registry import Lease, MemoryRegistry, MemoryStore
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2 as pb
+from tests.living import WAIT_S, living, until
 from worker_svc import publisher as publisher_module
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
@@ -51,7 +51,6 @@ NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
 WORKER = 7
 SOURCE = Source(WORKER)
-WAIT_S = 15.0
 BLOCK = 4
 
 
@@ -61,25 +60,23 @@ def never_regrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher_module, "REGROW_S", 3600.0)
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WAIT_S
-    while not condition():
-        assert loop.time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
-
-
 @dataclass
 class Stream:
     """One Publish stream as the indexer saw it."""
 
-    write: Callable[[pb.PublishResponse], Any]
+    context: Any
     hello: list[SourceState] = field(default_factory=list)
     partition: pb.Partition | None = None
     batches: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     is_over: bool = False
+    # grpc takes one write at a time, and here the stream's reader and its test may both write.
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def write(self, response: pb.PublishResponse) -> None:
+        async with self.writing:
+            await self.context.write(response)
 
 
 class FakeIndexer:
@@ -131,14 +128,14 @@ class FakeIndexer:
         return Instance(self.id, NS, "indexer", "", f"127.0.0.1:{self.port}")
 
     async def publish(self, frames: AsyncIterator[pb.PublishRequest], context: Any) -> None:
-        stream = Stream(context.write)
+        stream = Stream(context)
         try:
             async for frame in frames:
                 if frame.HasField("hello"):
                     self._greet(stream, frame.hello)
                     self.streams.append(stream)
                     if not self.is_mute:
-                        await context.write(self._answer_to_hello(stream))
+                        await stream.write(self._answer_to_hello(stream))
                     continue
                 await self.hears.wait()
                 stream.loads += [load.engine_step for load in frame.loads]
@@ -147,7 +144,7 @@ class FakeIndexer:
                 if frame.HasField("snapshot"):
                     self._gather(stream, frame.snapshot)
                 if not self.is_mute and not frame.loads:
-                    await context.write(pb.PublishResponse(acked=[self._acked()]))
+                    await stream.write(pb.PublishResponse(acked=[self._acked()]))
         finally:
             stream.is_over = True
 
@@ -472,6 +469,23 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
         assert len(m.published) == 6, "no more than that is announced"
 
 
+async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_svc.publisher.RESIZE_PAGES", 4)
+    async with mesh() as m:
+        m.store_pages(100)
+        await m.cut()
+        m.publisher.lose(0, "a test")
+        kept = m.store_pages(2)
+        turns = 0
+        while m.feed.canonicaliser.sweep(0):
+            await asyncio.sleep(0)
+            turns += 1
+        assert turns >= 20, "none frees more than four pages, or they are at once"
+        assert len(m.published) == len(kept)
+
+
 async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_are_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -625,7 +639,8 @@ async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
     async with mesh() as m:
         one, other = await m.indexer(), await m.indexer()
         await until(lambda: min(len(i.stream.loads) for i in (one, other)) >= 3, "three reports")
-        assert one.stream.loads[-2] == one.stream.loads[-1] - 1, "the newest, each once"
+        # One that could not be sent before the next one came is left out.
+        assert one.stream.loads == sorted(set(one.stream.loads)), "the newest, each once"
         loop = asyncio.get_running_loop()
         began, before = loop.time(), m.steps
         await until(lambda: m.steps >= before + 3, "three more")
@@ -670,21 +685,12 @@ async def test_an_indexer_that_cannot_be_reached_or_refuses_is_tried_again(
 # The sim engine.
 
 
-@asynccontextmanager
-async def sim_worker(
+def sim_worker(
     store: MemoryStore | None = None, *, engine: SimEngine | None = None, **knobs: Any
-) -> AsyncIterator[WorkerApp]:
+) -> AbstractAsyncContextManager[WorkerApp]:
     config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
     registry = MemoryRegistry(store or MemoryStore())
-    app = WorkerApp(config, instance_id=WORKER, registry=registry, engine=engine)
-    life = Life(Health())
-    await app.start(life)
-    await app.register()
-    try:
-        yield app
-    finally:
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    return living(WorkerApp(config, instance_id=WORKER, registry=registry, engine=engine))
 
 
 async def ask(app: WorkerApp, tokens: Sequence[int], max_tokens: int = 40) -> None:
@@ -719,24 +725,18 @@ def count_removals(app: WorkerApp) -> list[int]:
 
 
 async def listed(app: WorkerApp, rank: int = 0) -> list[engine_pb2.ListKvBlocksResponse]:
-    channel = rpc.channel(app.address)
-    try:
+    async with rpc.channel(app.address) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         call = stub.ListKvBlocks(engine_pb2.ListKvBlocksRequest(dp_rank=rank), timeout=WAIT_S)
         async with rpc.cancelling(call):
             with raising_mesh_errors():
                 return [message async for message in call]
-    finally:
-        await channel.close()
 
 
 async def info(app: WorkerApp) -> engine_pb2.GetInfoResponse:
-    channel = rpc.channel(app.address)
-    try:
+    async with rpc.channel(app.address) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         message = await rpc.unary(stub.GetInfo, engine_pb2.GetInfoRequest(), timeout_s=WAIT_S)
-    finally:
-        await channel.close()
     assert isinstance(message, engine_pb2.GetInfoResponse)
     return message
 

@@ -12,17 +12,16 @@ import pytest
 from common.config import ConfigError, read_config
 from common.errors import NotFound
 from common.instances import Instance
-from common.lifecycle import Health, Life
 from common.preprocessed import RoutingConstraints, RoutingHints
 from common.registry import MemoryRegistry, MemoryStore
 from frontend_svc.core.model_watch import Entry, plan
 from router_svc.core.query import Query
 from router_svc.core.route import Router
 from router_svc.core.select import SELECTORS
+from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
-WAIT_S = 10.0
 NS = "default"
 
 
@@ -32,16 +31,12 @@ async def registered(*flags: str) -> AsyncIterator[MemoryRegistry]:
     flags = ("--registry=memory", "--speedup=0", *flags)
     config = read_config(WorkerConfig, "WORKER", {}, flags)[0]
     store = MemoryStore()
-    app, life = WorkerApp(config, registry=MemoryRegistry(store)), Life(Health())
-    watcher = MemoryRegistry(store)
-    await app.start(life)
-    try:
-        await app.register()
-        yield watcher
-    finally:
-        await watcher.close()
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    async with living(WorkerApp(config, registry=MemoryRegistry(store))):
+        watcher = MemoryRegistry(store)
+        try:
+            yield watcher
+        finally:
+            await watcher.close()
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
@@ -11,36 +11,19 @@ from typing import Any
 from common import rpc
 from common.attach import Order
 from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.lifecycle import Health, Life
 from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
 from common.registry import MemoryRegistry, MemoryStore
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
+from tests.living import WAIT_S, living, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
-WAIT_S = 15.0
 BLOCK = 16
 FRONTEND = 77
 HASHER = PrefixHasher(mesh_key=b"", model="sim", block_size=BLOCK)
-
-
-@asynccontextmanager
-async def living(app: Any) -> AsyncIterator[Any]:
-    """A worker or a router, from start to end."""
-    life = Life(Health())
-    await app.start(life)
-    await app.register()
-    try:
-        yield app
-    finally:
-        await app.deregister()
-        await app.drain(0)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
 
 
 class Mesh:
@@ -108,20 +91,15 @@ async def mesh() -> AsyncIterator[Mesh]:
             living(RouterApp(knobs, registry=MemoryRegistry(store), rng=Random(1)))
         )
         fleet = router.router.fleet
-        await until(lambda: all(fleet.is_present(app.instance_id) for app in workers))
-        channel = rpc.channel(router.address)
-        stack.push_async_callback(channel.close)
+        await until(
+            lambda: all(fleet.is_present(app.instance_id) for app in workers),
+            "the router sees the workers",
+        )
+        channel = await stack.enter_async_context(rpc.channel(router.address))
         call: Any = router_pb2_grpc.RouterServiceStub(channel).Session()
         await stack.enter_async_context(rpc.cancelling(call))
         await call.write(pb.SessionRequest(hello=pb.SessionHello(frontend_id=FRONTEND)))
         yield Mesh(router, workers, call)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the router never sees the workers"
-        await asyncio.sleep(0.002)
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -144,13 +122,10 @@ async def test_prompts_find_their_beginnings_on_workers_that_publish_nothing() -
 async def test_what_is_guessed_is_said_to_be_guessed() -> None:
     async with mesh() as m:
         first, _ = await m.ask(prompt(1, 8 * BLOCK))
-        channel = rpc.channel(m.router.address)
-        try:
+        async with rpc.channel(m.router.address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             query = pb.Query(model="sim", token_ids=prompt(1, 8 * BLOCK))
             answer = await rpc.unary(stub.Explain, pb.ExplainRequest(query=query), timeout_s=WAIT_S)
-        finally:
-            await channel.close()
         assert isinstance(answer, pb.ExplainResponse)
         assert {row.source_state for row in answer.candidates} == {"approx"}
         held = {row.worker.worker_id: row.overlap_blocks for row in answer.candidates}

@@ -14,12 +14,32 @@ pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` install
 
 import zmq.asyncio
 
+from common.blocks import PrefixHasher
 from common.errors import WorkerLost
-from tests.integration.engine_wire import WAIT_S, EngineWire, removed, until
+from common.kv import Source
+from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
+from tests.living import WAIT_S, until
 from worker_svc import sglang_events
-from worker_svc.core.kv_events import ExternalEvent, PagesRemoved
+from worker_svc.core.kv_events import (
+    Canonicaliser,
+    Duplicates,
+    ExternalEvent,
+    Feed,
+    KvRules,
+    PagesRemoved,
+    PagesStored,
+)
 from worker_svc.sglang_engine import SglangConfig, SglangEngine
-from worker_svc.sglang_events import KEPT_BATCHES, SENDS_MIN, TOPIC, TURN_S, KvReader
+from worker_svc.sglang_events import (
+    KEPT_BATCHES,
+    SENDS_MIN,
+    TOPIC,
+    TURN_S,
+    Endpoints,
+    KvReader,
+)
+
+HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
 
 
 class Heard:
@@ -132,35 +152,106 @@ async def test_a_hole_that_the_engine_has_kept_nothing_for_is_a_loss() -> None:
         assert reader.counts["unanswered"] == 0
 
 
+class Slow(Heard):
+    """Notes how much it took between two turns of the loop, each half of what is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_turn = 0
+        self.most_in_turn = 0
+        self.most_pages = 0
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        before = len(self.hashes)
+        super().take(events)
+        self.most_pages = max(self.most_pages, len(self.hashes) - before)
+        if not self.in_turn:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        self.in_turn += 1
+        self.most_in_turn = max(self.most_in_turn, self.in_turn)
+        time.sleep(TURN_S / 2)
+
+    def _next_turn(self) -> None:
+        self.in_turn = 0
+
+
 @pytest.mark.slow
 async def test_a_long_replay_gives_the_loop_its_turn() -> None:
     """Batches that wait in the socket are received without one."""
-
-    class Slow(Heard):
-        """Notes how many batches it took between two turns of the loop."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.in_turn = 0
-            self.most_in_turn = 0
-
-        def take(self, events: Iterable[ExternalEvent]) -> None:
-            super().take(events)
-            if not self.in_turn:
-                asyncio.get_running_loop().call_soon(self._next_turn)
-            self.in_turn += 1
-            self.most_in_turn = max(self.most_in_turn, self.in_turn)
-            time.sleep(TURN_S / 2)
-
-        def _next_turn(self) -> None:
-            self.in_turn = 0
-
     wire, heard = EngineWire(), Slow()
     said = await kept(wire, 200)
     async with reading(wire, heard):
         await until(lambda: heard.hashes == said, "all of it is replayed")
     # However slow the machine: each batch takes half of what is allowed, or more.
     assert heard.most_in_turn <= 3
+
+
+async def test_an_event_of_very_many_pages_gives_the_loop_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt of 131,072 tokens, in pages of one, held everything up for a third of a second."""
+    monkeypatch.setattr(sglang_events, "PART_PAGES", 10)
+    wire, heard = EngineWire(), Slow()
+    async with reading(wire, heard):
+        await wire.publish(removed(*range(95)), removed(*range(100, 105)))
+        await until(lambda: len(heard.hashes) == 100, "all of it is taken")
+    assert heard.hashes == [*range(95), *range(100, 105)]
+    assert heard.most_pages == 10
+    assert heard.most_in_turn <= 3
+
+
+async def test_batches_that_were_had_give_the_loop_its_turn_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a replay, thousands of them may wait that came over the live socket meanwhile."""
+    monkeypatch.setattr(sglang_events, "TURN_S", -1.0)
+    reader = KvReader(0, Endpoints(1, None), Heard())
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(others())
+    reader._next = 50
+    for seq in range(50):
+        await reader._accept(seq, b"")
+    other.cancel()
+    assert turns >= 49
+
+
+async def test_an_event_taken_in_parts_means_what_it_meant_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Keeps(Heard):
+        def __init__(self) -> None:
+            super().__init__()
+            rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+            self.feed = Feed(Source(1), Canonicaliser(rules, lambda lora, salt, size: HASHER))
+
+        def take(self, events: Iterable[ExternalEvent]) -> None:
+            for event in events:
+                assert not isinstance(event, PagesStored) or len(event.hashes) <= 7
+                self.feed.apply(event)
+            self.feed.cut()
+
+        def held(self) -> set[int]:
+            return {name for part in self.feed.ledger.snapshot() for name in part.hashes.tolist()}
+
+    monkeypatch.setattr(sglang_events, "PART_PAGES", 7)
+    wire, keeps = EngineWire(), Keeps()
+    tokens = list(range(BLOCK * 50))
+    names = HASHER.prefix_hashes(tokens).tolist()
+    async with reading(wire, keeps):
+        await wire.publish(stored(range(50), None, tokens))
+        await until(lambda: keeps.feed.canonicaliser.published_blocks == 50, "all of it is held")
+        assert keeps.held() == set(names)
+        await wire.publish(removed(*range(49, 19, -1)))
+        await until(lambda: keeps.feed.canonicaliser.published_blocks == 20, "the end has gone")
+        assert keeps.held() == set(names[:20])
+        assert not keeps.feed.canonicaliser.is_incomplete
 
 
 @pytest.mark.slow

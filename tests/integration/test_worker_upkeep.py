@@ -4,58 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
-import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common import rpc
 from common.errors import InvalidRequest, NotFound
 from common.interceptors import raising_mesh_errors
-from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from frontend_svc.models import Models
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
+from tests.living import WAIT_S, living
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.sim_engine import SIM_MODEL_DIR, SimEngine
 
 NS = "default"
-WAIT_S = 20.0
 
 
-@asynccontextmanager
-async def worker(store: MemoryStore | None = None, **knobs: Any) -> AsyncIterator[WorkerApp]:
+def worker(
+    store: MemoryStore | None = None, **knobs: Any
+) -> AbstractAsyncContextManager[WorkerApp]:
     config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
-    app = WorkerApp(config, registry=MemoryRegistry(store or MemoryStore()))
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    try:
-        yield app
-    finally:
-        life.drain("the test is over")
-        await app.deregister()
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    return living(WorkerApp(config, registry=MemoryRegistry(store or MemoryStore())))
 
 
 async def artifact(app: WorkerApp, name: str, offset: int = 0) -> list[pb.GetArtifactResponse]:
-    channel: grpc.aio.Channel = rpc.channel(app.address)
-    try:
+    async with rpc.channel(app.address) as channel:
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         call: Any = stub.GetArtifact(
             pb.GetArtifactRequest(name=name, offset=offset), timeout=WAIT_S
         )
         with raising_mesh_errors():
             return [part async for part in call]
-    finally:
-        await channel.close()
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str) -> None:
@@ -120,16 +105,14 @@ async def test_small_files_travel_in_the_card() -> None:
 
 
 async def status_of(app: WorkerApp, service: str) -> Any:
-    channel: grpc.aio.Channel = rpc.channel(app.address)
-    try:
+    channel: Any  # The stubs' types know synchronous channels only.
+    async with rpc.channel(app.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest(service=service)
         answer: health_pb2.HealthCheckResponse = await rpc.unary(
             stub.Check, asked, timeout_s=WAIT_S
         )
         return answer.status
-    finally:
-        await channel.close()
 
 
 @pytest.mark.slow

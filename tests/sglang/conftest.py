@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 
 from common.lifecycle import Health, Life
+from tests.e2e.conftest import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.sglang.sglang_mesh import HttpMesh
 from tests.sglang.sglang_workers import WAIT_S, WorkerProcess
 from worker_svc.app import WorkerApp

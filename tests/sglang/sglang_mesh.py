@@ -89,7 +89,8 @@ class HttpMesh:
         while True:
             ready = (await self.http.get("/ready")).json()
             health = (await self.http.get("/health")).json()
-            known = {one["id"] for one in health["instances"] if one["service"] == "worker"}
+            shown = [one for one in health["instances"] if one["service"] == "worker"]
+            known = {int(one["id"]) for one in shown}
             if ready["ready"] and known == workers:
                 return
             assert loop.time() - began < WAIT_S, f"{ready}; {known} are known, not {workers}"

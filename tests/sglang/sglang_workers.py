@@ -32,7 +32,8 @@ from kvmesh.engine.v1 import engine_pb2_grpc
 REPOSITORY = Path(__file__).parents[2]
 START_S = 480.0
 WAIT_S = 60.0
-HANDOFF_S = 5.0
+# Sixteen pairs at once, on a machine that has other things to do, wait for KV pages for seconds.
+HANDOFF_S = 7.0
 
 
 def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> PreprocessedRequest:
@@ -161,6 +162,19 @@ class WorkerProcess:
             self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
         )
         return sum(load.rooms_open for load in answer.loads)
+
+    async def running(self, count: int) -> None:
+        """Returns once it computes so many requests."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            answer: pb.GetLoadResponse = await rpc.unary(
+                self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
+            )
+            if sum(load.running for load in answer.loads) == count:
+                return
+            assert loop.time() - began < WAIT_S, f"not {count} are running: {answer.loads}"
+            await asyncio.sleep(0.02)
 
     async def settled(self, rooms: int = 0) -> None:
         """Returns once so many handoffs are open."""

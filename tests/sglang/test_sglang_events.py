@@ -343,7 +343,7 @@ async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
     async with lossy() as (publisher, heard, reader):
         await publisher.publish(0)
         await until(lambda: heard.removed == [0], "it listens")
-        reader._accept(1, b"\xc1")
+        await reader._accept(1, b"\xc1")
         assert len(heard.lost) == 1
         await publisher.publish(2)
         await until(lambda: heard.removed == [0, 2], "it goes on")

@@ -13,6 +13,7 @@ from random import Random
 
 import pytest
 
+from tests.e2e.mesh import logs_on_failure
 from tests.sglang.conftest import POOL_TOKENS, Trio
 from tests.sglang.sglang_mesh import HttpMesh, Said
 from tests.sglang.sglang_workers import WAIT_S, until
@@ -24,10 +25,8 @@ CONTROL_TOKENS = 600
 
 @pytest.fixture(autouse=True)
 def _logs(mesh: HttpMesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    before = request.session.testsfailed
-    yield
-    if request.session.testsfailed > before:
-        print(mesh.logs())
+    with logs_on_failure(mesh, request):
+        yield
 
 
 def prompt_of(rng: Random, tokens: int) -> list[int]:
@@ -35,7 +34,7 @@ def prompt_of(rng: Random, tokens: int) -> list[int]:
 
 
 def pair_of(trio: Trio) -> list[str]:
-    return sorted(f"{one.instance_id:x}" for one in (trio.prefill, trio.decode))
+    return sorted(str(one.instance_id) for one in (trio.prefill, trio.decode))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -46,7 +45,7 @@ async def test_a_pair_says_over_http_what_one_worker_says(
     for length in LENGTHS:
         prompt = prompt_of(rng, length)
         alone, line = await mesh.told(prompt, stream=stream, worker=trio.app.instance_id)
-        assert line["workers"] == [f"{trio.app.instance_id:x}"]
+        assert line["workers"] == [str(trio.app.instance_id)]
         paired, line = await mesh.told(prompt, stream=stream)
         assert sorted(line["workers"]) == pair_of(trio)
         assert paired.answer == alone.answer, f"{length} tokens"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from common.errors import InvalidRequest, WorkerLost
+from common.errors import InvalidRequest, Overloaded, WorkerLost
 from common.preprocessed import FinishReason, PreprocessedRequest, StopConditions
 from common.preprocessed_proto import finish_reason_from_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
@@ -24,6 +24,7 @@ from tests.sglang.sglang_workers import (
     asked,
     bootstrap_of,
 )
+from worker_svc.core.handoff import NO_BLOCKS
 from worker_svc.engine import EngineContext, GenerateContext
 
 if TYPE_CHECKING:
@@ -154,6 +155,39 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_room(
     assert caught.value.retryable
     assert loop.time() - began < HANDOFF_S + WAIT_S / 2
     await worker.settled()
+
+
+async def test_a_decode_worker_without_kv_pages_to_spare_says_so_and_goes_on(trio: Trio) -> None:
+    """It seemed to have no partner, when prefill's patience was at its end."""
+    rng = Random(5)
+    long = [asked([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
+    late = asked([rng.randrange(3, 4000) for _ in range(2700)], 4)
+    loop = asyncio.get_running_loop()
+    running = [asyncio.create_task(together(trio, one, 9200 + i)) for i, one in enumerate(long)]
+    try:
+        await trio.decode.running(len(long))
+        info = await trio.prefill.info()
+        room = replace(late, bootstrap_info=bootstrap_of(info, 9210))
+        stop = replace(room.stop_conditions, max_tokens=1)
+        first = asyncio.create_task(
+            trio.prefill.generate(replace(room, stop_conditions=stop), "late-prefill")
+        )
+        began = loop.time()
+        with pytest.raises(Overloaded) as caught:
+            await trio.decode.generate(room, "late")
+        assert caught.value.reason == NO_BLOCKS
+        assert caught.value.retry_after_s == HANDOFF_S
+        assert loop.time() - began >= HANDOFF_S / 2
+        with pytest.raises(WorkerLost):
+            await first
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+    await trio.prefill.settled()
+    await trio.decode.settled()
+    _, decode = await together(trio, late, 9220)
+    assert len(decode.token_ids) == 4
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

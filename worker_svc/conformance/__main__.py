@@ -20,11 +20,19 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from common.config import flag_of
 from worker_svc.conformance.bench import Limits
 from worker_svc.conformance.report import Verdict, results
 from worker_svc.engine import LLMEngine
 
 NO_ENGINE = 2
+# What the fields of Limits are for.
+_LIMITS = {
+    "start_s": "to start",
+    "answer_s": "to answer a request",
+    "stop_s": "to heed a stop and to let go of a stream; what the mesh counts on",
+    "end_s": "to come to rest, to drain and to clean up",
+}
 
 
 class NoEngine(Exception):
@@ -108,11 +116,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m worker_svc.conformance",
         description="Checks whether an engine keeps the contract of worker_svc/engine.py.",
     )
-    parser.add_argument("engine", metavar="MODULE:ENGINE")
-    parser.add_argument("--arg", action="append", type=_argument, default=[], metavar="NAME=VALUE")
+    parser.add_argument(
+        "engine", metavar="MODULE:ENGINE", help="a class, or any callable, that makes the engine"
+    )
+    parser.add_argument(
+        "--arg",
+        action="append",
+        type=_argument,
+        default=[],
+        metavar="NAME=VALUE",
+        help="given to ENGINE by name, again and again; the value is read as JSON, else as text;"
+        " where ENGINE takes one dataclass, these are its fields",
+    )
     for name, default in dataclasses.asdict(Limits()).items():
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=float, default=default, metavar="SECONDS"
+            flag_of(name),
+            type=float,
+            default=default,
+            metavar="SECONDS",
+            help=f"how long it may take {_LIMITS[name]} (default {default:g})",
         )
     given = parser.parse_args(arguments)
     try:

@@ -236,6 +236,12 @@ def lost(reason: str) -> WorkerLost:
     return WorkerLost(message, retryable=True, reason=reason)
 
 
+def no_blocks(limits: Limits) -> Overloaded:
+    """The error with which a decode leg ends that was given no blocks in `blocks_s`."""
+    why = "this worker has had no KV blocks to spare for it"
+    return Overloaded(limits.partner_s, why, reason=NO_BLOCKS)
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Say it to the peer."""
@@ -567,8 +573,7 @@ class DecodeRoom:
     def _lateness(self) -> MeshError:
         if self._state is not _State.WAITING:
             return lost(NO_PARTNER)
-        why = "this worker has had no KV blocks to spare for it"
-        return Overloaded(self._limits.partner_s, why, reason=NO_BLOCKS)
+        return no_blocks(self._limits)
 
     def _arrive(self, done: Done) -> list[Action]:
         was, self._state = self._state, _State.OVER

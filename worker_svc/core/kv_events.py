@@ -317,6 +317,8 @@ class Canonicaliser:
         self._pages_max = pages_max
         self._namings: dict[tuple[str, str], _Naming | None] = {}
         self._runs: list[tuple[EventKind, int, list[int]]] = []
+        # What was forgotten and not freed yet.
+        self._graves: deque[dict[int, _Page]] = deque()
         self._forget()
 
     def _forget(self) -> None:
@@ -374,11 +376,23 @@ class Canonicaliser:
         self._runs.append((EventKind.CLEARED, Tier.DEVICE, []))
 
     def forget(self) -> None:
-        """As `clear`, but nothing is said; changes not yet taken stay."""
-        for page in self._pages.values():
-            page.parent = page.child = page.following = page.preceding = None
+        """As `clear`, but nothing is said; changes not yet taken stay. `sweep` frees the memory."""
+        self._graves.extend((*self._external.values(), self._pages))
         self._forget()
         self.is_incomplete = False
+
+    def sweep(self, pages: int) -> bool:
+        """Frees about so many of the pages that were forgotten; whether there are more."""
+        graves = self._graves
+        while graves and pages > 0:
+            if not graves[0]:
+                graves.popleft()
+                continue
+            _, page = graves[0].popitem()
+            # They hold each other.
+            page.parent = page.child = page.following = page.preceding = None
+            pages -= 1
+        return bool(graves)
 
     @property
     def is_resizing(self) -> bool:

@@ -27,6 +27,7 @@ from worker_svc.engine import (
 from worker_svc.sim_engine import SimConfig, SimEngine
 
 U32_MAX = 2**32 - 1
+WAIT_S = 20.0
 
 
 def is_plain(output: LLMEngineOutput, *but: str) -> bool:
@@ -49,11 +50,11 @@ async def test_a_generate_context_is_usable_as_the_context_it_wraps() -> None:
     assert (ctx.id, ctx.is_stopped, ctx.is_killed, ctx.stop_reason) == ("r1", False, False, "")
 
     ctx.stop_generating("enough")
-    await asyncio.wait_for(ctx.stopped(), 1)
+    await asyncio.wait_for(ctx.stopped(), WAIT_S)
     assert (inner.is_stopped, inner.is_killed, ctx.stop_reason) == (True, False, "enough")
 
     ctx.kill("later")
-    await asyncio.wait_for(ctx.killed(), 1)
+    await asyncio.wait_for(ctx.killed(), WAIT_S)
     assert (inner.is_killed, inner.stop_reason) == (True, "enough")
     with pytest.raises(AttributeError):
         _ = ctx.no_such_thing
@@ -69,7 +70,7 @@ async def test_the_inner_handle_outlives_the_wrapper() -> None:
 
     inner.stop_generating()
 
-    await asyncio.wait_for(watching, 1)
+    await asyncio.wait_for(watching, WAIT_S)
 
 
 @pytest.mark.row("S4-04", "S4-05", "S4-06")

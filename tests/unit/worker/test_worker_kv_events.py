@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -897,3 +898,31 @@ def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
     for batch in source.cut():
         listener.hear(batch.events)
     assert listener.sets[0] == set(NAMES[:1])
+
+
+def pages_alive() -> int:
+    return sum(type(one).__name__ == "_Page" for one in gc.get_objects())
+
+
+def test_what_was_forgotten_is_freed_in_parts_and_without_garbage_collection() -> None:
+    """200,000 pages took 40 ms at once: as long nobody else had a turn."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = pages_alive()
+        canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
+        canonicaliser.apply(PagesStored(range(100), None, le(range(B * 100)), B))
+        assert pages_alive() - before == 101
+        canonicaliser.forget()
+        canonicaliser.apply(PagesStored([7], None, le(range(B)), B))
+        assert pages_alive() - before > 101, "nothing is freed at once"
+        turns = 1
+        while canonicaliser.sweep(10):
+            turns += 1
+        assert turns >= 10
+        assert pages_alive() - before == 2, "the root and what was stored since"
+        canonicaliser.apply(PagesRemoved([7]))
+        assert canonicaliser.footprint == 0
+        assert not canonicaliser.sweep(10)
+    finally:
+        gc.enable()

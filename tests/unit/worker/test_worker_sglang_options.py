@@ -54,6 +54,7 @@ from worker_svc.sglang_options import (
     load_of,
     page_size_of,
     server_arguments,
+    waiting_for_pages,
 )
 
 FACTS = Facts(
@@ -429,6 +430,7 @@ class Snapshot:
     max_total_num_tokens: int = 160
     total_prefill_uncached_tokens: int = 1000
     disaggregation: Any = None
+    queues: Any = None
 
 
 def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
@@ -438,6 +440,11 @@ def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
     assert (load.engine_step, load.rooms_open) == (1005, 0)
     assert load_of(Snapshot(disaggregation=Queues()), 16, 5).rooms_open == 15
     assert load_of(Snapshot(max_total_num_tokens=0), 16, 5).kv_total_blocks is None
+
+
+def test_a_rank_that_says_nothing_of_its_queues_has_nobody_waiting_for_pages() -> None:
+    assert waiting_for_pages(Snapshot()) == 0
+    assert waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
 
 
 def arguments_of(role: Any = "aggregated", *, is_cpu: bool = True, **extra: Any) -> dict[str, Any]:

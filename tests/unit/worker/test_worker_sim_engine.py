@@ -94,7 +94,7 @@ async def turns(count: int = 20) -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Callable[[], bool], what: str, deadline_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"never happened: {what}"
@@ -229,7 +229,7 @@ async def test_a_bad_model_folder_fails_the_start_by_name_and_cleanup_still_work
     with pytest.raises(error, match=says) as raised:
         await engine.start(1)
 
-    assert raised.value.field == "model_dir"
+    assert raised.value.field == "model_path"
     await engine.cleanup()
 
 

@@ -829,7 +829,7 @@ class GetInfoResponse(_message.Message):
     role: _builtins.str
     """aggregated, prefill or decode."""
     engine: _builtins.str
-    """sim, echo or sglang."""
+    """sim, echo or sglang; the class name of an engine of one's own."""
     context_length: _builtins.int
     """Longest prompt plus output in tokens. Absent: unknown."""
     kv_block_size: _builtins.int

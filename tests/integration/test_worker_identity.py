@@ -1,0 +1,125 @@
+"""What a worker says it is: its model, its engine, and why it may not serve beside others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from common import rpc
+from common.errors import Conflict, InvalidRequest, NotFound
+from common.interceptors import raising_mesh_errors
+from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.preprocessed_proto import to_proto
+from common.registry import MemoryRegistry, MemoryStore
+from kvmesh.engine.v1 import engine_pb2 as pb
+from kvmesh.engine.v1 import engine_pb2_grpc
+from tests.living import WAIT_S, living
+from worker_svc.app import WorkerApp
+from worker_svc.config import WorkerConfig
+from worker_svc.echo_engine import EchoConfig, EchoEngine
+
+
+class Mine(EchoEngine):
+    """An engine of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__(EchoConfig(model="mine"))
+
+
+def worker(engine: Mine | None = None, store: MemoryStore | None = None, **knobs: Any) -> WorkerApp:
+    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+    return WorkerApp(config, registry=MemoryRegistry(store or MemoryStore()), engine=engine)
+
+
+async def info_of(app: WorkerApp) -> pb.GetInfoResponse:
+    async with living(app), rpc.channel(app.address) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        info: pb.GetInfoResponse = await rpc.unary(
+            stub.GetInfo, pb.GetInfoRequest(), timeout_s=WAIT_S
+        )
+        return info
+
+
+@pytest.mark.parametrize(
+    ("engine", "knobs", "model"),
+    [
+        (Mine, {}, "mine"),
+        (Mine, {"model_name": "cnt"}, "cnt"),
+        (None, {}, "sim"),
+        (None, {"model_name": "cnt"}, "cnt"),
+    ],
+)
+async def test_clients_call_a_model_as_its_flag_says_else_as_its_engine_does(
+    engine: type[Mine] | None, knobs: dict[str, Any], model: str
+) -> None:
+    with capture_logs() as logs:
+        info = await info_of(worker(engine() if engine else None, **knobs))
+    name = "Mine" if engine else "sim"
+    assert (info.model, info.engine) == (model, name)
+    assert [one["engine"] for one in logs if one["event"] == "engine_started"] == [name]
+
+
+async def test_a_worker_refused_for_its_card_says_what_differs_and_what_to_do() -> None:
+    store = MemoryStore()
+    async with living(worker(store=store, stable_name="w-0")):
+        with pytest.raises(Conflict) as refused:
+            async with living(worker(store=store, block_size=32)):
+                raise AssertionError("it was let in")
+    error = refused.value
+    assert error.reason == "CARD_CONFLICT"
+    assert "model 'sim' is served in namespace 'default' under another card" in error.message
+    assert "by w-0" in error.message
+    assert ": kv_block_size (--block-size) 32, not 16. All workers" in error.message
+    assert "--model-name" in error.message
+
+
+class Forgetful(MemoryRegistry):
+    """Has lost the cards of others."""
+
+    async def get_card(self, checksum: str) -> Any:
+        raise NotFound("no such card")
+
+
+async def test_a_card_that_cannot_be_read_leaves_the_refusal_as_it_is() -> None:
+    store = MemoryStore()
+    async with living(worker(store=store)):
+        config = WorkerConfig(registry="memory", speedup=0.0, block_size=32)
+        app = WorkerApp(config, registry=Forgetful(store))
+        with capture_logs() as logs, pytest.raises(Conflict) as refused:
+            async with living(app):
+                raise AssertionError("it was let in")
+    assert refused.value.reason == "CARD_CONFLICT"
+    assert "under another card: " in refused.value.message
+    assert "served_card_unknown" in [one["event"] for one in logs]
+
+
+async def generated(app: WorkerApp, *token_ids: int) -> list[int]:
+    request = PreprocessedRequest(
+        token_ids=TokenIds.of(token_ids), stop_conditions=StopConditions(max_tokens=2)
+    )
+    async with rpc.channel(app.address) as channel:
+        call: Any = engine_pb2_grpc.EngineServiceStub(channel).Generate(
+            pb.GenerateRequest(request=to_proto(request)), timeout=WAIT_S
+        )
+        with raising_mesh_errors():
+            return [token async for message in call for token in message.token_ids]
+
+
+async def test_generate_refuses_token_ids_that_no_token_has() -> None:
+    async with living(worker()) as app:
+        assert len(await generated(app, 5, 4095)) == 2
+        for odd in (4096, 9_999_999, 2**32 - 1):
+            with pytest.raises(InvalidRequest, match=f"token_ids: {odd} is not in the") as refused:
+                await generated(app, 5, odd, 7)
+            assert refused.value.field == "token_ids"
+            assert "vocabulary of 4096 tokens" in refused.value.message
+
+
+async def test_without_a_known_vocabulary_the_engine_has_the_say(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    async with living(worker(Mine(), model_path=tmp_path)) as app:
+        assert await generated(app, 5, 2**32 - 1) == [5, 2**32 - 1]

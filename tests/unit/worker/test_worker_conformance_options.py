@@ -1,0 +1,27 @@
+"""The command line of the conformance kit explains itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from common.config import flag_of
+from worker_svc.conformance.__main__ import main
+from worker_svc.conformance.bench import Limits
+
+
+def test_help_says_of_every_option_what_it_is_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    told = {line[1].split()[0]: line[-1].strip() for line in lines if len(line) > 2 and line[1]}
+    assert told.keys() == {
+        *("MODULE:ENGINE", "-h,", "--arg"),
+        *(flag_of(limit.name) for limit in fields(Limits)),
+    }
+    assert all(len(text) > 20 for text in told.values()), told
+    assert told["--stop-s"].endswith("(default 0.25)")
