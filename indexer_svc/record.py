@@ -217,9 +217,7 @@ async def _record_until_told(config: RecordConfig, recorder: Recorder) -> None:
 
 def main() -> None:
     """Exit status 0; 1 when the file is full, exists, cannot be written, or nobody is heard."""
-    # Mesh-wide variables only: those of the room are the indexer's own.
-    environ = {k: v for k, v in env.environ().items() if not k.startswith("KVMESH_INDEXER_")}
-    config, _ = read_config_or_exit(RecordConfig, "INDEXER", environ, sys.argv[1:])
+    config, _ = read_config_or_exit(RecordConfig, None, env.environ(), sys.argv[1:], name="record")
     error = ""
     try:
         file = config.out.open("xb")

@@ -408,8 +408,7 @@ async def _replay(config: ReplayConfig) -> Replayed:
 
 def main() -> None:
     """Exit status 0; 1 when the file is broken or the indexer did not take it."""
-    environ = {k: v for k, v in env.environ().items() if not k.startswith("KVMESH_INDEXER_")}
-    config, _ = read_config_or_exit(ReplayConfig, "INDEXER", environ, sys.argv[1:])
+    config, _ = read_config_or_exit(ReplayConfig, None, env.environ(), sys.argv[1:], name="replay")
     try:
         replayed = asyncio.run(_replay(config))
     except (MeshError, OSError) as error:

@@ -18,7 +18,7 @@ import structlog
 from common import rpc
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.index_feed import EXACT, STALE_S
-from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState, SourceStatus
+from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState
 from common.kv_proto import (
     batch_from_proto,
     batch_to_proto,
@@ -59,9 +59,6 @@ ANSWERS_MAX = 4096
 QUESTIONS_A_SLICE = 32
 # How often the dump of a source is begun before it is given up.
 DUMP_TRIES = 5
-
-NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
-GONE = SourceStatus("gone", "its worker is not in discovery")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -229,12 +226,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             resume,
             partition,
             self._subscriber_bytes,
+            is_absent=self._fleet.is_absent,
             loads_only=loads_only,
         )
-        for source in subscriber.unknown_sources:
-            # After a restart of this index, workers are on their way to it.
-            is_absent = self._fleet.is_absent(source.worker_id)
-            subscriber.tell(source, GONE if is_absent else NOT_KNOWN_YET)
         for source, reported in ingest.loads.items():
             if self._clock() - reported.at < STALE_S:
                 subscriber.load(source, reported.partition, reported.load)

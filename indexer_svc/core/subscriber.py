@@ -8,6 +8,9 @@ one part whenever nothing else waits, so a snapshot never delays live batches an
 A snapshot is read while its source goes on. That is sound (`common/index_feed.py`) because every
 batch since its sequence goes out before its last part: a part is only taken when nothing waits.
 
+Nor does what is to be said at the beginning: it is found out, source by source, when it goes out.
+So the cap has nothing to do with how many sources there are.
+
 Before a source's copy is right it is told to be gapped, and its true status only afterwards, with
 where the copy then stands. A load-only source stands somewhere but has no content here: what the
 subscriber has of it is told to be gone.
@@ -16,7 +19,7 @@ subscriber has of it is told to be gone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -41,6 +44,8 @@ ITEM_BYTES = 64
 UNSENT = SourceStatus("gapped", "a snapshot is on its way")
 UNWANTED = SourceStatus("gapped", "the subscriber asked for loads only")
 WITHDRAWN = SourceStatus("gone", "its claims were dropped here")
+NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
+ABSENT = SourceStatus("gone", "its worker is not in discovery")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,8 @@ class _Reading:
 class Subscriber:
     """One subscription. `is_cut`: more than `cap_bytes` waited; it has to resume.
 
-    resume: what the subscriber has. partition: None for all. loads_only: it wants no claims, so
-    none are kept for it.
+    resume: what the subscriber has. partition: None for all. is_absent: whether a worker is not in
+    discovery. loads_only: it wants no claims, so none are kept for it.
     """
 
     def __init__(
@@ -95,12 +100,14 @@ class Subscriber:
         partition: Partition | None,
         cap_bytes: int,
         *,
+        is_absent: Callable[[int], bool],
         loads_only: bool = False,
     ) -> None:
         self._feed = feed
         self._histories = histories
         self._partition = partition
         self._cap_bytes = cap_bytes
+        self._is_absent = is_absent
         self._loads_only = loads_only
         # None: it has something, of no use. Not there: it has nothing.
         self._known: dict[Source, tuple[int, int] | None] = {
@@ -111,21 +118,15 @@ class Subscriber:
         self._loads: dict[Source, Load] = {}
         self._wanted: dict[Source, None] = {}
         self._readings: deque[_Reading] = deque()
+        # Of which nothing was said yet; the next one last, since a dict loses its first slowly.
+        self._unsaid = dict.fromkeys(reversed([*self._known, *feed.sources()]))
         self._is_caught_up = False
         self.is_cut = False
-        for source in feed.sources():
-            self.reconcile(source)
-
-    @property
-    def unknown_sources(self) -> list[Source]:
-        """What the subscriber has and the index does not."""
-        return [source for source in self._known if source not in self._feed]
 
     @property
     def has_more(self) -> bool:
         """Whether `take` would return something."""
-        idle = not (self._waiting or self._loads or self._wanted or self._readings)
-        return not (idle and self._is_caught_up)
+        return bool(self._waiting or self._loads) or self._is_behind or not self._is_caught_up
 
     # News.
 
@@ -153,7 +154,9 @@ class Subscriber:
         """How far a source can be trusted has changed."""
         if source in self._feed:
             self.reconcile(source)
-        elif self._wants(partition):
+            return
+        self._unsaid.pop(source, None)
+        if self._wants(partition):
             self._stop_reading(source)
             self._known.pop(source, None)
             self._loads.pop(source, None)
@@ -164,14 +167,9 @@ class Subscriber:
         if self._wants(partition):
             self._loads[source] = load
 
-    def tell(self, source: Source, status: SourceStatus) -> None:
-        """Says something about a source that the index does not know."""
-        if status.state == "gone":
-            self._known.pop(source, None)
-        self._put(StatusTold(source, None, status))
-
     def reconcile(self, source: Source) -> None:
         """Sees to it that the subscriber gets what it lacks of a source, and its status."""
+        self._unsaid.pop(source, None)
         partition, status = self._feed.partition(source), self._feed.status(source)
         if not self._wants(partition):
             return
@@ -200,7 +198,10 @@ class Subscriber:
         Must not run amid the application of a batch.
         """
         told: list[Told] = []
-        while self._waiting and size > 0:
+        while (self._waiting or self._unsaid) and size > 0:
+            if not self._waiting:
+                self._say(self._unsaid.popitem()[0])
+                continue
             item = self._waiting.popleft()
             weight = _weight(item)
             self._waiting_bytes -= weight
@@ -208,14 +209,30 @@ class Subscriber:
             told.append(item)
         told += [LoadTold(source, load) for source, load in self._loads.items()]
         self._loads.clear()
-        if not self._waiting:
+        if not (self._waiting or self._unsaid):
             self._take_part(told)
-        if not (self._is_caught_up or self._waiting or self._wanted or self._readings):
+        if not (self._is_caught_up or self._waiting or self._is_behind):
             self._is_caught_up = True
             told.append(CaughtUp())
         return told
 
     # Inside.
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether there is more to find out than what waits."""
+        return bool(self._unsaid or self._wanted or self._readings)
+
+    def _say(self, source: Source) -> None:
+        """The first word about a source that the subscriber has, or the index, or both."""
+        if source in self._feed:
+            self.reconcile(source)
+            return
+        # After a restart of this index, workers are on their way to it.
+        is_absent = self._is_absent(source.worker_id)
+        if is_absent:
+            del self._known[source]
+        self._put(StatusTold(source, None, ABSENT if is_absent else NOT_KNOWN_YET))
 
     def _wants(self, partition: Partition) -> bool:
         return self._partition is None or partition == self._partition

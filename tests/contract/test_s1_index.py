@@ -280,7 +280,15 @@ class Indexer:
         self.feed = IndexFeed()
         self.feed.announce(PART, SourceState(ONE, 1, 0), 0.0)
         histories: dict[Source, History] = {}
-        self.subscriber = Subscriber(self.feed, histories, [], None, 10**6, loads_only=loads_only)
+        self.subscriber = Subscriber(
+            self.feed,
+            histories,
+            [],
+            None,
+            10**6,
+            is_absent=lambda worker_id: False,
+            loads_only=loads_only,
+        )
 
     def publish(self, batches: Iterable[EventBatch]) -> None:
         for batch in batches:
@@ -298,6 +306,7 @@ class Indexer:
 def test_for_who_wants_no_events_none_pile_up() -> None:
     batches = [stored(ONE, n, *range(100 * n, 100 * n + 100)) for n in range(1, 2001)]
     wanted = Indexer(loads_only=False)
+    wanted.drain()
     wanted.publish(batches)
     assert wanted.subscriber.is_cut, "this much does not wait for anybody who reads nothing"
     spared = Indexer(loads_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,14 @@ from common import rpc
 from common.index_feed import STEP_BLOCKS, IndexFeed
 from common.kv import Hashes, Partition
 from common.kv_proto import partition_to_proto, parts_of, replicate
-from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from common.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
+from tests.living import WAIT_S, living, until
 
-WAIT_S = 30.0
 PARTITION = Partition("m", 16, 1)
 WORKERS = range(1, 6)
 # Blocks of the chain; above STEP_BLOCKS, so that a batch is applied in several slices.
@@ -74,13 +73,6 @@ def is_led_through(seen: Sequence[int], depths: Sequence[int]) -> bool:
     return True
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
-
-
 async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int]]]) -> None:
     """Sends the story, waits until the last batch is acknowledged.
 
@@ -102,20 +94,6 @@ async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int
             assert not answer.resends, "nothing is out of order"
             if any(state.sequence == len(batches) for state in answer.acked):
                 return
-
-
-@asynccontextmanager
-async def indexer() -> AsyncIterator[IndexerApp]:
-    app = IndexerApp(IndexerConfig(registry="memory"), registry=MemoryRegistry(MemoryStore()))
-    life = Life(Health())
-    await app.start(life)
-    try:
-        yield app
-    finally:
-        await app.drain(0.5)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
 
 
 async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
@@ -158,7 +136,8 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
     depths: list[dict[int, list[int]]] = [{w: [] for w in WORKERS} for _ in range(2)]
     sequences: dict[int, list[int]] = {worker_id: [] for worker_id in WORKERS}
     copy = IndexFeed()
-    async with indexer() as app, AsyncExitStack() as stack:
+    indexer = IndexerApp(IndexerConfig(registry="memory"), registry=MemoryRegistry(MemoryStore()))
+    async with living(indexer) as app, AsyncExitStack() as stack:
         stubs = [
             indexer_pb2_grpc.IndexerServiceStub(
                 await stack.enter_async_context(rpc.channel(app.address))

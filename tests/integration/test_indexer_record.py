@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,7 +30,6 @@ from common.kv import (
     Source,
     SourceStatus,
 )
-from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from common.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
@@ -42,6 +41,7 @@ from indexer_svc.ingest import GONE_GRACE_S
 from indexer_svc.record import Recorder, record
 from indexer_svc.replay import replay_here, replay_to
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
+from tests.living import WAIT_S, living, until
 from worker_svc.core.kv_events import (
     Canonicaliser,
     Duplicates,
@@ -54,19 +54,10 @@ from worker_svc.core.kv_events import (
 from worker_svc.publisher import Publisher
 
 NS = "default"
-WAIT_S = 30.0
 BLOCK = 4
 MB = 1_000_000
 CHAIN = 8
 RANKS = 2
-
-
-async def until(condition: Callable[[], object], what: str) -> None:
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WAIT_S
-    while not condition():
-        assert loop.time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.005)
 
 
 def claims_of(feed: IndexFeed) -> dict[Source, set[int]]:
@@ -140,22 +131,9 @@ class Worker:
         return [chain, *range(1, CHAIN * BLOCK)]
 
 
-@asynccontextmanager
-async def indexer(store: MemoryStore, port: int = 0) -> AsyncIterator[IndexerApp]:
+def indexer(store: MemoryStore, port: int = 0) -> AbstractAsyncContextManager[IndexerApp]:
     config = IndexerConfig(registry="memory", port=port)
-    app = IndexerApp(config, registry=MemoryRegistry(store))
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    try:
-        yield app
-    finally:
-        await app.deregister()
-        await app.drain(0.5)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    return living(IndexerApp(config, registry=MemoryRegistry(store)), grace_s=0.5)
 
 
 @asynccontextmanager

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
 import sys
 import time
 import urllib.request
@@ -27,7 +24,6 @@ import indexer_svc.app
 import indexer_svc.verify
 from common import rpc
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.file_registry import FileRegistry
 from common.index_feed import STALE_S, Demand, IndexFeed
 from common.instances import Instance
 from common.interceptors import from_rpc_error
@@ -43,23 +39,12 @@ from kvmesh.engine.v1 import engine_pb2
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.indexer.v1 import indexer_pb2_grpc
 from kvmesh.types.v1 import load_pb2
+from tests.integration.service_process import check_life
+from tests.living import WAIT_S, Clock, living, until
 
 NS = "default"
-WAIT_S = 10.0
-# A process starts, and ends, as fast as what a busy machine leaves it allows.
-PROCESS_S = 25.0
 PARTITION = Partition("m", 16, 1)
 STORED, REMOVED, CLEARED = pb.EVENT_KIND_STORED, pb.EVENT_KIND_REMOVED, pb.EVENT_KIND_CLEARED
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def wire(keys: Iterable[int]) -> bytes:
@@ -72,13 +57,6 @@ def path(block: int) -> list[int]:
     while blocks[-1] > 1:
         blocks.append(blocks[-1] // 2)
     return blocks[::-1]
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
 
 
 def claimed(feed: IndexFeed, source: Source) -> set[int]:
@@ -130,19 +108,10 @@ async def running(registry: MemoryRegistry | None = None, **knobs: Any) -> Async
     config = IndexerConfig(registry="memory", **knobs)
     app = IndexerApp(config, registry=shared, clock=clock)
     life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    mesh = Mesh(app, shared, life, clock)
-    try:
-        yield mesh
-    finally:
-        await mesh.channel.close()
-        await app.deregister()
-        await app.drain(0.5)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
+    async with living(app, life, grace_s=0.5):
+        mesh = Mesh(app, shared, life, clock)
+        async with mesh.channel:
+            yield mesh
 
 
 class Publisher:
@@ -1017,33 +986,7 @@ def scrape(url: str) -> str:
 @pytest.mark.row("S1-15")
 @pytest.mark.slow
 async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
-    ready, theirs = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "indexer_svc", "--registry-path", str(tmp_path / "registry")),
-        *("--notice-s", "0", "--ready-fd", str(theirs)),
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=[theirs],
-    )
-    os.close(theirs)
-    try:
-        with os.fdopen(ready) as pipe:
-            async with asyncio.timeout(PROCESS_S):
-                line = json.loads(await asyncio.to_thread(pipe.readline))
-        registry = FileRegistry(tmp_path / "registry")
-        try:
-            (entry,) = (await registry.snapshot(NS)).of("indexer")
-        finally:
-            await registry.close()
-        assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(PROCESS_S):
-            _, log = await process.communicate()
-        assert process.returncode == 0, log.decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    await check_life("indexer", tmp_path / "registry")
 
 
 @pytest.mark.slow

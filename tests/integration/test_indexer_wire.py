@@ -23,9 +23,9 @@ from tests.integration.engine_wire import (
     reader_of,
     removed,
     stored,
-    until,
     wired_mesh,
 )
+from tests.living import until
 from worker_svc.core.kv_events import Duplicates, KvRules
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))

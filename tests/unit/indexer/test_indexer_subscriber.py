@@ -41,6 +41,7 @@ class Index:
         self.feed = IndexFeed()
         self.histories: dict[Source, History] = {}
         self.subscribers: list[Subscriber] = []
+        self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
         """A source that holds these blocks since its first batch."""
@@ -60,7 +61,8 @@ class Index:
         self.tell()
 
     def subscribe(self, *resume: SourceState, cap: int = CAP) -> Subscriber:
-        subscriber = Subscriber(self.feed, self.histories, resume, None, cap)
+        is_absent = self.absent.__contains__
+        subscriber = Subscriber(self.feed, self.histories, resume, None, cap, is_absent=is_absent)
         self.subscribers.append(subscriber)
         return subscriber
 
@@ -314,8 +316,8 @@ def test_who_was_told_that_a_source_is_gone_gets_all_of_it_when_it_comes_after_a
     index.add(A, 1)
     give(copy, everything(index.subscribe()))
     restarted = Index()
+    restarted.absent.add(A.worker_id)
     subscriber = restarted.subscribe(*copy.positions())
-    subscriber.tell(A, SourceStatus("gone", "its worker is not in discovery"))
     give(copy, everything(subscriber))
     assert A not in copy
     restarted.add(A, 1)
@@ -356,10 +358,33 @@ def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
     index = Index()
     index.add(A)
     subscriber = index.subscribe(cap=10_000)
+    everything(subscriber)
     for start in range(0, 3000, 100):
         index.store(A, *range(start + 1, start + 101))
     assert subscriber.is_cut
     assert not subscriber._waiting
+
+
+def test_a_cap_that_not_even_all_statuses_fit_into_cuts_nobody_at_the_beginning() -> None:
+    """Who had fewer than 128 bytes a source was cut at once, whenever it resumed."""
+    index, copy = Index(), IndexFeed()
+    sources = [Source(n) for n in range(1, 41)]
+    for source in sources:
+        index.add(source, source.worker_id)
+    subscriber = index.subscribe(cap=100)
+    give(copy, everything(subscriber))
+    assert not subscriber.is_cut
+    assert {frozenset(held(copy, one)) for one in sources} == {
+        frozenset([one.worker_id]) for one in sources
+    }
+    copy.lose_all(0.0, "it died")
+    restarted = Index()
+    restarted.absent.add(1)
+    subscriber = restarted.subscribe(*copy.positions(), cap=100)
+    give(copy, everything(subscriber))
+    assert not subscriber.is_cut
+    assert {copy.status(one).state for one in copy.sources()} == {"stale"}
+    assert len(copy.sources()) == len(sources) - 1
 
 
 class Pair:
