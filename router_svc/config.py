@@ -187,7 +187,7 @@ class RouterConfig(ServiceConfig):
         default=True,
         metadata=knob(
             "Follow what engines tell of their caches; unset it where none can, to guess from "
-            "this router's own decisions instead."
+            "this router's own decisions instead, of which other routers know nothing."
         ),
     )
     router_ttl_secs: float = field(
@@ -218,7 +218,8 @@ class RouterConfig(ServiceConfig):
         default=0.0,
         metadata=knob(
             "Above 0, a prompt's blocks count for this long from its decision on, before events "
-            "tell; try 5 where requests with a common beginning come in bursts.",
+            "tell, at the router that decided; try 5 where requests with a common beginning come "
+            "in bursts.",
             check=at_least(0),
         ),
     )

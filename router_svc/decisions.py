@@ -18,6 +18,7 @@ import structlog
 from common.blocks import SCHEME_ID
 from common.errors import Bug, Conflict, MeshError, RequestCancelled, Unavailable
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.affinity import SessionName
 from router_svc.core.fleet import Placement
 from router_svc.core.load import REPORT_MAX_AGE_S, BookingKey
 from router_svc.core.query import Query, block_size_of
@@ -79,12 +80,13 @@ class Decisions:
         self._relieved: dict[Placement, None] = {}  # Whose relief nobody has profited from yet.
         self._is_sweeping = False  # A sweep through the queue is due, or to be gone on with.
         self._sweeps_again = False  # Another one is due after it.
-        self._seeks_strays = False
+        self._strays: dict[SessionName, None] = {}  # Bound anew while somebody waited.
         self._next_at = 0.0  # Loop time.
         self._is_closed = False
         router.book.relieved = self._was_relieved
         router.book.session_over = self.withdraw_session
         router.fleet_changed = self._fleet_changed
+        router.affinity.moved = self._session_moved
 
     def ask(
         self,
@@ -122,13 +124,13 @@ class Decisions:
                 return decided
             watch.lap()
         except MeshError as error:
-            self._failed(error, watch, traceparent)
+            self._failed(error, message.model, watch, traceparent)
             raise
         except Exception as error:
-            # A selector may be somebody else's code: one request fails, the session does not.
-            LOG.exception("decision failed", model=message.model)
+            # One request fails, the session does not.
             bug = Bug("the router failed to decide")
-            self._failed(bug, watch, traceparent)
+            bug.__cause__ = error
+            self._failed(bug, message.model, watch, traceparent)
             raise bug from error
         laps_s = (*watch.laps_s(), watch.total_s())
         self._placed(query, key, decided, watch, traceparent, laps_s)
@@ -179,7 +181,6 @@ class Decisions:
         """
         self._router.expire(self._clock())
         self._relieved.update((spot.placement, None) for spot in self._router.queue.spots)
-        self._seeks_strays = True
         self._is_sweeping |= self._router.sweeps
         if self._alarm is not None:
             self._alarm.cancel()
@@ -199,7 +200,7 @@ class Decisions:
             ended = loop.time()
             self._next_at = ended + (PART - 1) * (ended - began)
             self._is_serving = False
-        if self._relieved or self._is_sweeping:
+        if self._relieved or self._is_sweeping or self._strays:
             self._wake()
         self._set_alarm()
 
@@ -211,12 +212,17 @@ class Decisions:
             self._end(waiting, overdue_error(parked, now - parked.parked_at))
         if not router.queue:
             self._relieved.clear()
+            self._strays.clear()
             self._is_sweeping = self._sweeps_again = False
             return
         left = SLICE
-        if self._seeks_strays:
-            self._seeks_strays = False
-            left -= self._tell(router.strays(now, self._rng), left)[0]
+        for session in tuple(self._strays):
+            if left <= 0:
+                return
+            del self._strays[session]
+            left -= self._tell(router.strays(session, now, self._rng), left)[0]
+            if left <= 0:
+                self._strays[session] = None  # There may be more of it.
         if self._is_sweeping and left > 0:
             # First, for those not seen since the fleet changed hold up whom a relief would help.
             part = min(left, SLICE // 2) if self._relieved else left
@@ -255,6 +261,12 @@ class Decisions:
         """Load went down there."""
         if self._waiting and self._router.awaits(placement):
             self._relieved[placement] = None
+            self._wake()
+
+    def _session_moved(self, session: SessionName) -> None:
+        """Whoever waits where it was bound before need not any more."""
+        if self._waiting and self._router.queue.bound(session):
+            self._strays[session] = None
             self._wake()
 
     def _fleet_changed(self) -> None:
@@ -312,9 +324,7 @@ class Decisions:
         queued_s = self._clock() - parked.parked_at
         self._metrics.waited(queued_s)
         if isinstance(outcome, MeshError):
-            if isinstance(outcome, Bug):
-                LOG.error("decision failed", model=parked.query.model, exc_info=outcome.__cause__)
-            self._failed(outcome, watch, waiting.traceparent, queued_s)
+            self._failed(outcome, parked.query.model, watch, waiting.traceparent, queued_s)
         else:
             hashed_s, matched_s, scheduled_s = watch.laps_s()
             total_s = max(0.0, watch.total_s() - queued_s)
@@ -326,7 +336,8 @@ class Decisions:
         queued_s = self._clock() - waiting.parked.parked_at
         self._metrics.waited(queued_s)
         gone = RequestCancelled("who asked is gone")
-        self._failed(gone, waiting.watch, waiting.traceparent, queued_s)
+        model = waiting.parked.query.model
+        self._failed(gone, model, waiting.watch, waiting.traceparent, queued_s)
 
     def _placed(
         self,
@@ -346,9 +357,17 @@ class Decisions:
             LOG.exception("decision not measured", model=query.model)
 
     def _failed(
-        self, error: MeshError, watch: Stopwatch, traceparent: str, queued_s: float = 0.0
+        self,
+        error: MeshError,
+        model: str,
+        watch: Stopwatch,
+        traceparent: str,
+        queued_s: float = 0.0,
     ) -> None:
-        """Measure and trace a failure. The error may be somebody else's, and ill-formed."""
+        """Log, measure and trace a failure. The error may be somebody else's, and ill-formed."""
+        if isinstance(error, Bug):
+            cause = error.__cause__ or error
+            LOG.error("decision failed", model=model, why=error.message, exc_info=cause)
         try:
             self._metrics.decided(error.kind.lower(), max(0.0, watch.total_s() - queued_s))
             self._metrics.refused(error)

@@ -222,7 +222,8 @@ class Metrics:
             f"{prefix}_sync_resends", "How often a peer was asked to tell everything anew."
         ).set_function(lambda: replica.resends)
         self._gauge(
-            f"{prefix}_sync_refused", "Bookings of peers that the book had no room for."
+            f"{prefix}_sync_refused",
+            "Entries of peers that were left out: they cannot be, or the book is full.",
         ).set_function(lambda: replica.refused)
 
     def _gauge(self, name: str, text: str) -> Gauge:

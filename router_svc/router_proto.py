@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from common.errors import InvalidRequest
 from common.preprocessed import RouterConfigOverride, RoutingHints
@@ -17,12 +18,15 @@ from router_svc.core.affinity import (
 )
 from router_svc.core.explain import Considered
 from router_svc.core.fleet import Fleet, Placement
-from router_svc.core.load import Booking, BookingKey, SessionHello, Totals
+from router_svc.core.load import NUMBER_MAX, Booking, BookingKey, SessionHello, Totals
 from router_svc.core.query import Query
 from router_svc.core.replica import Frame
 from router_svc.core.route import Decision, PotentialLoad
 
 REQUEST_ID_CHARS_MAX = 256
+
+M = TypeVar("M")
+T = TypeVar("T")
 
 
 def query_from_proto(message: router_pb2.Query) -> Query:
@@ -76,10 +80,14 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         )
     if not message.HasField("worker"):
         raise InvalidRequest(f"{field}.worker is required", f"{field}.worker")
-    if message.revision < 1:
-        raise InvalidRequest(f"{field}.revision counts from 1", f"{field}.revision")
+    if not message.model:
+        raise InvalidRequest(f"{field}.model is required", f"{field}.model")
+    _check_number(message.revision, 1, f"{field}.revision")
+    _check_number(message.prefill_tokens, 0, f"{field}.prefill_tokens")
+    _check_number(message.decode_blocks, 0, f"{field}.decode_blocks")
     if message.session_id:
-        _check_session(message.session_id, message.session_revision, field, "session_revision")
+        _check_session_id(message.session_id, field)
+        _check_number(message.session_revision, 1, f"{field}.session_revision")
     return Booking(
         key_from_proto(message.key, frontend_id, f"{field}.key"),
         message.model,
@@ -92,6 +100,7 @@ def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str
         message.generation,
         message.session_id,
         message.session_revision,
+        message.lora_name,
     )
 
 
@@ -103,31 +112,50 @@ def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
 
 
 def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
-    """What a peer tells. InvalidRequest names the field at fault."""
+    """What a peer tells; entries that cannot be are refused by the name of their field.
+
+    Raises InvalidRequest where it is the frame that is wrong.
+    """
     if not message.sequence:
         raise InvalidRequest("sequence counts from 1", "sequence")
+    refused: list[InvalidRequest] = []
+    refused_bonds: list[InvalidRequest] = []
     return Frame(
         message.sequence,
-        tuple(peer_booking_from_proto(booking, "upserts") for booking in message.upserts),
-        tuple(key_from_proto(b.key, b.frontend_id, "removals.key") for b in message.removals),
+        tuple(_sound(peer_booking_from_proto, message.upserts, "upserts", refused)),
+        tuple(_sound(_key_of, message.removals, "removals", refused)),
         message.digest,
         message.begins_all,
         message.ends_all,
         tuple(SessionHello(one.frontend_id, one.generation) for one in message.sessions),
-        tuple(bond_from_proto(bond, "bindings") for bond in message.bindings),
+        tuple(_sound(bond_from_proto, message.bindings, "bindings", refused_bonds)),
+        tuple(_sound(_key_of, message.released, "released", refused)),
+        tuple(refused),
+        tuple(refused_bonds),
     )
+
+
+def snapshot_from_proto(
+    message: router_pb2.SyncResponse,
+) -> tuple[list[Booking], list[ToldBond], list[InvalidRequest]]:
+    """A part of a peer's snapshot, and what is wrong with entries that are left out of it."""
+    refused: list[InvalidRequest] = []
+    bookings = _sound(peer_booking_from_proto, message.snapshot, "snapshot", refused)
+    bonds = _sound(bond_from_proto, message.snapshot_bindings, "snapshot_bindings", refused)
+    return list(bookings), list(bonds), refused
 
 
 def bond_from_proto(message: router_pb2.SessionBinding, field: str) -> ToldBond:
     """What a router knows of a client session. InvalidRequest names the field at fault."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
-    _check_session(message.session_id, message.revision, field, "revision")
+    _check_session_id(message.session_id, field)
+    _check_number(message.revision, 1, f"{field}.revision")
     binding = None
     if message.HasField("worker"):
         prefill = _placement(message.prefill) if message.HasField("prefill") else None
         binding = Binding(_placement(message.worker), prefill)
-    session = SessionName(message.model, message.session_id)
+    session = SessionName(message.model, message.session_id, message.lora_name)
     key = key_from_proto(message.bound_by, message.frontend_id, f"{field}.bound_by")
     return ToldBond(Bond(session, binding, message.revision, key), message.idle_ms / 1000)
 
@@ -135,8 +163,7 @@ def bond_from_proto(message: router_pb2.SessionBinding, field: str) -> ToldBond:
 def bond_to_proto(told: ToldBond) -> router_pb2.SessionBinding:
     bond, idle_s = told
     message = router_pb2.SessionBinding(
-        model=bond.session.model,
-        session_id=bond.session.session_id,
+        **bond.session._asdict(),
         revision=bond.revision,
         bound_by=router_pb2.BookingKey(request_id=bond.key.request_id, attempt=bond.key.attempt),
         frontend_id=bond.key.frontend_id,
@@ -154,7 +181,8 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
         router_id=router_id,
         sequence=frame.sequence,
         upserts=map(booking_to_proto, frame.upserts),
-        removals=map(_removal_to_proto, frame.removals),
+        removals=map(_key_to_proto, frame.removals),
+        released=map(_key_to_proto, frame.released),
         digest=frame.digest,
         begins_all=frame.begins_all,
         ends_all=frame.ends_all,
@@ -178,6 +206,7 @@ def booking_to_proto(booking: Booking) -> router_pb2.Booking:
         generation=booking.generation,
         session_id=booking.session_id,
         session_revision=booking.session_revision,
+        lora_name=booking.lora_name,
     )
 
 
@@ -214,18 +243,35 @@ def placement_to_proto(placement: Placement) -> router_pb2.Placement:
     return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
 
 
-def _check_session(session_id: str, revision: int, field: str, revision_field: str) -> None:
+def _sound(
+    parse: Callable[[M, str], T], entries: Iterable[M], field: str, refused: list[InvalidRequest]
+) -> Iterator[T]:
+    for entry in entries:
+        try:
+            yield parse(entry, field)
+        except InvalidRequest as error:
+            refused.append(error)
+
+
+def _check_session_id(session_id: str, field: str) -> None:
     if not 0 < len(session_id) <= SESSION_ID_CHARS_MAX:
         raise InvalidRequest(
             f"{field}.session_id must have 1 to {SESSION_ID_CHARS_MAX} characters, "
             f"not {len(session_id)}",
             f"{field}.session_id",
         )
-    if revision < 1:
-        raise InvalidRequest(f"{field}.{revision_field} counts from 1", f"{field}.{revision_field}")
 
 
-def _removal_to_proto(key: BookingKey) -> router_pb2.Booking:
+def _check_number(number: int, least: int, field: str) -> None:
+    if not least <= number <= NUMBER_MAX:
+        raise InvalidRequest(f"{field} must be {least} to {NUMBER_MAX}, not {number}", field)
+
+
+def _key_of(message: router_pb2.Booking, field: str) -> BookingKey:
+    return key_from_proto(message.key, message.frontend_id, f"{field}.key")
+
+
+def _key_to_proto(key: BookingKey) -> router_pb2.Booking:
     return router_pb2.Booking(
         key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
         frontend_id=key.frontend_id,

@@ -7,6 +7,7 @@ sends what has gathered since its last write as one frame: an overloaded link ma
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from itertools import islice
@@ -32,7 +33,7 @@ from common.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load import BookingKey
 from router_svc.core.queue import Parked
-from router_svc.core.route import Decision, Router
+from router_svc.core.route import RECENT_MAX, Decision, Router
 from router_svc.decisions import DRAINING, Decisions
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
@@ -53,6 +54,8 @@ LOG = structlog.get_logger(__name__)
 SERVICE_NAME = "kvmesh.router.v1.RouterService"
 # Answers a session may have waiting for its peer to read; above it, nothing more is read from it.
 OUTBOX_MAX = 8192
+# What stands before a request's id in that of its answer.
+_ANSWER_WORD = re.compile("^(chat)?cmpl-")
 # News decided without letting the loop run; about 5 ms.
 SLICE = 256
 
@@ -178,12 +181,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise InvalidRequest("give either request_id or query", "request_id")
         now = self._clock()
         if request.request_id:
-            decision = self._router.recent(request.request_id)
-            if decision is None:
-                raise NotFound(
-                    f"no recent decision for the request {request.request_id!r}",
-                    field="request_id",
-                )
+            decision = self._recent(request.request_id)
         else:
             query = self.decisions.hashed(query_from_proto(request.query), request.query)
             decision = self._router.preview(query, now, self._rng)
@@ -193,6 +191,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             selector=decision.selector,
             age_ms=round((now - decision.made_at) * 1000),
         )
+
+    def _recent(self, request_id: str) -> Decision:
+        """By a request's id, or by the id of its answer, which has a word before it."""
+        decision = self._router.recent(_ANSWER_WORD.sub("", request_id))
+        if decision is None:
+            raise NotFound(
+                f"no decision for the request {request_id!r} among the last {RECENT_MAX} that this "
+                "router made; wanted is the id of its answer, or request_id of its log line",
+                field="request_id",
+            )
+        return decision
 
     async def Dump(
         self, request: router_pb2.DumpRequest, context: Context
@@ -252,7 +261,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 self._router.announce(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
-                LOG.warning("announced booking refused", key=booking.key, error=error.message)
+                LOG.warning(
+                    "announced booking refused",
+                    frontend_id=frontend_id,
+                    request_id=booking.key.request_id,
+                    error=error.message,
+                )
         for results in self._answers(frame, frontend_id, session, outbox):
             await outbox.put(results)
         for message in frame.prefills_done:

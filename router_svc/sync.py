@@ -30,12 +30,11 @@ from router_svc.core.affinity import Affinity
 from router_svc.core.load import LoadBook
 from router_svc.core.replica import Replica, Telling
 from router_svc.router_proto import (
-    bond_from_proto,
     bond_to_proto,
     booking_to_proto,
     frame_from_proto,
     frame_to_proto,
-    peer_booking_from_proto,
+    snapshot_from_proto,
 )
 
 LOG = structlog.get_logger(__name__)
@@ -156,11 +155,11 @@ class PeerSync:
         while not is_whole:
             response = await _answer(stream)
             if router_id in self._unheard:
-                bookings = [peer_booking_from_proto(b, "snapshot") for b in response.snapshot]
-                bonds = [
-                    bond_from_proto(b, "snapshot_bindings") for b in response.snapshot_bindings
-                ]
-                self.replica.heard_snapshot(router_id, bookings, self._clock(), bonds)
+                now = self._clock()
+                bookings, bonds, refused = snapshot_from_proto(response)
+                self.replica.heard_snapshot(router_id, bookings, now, bonds)
+                self.replica.refused += len(refused)
+                _log_refused(router_id, refused)
             is_whole = response.ends_snapshot
         self._hear_of(router_id)
 
@@ -241,6 +240,7 @@ class _Hearing:
             elif not self._replica.is_current(self._peer_id, self._stream):
                 raise Conflict("a newer stream of this router took its place", reason="REPLACED")
             frame = frame_from_proto(message)
+            _log_refused(self._peer_id, (*frame.refused, *frame.refused_bonds))
             resend = self._replica.take(self._peer_id, self._stream, frame, self._heard_at)
             if resend:
                 LOG.warning("peer_differs", router_id=self._peer_id, sequence=frame.sequence)
@@ -265,6 +265,13 @@ class _Hearing:
         if self._stream:
             orphaned = self._replica.left(self._peer_id, self._stream, self._clock())
             LOG.info("peer_left", router_id=self._peer_id, orphaned=orphaned)
+
+
+def _log_refused(router_id: int, refused: Sequence[InvalidRequest]) -> None:
+    """One line, however many entries are wrong."""
+    if refused:
+        why = refused[0].message
+        LOG.warning("peer_entries_refused", router_id=router_id, count=len(refused), why=why)
 
 
 async def _answer(stream: Stream) -> router_pb2.SyncResponse:

@@ -11,11 +11,13 @@ wherever the session was, `close` forgets it with the request's booking.
 
 Routers tell each other what became of a session as a *bond*: the binding, or that it is closed,
 with a revision that grows with each of the session's bonds (of what is forgotten too, since it goes
-with the time of day) and the key of the request that made it. Of two
-bonds every router keeps the same one, whatever the order in which it hears of them: that of the
-higher revision, or of equal ones (two routers bound the session at once) the one of the least key.
-Who hears of a bond that does not win tells its own. A closed session is remembered like an idle
-one, lest a router that has not heard of it bring it back.
+with the time of day) and the key of the request that made it. Of two bonds every router keeps the
+same one, whatever the order in which it hears of them: that of the higher revision, or of equal
+ones (two routers bound the session at once) the one of the least key. Who hears of a bond that does
+not win tells its own. Where clocks are more than `ttl_s` apart, what one router has just forgotten
+and bound anew may go back to where it was at others. What a clock gone mad has bound is outgrown by
+whoever knows of it and binds anew. A closed session is remembered like an idle one, lest a router
+that has not heard of it bring it back.
 
 Invariants: a bond is either active or idle, a closed one always idle; there are never more than
 `bonds_max`, of `bytes_max` in all: a newcomer takes the place of the one closed longest ago, or of
@@ -49,8 +51,6 @@ BYTES_MAX = 64 * 1024 * 1024
 BOND_BYTES = 768
 # Bonds forgotten at once because their time is over: about 1 ms.
 FORGET_MAX = 1024
-# What one router forgets, others forget by so much later at most.
-LATE_S = 1.0
 SESSION_ID_CHARS_MAX = 256
 _FIELD = "query.routing.session_control"
 _PINS = (
@@ -63,10 +63,13 @@ _PINS = (
 
 
 class SessionName(NamedTuple):
-    """A session of one model: an id means nothing to another model's workers."""
+    """A session of one model, or adapter of it, for adapters reuse nothing of each other's KV and
+    other workers may have them.
+    """
 
     model: str
     session_id: str
+    lora_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,8 @@ class Bond:
     @property
     def size(self) -> int:
         """Bytes it takes in memory, about."""
-        (model, session_id), request_id = self.session, self.key.request_id
-        return BOND_BYTES + sum(len(name.encode()) for name in (model, session_id, request_id))
+        names = (*self.session, self.key.request_id)
+        return BOND_BYTES + sum(len(name.encode()) for name in names)
 
 
 class ToldBond(NamedTuple):
@@ -176,7 +179,8 @@ class Affinity:
 
     epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions just count.
 
-    It is the load book's `Uses`. changed: called with a session of which peers are to be told.
+    It is the load book's `Uses`. changed: called with a session of which peers are to be told;
+    moved: with one that is bound elsewhere than before, or no more; it must not call back.
     evicted: bonds forgotten for want of room.
     """
 
@@ -203,6 +207,7 @@ class Affinity:
         self._by_idle: list[tuple[float, SessionName]] = []
         self._ended: dict[SessionName, None] = {}  # Idle from the next `expire` on.
         self.changed: Callable[[SessionName], None] = _nobody_is_told
+        self.moved: Callable[[SessionName], None] = _nobody_is_told
         self.size = 0  # Bytes, about.
         self.evicted = 0
 
@@ -215,10 +220,9 @@ class Affinity:
         where no sessions are kept.
         """
         routing = query.routing
-        control = None if routing is None else routing.session_control
-        if control is None:
+        if routing is None or (control := routing.session_control) is None:
             return None
-        session = self._session(query.model, control)
+        session = self._session(query.model, control, routing.lora_name or "")
         last = self._bonds.get(session)
         binding = None if last is None else last.binding
         if binding is not None and (
@@ -247,7 +251,7 @@ class Affinity:
 
     def began(self, booking: Booking) -> None:
         """See `Uses`."""
-        session = SessionName(booking.model, booking.session_id)
+        session = SessionName(*booking.session)
         self._live[session] = self._live.get(session, 0) + 1
         self._ended.pop(session, None)
         if session not in self._closed:
@@ -255,7 +259,7 @@ class Affinity:
 
     def ended(self, booking: Booking, *, is_own: bool) -> None:
         """See `Uses`. A peer that never heard of so short a booking is told that there was one."""
-        session = SessionName(booking.model, booking.session_id)
+        session = SessionName(*booking.session)
         self._live[session] -= 1
         if self._live[session]:
             return
@@ -269,7 +273,7 @@ class Affinity:
         """A frontend holds this booking: what nobody here remembers of its session, it teaches."""
         if not (self._ttl_s and booking.session_id):
             return
-        session = SessionName(booking.model, booking.session_id)
+        session = SessionName(*booking.session)
         known = self._bonds.get(session)
         if known is None or known.revision < booking.session_revision:
             binding = Binding(booking.worker, booking.prefill)
@@ -281,9 +285,6 @@ class Affinity:
         """What a peer knows of a session."""
         bond, idle_s = told
         known = self._bonds.get(bond.session)
-        if known is not None and known.beats(bond) and self._is_fading(bond.session, now):
-            self._forget(bond.session)
-            known = None
         if not self._ttl_s or (known is None and idle_s >= self._ttl_s):
             return
         if known is None or bond.beats(known):
@@ -327,21 +328,16 @@ class Affinity:
 
     # Inside.
 
-    def _is_fading(self, session: SessionName, now: float) -> bool:
-        """Whether routers that heard of its last use a little earlier have forgotten it by now."""
-        idle_since = self._idle.get(session, now)
-        return now - idle_since >= max(self._ttl_s - LATE_S, self._ttl_s / 2)
-
-    def _session(self, model: str, control: SessionControl) -> SessionName:
+    def _session(self, model: str, control: SessionControl, lora_name: str) -> SessionName:
         if not self._ttl_s:
-            raise Unsupported(_FIELD, "this router keeps no sessions")
+            raise Unsupported(f"{_FIELD}.session_id", "this router keeps no sessions")
         length = len(control.session_id)
         if not 0 < length <= SESSION_ID_CHARS_MAX:
             raise InvalidRequest(
                 f"a session id has 1 to {SESSION_ID_CHARS_MAX} characters, not {length}",
                 f"{_FIELD}.session_id",
             )
-        return SessionName(model, control.session_id)
+        return SessionName(model, control.session_id, lora_name)
 
     def _keep(self, bond: Bond) -> None:
         """In the place of what was known of its session."""
@@ -353,6 +349,8 @@ class Affinity:
         self.size += bond.size
         if bond.binding is None:
             self._closed[session] = None
+        if old is None or old.binding != bond.binding:
+            self.moved(session)
         while len(self._bonds) > self._bonds_max or self.size > self._bytes_max:
             self._evict(session)
 
@@ -395,11 +393,12 @@ class Affinity:
         self._closed.pop(session, None)
         self._idle.pop(session, None)
         self._ended.pop(session, None)
+        self.moved(session)
 
 
-def _pins_any(routing: RoutingHints | None) -> bool:
+def _pins_any(routing: RoutingHints) -> bool:
     """Whether the request says by itself where it, or a leg of it, has to run."""
-    return routing is not None and any(getattr(routing, name) is not None for name in _PINS)
+    return any(getattr(routing, name) is not None for name in _PINS)
 
 
 def _nobody_is_told(session: SessionName) -> None:

@@ -40,6 +40,7 @@ that everybody sends from gathering on one worker.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -153,7 +154,7 @@ class Terms(NamedTuple):
         return (self.prefill + self.decode + self.active + self.misses) * self.taint_factor
 
 
-def draw(costs: list[float], temperature: float, u: float) -> int:
+def draw(costs: Sequence[float], temperature: float, u: float) -> int:
     """The index drawn by exp(-x / temperature), x being the costs scaled to 0..1.
 
     u: uniform in [0, 1). All costs equal: all with equal chance. temperature must be above 0.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from operator import attrgetter
 from typing import NamedTuple
 
 from router_svc.core.cost import Terms
@@ -13,9 +12,7 @@ from router_svc.core.filters import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import Totals
 from router_svc.core.overlap import UNKNOWN, Standing, Standings
-from router_svc.core.select import Choice, Scored, View
-
-_by_cost = attrgetter("cost")
+from router_svc.core.select import Choice, Prices, View
 
 
 class Considered(NamedTuple):
@@ -59,39 +56,42 @@ def explain(pick: Pick, index: Standings, rows_max: int | None) -> list[Consider
     one.
     """
     choice, view = pick.choice, pick.view
-    ranked = sorted(choice.scored, key=_by_cost)
-    shown = ranked if rows_max is None else _with_chosen(ranked, pick.chosen, rows_max)
+    prices = Prices.of(choice.scored)
+    candidates, costs, loads = prices.candidates, prices.costs, prices.loads
+    shown: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
+    if rows_max is not None and len(shown) >= rows_max:
+        shown = _with_chosen(shown, candidates, pick.chosen, rows_max)
     rows = [
-        row(one.candidate, view, index, load=one.load, cost=one.cost, terms=one.terms)
-        for one in shown
+        row(candidates[at], view, index, loads[at], costs[at], prices.terms(at)) for at in shown
     ]
     left = None if rows_max is None else rows_max - len(rows)
-    unpriced = islice(_unpriced(ranked, pick), left)
+    if left == 0:
+        return rows
+    unpriced = islice(_unpriced(candidates, pick), left)
     rows += [row(candidate, view, index) for candidate in unpriced]
     left = None if rows_max is None else rows_max - len(rows)
     excluded = islice(pick.excluded, left)
-    rows += [row(one.candidate, view, index, why=one.why) for one in excluded]
+    rows += [row(candidate, view, index, why=why) for candidate, why in excluded]
     return rows
 
 
-def _with_chosen(ranked: Sequence[Scored], chosen: Candidate, rows_max: int) -> Sequence[Scored]:
-    """The cheapest, of which the last gives way to the chosen one if that is priced higher."""
-    at = chosen.placement
-    shown = ranked[:rows_max]
-    if all(one.candidate.placement != at for one in shown):
-        priced = (one for one in ranked[rows_max:] if one.candidate.placement == at)
-        if (its := next(priced, None)) is not None:
-            return [*shown[:-1], its]
-        # A selector that priced others only.
-        return ranked[: rows_max - 1]
-    return shown
+def _with_chosen(
+    ranked: Sequence[int], candidates: Sequence[Candidate], chosen: Candidate, rows_max: int
+) -> Sequence[int]:
+    """The cheapest, of which the last gives way to the chosen one if that is priced higher, or not
+    at all: some selectors price others only.
+    """
+    for number, at in enumerate(ranked):
+        if candidates[at].placement == chosen.placement:
+            return ranked[:rows_max] if number < rows_max else [*ranked[: rows_max - 1], at]
+    return ranked[: rows_max - 1]
 
 
-def _unpriced(ranked: Sequence[Scored], pick: Pick) -> Iterator[Candidate]:
+def _unpriced(scored: Sequence[Candidate], pick: Pick) -> Iterator[Candidate]:
     """Those that could have been chosen and have no price, the chosen one first."""
-    if len(ranked) == len(pick.kept):
+    if len(scored) == len(pick.kept):
         return
-    priced, chosen = {one.candidate.placement for one in ranked}, pick.chosen
+    priced, chosen = {one.placement for one in scored}, pick.chosen
     if chosen.placement not in priced:
         yield chosen
         priced.add(chosen.placement)
@@ -102,22 +102,16 @@ def row(
     candidate: Candidate,
     view: View,
     index: Standings,
-    *,
     load: Totals | None = None,
     cost: float | None = None,
     terms: Terms | None = None,
+    *,
     why: str = "",
 ) -> Considered:
     """One candidate as the view shows it."""
-    at, now = candidate.placement, view.now
-    return Considered(
-        at,
-        view.load(at) if load is None else load,
-        cost,
-        view.overlap(at),
-        view.book.report_age_s(at, now),
-        why,
-        view.leg,
-        terms,
-        index.standing(at, now),
-    )
+    at, now, book = candidate.placement, view.now, view.book
+    if load is None:
+        load = book.load(at, now)
+    age_s, standing = book.report_age_s(at, now), index.standing(at, now)
+    facts = (at, load, cost, view.overlap(at), age_s, why, view.leg, terms, standing)
+    return tuple.__new__(Considered, facts)  # Half the time of the call that does the same.

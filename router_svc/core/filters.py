@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
 from common.preprocessed import RoutingHints
@@ -17,13 +17,13 @@ Leg = Literal["whole", "prefill", "decode"]
 # has it may serve, else anywhere, since engines may load adapters when they are asked for.
 LoraResidency = Literal["required", "preferred"]
 
+_ROUTING = "query.routing"
 # Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
 RETRY_AFTER_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Excluded:
-    """A candidate that a filter took out, and why."""
+class Excluded(NamedTuple):
+    """A candidate that a filter took out, and why. A tuple, since one pin makes many."""
 
     candidate: Candidate
     why: str
@@ -62,7 +62,7 @@ def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | Non
     if backend is not None and decode is not None and backend != decode:
         raise InvalidRequest(
             f"backend_instance_id {backend} and decode_worker_id {decode} pin different workers",
-            "query.routing.decode_worker_id",
+            f"{_ROUTING}.decode_worker_id",
         )
     return decode if backend is None else backend
 
@@ -79,7 +79,8 @@ def eligible(
     """The candidates that may serve the query's leg, and the others with the reason.
 
     has_room: if given, the only wish: others than the wished for may serve if these have no room.
-    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody.
+    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody, and
+    the field that asked for it.
     """
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
@@ -140,7 +141,8 @@ def _filters(
 
 def _adapter_filter(model: str, lora: str, leg: Leg, residency: LoraResidency) -> _Filter:
     def nobody() -> MeshError:
-        return _nobody(model, leg, "NO_ADAPTER_WORKER", f"worker that has the adapter {lora!r}")
+        who = f"worker that has the adapter {lora!r}"
+        return _nobody(model, leg, "NO_ADAPTER_WORKER", who, "lora_name")
 
     return _Filter(
         lambda c: lora in c.instance.loras,
@@ -154,7 +156,7 @@ def _session_filter(model: str, tie: Tie, leg: Leg) -> _Filter:
 
     def nobody() -> MeshError:
         who = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
-        return _nobody(model, leg, "SESSION_WORKER_NOT_ELIGIBLE", who)
+        return _nobody(model, leg, "SESSION_WORKER_NOT_ELIGIBLE", who, "session_control.session_id")
 
     return _Filter(
         lambda c: c.placement == tie.placement,
@@ -166,11 +168,13 @@ def _session_filter(model: str, tie: Tie, leg: Leg) -> _Filter:
 def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
     rules = []
     if (pin := pinned_worker(routing, leg)) is not None:
+        field = _pin_field(routing, leg)
+        who = f"worker is {pin}, as {field} asks"
         rules.append(
             _Filter(
                 lambda c: c.placement.worker_id == pin,
                 "the request pins another worker",
-                lambda: _nobody(model, leg, "PINNED_WORKER_GONE", f"worker {pin}, as pinned"),
+                lambda: _nobody(model, leg, "PINNED_WORKER_GONE", who, field),
             )
         )
     rank_field = "prefill_dp_rank" if leg == "prefill" else "dp_rank"
@@ -182,7 +186,7 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
                 "the request pins another rank",
                 lambda: InvalidRequest(
                     f"no eligible worker has the data-parallel rank {rank}",
-                    f"query.routing.{rank_field}",
+                    f"{_ROUTING}.{rank_field}",
                     reason="NO_SUCH_RANK",
                 ),
             )
@@ -192,7 +196,13 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
             _Filter(
                 lambda c: c.placement.worker_id in allowed,
                 "not in allowed_worker_ids",
-                lambda: _nobody(model, leg, "NO_ALLOWED_WORKER", "worker of allowed_worker_ids"),
+                lambda: _nobody(
+                    model,
+                    leg,
+                    "NO_ALLOWED_WORKER",
+                    "worker of allowed_worker_ids",
+                    "allowed_worker_ids",
+                ),
             )
         )
     constraints = routing.routing_constraints
@@ -203,18 +213,31 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
                 lambda c: taints <= c.instance.taints,
                 "lacks a required taint",
                 lambda: _nobody(
-                    model, leg, "NO_TAINTED_WORKER", f"worker with taints {sorted(taints)}"
+                    model,
+                    leg,
+                    "NO_TAINTED_WORKER",
+                    f"worker has all of required_taints {sorted(taints)}",
+                    "routing_constraints.required_taints",
                 ),
             )
         )
     return rules
 
 
-def _nobody(model: str, leg: Leg, reason: str, who: str) -> Unavailable:
+def _pin_field(routing: RoutingHints, leg: Leg) -> str:
+    """Which of the fields of `pinned_worker` pins it."""
+    if leg == "prefill":
+        return "prefill_worker_id"
+    return "decode_worker_id" if routing.backend_instance_id is None else "backend_instance_id"
+
+
+def _nobody(model: str, leg: Leg, reason: str, who: str, asked_by: str = "") -> Unavailable:
+    """asked_by: the field of the routing hints that leaves nobody. One who will do may yet come."""
     role = "" if leg == "whole" else f"{leg} "
     return Unavailable(
         f"nobody can serve {model!r}: no {role}{who}",
         RETRY_AFTER_S,
+        field=f"{_ROUTING}.{asked_by}" if asked_by else None,
         reason=reason,
         metadata={"model": model, "leg": leg},
     )

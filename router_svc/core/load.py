@@ -37,6 +37,9 @@ ORPHAN_S = 3.0
 # A report older than this says nothing any more.
 REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
+# No count or revision that somebody tells is above this, so that those of a full book can be summed
+# and go on growing in 64 bits.
+NUMBER_MAX = 1 << 44
 # A booking that nobody announces for so long is forgotten; frontends announce theirs each 100 s.
 EXPIRY_S = 300.0
 # How often such ones are looked for: some 10 ms for the fullest book.
@@ -63,7 +66,7 @@ class Booking:
     request weighs less.
 
     session_id: the client session that the request is of, empty if of none; session_revision: of
-    the bond that it made or kept, from 1 (see `affinity.Bond`).
+    the bond that it made or kept, from 1 (see `affinity.Bond`); lora_name: the session's adapter.
     """
 
     key: BookingKey
@@ -77,6 +80,12 @@ class Booking:
     generation: int = 0
     session_id: str = ""
     session_revision: int = 0
+    lora_name: str = ""
+
+    @property
+    def session(self) -> tuple[str, str, str]:
+        """What its session is known by."""
+        return self.model, self.session_id, self.lora_name
 
     @property
     def age(self) -> tuple[int, int]:
@@ -229,7 +238,7 @@ class LoadBook:
         self._ranks: dict[Placement, _Rank] = {}
         self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
-        self._superseded: set[int] = set()  # Of those open here.
+        self._latest: dict[int, int] = {}  # The latest generation of who has a session here.
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
@@ -277,9 +286,9 @@ class LoadBook:
         return is_new
 
     def mark_prefill_done(self, key: BookingKey) -> bool:
-        """Prefill is over: its tokens leave the load, once. False if the key is not known."""
+        """Prefill is over: its tokens leave the load, once. False for a key that is not our own."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or not entry.is_own:
             return False
         if not entry.prefill_done:
             self._charge(entry, -1)
@@ -294,7 +303,7 @@ class LoadBook:
     def add_output_blocks(
         self, key: BookingKey, blocks: int, decay_fraction: float | None = None
     ) -> bool:
-        """The answer grew by `blocks`; False if the key is not known.
+        """The answer grew by `blocks`; False for a key that is not our own.
 
         decay_fraction: share of the expected output still to come, 0..1. Each block of the booking
         weighs that much from now on; the weights of a rank are summed, then rounded. None leaves
@@ -308,8 +317,8 @@ class LoadBook:
                 f"decay_fraction must be within 0..1, not {decay_fraction}", "decay_fraction"
             )
         entry = self._entries.get(key)
-        if entry is None:
-            return False
+        if entry is None or not entry.is_own:
+            return False  # Whoever has it now hears, or has heard, all of this.
         self._charge(entry, -1)
         booking = entry.booking
         entry.booking = _changed(
@@ -358,10 +367,6 @@ class LoadBook:
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
 
-    def own_keys(self) -> list[BookingKey]:
-        """Those of all such bookings."""
-        return [key for key, entry in self._entries.items() if entry.is_own]
-
     def heard(self, booking: Booking, now: float) -> None:
         """A peer holds it: the newest wins, and an orphan of ours is the peer's.
 
@@ -401,7 +406,7 @@ class LoadBook:
             self._tell(entry)
 
     def lost(self, key: BookingKey, now: float) -> None:
-        """The peer that held it was lost: an orphan, unless another peer holds it too."""
+        """The peer that held it was lost, or gave it up: an orphan, unless another holds it too."""
         entry = self._entries.get(key)
         if entry is not None and entry.session is None and entry.orphaned_until is None:
             self._release(entry, now)
@@ -416,6 +421,7 @@ class LoadBook:
         """
         hello = SessionHello(frontend_id, generation)
         self.superseded(hello, now)
+        self._latest.setdefault(frontend_id, generation)
         session = self._next_session
         self._next_session += 1
         self._sessions[session] = hello
@@ -427,11 +433,12 @@ class LoadBook:
         Where discovery has lost the frontend already, they are freed instead.
         """
         frontend_id = self._sessions.pop(session).frontend_id
-        self._superseded.discard(session)
         count = self._release_all(session, frontend_id, now)
-        if self._newest_session(frontend_id) is None and frontend_id in self._absent_frontends:
-            self._absent_frontends.discard(frontend_id)
-            self.frontend_left(frontend_id)
+        if self._newest_session(frontend_id) is None:
+            del self._latest[frontend_id]
+            if frontend_id in self._absent_frontends:
+                self._absent_frontends.discard(frontend_id)
+                self.frontend_left(frontend_id)
         return count
 
     def sessions(self) -> Iterator[SessionHello]:
@@ -443,23 +450,26 @@ class LoadBook:
 
         Its end may be seen here much later, for nobody says goodbye through a link that is cut.
         """
+        before = self._latest.get(hello.frontend_id, hello.generation)
+        if before >= hello.generation:
+            return
+        self._latest[hello.frontend_id] = hello.generation
         for session, (frontend_id, generation) in self._sessions.items():
-            if frontend_id == hello.frontend_id and generation < hello.generation:
+            if frontend_id == hello.frontend_id and generation >= before:
                 self._release_all(session, frontend_id, now)
-                if session not in self._superseded:
-                    self._superseded.add(session)
-                    self.session_over(session)
+                self.session_over(session)
 
     def is_superseded(self, session: int) -> bool:
         """Whether its frontend has a later one, so that nothing it asks counts any more."""
-        return session in self._superseded
+        frontend_id, generation = self._sessions[session]
+        return generation < self._latest[frontend_id]
 
     def frontend_left(self, frontend_id: int) -> int:
         """Discovery lost a frontend: free its orphans at once; how many there were.
 
         What an open session of it owns stays until that ends: the stream is the better witness.
         """
-        if self._newest_session(frontend_id) is not None:
+        if frontend_id in self._latest:
             self._absent_frontends.add(frontend_id)
         orphans = [
             key
@@ -577,7 +587,7 @@ class LoadBook:
         self._charge(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
             self._discard_blank(placement)
-        if (booking.model, booking.session_id) != (old.model, old.session_id):
+        if booking.session != old.session:
             if booking.session_id:
                 self.uses.began(booking)
             if old.session_id:
@@ -640,7 +650,7 @@ class LoadBook:
                 return
             entry.booking = booking
         entry.is_own, entry.renewed_at = True, now
-        if owner is None:
+        if owner is None or self.is_superseded(owner):
             self._release(entry, now)
         else:
             if entry.orphaned_until is not None:

@@ -45,6 +45,7 @@ class Standing(NamedTuple):
 
 UNKNOWN = Standing()
 _GUESSED = Standing("approx", "guessed from this router's decisions")
+_NO_INDEX = Standing("none", "this router follows no index")
 
 
 class Standings(Protocol):
@@ -70,7 +71,7 @@ class NoIndex:
 
     def standing(self, placement: Placement, now: float) -> Standing:
         """See Index."""
-        return Standing("none", "this router follows no index")
+        return _NO_INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,9 @@ class Overlaps:
         self.guesses = None if choice.guesses is None else ApproxIndex(choice.guesses)
         self.predictions = None if choice.predictions is None else ApproxIndex(choice.predictions)
         self._index = index
+        # Of ranks whose caches are not known, where the index has no say.
+        follows = choice.kind == "events"
+        self._unused = None if follows else Standing("none", f"no index: {choice.why}")
         self._publishers: frozenset[int] = frozenset()
         self._guessed: frozenset[int] = frozenset()
 
@@ -190,11 +194,9 @@ class Overlaps:
 
     def standing(self, placement: Placement, now: float) -> Standing:
         """See Standings."""
-        if self.is_guessed(placement):
+        if placement.worker_id in self._guessed:
             return _GUESSED
-        if self.choice.kind != "events":
-            return Standing("none", f"no index: {self.choice.why}")
-        return self._index.standing(placement, now)
+        return self._unused or self._index.standing(placement, now)
 
     def why_unused(self, query: Query, candidates: Sequence[Candidate]) -> str:
         """Why caches did not count for a request among these; empty if they did."""

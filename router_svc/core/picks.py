@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import attrgetter
 from random import Random
 
 from common.errors import (
@@ -68,7 +70,10 @@ FALLBACKS = (
     "prefill_busy",
     "decode_busy",
 )
+# The reason of the error where the selector itself fails.
+SELECTOR_FAILED = "SELECTOR_FAILED"
 _BUSY = "busy: above a configured threshold"
+_GATED = "its KV blocks leave no room by the gate of the bypass"
 
 # Of one leg: those who can serve it, and the others with the reason.
 _Side = tuple[Sequence[Candidate], list[Excluded]]
@@ -181,6 +186,21 @@ class Picker:
             return False
         return all(prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
 
+    def passes_gate(self, query: Query, at: Candidate, now: float) -> bool:
+        """Whether the bypass's gate at decode lets the request in there."""
+        held = self._book.load(at.placement, now).decode_blocks
+        own = decode_charge(query, block_size_of(query, at.instance.block_size))
+        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
+
+    def can_split(self, ask: Ask) -> bool:
+        """Whether a pair may serve the request, busy or not."""
+        of = partial(self._fleet.candidates, ask.query.model)
+        try:
+            self._matched(ask, of("prefill"), of("decode"))
+        except (Unavailable, InvalidRequest):
+            return False
+        return True
+
     def _ways(self, ask: Ask) -> Iterator[Picks | MeshError]:
         """The ways to serve a request, in order, each picked for when it is asked for; for one that
         is closed, why.
@@ -199,7 +219,7 @@ class Picker:
         if prefill and decode and (pins_prefill or not stays_whole):
             pair = self._roomiest(ask, lambda ask: self._pick_pair(ask, prefill, decode))
             if not pins_prefill:
-                bypassing = self._bypassed(ask, pair, [*local, *whole])
+                bypassing = self._bypassed(ask, pair, (*local, *whole))
                 if bypassing is not None:
                     yield bypassing
             yield pair
@@ -218,18 +238,24 @@ class Picker:
         if whole:
             yield self._pick_whole(ask, whole, fallback)
         if local and needs_local:
-            way = self._pick_whole(ask, local, fallback)
             is_urged = fallback in ("prefill_busy", "decode_busy")
-            if isinstance(way, MeshError) or not is_urged or self._has_room(ask, way.worker):
-                yield way
+            yield self._pick_whole(ask, local, fallback, is_gated=is_urged)
         yield self.nobody(query.model, ask.now, fallback.removeprefix("no_"))
 
     def _pick_whole(
-        self, ask: Ask, candidates: Sequence[Candidate], fallback: str
+        self, ask: Ask, candidates: Sequence[Candidate], fallback: str, *, is_gated: bool = False
     ) -> Picks | MeshError:
-        return self._roomiest(
-            ask, lambda ask: Picks(self._pick_leg(ask, "whole", candidates), fallback=fallback)
-        )
+        """is_gated: the gate of the bypass closes workers like a busy threshold."""
+        some = self._let_through(ask, candidates) if is_gated else candidates
+        if not some:
+            return all_busy(ask.query.model, "whole")
+
+        def pick(ask: Ask) -> Picks:
+            kept, excluded = self._eligible(ask, some, "whole")
+            excluded += _without(candidates, some, _GATED)
+            return Picks(self._select(ask, "whole", kept, excluded), fallback=fallback)
+
+        return self._roomiest(ask, pick)
 
     def _roomiest(self, ask: Ask, pick: Callable[[Ask], Picks]) -> Picks | MeshError:
         """As its wishes have it; but where that is full, with whoever has room."""
@@ -342,18 +368,18 @@ class Picker:
             waiting = view.load(at.placement).prefill_tokens
             is_busy = rules.is_busy(waiting, at.instance.max_num_batched_tokens)
             is_busy = is_busy or self.are_full(pair.prefilling.kept, ask.now)
-        way = self._pick_whole(ask, alone, "")
+        in_order = sorted(alone, key=attrgetter("placement"))
+        way = self._pick_whole(ask, in_order, "", is_gated=True)
         if isinstance(way, MeshError):
             return None
         why = rules.why(query.total_tokens, cached_tokens(query, way.worker), is_busy)
-        return replace(way, bypass=why) if why and self._has_room(ask, way.worker) else None
+        return replace(way, bypass=why) if why else None
 
-    def _has_room(self, ask: Ask, pick: Pick) -> bool:
-        """Whether the bypass's gate at decode lets the request in there."""
-        at, query = pick.chosen, ask.query
-        held = pick.view.load(at.placement).decode_blocks
-        own = decode_charge(query, block_size_of(query, at.instance.block_size))
-        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
+    def _let_through(self, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+        """Those where the bypass's gate at decode lets the request in."""
+        if self._rules.bypass.decode_busy_threshold is None:
+            return candidates
+        return [c for c in candidates if self.passes_gate(ask.query, c, ask.now)]
 
     def _eligible(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> _Side:
         """Those who may serve the leg and are not busy, with the others and why.
@@ -387,10 +413,6 @@ class Picker:
             return candidates
         return [c for c in candidates if c.placement.worker_id not in busy]
 
-    def _pick_leg(self, ask: Ask, leg: Leg, candidates: Sequence[Candidate]) -> Pick:
-        kept, excluded = self._eligible(ask, candidates, leg)
-        return self._select(ask, leg, kept, excluded)
-
     def _select(
         self, ask: Ask, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]
     ) -> Pick:
@@ -403,11 +425,19 @@ class Picker:
             ask.knobs.for_decode_leg() if leg == "decode" else ask.knobs,
             self._misses,
         )
-        choice = self._selector.select(ask.query, kept, view, ask.rng)
-        chosen = choice.candidate
-        if not any(chosen is one for one in kept):
-            raise Bug(f"selector {self._selector.name} chose {chosen.placement}, no candidate")
-        return Pick(choice, view, kept, excluded, len(kept) + len(excluded))
+        try:
+            choice = self._selector.select(ask.query, kept, view, ask.rng)
+            chosen = choice.candidate
+        except MeshError:
+            raise
+        except Exception as error:
+            # What it says is for the log: it may be anything.
+            why = f"it raised {type(error).__name__}"
+            raise _selector_failed(self._selector.name, ask.query.model, why) from error
+        for one in kept:
+            if one is chosen:
+                return Pick(choice, view, kept, excluded, len(kept) + len(excluded))
+        raise _selector_failed(self._selector.name, ask.query.model, "it chose no candidate")
 
     def _no_pair(self, ask: Ask, pin_field: str, fallback: str) -> MeshError:
         """Why a request that pins its prefill cannot be served where there are no pairs."""
@@ -478,6 +508,16 @@ def _pinned_prefill(query: Query) -> str:
             if getattr(query.routing, name) is not None:
                 return name
     return ""
+
+
+def _selector_failed(selector: str, model: str, why: str) -> Bug:
+    """Whatever is wrong with a selector, which may be somebody else's code: nothing is booked, and
+    another router, or this one in another state, may well choose.
+    """
+    metadata = {"selector": selector, "model": model}
+    bug = Bug(f"the selector {selector!r} failed: {why}", reason=SELECTOR_FAILED, metadata=metadata)
+    bug.retryable = True
+    return bug
 
 
 def _no_mates(model: str, domain: str) -> Unavailable:

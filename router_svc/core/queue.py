@@ -25,6 +25,8 @@ A lane waits for *spots*: ranks that have no room for one of its legs, one of wh
 before its head need be looked at again. Lanes stand at each of their spots, so that a rank that
 was relieved finds those who wait for it, best first, whatever the number of the others.
 
+Who waits where its session was bound is found by the session, should that be bound anew.
+
 Invariants: a key is parked at most once; every lane has somebody in it and stands in order; it is
 to be found at every spot that it waits for; `tokens` is the sum over the parked; nobody is parked
 beyond `requests_max`, nor once `tokens_max` is reached.
@@ -34,12 +36,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
+from router_svc.core.affinity import SessionName
 from router_svc.core.filters import Leg
 from router_svc.core.fleet import Placement
 from router_svc.core.load import BookingKey
@@ -104,6 +108,9 @@ class Order(NamedTuple):
     number: int
 
 
+_Head = tuple[Order, Lane]
+
+
 @dataclass(slots=True, eq=False)
 class Parked:
     """One who waits. parked_at: `now` then, seconds. order: unique to it. lane: changes with the
@@ -127,18 +134,21 @@ class Hindrance(NamedTuple):
     """Whom a lane waits for: none of the spots has room, as long as the fleet is the same.
 
     fleet_version: see `Router`. sweep: the last one in which its head was picked for, in vain.
+    is_gated: see `Room.is_gated`.
     """
 
     fleet_version: int
     spots: frozenset[Spot]
     sweep: int = 0
+    is_gated: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The parked of one lane, in order."""
+    """The parked of one lane, in order. is_seen: its head was looked at since the fleet changed."""
 
     hindrance: Hindrance
+    is_seen: bool = True
     entries: list[tuple[Order, Parked]] = field(default_factory=list)
 
     @property
@@ -152,10 +162,13 @@ class AdmissionQueue:
     def __init__(self, rules: QueueRules = NO_QUEUE) -> None:
         self.rules = rules
         self._lines: dict[Lane, _Line] = {}
-        self._unseen: set[Lane] = set()  # Not looked at since the fleet changed.
         self._parked: dict[BookingKey, Parked] = {}  # In order of parking.
+        # Those who wait because their session is bound.
+        self._bound: dict[SessionName, dict[BookingKey, Parked]] = {}
         # The heads of the lanes that wait for each spot, as heaps; among them some that do no more.
-        self._at: dict[Spot, list[tuple[Order, Lane]]] = {}
+        self._at: dict[Spot, list[_Head]] = {}
+        # Likewise those of the lanes that are unseen, by model.
+        self._unseen_at: dict[str, list[_Head]] = {}
         self._number = 0
         self.tokens = 0  # Prompt tokens of the parked.
 
@@ -171,10 +184,9 @@ class AdmissionQueue:
 
         Whoever was not looked at since the fleet changed may be waiting for any spot of its model.
         """
-        first = self._first_at(spot)
-        if first is not None and first < order:
-            return True
-        return any(lane.model == model and self._lines[lane].head < order for lane in self._unseen)
+        at_spot = _first(self._at.get(spot), lambda head: self._stands(head, spot))
+        unseen = _first(self._unseen_at.get(model), self._is_unseen)
+        return any(first is not None and first < order for first in (at_spot, unseen))
 
     def order(self, query: Query, now: float, cached_tokens: int = 0) -> Order:
         """That of a newcomer that were parked now. cached_tokens: as for `park`."""
@@ -182,7 +194,9 @@ class AdmissionQueue:
 
     def unsee(self) -> None:
         """The fleet has changed: for whom anybody waits must be looked at anew."""
-        self._unseen = set(self._lines)
+        for line in self._lines.values():
+            line.is_seen = False
+        self._gather_unseen()
 
     def park(
         self,
@@ -265,14 +279,14 @@ class AdmissionQueue:
             self._enter(parked, hindrance)
             return
         line = self._lines[lane]
-        self._unseen.discard(lane)
+        line.is_seen = True
         added = hindrance.spots - line.hindrance.spots
         line.hindrance = hindrance
         self._stand(lane, line, added)
 
-    def bound_heads(self) -> list[Parked]:
-        """The first of each lane that waits because its session is bound."""
-        return [line.entries[0][1] for lane, line in self._lines.items() if lane.places]
+    def bound(self, session: SessionName) -> list[Parked]:
+        """Those who wait because that session is bound, best first."""
+        return sorted(self._bound.get(session, {}).values(), key=attrgetter("order"))
 
     @property
     def overdue_at(self) -> float:
@@ -295,17 +309,17 @@ class AdmissionQueue:
         """The heads of the lanes that wait for it, best first, as `heads` goes on from one to the
         next.
         """
-        passed: dict[Order, Lane] = {}
+        passed: set[_Head] = set()
         try:
             while heap := self._at.get(spot):
-                order, lane = heappop(heap)
-                if order not in passed and self._stands((order, lane), spot):
-                    passed[order] = lane
-                    yield self._lines[lane].entries[0][1]
+                head = heappop(heap)
+                if head not in passed and self._stands(head, spot):
+                    passed.add(head)
+                    yield self._lines[head[1]].entries[0][1]
         finally:
-            stay = [item for item in passed.items() if self._stands(item, spot)]
-            for item in stay:
-                heappush(self._at.setdefault(spot, []), item)
+            stay = [head for head in passed if self._stands(head, spot)]
+            for head in stay:
+                heappush(self._at.setdefault(spot, []), head)
             if not stay and not self._at.get(spot):
                 self._at.pop(spot, None)
 
@@ -319,6 +333,8 @@ class AdmissionQueue:
         if line is None:
             line = self._lines[parked.lane] = _Line(hindrance)
         insort(line.entries, (parked.order, parked))
+        if parked.lane.places:
+            self._bound.setdefault(_session_of(parked.query), {})[parked.key] = parked
         if line.head is parked.order:
             self._stand(parked.lane, line, line.hindrance.spots)
 
@@ -326,35 +342,51 @@ class AdmissionQueue:
         line = self._lines[parked.lane]
         was_head = line.head is parked.order
         del line.entries[bisect_left(line.entries, (parked.order,))]
+        if parked.lane.places:
+            mates = self._bound[session := _session_of(parked.query)]
+            del mates[parked.key]
+            if not mates:
+                del self._bound[session]
         if not line.entries:
             del self._lines[parked.lane]
-            self._unseen.discard(parked.lane)
             if not self._lines:
                 self._at.clear()
+                self._unseen_at.clear()
         elif was_head:
             self._stand(parked.lane, line, line.hindrance.spots)
-
-    def _first_at(self, spot: Spot) -> Order | None:
-        heap = self._at.get(spot)
-        while heap:
-            if self._stands(heap[0], spot):
-                return heap[0][0]
-            heappop(heap)
-        return None
 
     def _stand(self, lane: Lane, line: _Line, spots: Iterable[Spot]) -> None:
         """Let the lane be found at these by its head."""
         item = line.head, lane
+        heap_max = 2 * len(self._lines) + 16
         for spot in spots:
             heap = self._at.setdefault(spot, [])
             heappush(heap, item)
-            if len(heap) > 2 * len(self._lines) + 16:
+            if len(heap) > heap_max:
                 self._compact(spot)
+        if not line.is_seen:
+            heap = self._unseen_at[lane.model]
+            heappush(heap, item)
+            if len(heap) > heap_max:
+                self._gather_unseen()
 
-    def _stands(self, item: tuple[Order, Lane], spot: Spot) -> bool:
+    def _stands(self, item: _Head, spot: Spot) -> bool:
         order, lane = item
         line = self._lines.get(lane)
         return line is not None and line.head == order and spot in line.hindrance.spots
+
+    def _is_unseen(self, item: _Head) -> bool:
+        order, lane = item
+        line = self._lines.get(lane)
+        return line is not None and line.head == order and not line.is_seen
+
+    def _gather_unseen(self) -> None:
+        self._unseen_at = {}
+        for lane, line in self._lines.items():
+            if not line.is_seen:
+                self._unseen_at.setdefault(lane.model, []).append((line.head, lane))
+        for heap in self._unseen_at.values():
+            heapify(heap)
 
     def _compact(self, spot: Spot) -> None:
         heap = self._at[spot]
@@ -410,6 +442,22 @@ def lane_of(query: Query, places: tuple[Placement, ...] = ()) -> Lane:
         excluded,
         places,
     )
+
+
+def _session_of(query: Query) -> SessionName:
+    routing = query.routing
+    assert routing is not None, "who waits for a session's place names the session"
+    assert routing.session_control is not None
+    return SessionName(query.model, routing.session_control.session_id, routing.lora_name or "")
+
+
+def _first(heap: list[_Head] | None, counts: Callable[[_Head], bool]) -> Order | None:
+    """The first that counts; those before it are dropped."""
+    while heap:
+        if counts(heap[0]):
+            return heap[0][0]
+        heappop(heap)
+    return None
 
 
 def overdue_error(parked: Parked, waited_s: float) -> Overloaded:

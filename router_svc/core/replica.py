@@ -4,8 +4,10 @@ Each router tells every peer of its *own* bookings: those of its sessions, and t
 died a moment ago. What a peer told is kept as its *claims*, apart from the load book, so that a
 digest over them can be compared with the peer's whatever the book made of them. The book holds, of
 all claims to one booking, that of its frontend's latest session, there the highest revision; what
-an open session here has is given up only to a later one. When a peer is lost, what only it claimed
-becomes an orphan: it still counts, until its frontend announces it somewhere, or ORPHAN_S is over.
+an open session here has is given up only to a later one. What is given up has not ended: a router
+that hears of that first, or in the same moment gives up its own, counts an orphan until it hears
+who has it. When a peer is lost, what only it claimed becomes an orphan too: it still counts, until
+its frontend announces it somewhere, or ORPHAN_S is over.
 
 A router that starts learns from a *snapshot* of each peer, which is all that the peer counts: also
 what it heard of others, and orphans, for whoever told of those may be gone by now. What only a
@@ -30,7 +32,7 @@ from hashlib import blake2b
 from itertools import islice
 from struct import Struct
 
-from common.errors import Overloaded
+from common.errors import InvalidRequest, Overloaded
 from router_svc.core.affinity import Affinity, SessionName, ToldBond
 from router_svc.core.load import Booking, BookingKey, LoadBook, SessionHello
 
@@ -48,7 +50,11 @@ _WORD = Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one router tells another; see `router.v1.SyncRequest`. digest: 0, there is none."""
+    """What one router tells another; see `router.v1.SyncRequest`. digest: 0, there is none.
+
+    refused: what is wrong with entries that were left out. refused_bonds: the same of `bonds`,
+    which no digest counts.
+    """
 
     sequence: int
     upserts: tuple[Booking, ...] = ()
@@ -58,6 +64,9 @@ class Frame:
     ends_all: bool = False
     sessions: tuple[SessionHello, ...] = ()
     bonds: tuple[ToldBond, ...] = ()
+    released: tuple[BookingKey, ...] = ()
+    refused: tuple[InvalidRequest, ...] = ()
+    refused_bonds: tuple[InvalidRequest, ...] = ()
 
 
 def fingerprint(booking: Booking) -> int:
@@ -102,7 +111,8 @@ class Digest:
 class _Claims:
     """What one peer said on its stream. round: counts the times it began to tell everything.
 
-    has_told_all: once, whatever has become of that stream.
+    has_told_all: once, whatever has become of that stream. is_partial: entries of this round were
+    refused, so that digests differ and telling them again is no cure.
     """
 
     stream: int
@@ -110,8 +120,13 @@ class _Claims:
     round: int = 0
     awaits_all: bool = False
     has_told_all: bool = False
+    is_partial: bool = False
     bookings: dict[BookingKey, tuple[Booking, int]] = field(default_factory=dict)
     digest: Digest = field(default_factory=Digest)
+
+    def discard(self, key: BookingKey) -> None:
+        self.bookings.pop(key, None)
+        self.digest.discard(key)
 
 
 @dataclass(slots=True)
@@ -129,7 +144,8 @@ class Telling:
         self._book = book
         self._own = own
         self._affinity = affinity
-        self._changed: dict[BookingKey, None] = {}
+        # Whether the booking had ended by then: it may be back as a peer's when that is told.
+        self._changed: dict[BookingKey, bool] = {}
         self._sessions: dict[SessionName, None] = {}
         self._left_of_all = 0
         self._begins_all = self._tells_all = True
@@ -145,7 +161,7 @@ class Telling:
         """Tell what became of a booking."""
         if self._begins_all:
             return
-        self._changed[key] = None
+        self._changed[key] = self._book.get(key) is None
         if len(self._changed) > max(BEHIND_MAX, 2 * self._left_of_all):
             self.tell_all()
 
@@ -172,19 +188,25 @@ class Telling:
         """The next frame. All that it says is as it is at this moment."""
         begins_all, self._begins_all = self._begins_all, False
         if begins_all:
-            self._changed = dict.fromkeys(self._book.own_keys())
+            # Those of others too: one that was given up is untold yet.
+            self._changed = dict.fromkeys(self._book.keys(), False)
             self._left_of_all = len(self._changed)
             self._sessions = dict.fromkeys(self._affinity.sessions())
-        upserts, removals = [], []
-        for key in tuple(islice(self._changed, FRAME_MAX)):
-            del self._changed[key]
+        keys = tuple(islice(self._changed, FRAME_MAX))
+        upserts: list[Booking] = []
+        removals: list[BookingKey] = []
+        released: list[BookingKey] = []
+        for key in keys:
+            has_ended = self._changed.pop(key)
             booking = self._book.own(key)
             if booking is not None:
                 upserts.append(booking)
-            else:
+            elif has_ended or self._book.get(key) is None:
                 removals.append(key)
+            else:
+                released.append(key)
         # New changes queue up behind what is left of all.
-        self._left_of_all = max(0, self._left_of_all - len(upserts) - len(removals))
+        self._left_of_all = max(0, self._left_of_all - len(keys))
         ends_all = self._tells_all and not self._left_of_all
         if ends_all:
             self._tells_all = False
@@ -199,6 +221,7 @@ class Telling:
             ends_all,
             tuple(self._book.sessions()) if digest else (),
             self._take_bonds(now),
+            tuple(released),
         )
 
     def _take_bonds(self, now: float) -> tuple[ToldBond, ...]:
@@ -222,9 +245,9 @@ def _nothing() -> None:
 class Replica:
     """One router's part: its tellings, and the claims of its peers. Times are seconds.
 
-    on_change: called whenever there is something new to tell. refused: bookings of peers that the
-    book had no room for. resends: how often a peer was asked to tell everything anew. affinity:
-    which client sessions to tell of; without it, none.
+    on_change: called whenever there is something new to tell. refused: entries of peers that were
+    left out, for they cannot be or the book had no room for them. resends: how often a peer was
+    asked to tell everything anew. affinity: which client sessions to tell of; without it, none.
     """
 
     def __init__(
@@ -318,11 +341,16 @@ class Replica:
         claims.sequence = frame.sequence
         if frame.begins_all:
             claims.round += 1
-            claims.awaits_all = False
+            claims.awaits_all = claims.is_partial = False
+        self.refused += len(frame.refused) + len(frame.refused_bonds)
+        claims.is_partial |= bool(frame.refused)
         for booking in frame.upserts:
             self._claimed(claims, booking, now)
         for key in frame.removals:
             self._ended(claims, key)
+        for key in frame.released:
+            claims.discard(key)
+            self._book.lost(key, now)
         for hello in frame.sessions:
             self._book.superseded(hello, now)
         if frame.ends_all and not (is_missing or claims.awaits_all):
@@ -333,7 +361,7 @@ class Replica:
             self._expected.pop(router_id, None)
         for bond in frame.bonds:
             self._affinity.heard(bond, now)
-        differs = frame.digest not in (0, claims.digest.value)
+        differs = frame.digest not in (0, claims.digest.value) and not claims.is_partial
         # What was missed while everything is awaited may have been the beginning of that.
         if not (is_missing or (differs and not claims.awaits_all)):
             return False
@@ -399,6 +427,5 @@ class Replica:
             self.refused += 1
 
     def _ended(self, claims: _Claims, key: BookingKey) -> None:
-        claims.bookings.pop(key, None)
-        claims.digest.discard(key)
+        claims.discard(key)
         self._book.ended(key)

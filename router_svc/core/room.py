@@ -1,10 +1,10 @@
 """Whether a worker has room for one more prompt, and whom those wait for who find none (pure).
 
 A rank has room for a leg if it is not prefill-busy, where the leg computes a prompt, and its worker
-is not above a busy threshold for that leg; a decode worker that is to compute the prompt too must
-have room by `Bypass`. A request waits while none of those who may compute its prompt has room. For
-it to be placed, one rank that has no room now must get some: those are the *spots* that it waits
-for.
+is not above a busy threshold for that leg; a decode worker that is to compute a prompt which could
+be split must have room by `Bypass`. A request waits while none of those who may compute its prompt
+has room. For it to be placed, one rank that has no room now must get some: those are the *spots*
+that it waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router_svc.core.filters import Leg, eligible
 from router_svc.core.fleet import Candidate, Fleet, Placement
 from router_svc.core.load import LoadBook
 from router_svc.core.picks import Ask, Picker, Picks
-from router_svc.core.query import Query, block_size_of, decode_charge
+from router_svc.core.query import Query
 from router_svc.core.queue import Spot
 from router_svc.core.rules import Rules
 
@@ -35,16 +35,21 @@ class Room:
         self._rules = rules
         # Whether only prefill-busy workers make anybody wait; otherwise load also says who may
         # serve at all.
-        bypass = rules.bypass
-        is_gated = bypass.policy != "off" or bypass.decode_busy_threshold is not None
-        self._is_simple = rules.busy.are_off and not is_gated
+        self._has_gate = rules.bypass.decode_busy_threshold is not None
+        self._is_simple = rules.busy.are_off and not self._has_gate and rules.bypass.policy == "off"
 
     def has(self, spot: Spot, now: float, query: Query | None = None) -> bool:
-        """Whether the rank has room for the leg: of that query, if given, else of any."""
+        """Whether the rank has room for the leg; query: also by the gate, for that one."""
         at = self._fleet.candidate(spot.placement)
         if at is None or not self._takes(at, spot.leg, now, query):
             return False
         return not self._busy((at,), spot.leg, now)
+
+    def is_gated(self, ask: Ask) -> bool:
+        """Whether a decode worker computes the prompt only if `Bypass` finds room there: whoever
+        cannot be split has no other choice, and is let in.
+        """
+        return self._has_gate and self._picker.can_split(ask)
 
     def spots(self, ask: Ask, picks: Picks | None) -> frozenset[Spot]:
         """Whom the query waits for, of whom nobody has room now. picks: in vain, None if they
@@ -53,13 +58,14 @@ class Room:
         if self._is_simple and picks is not None:
             return frozenset(Spot(at.placement, _prefilling(at)) for at in picks.waits_for)
         spots: set[Spot] = set()
+        gated = ask.query if self.is_gated(ask) else None
         for leg in LEGS:
             among = self._may_serve(ask, leg)
             busy = self._busy(among, leg, ask.now)
             spots.update(
                 Spot(at.placement, leg)
                 for at in among
-                if at.placement.worker_id in busy or not self._takes(at, leg, ask.now, ask.query)
+                if at.placement.worker_id in busy or not self._takes(at, leg, ask.now, gated)
             )
         return frozenset(spots)
 
@@ -83,9 +89,7 @@ class Room:
             return False
         if query is None or leg != "whole" or at.instance.role != "decode":
             return True
-        held = self._book.load(at.placement, now).decode_blocks
-        own = decode_charge(query, block_size_of(query, at.instance.block_size))
-        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
+        return self._picker.passes_gate(query, at, now)
 
     def _busy(self, among: Sequence[Candidate], leg: Leg, now: float) -> frozenset[int]:
         """Ids of the workers of `among` that are above a busy threshold, by all of their ranks."""

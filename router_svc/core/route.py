@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 
 from common.errors import Bug, MeshError, Overloaded
 from common.instances import Changes, Snapshot
 from common.preprocessed import BootstrapInfo
-from router_svc.core.affinity import Affinity
+from router_svc.core.affinity import Affinity, SessionName
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
 from router_svc.core.disagg import bootstrap_of
 from router_svc.core.explain import Considered, Pick, explain, row
@@ -217,7 +217,7 @@ class Router:
             query,
             key,
             now,
-            hindrance=Hindrance(self._fleet_version, spots),
+            hindrance=Hindrance(self._fleet_version, spots, is_gated=self.room.is_gated(ask)),
             lane=lane,
             session=session,
             cached_tokens=cached,
@@ -249,9 +249,9 @@ class Router:
                 if self.queue.is_awaited(spot := Spot(at, leg)):
                     yield from self._filling(spot, now, rng)
 
-    def strays(self, now: float, rng: Random) -> Iterator[Outcome]:
-        """The same for those who wait for workers that their sessions are bound to no more."""
-        for parked in self.queue.bound_heads():
+    def strays(self, session: SessionName, now: float, rng: Random) -> Iterator[Outcome]:
+        """The same for those who wait for workers that their session is bound to no more."""
+        for parked in self.queue.bound(session):
             stay = self.affinity.stay(parked.query, self.fleet.has)
             if parked.lane.places != (() if stay is None else stay.must):
                 yield self._let_in(parked, now, rng)
@@ -348,16 +348,13 @@ class Router:
     ) -> Decision:
         """The decision, booked unless key is None. queued_s: None if it never waited."""
         query, now = ask.query, ask.now
-        decision = self._decision(ask, picks, CONSIDERED_MAX)
         bond = None
         if key is not None and ask.stay is not None:
-            revision_min = self.affinity.revision_min(now)
-            bond = ask.stay.bond(decision.worker, decision.prefill, key, revision_min)
-        if bond is not None and bond.binding is not None:
-            decision = replace(decision, session_revision=bond.revision)
-        if queued_s is not None:
-            why = f"queued for {queued_s * 1000:.0f} ms"
-            decision = replace(decision, queued_s=queued_s, reasons=(*decision.reasons, why))
+            worker, prefill = picks.worker.chosen.placement, picks.prefill
+            split_at = None if prefill is None else prefill.chosen.placement
+            bond = ask.stay.bond(worker, split_at, key, self.affinity.revision_min(now))
+        revision = bond.revision if bond is not None and bond.binding is not None else 0
+        decision = self._decision(ask, picks, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
             self.book.book(_booking(key, query, decision), session, now)
             self._count_misses(query, decision, picks, now)
@@ -380,7 +377,8 @@ class Router:
             for parked in heads:
                 if not self.room.has(spot, now):
                     return
-                if self.room.has(spot, now, parked.query):
+                is_gated = self.queue.hindrance(parked.lane).is_gated
+                if not is_gated or self.room.has(spot, now, parked.query):
                     yield self._let_in(parked, now, rng)
 
     def _let_in(self, parked: Parked, now: float, rng: Random) -> Outcome:
@@ -391,7 +389,7 @@ class Router:
             self.queue.withdraw(parked.key)
             return parked, error
         except Exception as error:
-            # A selector may be somebody else's code: one request fails, the others go on.
+            # One request fails, the others go on.
             self.queue.withdraw(parked.key)
             bug = Bug("the router failed to decide")
             bug.__cause__ = error
@@ -428,7 +426,8 @@ class Router:
         return decision
 
     def _hinder(self, parked: Parked, ask: Ask, spots: frozenset[Spot]) -> None:
-        hindrance = Hindrance(self._fleet_version, spots, self._sweep)
+        gated = self.room.is_gated(ask)
+        hindrance = Hindrance(self._fleet_version, spots, self._sweep, gated)
         self.queue.hinder(parked, ask.lane, hindrance)
 
     def _most_cached(self, query: Query, pick: Pick) -> int:
@@ -494,7 +493,14 @@ class Router:
 
     # The answer.
 
-    def _decision(self, ask: Ask, picks: Picks, considered_max: int | None) -> Decision:
+    def _decision(
+        self,
+        ask: Ask,
+        picks: Picks,
+        considered_max: int | None,
+        queued_s: float | None = None,
+        session_revision: int = 0,
+    ) -> Decision:
         query, prefill, computes = ask.query, picks.prefill, picks.prefilling
         at = computes.chosen
         overlap = computes.view.overlap(at.placement)
@@ -514,13 +520,16 @@ class Router:
             predicted_cached_tokens=cached,
             prefill_tokens=prefill_charge(query, cached, ask.knobs),
             decode_blocks=decode_charge(query, held_in, ask.knobs),
+            queued_s=queued_s or 0.0,
             reasons=(
                 *self._reasons(query, picks, overlap, block_size),
                 *_affinity_reason(affinity),
+                *_queue_reason(queued_s),
             ),
             fallback=picks.fallback,
             bypass=picks.bypass,
             affinity=affinity,
+            session_revision=session_revision,
             considered=tuple(rows),
         )
 
@@ -584,6 +593,7 @@ def _booking(key: BookingKey, query: Query, decision: Decision) -> Booking:
     routing = query.routing
     control = routing.session_control if routing is not None else None
     is_bound = control is not None and decision.session_revision > 0
+    lora_name = (routing.lora_name or "") if routing is not None and is_bound else ""
     return Booking(
         key,
         query.model,
@@ -593,11 +603,16 @@ def _booking(key: BookingKey, query: Query, decision: Decision) -> Booking:
         decision.decode_blocks,
         session_id=control.session_id if control is not None and is_bound else "",
         session_revision=decision.session_revision,
+        lora_name=lora_name,
     )
 
 
 def _affinity_reason(affinity: str) -> tuple[str, ...]:
     return (f"session {affinity}",) if affinity else ()
+
+
+def _queue_reason(queued_s: float | None) -> tuple[str, ...]:
+    return () if queued_s is None else (f"queued for {queued_s * 1000:.0f} ms",)
 
 
 def _nobody_waits() -> None:

@@ -7,12 +7,13 @@ stands in the View. Ties are broken uniformly at random.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from operator import attrgetter
 from random import Random
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 from common.errors import InvalidRequest
 from common.instances import Instance
@@ -28,6 +29,7 @@ from router_svc.core.query import Query, block_size_of, decode_charge
 # By worker id and rank: a Placement and a Source are equal tuples.
 Matches = Mapping[tuple[int, int], Matched]
 NO_MATCHES: Matches = MappingProxyType({})
+_placement = attrgetter("placement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,58 @@ class Scored(NamedTuple):
     terms: Terms | None = None
 
 
+# The fields of `Terms`.
+_Parts = tuple[float, float, float, float, float, float]
+
+
+class Prices(Sequence[Scored]):
+    """Candidates with their costs, in columns: of many that are priced few are looked at singly.
+
+    parts: of each cost, or None where the selector does not say.
+    """
+
+    __slots__ = ("candidates", "costs", "loads", "parts")
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        costs: Sequence[float],
+        loads: Sequence[Totals],
+        parts: Sequence[_Parts | None] | None = None,
+    ) -> None:
+        self.candidates = candidates
+        self.costs = costs
+        self.loads = loads
+        self.parts = parts
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> Prices:
+        """The same in columns."""
+        if isinstance(scored, Prices):
+            return scored
+        candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
+        return cls(candidates, costs, loads, parts)
+
+    def terms(self, at: int) -> Terms | None:
+        """What the cost of one is made of."""
+        parts = None if self.parts is None else self.parts[at]
+        return None if parts is None else Terms._make(parts)
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Scored: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Scored]: ...
+
+    def __getitem__(self, at: int | slice) -> Scored | list[Scored]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        return Scored(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a selector answers: the chosen one, why, and all it has put a price on."""
@@ -89,7 +143,8 @@ class WorkerSelector(Protocol):
     ) -> Choice:
         """One of `candidates`, which are never empty and stand in order of placement.
 
-        May raise a MeshError for queries that it cannot serve.
+        May raise a MeshError for queries that it cannot serve; whatever else it raises fails the
+        query with a Bug (SELECTOR_FAILED) that names the selector.
         """
 
 
@@ -105,13 +160,13 @@ class Kv:
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Choice:
         scored = price(query, candidates, view)
-        blind = not view.matches and not any(c.instance.kv_index == "events" for c in candidates)
+        blind = not view.matches and not _any_publishes(candidates)
         reason = "least cost by load: no worker publishes KV events" if blind else "least cost"
         if view.knobs.router_temperature == 0 or len(scored) == 1:
             return cheapest(scored, rng, reason)
         temperature = view.knobs.router_temperature
-        at = draw([one.cost for one in scored], temperature, rng.random())
-        return Choice(scored[at].candidate, f"drawn by cost at temperature {temperature:g}", scored)
+        at = draw(scored.costs, temperature, rng.random())
+        return Choice(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
 
 
 class RoundRobin:
@@ -125,8 +180,8 @@ class RoundRobin:
         last = view.last
         if last is None:
             return Choice(candidates[0], "first of the round")
-        following = (c for c in candidates if c.placement > last)
-        return Choice(next(following, candidates[0]), "next in the round")
+        after = bisect_right(candidates, last, key=_placement)
+        return Choice(candidates[after % len(candidates)], "next in the round")
 
 
 class RandomChoice:
@@ -190,7 +245,14 @@ SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
 )
 
 
-def price(query: Query, candidates: Sequence[Candidate], view: View) -> list[Scored]:
+def _any_publishes(candidates: Sequence[Candidate]) -> bool:
+    for candidate in candidates:  # noqa: SIM110 -- a generator takes twice as long.
+        if candidate.instance.kv_index == "events":
+            return True
+    return False
+
+
+def price(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
     """Every candidate with its cost; the formula and its names stand in `cost`.
 
     Written for speed: it is most of a decision.
@@ -205,8 +267,8 @@ def price(query: Query, candidates: Sequence[Candidate], view: View) -> list[Sco
     scale, request_weight = knobs.prefill_load_scale, knobs.decode_active_request_weight
     total_tokens, block_size = query.total_tokens, query.block_size
     blocks = -(-total_tokens // block_size) if block_size else 0
-    terms_of, scored_of = partial(tuple.__new__, Terms), partial(tuple.__new__, Scored)
-    scored: list[Scored] = []
+    costs: list[float] = []
+    parts: list[_Parts] = []
     for candidate, placement, load, misses, factor in zip(
         candidates,
         placements,
@@ -236,10 +298,9 @@ def price(query: Query, candidates: Sequence[Candidate], view: View) -> list[Sco
         elif (work := (queued + total_tokens) / block_size) > credit:
             prefill = scale * (work - credit)
         active = request_weight * (requests + 1)
-        cost = (prefill + decode + active + misses) * factor
-        terms = terms_of((prefill, decode, active, misses, credit, factor))
-        scored.append(scored_of((candidate, cost, load, terms)))
-    return scored
+        costs.append((prefill + decode + active + misses) * factor)
+        parts.append((prefill, decode, active, misses, credit, factor))
+    return Prices(candidates, costs, loads, parts)
 
 
 def _lower_tiers_credit(row: Matched, knobs: CostKnobs) -> float:
@@ -284,22 +345,25 @@ def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | N
 
 def cheapest(scored: Sequence[Scored], rng: Random, reason: str) -> Choice:
     """The lowest cost; one of several at random."""
-    least = min([one.cost for one in scored])
-    ties = [one for one in scored if one.cost == least]
+    prices = Prices.of(scored)
+    costs = prices.costs
+    least = min(costs)
+    ties = [at for at, cost in enumerate(costs) if cost == least]
     chosen = ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
     if len(ties) > 1:
         reason = f"{reason}, drawn among {len(ties)} equals"
-    return Choice(chosen.candidate, reason, scored)
+    return Choice(prices.candidates[chosen], reason, prices)
 
 
-def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> list[Scored]:
-    scored = []
-    factors = _taint_factors(query, candidates)
-    for candidate, factor in zip(candidates, factors, strict=True):
-        load = view.book.load(candidate.placement, view.now)
-        block_size = block_size_of(query, candidate.instance.block_size)
-        scored.append(Scored(candidate, load_cost(load, block_size, factor), load))
-    return scored
+def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
+    loads = [view.load(c.placement) for c in candidates]
+    costs = [
+        load_cost(load, block_size_of(query, c.instance.block_size), factor)
+        for c, load, factor in zip(
+            candidates, loads, _taint_factors(query, candidates), strict=True
+        )
+    ]
+    return Prices(candidates, costs, loads)
 
 
 def _taint_factors(query: Query, candidates: Sequence[Candidate]) -> list[float]:

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -50,10 +50,10 @@ from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Placement
 from router_svc.tracing import SPANS, DecisionSpans
+from tests.living import WAIT_S, end, living, until
 
 NS = "default"
 FRONTEND = 77
-WAIT_S = 10.0
 B = 16
 MESH_KEY = "secret"
 PART = Partition("m", B, SCHEME_ID)
@@ -105,38 +105,16 @@ async def router(store: MemoryStore, **knobs: Any) -> AsyncIterator[Running]:
         rng=Random(1),
     )
     life = Life(Health())
-    await app.start(life)
-    await app.register()
-    running = Running(app, life)
-    try:
-        yield running
-    finally:
-        await running.channel.close()
-        await close(running)
-
-
-async def close(running: Running) -> None:
-    """End a router as the lifecycle does; once is enough."""
-    if running.life.draining:
-        return
-    await running.app.deregister()
-    await running.app.drain(0)
-    running.life.drain("test over")
-    assert await running.life.cancel_tasks(WAIT_S) == []
-    await running.app.close()
+    async with living(app, life):
+        running = Running(app, life)
+        async with running.channel:
+            yield running
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
     given: dict[str, Any] = {"model": "m", "block_size": B, "kv_index": "events", **facts}
     # Nobody listens there: a router that forwarded anything would fail.
     return Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
-
-
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
 
 
 class Bed:
@@ -157,25 +135,12 @@ class Bed:
         await sees(running, *(instance.id for instance in instances))
 
     async def indexer(self) -> IndexerApp:
-        life = Life(Health())
         app = IndexerApp(IndexerConfig(registry="memory"), registry=MemoryRegistry(self.store))
-        await app.start(life)
-        await app.register()
-
-        async def end() -> None:
-            await app.deregister()
-            await app.drain(0)
-            life.drain("test over")
-            assert await life.cancel_tasks(WAIT_S) == []
-            await app.close()
-
-        self._stack.push_async_callback(end)
-        return app
+        return await self._stack.enter_async_context(living(app))
 
     async def publish(self, app: IndexerApp, worker_id: int, blocks: np.ndarray[Any, Any]) -> Any:
         """Opens a publication of a worker that stores the blocks and reports a load."""
-        channel = rpc.channel(app.address)
-        self._stack.push_async_callback(channel.close)
+        channel = await self._stack.enter_async_context(rpc.channel(app.address))
         call: Any = indexer_pb2_grpc.IndexerServiceStub(channel).Publish()
         await self._stack.enter_async_context(rpc.cancelling(call))
         source = Source(worker_id)
@@ -368,7 +333,7 @@ async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed
             assert entry.address == running.app.address
             endpoint = EndpointId(NS, "router", ENDPOINT)
             assert entry.network_name == ModelNetworkName.from_local(endpoint, entry.id)
-        await close(first)
+        await end(first.app, first.life)
         async with asyncio.timeout(WAIT_S):
             while len(watch.current.of("router")) == 2:
                 await watch.next()
@@ -451,10 +416,9 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
         await bed.registry.register(worker(worker_id))
         await bed.publish(indexer, worker_id, chain[:depth])
     await until(lambda: indexer.ingest.feed.blocks == 290, "both are published")
-    channel = rpc.channel(indexer.address)
-    stub = indexer_pb2_grpc.IndexerServiceStub(channel)
     copy = IndexFeed()
-    try:
+    async with rpc.channel(indexer.address) as channel:
+        stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         call: Any = stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S)
         async for told in call:
             chunk = chunk_from_proto(told.chunk)
@@ -466,8 +430,6 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
             expected = indexer.ingest.feed.match(PART, chain[:depth])
             assert len(expected) == 2
             assert copy.match(PART, chain[:depth]) == expected
-    finally:
-        await channel.close()
 
 
 @pytest.mark.row("S1-49")
@@ -475,17 +437,14 @@ async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(b
     indexer = await bed.indexer()
     running = await bed.router(overlap_score_credit=0.0)
     await bed.add(running, worker(7, kv_index="none"))
-    channel = rpc.channel(indexer.address)
-    stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-    try:
+    async with rpc.channel(indexer.address) as channel:
+        stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         call: Any = stub.Dump(indexer_pb2.DumpRequest(worker_id=7), timeout=WAIT_S)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call.read()
         error = from_rpc_error(failed.value)
         assert isinstance(error, NotFound)
         assert error.field == "worker_id"
-    finally:
-        await channel.close()
     (row,) = (await running.unary("Dump", pb.DumpRequest())).workers
     assert (row.source_state, row.source_reason) == (
         "none",
@@ -525,7 +484,7 @@ async def test_closing_one_router_leaves_a_second_one_working(bed: Bed) -> None:
     for running in (first, second):
         feed = running.app.index.feed
         await until(lambda feed=feed: feed.blocks == 8, "the blocks are there")  # type: ignore[misc]
-    await close(first)
+    await end(first.app, first.life)
     await until(lambda: len(indexer.ingest.subscribers) == 1, "the first has left the indexer")
     routers = (await bed.registry.snapshot(NS)).of("router")
     assert [instance.id for instance in routers] == [second.app.instance_id]
@@ -543,7 +502,7 @@ async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed
     await until(lambda: len(indexer.ingest.subscribers) == 1, "it follows the indexer")
     mine = asyncio.create_task(asyncio.Event().wait())
     try:
-        await close(running)
+        await end(running.app, running.life)
         await until(lambda: not indexer.ingest.subscribers, "its call has ended")
         assert not mine.done()
         connected = running.app.metrics.registry.get_sample_value("kvmesh_router_index_connected")

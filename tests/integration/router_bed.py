@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from random import Random
 from types import MappingProxyType
@@ -23,21 +23,11 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
+from tests.living import WAIT_S, Clock, living, until
 
 NS = "default"
 FRONTEND = 77
-WAIT_S = 20.0
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class RouterBed:
@@ -68,13 +58,16 @@ class RouterBed:
         self._query = query
         self._worker = worker
 
+    async def add(self, *instances: Instance) -> None:
+        for instance in instances:
+            self.leases[instance.id] = await self.registry.register(instance)
+        await self.sees(*(instance.id for instance in instances))
+
     async def add_workers(self, *worker_ids: int, **facts: Any) -> None:
-        for worker_id in worker_ids:
-            given: dict[str, Any] = {"model": "m", "block_size": 16, **self._worker, **facts}
-            self.leases[worker_id] = await self.registry.register(
-                Instance(worker_id, NS, "worker", "", "127.0.0.1:1", **given)
-            )
-        await self.sees(*worker_ids)
+        given: dict[str, Any] = {"model": "m", "block_size": 16, **self._worker, **facts}
+        await self.add(
+            *(Instance(one, NS, "worker", "", "127.0.0.1:1", **given) for one in worker_ids)
+        )
 
     async def sees(self, *worker_ids: int) -> None:
         fleet = self.router.fleet
@@ -119,19 +112,7 @@ class RouterBed:
         """As by SIGKILL: connections break, nobody is told, discovery still shows it."""
         self.is_running = False
         await self.app._server.stop(None)
-        await self._end_tasks("killed")
-
-    async def end(self) -> None:
-        await self.channel.close()
-        if self.is_running:
-            await self.app.deregister()
-            await self.app.drain(0)
-            await self._end_tasks("test over")
-        await self.app.close()
-        await self.registry.close()
-
-    async def _end_tasks(self, why: str) -> None:
-        self.life.drain(why)
+        self.life.drain("killed")
         assert await self.life.cancel_tasks(WAIT_S) == []
 
 
@@ -200,24 +181,18 @@ def error_of(result: pb.NewResult) -> MeshError:
     return error_from_proto(result.error)
 
 
-async def until(condition: Callable[[], object], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
-
-
 @asynccontextmanager
 async def running(
     watched: MemoryRegistry | None = None,
     *,
     store: MemoryStore | None = None,
+    registered: bool = True,
     query: Mapping[str, Any] = NOTHING,
     worker: Mapping[str, Any] = NOTHING,
     **knobs: Any,
 ) -> AsyncIterator[RouterBed]:
     """watched: the router's registry; by default it shares its store with the tests' own.
-    store: to be shared with other routers. query, worker: see RouterBed.
+    store: to be shared with other routers. registered: see `living`. query, worker: see RouterBed.
     """
     store, clock = store or MemoryStore(), Clock()
     app = RouterApp(
@@ -226,12 +201,11 @@ async def running(
         rng=Random(1),
         clock=clock,
     )
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    bed = RouterBed(app, MemoryRegistry(store), life, clock, query, worker)
-    try:
-        yield bed
-    finally:
-        await bed.end()
+    life, registry = Life(Health()), MemoryRegistry(store)
+    async with living(app, life, registered=registered):
+        bed = RouterBed(app, registry, life, clock, query, worker)
+        try:
+            yield bed
+        finally:
+            await bed.channel.close()
+            await registry.close()

@@ -11,17 +11,16 @@ import httpx
 from common import rpc
 from common.card import Artifact, ModelCard
 from common.instances import Instance
-from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, MemoryStore
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from tests.living import WAIT_S, living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.sim_engine import SIM_MODEL_DIR
 
 NS = "default"
-WAIT_S = 20.0
 TRICKLE_S = 0.02
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
@@ -74,23 +73,6 @@ async def trickling(store: MemoryStore) -> AsyncIterator[Trickler]:
         await registry.close()
 
 
-@asynccontextmanager
-async def running(app: FrontendApp | WorkerApp) -> AsyncIterator[None]:
-    life = Life(Health())
-    await app.start(life)
-    await life.health.open(True)
-    await app.register()
-    try:
-        yield
-    finally:
-        life.drain("the test is over")
-        await app.deregister()
-        if isinstance(app, FrontendApp):
-            await app.drain(1.0)
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
-
-
 async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     loop = asyncio.get_running_loop()
     by = loop.time() + WAIT_S
@@ -105,7 +87,7 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
         peer = await ended.enter_async_context(trickling(store))
         config = FrontendConfig(registry="memory", http_port=0)
         frontend = FrontendApp(config, registry=MemoryRegistry(store))
-        await ended.enter_async_context(running(frontend))
+        await ended.enter_async_context(living(frontend, grace_s=1.0))
         http = await ended.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{frontend.http_address}", trust_env=False)
         )
@@ -123,7 +105,7 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
         await until(has_begun, "the files of the slow one trickle in")
         health = (await http.get("/health")).json()
         assert health["models_not_ready"] == {"slow": "its card is being loaded"}
-        async with running(
+        async with living(
             WorkerApp(
                 WorkerConfig(registry="memory", speedup=0.0, loras=("french",)),
                 registry=MemoryRegistry(store),

@@ -53,6 +53,9 @@ def main(kind):
     name = flags.get("--stable-name", kind)
     mode = Path(name + ".mode").read_text() if Path(name + ".mode").exists() else ""
     note("pids", f"{name} {os.getpid()}")
+    if mode == "refuse":
+        print("worker: the configuration cannot be used:\\n  --x: must be y", flush=True)
+        sys.exit(2)
     if mode == "crash":
         print("boom: no such model", flush=True)
         sys.exit(3)
@@ -183,8 +186,8 @@ def pidfd(pid: int) -> Iterator[int]:
         os.close(fd)
 
 
-def all_gone(fds: list[int], within_s: float) -> bool:
-    """Whether every process ended."""
+def all_gone(fds: list[int], within_s: float = WAIT_S) -> bool:
+    """Whether every process ended. By themselves they would after a minute."""
     deadline = time.monotonic() + within_s
     return all(select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0] for fd in fds)
 
@@ -196,7 +199,9 @@ async def test_a_mesh_comes_up_answers_a_sample_and_goes_down(folder: Path) -> N
     for name in ("frontend-0", "router-0", "worker-0", "worker-1"):
         assert f"{name} " in shown
     assert "hello from the mesh\n" in shown
-    assert "/v1/chat/completions -H" in shown
+    # Advice for a mesh that stays.
+    assert "/v1/chat/completions -H" not in shown
+    assert "Ctrl-C" not in shown
     assert "\x1b" not in shown
     assert mesh.notes("ended")[:2] == ["frontend-0", "router"]
     assert sorted(mesh.notes("ended")[2:]) == ["worker-0", "worker-1"]
@@ -242,7 +247,7 @@ async def test_what_a_dead_service_had_started_dies_with_it(folder: Path) -> Non
             assert fds
             os.kill(mesh.pids("worker-0")[0], signal.SIGKILL)
             await mesh.line("worker-0", "died")
-            assert all_gone(fds, 1.0)
+            assert all_gone(fds)
 
 
 async def test_a_crash_loop_at_the_start_is_given_up_with_the_end_of_the_log(folder: Path) -> None:
@@ -251,10 +256,23 @@ async def test_a_crash_loop_at_the_start_is_given_up_with_the_end_of_the_log(fol
         assert await mesh.end() == 1
         errors = await mesh.errors()
     assert "worker-1 was started 5 times and was never ready" in errors
-    assert errors.count("boom: no such model") == 1
+    # At the first death and at the end.
+    assert errors.count("  | boom: no such model\n") == 2
     assert len(mesh.pids("worker-1")) == 5
     assert "worker-0" in mesh.notes("ended")
     assert mesh.registered() == []
+
+
+async def test_a_configuration_that_is_refused_ends_the_mesh_at_once(folder: Path) -> None:
+    (folder / "worker-1.mode").write_text("refuse")
+    async with meshctl(folder) as mesh:
+        assert await mesh.end() == 1
+        errors = await mesh.errors()
+    assert errors == (
+        "  | worker: the configuration cannot be used:\n  |   --x: must be y\n"
+        "meshctl: worker-1 cannot be used as it is configured\n"
+    )
+    assert len(mesh.pids("worker-1")) == 1
 
 
 async def test_ctrl_c_reaches_the_services_in_order_and_through_the_supervisor_only(
@@ -280,7 +298,7 @@ async def test_a_second_ctrl_c_kills_at_once(folder: Path) -> None:
             await mesh.line("draining")
             mesh.process.send_signal(signal.SIGINT)
             assert await mesh.end() == 128 + signal.SIGINT
-            assert all_gone(fds, 1.0)
+            assert all_gone(fds)
     assert set(mesh.notes("ended")) <= {"frontend-0"}
 
 
@@ -290,7 +308,7 @@ async def test_a_supervisor_that_is_killed_leaves_no_child_behind(folder: Path) 
         with watched(mesh.pids()) as fds:
             assert len(fds) == 4
             mesh.process.kill()
-            assert all_gone(fds, 2.0)
+            assert all_gone(fds)
     # They were told, and could drain.
     assert sorted(mesh.notes("ended")) == ["frontend-0", "router", "worker-0", "worker-1"]
 
@@ -308,7 +326,8 @@ async def test_a_port_in_use_is_said_before_anything_is_started(folder: Path) ->
 
 async def test_a_second_mesh_in_the_same_folder_is_refused(folder: Path) -> None:
     async with meshctl(folder) as first:
-        await first.line("stop ")
+        await first.line("/v1/chat/completions -H")
+        await first.line("stop ", "Ctrl-C drains")
         async with meshctl(folder) as second:
             assert await second.end() == 2
             assert f"meshctl (pid {first.process.pid})" in await second.errors()

@@ -14,7 +14,8 @@ from common.registry import MemoryStore
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.affinity import SessionName
-from tests.integration.router_bed import FRONTEND, RouterBed, key, query_of, running, until
+from tests.integration.router_bed import FRONTEND, RouterBed, key, query_of, running
+from tests.living import until
 
 WORKERS = tuple(range(1, 9))
 TTL_S = 60.0

@@ -24,7 +24,6 @@ from kvmesh.types.v1 import request_pb2
 from router_svc.core.fleet import Placement
 from router_svc.core.load import Totals
 from tests.integration.router_bed import (
-    WAIT_S,
     RouterBed,
     Session,
     error_of,
@@ -32,8 +31,8 @@ from tests.integration.router_bed import (
     new,
     query_of,
     running,
-    until,
 )
+from tests.living import WAIT_S, until
 
 BATCH = 1000
 TOKENS = 2 * BATCH  # One such prompt makes a worker busy.

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -23,22 +22,16 @@ from common.errors import InvalidRequest, Unavailable
 from common.instances import Instance
 from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
 from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
-from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, MemoryStore
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2 as pb
-from kvmesh.router.v1 import router_pb2_grpc
 from kvmesh.types.v1 import load_pb2
-from router_svc.app import RouterApp
-from router_svc.config import RouterConfig
 from router_svc.core.fleet import Placement
 from router_svc.tracing import SPANS, DecisionSpans
+from tests.integration.router_bed import NS, RouterBed, key, running
+from tests.living import living, until
 
-NS = "default"
-FRONTEND = 77
-WAIT_S = 10.0
 B = 16
 MESH_KEY = "secret"
 PART = Partition("m", B, SCHEME_ID)
@@ -79,76 +72,9 @@ class FakeIndexer(indexer_pb2_grpc.IndexerServiceServicer):
         return Instance(self.instance_id, NS, "indexer", "", f"127.0.0.1:{self.port}")
 
 
-class Bed:
-    """A router, its registry, a channel to it; time passes when a test says so."""
-
-    def __init__(self, app: RouterApp, registry: MemoryRegistry, clock: list[float]) -> None:
-        self.app = app
-        self.registry = registry
-        self.clock = clock
-        self.channel = rpc.channel(app.address)
-        self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
-
-    async def add(self, *instances: Instance) -> None:
-        for instance in instances:
-            await self.registry.register(instance)
-        fleet = self.app.router.fleet
-        await until(lambda: all(fleet.is_present(i.id) for i in instances), "the router sees them")
-
-    async def unary(self, method: str, request: Any) -> Any:
-        return await rpc.unary(getattr(self.stub, method), request, timeout_s=WAIT_S)
-
-    async def place(self, number: int, query: pb.Query, traceparent: str = "") -> pb.NewResult:
-        """Through a session of its own."""
-        call: Any = self.stub.Session()
-        async with rpc.cancelling(call), asyncio.timeout(WAIT_S):
-            await call.write(pb.SessionRequest(hello=pb.SessionHello(frontend_id=FRONTEND)))
-            key = pb.BookingKey(request_id=f"r{number}")
-            new = pb.New(id=number, key=key, query=query, traceparent=traceparent)
-            await call.write(pb.SessionRequest(news=[new]))
-            while not (frame := await call.read()).results:
-                pass
-            result: pb.NewResult = frame.results[0]
-            return result
-
-    async def explain(self, query: pb.Query) -> pb.ExplainResponse:
-        answer: pb.ExplainResponse = await self.unary("Explain", pb.ExplainRequest(query=query))
-        return answer
-
-    def depth(self, worker_id: int, hashes: Hashes) -> int:
-        rows = self.app.index.feed.match(PART, hashes)
-        return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
-
-
-@asynccontextmanager
-async def running(**knobs: Any) -> AsyncIterator[Bed]:
-    store, clock = MemoryStore(), [1000.0]
-    registry = MemoryRegistry(store)
-    app = RouterApp(
-        RouterConfig(registry="memory", mesh_key=MESH_KEY, **knobs),
-        registry=MemoryRegistry(store),
-        rng=Random(1),
-        clock=lambda: clock[0],
-    )
-    life = Life(Health())
-    await app.start(life)
-    await app.register()
-    bed = Bed(app, registry, clock)
-    try:
-        yield bed
-    finally:
-        await bed.channel.close()
-        await app.deregister()
-        await app.drain(0)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
-        await registry.close()
-
-
 @pytest.fixture
-async def bed() -> AsyncIterator[Bed]:
-    async with running() as bed:
+async def bed() -> AsyncIterator[RouterBed]:
+    async with running(mesh_key=MESH_KEY) as bed:
         yield bed
 
 
@@ -162,11 +88,24 @@ async def indexer(instance_id: int = 900) -> AsyncIterator[FakeIndexer]:
         await fake.server.stop(None)
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = asyncio.get_running_loop().time() + WAIT_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"never: {what}"
-        await asyncio.sleep(0.002)
+async def place(
+    bed: RouterBed, number: int, query: pb.Query, traceparent: str = ""
+) -> pb.NewResult:
+    """Through a session of its own."""
+    async with bed.session() as session:
+        asked = pb.New(id=number, key=key(number), query=query, traceparent=traceparent)
+        await session.send(news=[asked])
+        return (await session.results(1))[0]
+
+
+async def explain(bed: RouterBed, query: pb.Query) -> pb.ExplainResponse:
+    answer: pb.ExplainResponse = await bed.unary("Explain", pb.ExplainRequest(query=query))
+    return answer
+
+
+def depth(bed: RouterBed, worker_id: int, hashes: Hashes) -> int:
+    rows = bed.app.index.feed.match(PART, hashes)
+    return next((r.device_blocks for r in rows if r.source.worker_id == worker_id), 0)
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
@@ -206,14 +145,14 @@ def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
     )
 
 
-async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), worker(3), fake.instance)
         fake.tell(trusted(1), trusted(2), trusted(3), stores(2, hashes[:8]))
-        await until(lambda: bed.depth(2, hashes) == 8, "the replica has the blocks")
-        decision = (await bed.place(1, query(prompt))).decision
+        await until(lambda: depth(bed, 2, hashes) == 8, "the replica has the blocks")
+        decision = (await place(bed, 1, query(prompt))).decision
         assert decision.worker.worker_id == 2
         assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
         (booking,) = (await bed.unary("Dump", pb.DumpRequest())).bookings
@@ -221,13 +160,13 @@ async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: Bed) ->
 
 
 @pytest.mark.row("S1-67", "S1-72")
-async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> None:
+async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed) -> None:
     prompt = tokens(10 * B + 3)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2, loras=frozenset({"mine"})), fake.instance)
         hashes = HASHER.prefix_hashes(prompt)
         fake.tell(trusted(2), stores(2, hashes))
-        await until(lambda: bed.depth(2, hashes) == 10, "the replica has the blocks")
+        await until(lambda: depth(bed, 2, hashes) == 10, "the replica has the blocks")
         asked = pb.Query(model="m", token_ids=prompt)
         decision = (await bed.unary("Route", pb.RouteRequest(query=asked))).decision
         assert (decision.worker.worker_id, decision.overlap_blocks) == (2, 10)
@@ -243,21 +182,21 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: Bed) -> N
 
 
 @pytest.mark.row("S1-84", "S1-86")
-async def test_potential_loads_know_what_each_worker_holds(bed: Bed) -> None:
+async def test_potential_loads_know_what_each_worker_holds(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), fake.instance)
         fake.tell(trusted(1), stores(1, hashes[:4]))
-        await until(lambda: bed.depth(1, hashes) == 4, "the replica has the blocks")
+        await until(lambda: depth(bed, 1, hashes) == 4, "the replica has the blocks")
         request = pb.PotentialLoadsRequest(query=pb.Query(model="m", token_ids=prompt))
         rows = (await bed.unary("PotentialLoads", request)).loads
         assert {r.worker.worker_id: r.potential_prefill_tokens for r in rows} == {1: 96, 2: 160}
-        answer = await bed.explain(request.query)
+        answer = await explain(bed, request.query)
         assert {r.worker.worker_id: r.overlap_blocks for r in answer.candidates} == {1: 4, 2: 0}
 
 
-async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
+async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -270,10 +209,10 @@ async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
                 source=source_to_proto(Source(1)), load=load_pb2.Load(running=1, kv_used_blocks=2)
             ),
         )
-        book = bed.app.router.book
+        book = bed.router.book
         await until(lambda: book.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in")
-        bed.clock[0] += 0.25
-        answer = await bed.explain(query(prompt))
+        bed.clock.now += 0.25
+        answer = await explain(bed, query(prompt))
         rows = {row.worker.worker_id: row for row in answer.candidates}
         one, two, three = rows[1], rows[2], rows[3]
         assert answer.candidates[0] == one
@@ -288,27 +227,29 @@ async def test_an_explanation_names_terms_states_and_ages(bed: Bed) -> None:
         assert (three.source_state, three.HasField("source_age_ms")) == ("none", False)
 
 
-async def test_workers_that_do_not_publish_hold_nothing(bed: Bed) -> None:
+async def test_workers_that_do_not_publish_hold_nothing(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1, kv_index="none"), worker(2, kv_index="approx"), fake.instance)
         fake.tell(trusted(1), stores(1, hashes), trusted(2), stores(2, hashes))
-        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
-        answer = await bed.explain(query(prompt))
+        await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
+        answer = await explain(bed, query(prompt))
         assert [row.overlap_blocks for row in answer.candidates] == [0, 0]
         assert "no worker publishes KV events" in answer.decision.reasons[0]
 
 
-async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(bed: Bed) -> None:
+async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(
+    bed: RouterBed,
+) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer(900) as first:
         await bed.add(worker(1), worker(2), first.instance)
         first.tell(trusted(2), stores(2, hashes))
-        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
+        await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
     await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
-    answer = await bed.explain(query(prompt))
+    answer = await explain(bed, query(prompt))
     assert answer.candidates[0].source_state == "stale"
     assert answer.decision.worker.worker_id == 2
     async with indexer(901) as second:
@@ -319,51 +260,51 @@ async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(bed
         assert (resume.source.worker_id, resume.sequence) == (2, 1)
         second.tell(trusted(2))
         await until(lambda: bed.app.index.indexer_id == 901, "it follows the other")
-        assert (await bed.explain(query(prompt))).candidates[0].source_state == "exact"
+        assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
-async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: Bed) -> None:
+async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), fake.instance)
         fake.tell(trusted(2), stores(2, hashes))
-        await until(lambda: bed.depth(2, hashes) == 4, "the replica has the blocks")
+        await until(lambda: depth(bed, 2, hashes) == 4, "the replica has the blocks")
     await until(lambda: bed.app.index.indexer_id is None, "the indexer is lost")
-    bed.clock[0] += 10.5
-    await until(lambda: bed.depth(2, hashes) == 0, "the grace is over")
-    assert (await bed.place(1, query(prompt))).decision.overlap_blocks == 0
+    bed.clock.now += 10.5
+    await until(lambda: depth(bed, 2, hashes) == 0, "the grace is over")
+    assert (await place(bed, 1, query(prompt))).decision.overlap_blocks == 0
 
 
-async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: Bed) -> None:
+async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: RouterBed) -> None:
     meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
     await bed.add(
         worker(1, role="prefill", dp_size=2, **meeting),
         worker(11, role="decode", local_prefill=False),
     )
     asked = query(tokens(4 * B))
-    decision = (await bed.place(1, asked)).decision
+    decision = (await place(bed, 1, asked)).decision
     assert (decision.prefill.worker_id, decision.worker.worker_id) == (1, 11)
     assert decision.bootstrap.bootstrap_host == "p"
     assert decision.bootstrap.bootstrap_room % 2 == decision.prefill.dp_rank
-    answer = await bed.explain(asked)
+    answer = await explain(bed, asked)
     assert [row.leg for row in answer.candidates] == ["prefill", "prefill", "decode"]
     await bed.registry.deregister(NS, 1)
-    await until(lambda: not bed.app.router.fleet.is_present(1), "prefill is gone")
-    error = error_from_proto((await bed.place(2, asked)).error)
+    await until(lambda: not bed.router.fleet.is_present(1), "prefill is gone")
+    error = error_from_proto((await place(bed, 2, asked)).error)
     assert isinstance(error, Unavailable)
     assert error.reason == "NO_PREFILL_WORKER"
 
 
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_burst_of_one_prompt_is_shared_out_although_one_holds_it(bed: Bed) -> None:
+async def test_a_burst_of_one_prompt_is_shared_out_although_one_holds_it(bed: RouterBed) -> None:
     prompt = tokens(8 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(2), worker(3), worker(4), fake.instance)
         fake.tell(trusted(1), stores(1, hashes))
-        await until(lambda: bed.depth(1, hashes) == 8, "the replica has the blocks")
-        answers = await asyncio.gather(*(bed.place(n, query(prompt)) for n in range(40)))
+        await until(lambda: depth(bed, 1, hashes) == 8, "the replica has the blocks")
+        answers = await asyncio.gather(*(place(bed, n, query(prompt)) for n in range(40)))
         shares = [a.decision.worker.worker_id for a in answers]
         assert max(map(shares.count, (1, 2, 3, 4))) <= 16
         assert min(map(shares.count, (1, 2, 3, 4))) >= 6
@@ -378,17 +319,17 @@ def spans() -> tuple[InMemorySpanExporter, trace.Tracer]:
 
 @pytest.mark.row("S1-75")
 async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
-    bed: Bed, spans: tuple[InMemorySpanExporter, trace.Tracer]
+    bed: RouterBed, spans: tuple[InMemorySpanExporter, trace.Tracer]
 ) -> None:
     exporter, tracer = spans
-    bed.app._service.decisions.spans = DecisionSpans(tracer)
+    bed.decisions.spans = DecisionSpans(tracer)
     await bed.add(worker(1))
     asked = query(tokens(2 * B))
-    await bed.place(1, asked, f"00-{TRACE_ID}-{SPAN_ID}-00")
-    await bed.place(2, asked)
-    await bed.place(3, asked, "nonsense")
+    await place(bed, 1, asked, f"00-{TRACE_ID}-{SPAN_ID}-00")
+    await place(bed, 2, asked)
+    await place(bed, 3, asked, "nonsense")
     assert exporter.get_finished_spans() == (), "not sampled, no trace, no traceparent"
-    await bed.place(4, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    await place(bed, 4, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
     finished = exporter.get_finished_spans()
     assert tuple(span.name for span in finished) == SPANS
     for span in finished:
@@ -403,42 +344,39 @@ async def test_a_sampled_request_gets_the_stages_of_its_decision_as_spans(
     assert (facts["request_id"], facts["worker_id"], facts["isl_tokens"]) == ("r4", "1", 32)
     exporter.clear()
     asked.model = "nope"
-    await bed.place(5, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
+    await place(bed, 5, asked, f"00-{TRACE_ID}-{SPAN_ID}-01")
     failed = exporter.get_finished_spans()[-1]
     assert failed.name == "kv_router.schedule"
     assert failed.status.status_code is trace.StatusCode.ERROR
 
 
 @pytest.mark.row("S1-17", "S1-76")
-async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Bed) -> None:
+async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
         await bed.add(worker(1), worker(11, role="decode"), fake.instance)
         fake.tell(trusted(1), stores(1, hashes[:4]), trusted(2, "gapped"))
-        await until(lambda: bed.depth(1, hashes) == 4, "the replica has the blocks")
+        await until(lambda: depth(bed, 1, hashes) == 4, "the replica has the blocks")
         await until(lambda: len(bed.app.index.feed.sources()) == 2, "and the other source")
-        await bed.place(1, query(prompt))
+        await place(bed, 1, query(prompt))
         with pytest.raises(InvalidRequest):
             await bed.unary("Route", pb.RouteRequest(query=pb.Query()))
 
-        def value(name: str, **labels: str) -> float | None:
-            return bed.app.metrics.registry.get_sample_value(f"kvmesh_router_{name}", labels)
-
         for stage in ("block_hashes", "find_matches", "schedule", "total"):
-            assert value("overhead_seconds_count", stage=stage) == 1, "of successes only"
-        assert value("prompt_blocks_total") == 10
-        assert value("overlap_blocks_total") == 4
-        assert value("aggregated_fallbacks_total", reason="no_prefill_worker") == 1
-        assert value("index_connected") == 1
-        assert value("index_blocks") == 4
-        assert value("index_sources", state="exact") == 1
-        assert value("index_sources", state="gapped") == 1
-        assert value("stale_reports") == 0
+            assert bed.metric("overhead_seconds_count", stage=stage) == 1, "of successes only"
+        assert bed.metric("prompt_blocks_total") == 10
+        assert bed.metric("overlap_blocks_total") == 4
+        assert bed.metric("aggregated_fallbacks_total", reason="no_prefill_worker") == 1
+        assert bed.metric("index_connected") == 1
+        assert bed.metric("index_blocks") == 4
+        assert bed.metric("index_sources", state="exact") == 1
+        assert bed.metric("index_sources", state="gapped") == 1
+        assert bed.metric("stale_reports") == 0
 
 
 @pytest.mark.row("S1-14")
-async def test_the_knobs_of_one_request_change_its_decision(bed: Bed) -> None:
+async def test_the_knobs_of_one_request_change_its_decision(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -450,60 +388,43 @@ async def test_the_knobs_of_one_request_change_its_decision(bed: Bed) -> None:
                 source=source_to_proto(Source(1)), load=load_pb2.Load(kv_used_blocks=2)
             ),
         )
-        await until(lambda: bed.depth(1, hashes) == 10, "the replica has the blocks")
+        await until(lambda: depth(bed, 1, hashes) == 10, "the replica has the blocks")
         asked = query(prompt)
-        assert (await bed.explain(asked)).decision.worker.worker_id == 1
+        assert (await explain(bed, asked)).decision.worker.worker_id == 1
         asked.config_override.overlap_score_credit = 0.0
         await until(
-            lambda: bed.app.router.book.load(Placement(1, 0), bed.clock[0]).decode_blocks == 2,
+            lambda: bed.router.book.load(Placement(1, 0), bed.clock.now).decode_blocks == 2,
             "the load is known",
         )
-        assert (await bed.explain(asked)).decision.worker.worker_id == 2
+        assert (await explain(bed, asked)).decision.worker.worker_id == 2
         asked.config_override.router_temperature = -1.0
         with pytest.raises(InvalidRequest) as refused:
-            await bed.explain(asked)
+            await explain(bed, asked)
         assert refused.value.field == "query.config_override.router_temperature"
 
 
-async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: Bed) -> None:
+async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: RouterBed) -> None:
     await bed.add(worker(1), worker(2))
-    decision = (await bed.place(1, query(tokens(2 * B)))).decision
+    decision = (await place(bed, 1, query(tokens(2 * B)))).decision
     assert decision.overlap_blocks == 0
-    answer = await bed.explain(query(tokens(2 * B)))
+    answer = await explain(bed, query(tokens(2 * B)))
     assert {row.source_state for row in answer.candidates} == {"none"}
 
 
-async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: Bed) -> None:
+async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: RouterBed) -> None:
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):
-        assert (await bed.place(number, query(tokens(B)))).decision.worker.worker_id == 1
+        assert (await place(bed, number, query(tokens(B)))).decision.worker.worker_id == 1
 
 
-@asynccontextmanager
-async def real_indexer(bed: Bed) -> AsyncIterator[IndexerApp]:
-    """An indexer of the mesh's own, in the bed's registry."""
-    life = Life(Health())
-    app = IndexerApp(IndexerConfig(registry="memory"), registry=bed.registry)
-    await app.start(life)
-    await app.register()
-    try:
-        yield app
-    finally:
-        await app.deregister()
-        await app.drain(0)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
-        await app.close()
-
-
-async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: Bed) -> None:
+async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with AsyncExitStack() as stack:
-        app = await stack.enter_async_context(real_indexer(bed))
+        config = IndexerConfig(registry="memory")
+        app = await stack.enter_async_context(living(IndexerApp(config, registry=bed.registry)))
         await bed.add(worker(1), worker(2))
-        channel = rpc.channel(app.address)
-        stack.push_async_callback(channel.close)
+        channel = await stack.enter_async_context(rpc.channel(app.address))
         call: Any = indexer_pb2_grpc.IndexerServiceStub(channel).Publish()
         await stack.enter_async_context(rpc.cancelling(call))
         hello = indexer_pb2.PublishHello(
@@ -517,14 +438,14 @@ async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: Bed)
         ]
         await call.write(indexer_pb2.PublishRequest(hello=hello))
         await call.write(indexer_pb2.PublishRequest(batch=batches[0]))
-        await until(lambda: bed.depth(2, hashes) == 3, "the first batch has come through")
+        await until(lambda: depth(bed, 2, hashes) == 3, "the first batch has come through")
         load = load_pb2.Load(running=1, kv_used_blocks=3)
         await call.write(indexer_pb2.PublishRequest(batch=batches[1], loads=[load]))
-        await until(lambda: bed.depth(2, hashes) == 7, "so has the second")
-        book = bed.app.router.book
+        await until(lambda: depth(bed, 2, hashes) == 7, "so has the second")
+        book = bed.router.book
         at = Placement(2, 0)
-        await until(lambda: book.load(at, bed.clock[0]).requests == 1, "and the load")
-        answer = await bed.explain(query(prompt))
+        await until(lambda: book.load(at, bed.clock.now).requests == 1, "and the load")
+        answer = await explain(bed, query(prompt))
         assert answer.decision.worker.worker_id == 2
         assert (answer.candidates[0].overlap_blocks, answer.candidates[0].source_state) == (
             7,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import signal
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
@@ -34,7 +30,6 @@ from common.errors import (
     Unavailable,
     UnknownModel,
 )
-from common.file_registry import FileRegistry
 from common.instances import Snapshot
 from common.lifecycle import Health, Life
 from common.registry import MemoryRegistry, Watch
@@ -49,18 +44,15 @@ from router_svc.service import SERVICE_NAME
 from tests.integration.router_bed import (
     FRONTEND,
     NS,
-    WAIT_S,
     RouterBed,
     Session,
     key,
     new,
     query_of,
     running,
-    until,
 )
-
-# A process starts, and ends, as fast as what a busy machine leaves it allows.
-PROCESS_S = 25.0
+from tests.integration.service_process import check_life
+from tests.living import WAIT_S, until
 
 
 def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
@@ -400,8 +392,13 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed
         assert not out.HasField("cost")
         assert out.excluded_reason
         assert out.load.active_requests == 1
-    with pytest.raises(NotFound):
+    with pytest.raises(NotFound) as unknown:
         await mesh.unary("Explain", pb.ExplainRequest(request_id="r404"))
+    for part in ("'r404'", "the last 4096", "the id of its answer", "request_id"):
+        assert part in unknown.value.message
+    for word in ("chatcmpl", "cmpl"):
+        by_answer = await mesh.unary("Explain", pb.ExplainRequest(request_id=f"{word}-r0"))
+        assert by_answer.decision == after.decision
     with pytest.raises(InvalidRequest):
         await mesh.unary("Explain", pb.ExplainRequest())
 
@@ -471,7 +468,10 @@ async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_u
     assert any("without a fleet" in line["event"] for line in logs)
 
 
-async def test_it_does_not_serve_before_the_first_snapshot() -> None:
+async def test_it_does_not_serve_before_the_first_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", WAIT_S)
     app = RouterApp(RouterConfig(registry="memory"), registry=Silent())
     life = Life(Health())
     starting = asyncio.create_task(app.start(life))
@@ -493,33 +493,7 @@ async def test_it_does_not_serve_before_the_first_snapshot() -> None:
 
 @pytest.mark.slow
 async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
-    ready, theirs = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "router_svc", "--registry-path", str(tmp_path / "registry")),
-        *("--notice-s", "0", "--ready-fd", str(theirs)),
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
-        stderr=asyncio.subprocess.PIPE,
-        pass_fds=[theirs],
-    )
-    os.close(theirs)
-    try:
-        with os.fdopen(ready) as pipe:
-            async with asyncio.timeout(PROCESS_S):
-                line = json.loads(await asyncio.to_thread(pipe.readline))
-        registry = FileRegistry(tmp_path / "registry")
-        try:
-            (entry,) = (await registry.snapshot(NS)).of("router")
-        finally:
-            await registry.close()
-        assert (str(entry.id), entry.address) == (line["instance_id"], line["addresses"]["grpc"])
-        process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(PROCESS_S):
-            _, log = await process.communicate()
-        assert process.returncode == 0, log.decode()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+    await check_life("router", tmp_path / "registry")
 
 
 class Broken(RoundRobin):
@@ -537,8 +511,9 @@ async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> 
         async with mesh.session() as session:
             for number in range(2):
                 error = error_from_proto((await session.place(number)).error)
-                assert error.kind == "BUG"
-                assert "mistake" not in error.message, "the inside is for the log"
+                assert (error.kind, error.reason) == ("BUG", "SELECTOR_FAILED")
+                assert error.retryable, "nothing ran"
+                assert error.message == "the selector 'broken' failed: it raised ZeroDivisionError"
 
 
 class NoGpu(InvalidRequest):

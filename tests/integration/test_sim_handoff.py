@@ -41,7 +41,9 @@ MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TRUTH = Truth(MODEL.word_ids, 2)
 SHIPPED = load_sim_model(SIM_MODEL_DIR)
 SHIPPED_TRUTH = Truth(SHIPPED.word_ids, SHIPPED.eos_ids[0])
-WAIT_S = 15.0
+# How soon a lost peer is noticed is proved in virtual time (test_worker_sim_handoff.py); here only
+# that it is, on real sockets.
+WAIT_S = 30.0
 Messages: TypeAlias = list[pb.GenerateResponse] | MeshError
 TOKENS = 24
 
@@ -95,8 +97,8 @@ class Engines:
             for load in engine.loads()
         )
 
-    async def check_rest(self, within_s: float) -> None:
-        await until(self.is_at_rest, "rooms closed, blocks free", within_s)
+    async def check_rest(self) -> None:
+        await until(self.is_at_rest, "rooms closed, blocks free")
         for engine in (self.prefill, self.decode):
             engine.blocks.check()
             assert (engine.counters["corrupt_pages"], engine.counters["corrupt_tokens"]) == (0, 0)
@@ -149,7 +151,7 @@ async def test_a_hundred_pairs_at_once_answer_as_an_aggregated_engine_does() -> 
 
         await asyncio.gather(*[one(number) for number in range(100)])
         assert them.is_at_rest()
-        await them.check_rest(within_s=1.0)
+        await them.check_rest()
         for engine in (them.prefill, them.decode):
             assert engine.counters["rooms_handed_over"] == 100
         assert them.prefill.counters["pages_written"] == them.decode.counters["pages_received"]
@@ -172,7 +174,7 @@ async def test_a_hundred_completed_prefills_are_decoded_as_an_aggregated_engine_
             assert tokens_of(await run(them.decode, asked)) == truth
 
         await asyncio.gather(*[one(number) for number in range(100)])
-        await them.check_rest(within_s=1.0)
+        await them.check_rest()
         assert them.endpoint.disaggregated_endpoint is None
 
 
@@ -212,7 +214,7 @@ async def test_pairs_that_are_aborted_or_dropped_at_any_time_cost_the_others_not
                     assert end.retryable
 
         await asyncio.gather(*[one(number) for number in range(150)])
-        await them.check_rest(within_s=1.0)
+        await them.check_rest()
         assert answered > 20
         assert them.decode.counters["aborts_forced"] == 0
         control = request(prompt_of(7), bootstrap_info=them.bootstrap(2**63))
@@ -246,18 +248,18 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
             case _:
                 await until(lambda: them.decode.loads()[0].running, "decode runs")
         await victim.cleanup()
-        await asyncio.wait(tasks, timeout=1.0)
+        await asyncio.wait(tasks, timeout=WAIT_S)
         lost = await tasks[0]
         is_done = role == "prefill" and phase == "decoding"
         assert isinstance(lost, list if is_done else WorkerLost)
-        await asyncio.wait(tasks, timeout=WAIT_S if is_done else 1.0)
+        await asyncio.wait(tasks, timeout=WAIT_S)
         end = tasks[1].result()
         if phase == "decoding":
             assert isinstance(end, list)
         else:
             assert isinstance(end, WorkerLost)
             assert end.retryable
-        await them.check_rest(within_s=0.5)
+        await them.check_rest()
 
 
 async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
@@ -273,14 +275,14 @@ async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
         ):
             reader, writer = await asyncio.open_connection(*address)
             writer.write(said)
-            assert await asyncio.wait_for(reader.read(), 2.0) == b""
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
-        assert await asyncio.wait_for(silent.read(), 2.0) == b""
+        assert await asyncio.wait_for(silent.read(), WAIT_S) == b""
         _silent_writer.close()
         asked = request(prompt_of(1), bootstrap_info=bootstrap)
         _, decode = await asyncio.gather(run(them.prefill, asked), run(them.decode, asked))
         assert tokens_of(decode) == TRUTH.continue_tokens(prompt_of(1), TOKENS)
-        await them.check_rest(within_s=1.0)
+        await them.check_rest()
 
 
 async def test_a_bootstrap_port_that_is_taken_refuses_to_start() -> None:
@@ -322,7 +324,7 @@ class Worker:
         while not (await self.load()).kv_used_blocks:
             assert asyncio.get_running_loop().time() < deadline, "it never holds KV"
 
-    async def rest(self, within_s: float) -> None:
+    async def rest(self, within_s: float = WAIT_S) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + within_s
         while True:
@@ -407,7 +409,7 @@ async def test_two_worker_processes_answer_a_hundred_pairs_with_the_truth(tmp_pa
             truth = SHIPPED_TRUTH.continue_tokens(prompt_of(number), TOKENS)
             assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
         for worker in (both.prefill, both.decode):
-            await worker.rest(within_s=1.0)
+            await worker.rest()
         refusal = await both.decode.generate("plain", request([1, 2, 3]))
         assert isinstance(refusal, Unavailable)
         assert refusal.reason == "NO_LOCAL_PREFILL"
@@ -424,7 +426,7 @@ async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Pat
         decode = await both.decode.generate("d", request(prompt, prefill_result=result))
         assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt, TOKENS)
         for worker in (both.prefill, both.decode):
-            await worker.rest(within_s=1.0)
+            await worker.rest()
 
 
 # A page takes 42 ms, a prompt of 320 tokens 0.84 s.
@@ -432,18 +434,15 @@ SLOW_LINK = ("--transfer-gb-per-s=0.05", "--handoff-timeout-s=1.5")
 
 
 # A stopped peer is silent for 1.5 s, and then does not answer the Abort for 2; a stopped decode
-# lets prefill write all it has first, 3.4 s, and does not acknowledge it for 1.5.
-@pytest.mark.parametrize(
-    ("victim", "how", "within_s"),
-    [
-        ("prefill", signal.SIGKILL, 0.5),
-        ("decode", signal.SIGKILL, 0.5),
-        ("prefill", signal.SIGSTOP, 4.0),
-        ("decode", signal.SIGSTOP, 5.5),
-    ],
-)
+# lets prefill write all it has first, 3.4 s, and does not acknowledge it for 1.5. The default of
+# --handoff-timeout-s would take 10 s and the Abort's 2.
+GONE_S = 10.0
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", ["prefill", "decode"])
 async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
-    tmp_path: Path, victim: str, how: signal.Signals, within_s: float
+    tmp_path: Path, victim: str, how: signal.Signals
 ) -> None:
     async with pair(tmp_path, *SLOW_LINK) as both:
         loop = asyncio.get_running_loop()
@@ -458,15 +457,22 @@ async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
         if victim == "decode":
             dead, alive = alive, dead
         dead.service.send(how)
-        await alive.rest(within_s)
+        await alive.rest(GONE_S)
         if how is signal.SIGSTOP:
             dead.service.send(signal.SIGCONT)
-            await dead.rest(within_s=3.0)
-        for prefill, decode in await asyncio.gather(*legs):
+            await dead.rest()
+        lost = 0
+        for room, (prefill, decode) in enumerate(await asyncio.gather(*legs)):
             survivor = prefill if alive is both.prefill else decode
+            if isinstance(survivor, list):  # handed over before: the machine let the test wait
+                truth = SHIPPED_TRUTH.continue_tokens([room + 1] * 320, TOKENS)
+                assert ids_of(survivor) == (truth[:1] if alive is both.prefill else truth)
+                continue
             assert isinstance(survivor, WorkerLost)
             assert survivor.retryable
             assert survivor.reason in (PEER_LOST, NO_PARTNER)
+            lost += 1
+        assert lost > 0
         if how is signal.SIGSTOP:
             _, decode = await both.answer(99, prompt_of(5))
             assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt_of(5), TOKENS)

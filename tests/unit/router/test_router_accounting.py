@@ -139,6 +139,7 @@ def test_an_announced_weight_out_of_range_is_refused_by_name(decay: float) -> No
     message = router_pb2.Booking(
         key=router_pb2.BookingKey(request_id="r"),
         frontend_id=FRONTEND,
+        model="m",
         worker=router_pb2.Placement(worker_id=1),
         revision=1,
         decay_fraction=decay,

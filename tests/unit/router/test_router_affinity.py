@@ -16,7 +16,6 @@ from common.instances import Instance, Snapshot
 from common.preprocessed import RoutingConstraints, RoutingHints, SessionAction, SessionControl
 from router_svc.core.affinity import (
     BOND_BYTES,
-    LATE_S,
     Affinity,
     Binding,
     Bond,
@@ -144,6 +143,19 @@ def test_sessions_are_told_apart_by_name_and_model() -> None:
     query = Query("other", 100, routing=hints)
     decision = bed.router.decide(query, BookingKey(1, "x", 0), 0.0, Random(0))
     assert (decision.worker.worker_id, decision.affinity) == (9, "bound")
+
+
+def test_a_session_of_an_adapter_is_not_that_of_its_base_which_other_workers_may_serve() -> None:
+    bed = Bed(worker(1), worker(2, loras=frozenset({"french"})))
+    bed.one(backend_instance_id=1)
+    assert bed.one(lora_name="french").affinity == "bound", "the base's worker does not have it"
+    for _ in range(3):
+        assert (bed.one().worker, bed.one().affinity) == (Placement(1, 0), "kept")
+        adapted = bed.one(lora_name="french")
+        assert (adapted.worker, adapted.affinity) == (Placement(2, 0), "kept")
+    bed.one(action=SessionAction.CLOSE)
+    assert len(bed.router.affinity) == 1
+    assert bed.one(lora_name="french").affinity == "kept"
 
 
 def test_a_rank_of_a_worker_is_what_a_session_is_bound_to() -> None:
@@ -326,6 +338,7 @@ def test_a_hard_session_is_served_by_its_worker_or_not_at_all() -> None:
         with pytest.raises(Unavailable) as refused:
             bed.place(**hints)
         assert refused.value.reason == "SESSION_WORKER_NOT_ELIGIBLE"
+        assert refused.value.field == "query.routing.session_control.session_id"
         assert str(bound.worker_id) in refused.value.message
     assert len(bed.router.book) == 0
     assert bed.one().worker == bound
@@ -391,7 +404,7 @@ def test_a_router_that_keeps_no_sessions_refuses_them_by_name() -> None:
     bed = Bed(session_ttl_s=0.0)
     with pytest.raises(Unsupported) as refused:
         bed.place()
-    assert refused.value.field == "query.routing.session_control"
+    assert refused.value.field == "query.routing.session_control.session_id"
     assert len(bed.router.book) == 0
 
 
@@ -582,24 +595,6 @@ def test_who_opens_a_session_binds_it_anew_also_where_it_was() -> None:
     assert (anew.revision, anew.binding) == (4, Binding(Placement(1, 0)))
 
 
-@pytest.mark.parametrize("worker_id", [None, 1])
-def test_what_others_have_just_forgotten_does_not_outvote_what_they_bound_since(
-    worker_id: int | None,
-) -> None:
-    """A router counts anew once it forgot, a moment before its peers do: simulated seed 2530."""
-    affinity = Affinity(TTL_S)
-    told: list[SessionName] = []
-    affinity.changed = told.append
-    affinity.heard(ToldBond(bond(17, worker_id), 0.0), 0.0)
-    anew = bond(1, 2, "anew")
-    affinity.heard(ToldBond(anew, 0.0), TTL_S - LATE_S - 0.01)
-    assert told == [NAME], "too early: whoever bound it has only not heard of ours"
-    affinity = Affinity(TTL_S)
-    affinity.heard(ToldBond(bond(17, worker_id), 0.0), 0.0)
-    affinity.heard(ToldBond(anew, 0.0), TTL_S - 0.01)
-    assert stay_of(affinity).last == anew
-
-
 def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
     bed = Bed()
     session = bed.router.book.open_session(FRONTEND)
@@ -615,6 +610,14 @@ def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
     assert len(bed.router.affinity) == 1
     bed.wait(2.0)
     assert len(bed.router.affinity) == 0
+
+
+def test_an_announced_booking_of_an_adapter_teaches_the_session_of_that() -> None:
+    bed = Bed(*(worker(n, loras=frozenset({"french"})) for n in (1, 2, 3, 4)))
+    held = Booking(bed.key, "m", Placement(3, 0), None, session_id="s", session_revision=2)
+    bed.router.announce(replace(held, lora_name="french"), None, 0.0)
+    assert bed.router.affinity.sessions() == [SessionName("m", "s", "french")]
+    assert bed.one(lora_name="french").worker == Placement(3, 0)
 
 
 def test_a_request_that_outlives_its_closed_session_does_not_bring_it_back() -> None:
@@ -704,7 +707,7 @@ class Naive(RuleBasedStateMachine):
         assert self.affinity.active >= len(live & self.at.keys())
 
 
-TestNaive = Naive.TestCase
+TestNaive = pytest.mark.slow(Naive.TestCase)
 TestNaive.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 

@@ -151,9 +151,15 @@ QUERY = Query("m", 100 * B, bytes(8 * 100), 1, B)
 class Bed:
     """A router whose requests are numbered."""
 
-    def __init__(self, *members: Instance, cached: dict[int, int] | None = None, **bypass: Any):
+    def __init__(
+        self,
+        *members: Instance,
+        cached: dict[int, int] | None = None,
+        selector: str = "kv",
+        **bypass: Any,
+    ):
         rules = Rules(bypass=Bypass(**{"policy": "isl_bounding", **bypass}))
-        self.router = Router(SELECTORS["kv"](), index=Depths(cached or {}), rules=rules)
+        self.router = Router(SELECTORS[selector](), index=Depths(cached or {}), rules=rules)
         self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
         self.number = 0
 
@@ -236,6 +242,15 @@ def test_requests_side_by_side_do_not_all_pass_the_same_gate() -> None:
     bed = Bed(P1, D11, cached={11: 90}, decode_busy_threshold=0.5)
     placed = [bed.place() for _ in range(10)]
     assert [d.bypass for d in placed] == ["short_prompt"] * 5 + [""] * 5
+
+
+def test_selectors_that_go_round_get_to_everybody_whom_a_bypass_may_choose() -> None:
+    """Decode workers and aggregated ones together stand in order of placement, as they expect."""
+    whole = [replace(D11, id=n, role="aggregated") for n in (3, 15)]
+    bed = Bed(
+        P1, D11, D12, *whole, cached=dict.fromkeys((3, 11, 12, 15), 90), selector="round_robin"
+    )
+    assert [bed.place().worker.worker_id for _ in range(5)] == [3, 11, 12, 15, 3]
 
 
 def test_a_pinned_prefill_is_never_bypassed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -62,7 +63,7 @@ def prices(
     leg: Leg = "whole",
     misses: RecentMisses | None = None,
     routing: RoutingHints | None = None,
-) -> list[Scored]:
+) -> Sequence[Scored]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
     view = View(book, 0.0, None, matches or {}, leg, knobs, misses)
     return price(query, [candidate(n) for n in range(1, workers + 1)], view)

@@ -8,12 +8,16 @@ from random import Random
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.errors import Bug, Conflict, InvalidRequest, MeshError, Overloaded
 from common.instances import Instance, Snapshot
 from common.load import Load
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.affinity import Binding, Bond, SessionName, ToldBond
+from router_svc.core.fleet import Placement
 from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
+from router_svc.core.picks import SELECTOR_FAILED
 from router_svc.core.queue import Parked, QueueRules
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
@@ -88,11 +92,12 @@ class Moody(LeastLoaded):
 class Desk:
     """Decisions on one worker that is busy above BATCH tokens."""
 
-    def __init__(self, selector: WorkerSelector | None = None) -> None:
+    def __init__(self, selector: WorkerSelector | None = None, **rules: Any) -> None:
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
         self.router = Router(
-            selector or SELECTORS["least_loaded"](), rules=Rules(queue=QueueRules(threshold=1.0))
+            selector or SELECTORS["least_loaded"](),
+            rules=Rules(queue=QueueRules(threshold=1.0), **rules),
         )
         self.see(BATCH)
         self.session = self.router.book.open_session(7)
@@ -106,16 +111,35 @@ class Desk:
             clock=lambda: self.now,
         )
 
-    def see(self, batch: int) -> None:
-        worker = Instance(
-            1, "mesh", "worker", "", "127.0.0.1:1", model="m", max_num_batched_tokens=batch
-        )
-        self.router.update(Snapshot(1, {1: worker}), self.now)
+    def see(self, batch: int, *ids: int) -> None:
+        workers = {
+            id: Instance(
+                id, "mesh", "worker", "", "127.0.0.1:1", model="m", max_num_batched_tokens=batch
+            )
+            for id in ids or (1,)
+        }
+        self.router.update(Snapshot(1, workers), self.now)
 
-    def ask(self, name: str, session: int | None = None, lane: int = 0) -> Decision | Parked:
-        message = router_pb2.Query(model="m", total_tokens=TOO_MUCH)
+    def hear(self, bond: Bond) -> None:
+        self.router.affinity.heard(ToldBond(bond, 0.0), self.now)
+
+    def ask(
+        self,
+        name: str,
+        session: int | None = None,
+        lane: int = 0,
+        *,
+        session_id: str = "",
+        pin: int = 0,
+        tokens: int = TOO_MUCH,
+    ) -> Decision | Parked:
+        message = router_pb2.Query(model="m", total_tokens=tokens)
         if lane:
             message.excluded_worker_ids.append(1000 + lane)
+        if session_id:
+            message.routing.session_control.session_id = session_id
+        if pin:
+            message.routing.backend_instance_id = pin
         key = BookingKey(7 if session is None else 8, name, 0)
         session = self.session if session is None else session
 
@@ -170,6 +194,34 @@ def test_who_fails_when_its_turn_comes_is_answered_and_the_router_goes_on(
     answer = desk.answers["a"]
     assert answer is mood or isinstance(answer, Bug)
     assert isinstance(desk.ask("next"), Decision)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "when its turn comes"])
+def test_what_a_selector_raises_is_logged_once_with_where_it_did_so(
+    loop: HandLoop, waits: bool
+) -> None:
+    selector, mood = Moody(), KeyError("gpus")
+    desk = Desk(selector)
+    desk.ask("first")
+    assert not waits or isinstance(desk.ask("a"), Parked)
+    desk.router.book.free(BookingKey(7, "first", 0))
+    selector.mood = mood
+    with capture_logs() as lines:
+        if waits:
+            loop.run()
+            answer = desk.answers["a"]
+        else:
+            with pytest.raises(Bug) as raised:
+                desk.ask("a")
+            answer = raised.value
+    assert isinstance(answer, Bug)
+    assert (answer.reason, answer.retryable) == (SELECTOR_FAILED, True)
+    (line,) = lines
+    assert line["exc_info"] is mood
+    assert mood.__traceback__ is not None
+    assert line["why"] == "the selector 'least_loaded' failed: it raised KeyError"
+    counted = {"selector": selector.name, "outcome": "bug"}
+    assert desk.metrics.registry.get_sample_value("kvmesh_router_decisions_total", counted) == 1
 
 
 @pytest.mark.parametrize(
@@ -329,6 +381,56 @@ def test_reliefs_do_not_keep_a_sweep_from_those_who_hold_others_up(loop: HandLoo
         if loop.due:
             loop.run()
     assert list(desk.answers) == ["r0"]
+
+
+S = SessionName("m", "s")
+LATER = 2**50  # Than any revision by the time of day.
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda desk: desk.ask("c", session_id="s", pin=2, tokens=1),
+        lambda desk: desk.hear(Bond(S, Binding(Placement(2, 0)), LATER, BookingKey(9, "c", 0))),
+        lambda desk: desk.hear(Bond(S, None, LATER, BookingKey(9, "c", 0))),
+    ],
+    ids=["by another request", "by another router", "closed by another router"],
+)
+def test_who_waits_where_its_session_was_bound_before_is_let_in_without_a_tick(
+    loop: HandLoop, move: Callable[[Desk], object]
+) -> None:
+    desk = Desk()
+    desk.see(BATCH, 1, 2)
+    assert isinstance(desk.ask("a", session_id="s", pin=1), Decision)
+    for number in range(SLICE + 1):
+        assert isinstance(desk.ask(f"b{number}", session_id="s", tokens=1), Parked)
+    assert loop.due == []
+    move(desk)
+    for _ in range(2):
+        loop.run()
+    workers = [a.worker.worker_id for a in desk.answers.values() if isinstance(a, Decision)]
+    assert workers == [2] * (SLICE + 1)
+    assert loop.due == []
+
+
+def test_a_session_that_is_forgotten_while_somebody_waits_for_its_worker_binds_it_no_more(
+    loop: HandLoop,
+) -> None:
+    desk = Desk(session_ttl_s=5.0)
+    desk.see(BATCH, 1, 2)
+    assert isinstance(desk.ask("a", session_id="s", pin=1, tokens=1), Decision)
+    assert isinstance(desk.ask("fills", pin=1), Decision)
+    assert isinstance(desk.ask("b", session_id="s"), Parked)
+    desk.router.book.free(BookingKey(7, "a", 0))
+    desk.router.expire(desk.now)
+    loop.run()
+    assert (desk.answers, loop.due) == ({}, [])
+    desk.now += 5.0
+    desk.router.expire(desk.now)
+    loop.run()
+    answer = desk.answers["b"]
+    assert isinstance(answer, Decision)
+    assert (answer.worker.worker_id, answer.affinity) == (2, "bound")
 
 
 def test_what_a_superseded_session_asked_waits_no_more_and_what_it_asks_is_refused(

@@ -62,7 +62,7 @@ async def workers_after(registry: FlakyRegistry, until: Callable[[Router], bool]
     watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
     task = asyncio.create_task(watch.run())
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not (watch.first_seen.is_set() and until(router)):
                 assert not task.done()
                 await asyncio.sleep(0)

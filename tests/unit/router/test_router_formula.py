@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -33,7 +34,7 @@ def priced(
     *ranks: tuple[tuple[int, int, int], tuple[int, int, int]],
     leg: Any = "whole",
     **knobs: Any,
-) -> list[Scored]:
+) -> Sequence[Scored]:
     """One worker for each (load, held): load is queued tokens, blocks, requests; held are leading
     blocks on the device, on the host and on disk, cumulative.
     """

@@ -437,5 +437,5 @@ class BookMachine(RuleBasedStateMachine):
             assert self.book.load(place, self.now + 100) == Totals()
 
 
-TestBookMachine = BookMachine.TestCase
+TestBookMachine = pytest.mark.slow(BookMachine.TestCase)
 TestBookMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

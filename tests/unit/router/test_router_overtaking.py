@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, product
 from random import Random
 from typing import Any
 
@@ -16,7 +16,7 @@ from common.preprocessed import RoutingHints, SessionControl
 from router_svc.core.fleet import Placement
 from router_svc.core.load import BookingKey
 from router_svc.core.query import Query
-from router_svc.core.queue import AdmissionQueue, Hindrance, Parked, QueueRules, Spot
+from router_svc.core.queue import AdmissionQueue, Hindrance, Lane, Parked, QueueRules, Spot
 from router_svc.core.route import Decision, Router
 from router_svc.core.rules import Rules
 from router_svc.core.select import SELECTORS
@@ -172,6 +172,65 @@ def test_claims_go_with_who_has_them() -> None:
     queue.withdraw(key("b"))
     assert claimed() == [False, False, False]
     assert queue.spots == []
+
+
+_AT = [Spot(Placement(n, 0), "whole") for n in (1, 2, 3)]
+_PLACES = st.sampled_from([frozenset(), frozenset(_AT[:1]), frozenset(_AT[1:]), frozenset(_AT)])
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["park", "park", "park", "leave", "look", "unsee"]),
+            st.integers(0, 11),
+            _PLACES,
+        ),
+        max_size=40,
+    )
+)
+def test_what_is_claimed_is_what_the_first_of_each_lane_waits_for_or_all_if_it_is_unseen(
+    steps: list[tuple[str, int, frozenset[Spot]]],
+) -> None:
+    queue = AdmissionQueue(QueueRules(threshold=1.0))
+    lanes: dict[Lane, list[Parked]] = {}
+    waits_for: dict[Lane, frozenset[Spot]] = {}
+    unseen: set[Lane] = set()
+    for number, (step, arg, spots) in enumerate(steps):
+        model, level = "mn"[arg % 2], arg % 3
+        everybody = [parked for line in lanes.values() for parked in line]
+        if step == "park":
+            excluded = frozenset({arg // 6})
+            query = Query(model, 1, strict_priority=level, excluded_worker_ids=excluded)
+            parked = queue.park(query, key(f"r{number}"), 0.0, hindrance=Hindrance(1, spots))
+            line = lanes.setdefault(parked.lane, [])
+            line.append(parked)
+            line.sort(key=lambda p: p.order)
+            waits_for.setdefault(parked.lane, spots)
+        elif step == "leave" and everybody:
+            one = everybody[arg % len(everybody)]
+            queue.withdraw(one.key)
+            lanes[one.lane].remove(one)
+            if not lanes[one.lane]:
+                del lanes[one.lane], waits_for[one.lane]
+                unseen.discard(one.lane)
+        elif step == "look" and lanes:
+            head = list(lanes.values())[arg % len(lanes)][0]
+            queue.hinder(head, head.lane, Hindrance(1, spots))
+            waits_for[head.lane] = spots
+            unseen.discard(head.lane)
+        elif step == "unsee":
+            queue.unsee()
+            unseen = set(lanes)
+        for spot, level in product(_AT, range(3)):
+            newcomer = queue.order(Query(model, 1, strict_priority=level), 0.0)
+            claims = [
+                line[0].order < newcomer
+                for lane, line in lanes.items()
+                if spot in waits_for[lane] or (lane in unseen and lane.model == model)
+            ]
+            assert queue.overtakes(newcomer, model, spot) == any(claims)
 
 
 _LANES = [

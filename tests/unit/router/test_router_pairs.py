@@ -230,19 +230,24 @@ def test_both_legs_can_be_pinned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hints", "reason"),
+    ("hints", "reason", "field"),
     [
-        ({"prefill_worker_id": 99}, "PINNED_WORKER_GONE"),
-        ({"prefill_dp_rank": 9}, "NO_SUCH_RANK"),
-        ({"prefill_worker_id": 1, "decode_worker_id": 99}, "PINNED_WORKER_GONE"),
+        ({"prefill_worker_id": 99}, "PINNED_WORKER_GONE", "prefill_worker_id"),
+        ({"prefill_dp_rank": 9}, "NO_SUCH_RANK", "prefill_dp_rank"),
+        (
+            {"prefill_worker_id": 1, "decode_worker_id": 99},
+            "PINNED_WORKER_GONE",
+            "decode_worker_id",
+        ),
     ],
 )
 def test_a_pin_of_prefill_is_kept_or_refused_and_never_replaced(
-    hints: dict[str, int], reason: str
+    hints: dict[str, int], reason: str, field: str
 ) -> None:
     # The aggregated worker could serve it, were it not for the pin.
     router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
-    assert refusal(router, **hinted(**hints)).reason == reason
+    error = refusal(router, **hinted(**hints))
+    assert (error.reason, error.field) == (reason, f"query.routing.{field}")
 
 
 def test_constraints_hold_for_both_legs() -> None:

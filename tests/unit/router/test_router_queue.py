@@ -25,6 +25,7 @@ from common.preprocessed import (
     RoutingHints,
     SessionControl,
 )
+from router_svc.core.affinity import SessionName
 from router_svc.core.busy import BusyLimits
 from router_svc.core.disagg import NO_BYPASS, Bypass
 from router_svc.core.fleet import Candidate, Placement
@@ -41,7 +42,7 @@ from router_svc.core.queue import (
     lane_of,
     overdue_error,
 )
-from router_svc.core.route import Decision, Router
+from router_svc.core.route import Decision, Outcome, Router
 from router_svc.core.rules import Rules
 from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector
 
@@ -132,6 +133,11 @@ class Bed:
                     names.append(parked.key.request_id)
                     self.answers[parked.key.request_id] = outcome
         return names
+
+    def strays(self, control: SessionControl) -> list[Outcome]:
+        """What becomes of those who wait where the session is bound no more."""
+        session = SessionName("m", control.session_id)
+        return list(self.router.strays(session, self.now, Random(0)))
 
     def load(self, worker_id: int = 1) -> Totals:
         return self.router.book.load(Placement(worker_id, 0), self.now)
@@ -585,12 +591,28 @@ def test_who_waits_for_a_worker_that_its_session_left_is_found() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
     parked(bed.admit("b", 10, session_control=SESSION))
-    assert list(bed.router.strays(bed.now, Random(0))) == []
+    assert bed.strays(SESSION) == []
     placed(bed.admit("c", 10, backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.router.strays(bed.now, Random(0))
+    ((one, outcome),) = bed.strays(SESSION)
     assert one.key == key("b")
     assert isinstance(outcome, Decision)
     assert outcome.worker == Placement(3 - bound, 0)
+    assert bed.router.queue.bound(SessionName("m", SESSION.session_id)) == []
+
+
+def test_a_stray_is_found_behind_one_of_another_session_too() -> None:
+    bed = Bed(worker(1), worker(2))
+    other = SessionControl("other", None)
+    placed(bed.admit("a", 10, backend_instance_id=1, session_control=SESSION))
+    placed(bed.admit("b", backend_instance_id=1, session_control=other))
+    asked = (("x", SESSION), ("y1", other), ("y2", other))
+    lanes = {parked(bed.admit(name, 10, session_control=control)).lane for name, control in asked}
+    assert len(lanes) == 1
+    placed(bed.admit("c", 10, backend_instance_id=2, session_control=other))
+    assert bed.strays(SESSION) == []
+    assert [one.key.request_id for one, _ in bed.strays(other)] == ["y1", "y2"]
+    assert bed.router.book.load(Placement(2, 0), bed.now).requests == 3
+    assert bed.waiting == 1
 
 
 def test_a_stray_whose_new_worker_is_busy_too_waits_there() -> None:
@@ -598,7 +620,7 @@ def test_a_stray_whose_new_worker_is_busy_too_waits_there() -> None:
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
     parked(bed.admit("b", 10, session_control=SESSION))
     placed(bed.admit("c", backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.router.strays(bed.now, Random(0))
+    ((one, outcome),) = bed.strays(SESSION)
     assert (outcome, one.lane.places) == (None, (Placement(3 - bound, 0),))
     bed.free("a")
     assert bed.relieve(bound) == []
@@ -1048,12 +1070,28 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     assert all(bed.load(at) == Totals() for at in (1, 2, 3))
 
 
+def test_who_goes_to_another_lane_amid_a_relief_is_found_at_the_same_spot_again() -> None:
+    queue, spot = AdmissionQueue(QueueRules(threshold=0.0)), Spot(Placement(1, 0), "whole")
+    hindrance = Hindrance(1, frozenset({spot}))
+    query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
+    queue.park(query, key("moves"), 0.0, hindrance=hindrance)
+    bound = lane_of(query, (Placement(1, 0),))
+    seen = []
+    for one in queue.waiting_at(spot):
+        seen.append(one.lane)
+        queue.hinder(one, bound, hindrance)
+    assert seen[-1] == bound, "it is looked at in its new lane too"
+    assert len(seen) == 2
+    assert [one.key for one in queue.waiting_at(spot)] == [key("moves")]
+
+
 def test_a_sweep_gets_to_those_behind_one_that_went_to_another_lane() -> None:
     """They were left unseen, and held up whoever came after them: simulated seed 304."""
     queue = AdmissionQueue(QueueRules(threshold=0.0))
-    bound = lane_of(Query("m", 1), (Placement(1, 0),))
+    query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
+    bound = lane_of(query, (Placement(1, 0),))
     for number, name in enumerate(("moves", "behind")):
-        queue.park(Query("m", 1), key(name), float(number), hindrance=NOBODY, lane=bound)
+        queue.park(query, key(name), float(number), hindrance=NOBODY, lane=bound)
     queue.unsee()
     seen = []
     for one in queue.heads():

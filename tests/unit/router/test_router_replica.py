@@ -280,7 +280,7 @@ def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
     back.step(1.1)
     assert one.book.orphan_count == 0
     assert one.book.own(key()) is None
-    assert link.step(1.1).removals == (key(),)
+    assert link.step(1.1).released == (key(),)
     assert two.held() == one.held() == {key(): booking()}
     two.book.free(key())
     back.step(1.2)
@@ -342,6 +342,39 @@ def test_what_two_peers_claim_stays_until_neither_does() -> None:
     assert two.held() == {}
 
 
+@pytest.mark.parametrize("anew", [False, True], ids=["changes", "everything"])
+def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(anew: bool) -> None:
+    one, three, to_three = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND, 1), 0.0)
+    to_three.flush(0.0)
+    two = Peer(2)
+    two.book.announce(booking(), two.book.open_session(FRONTEND, 2), 1.0)
+    Link(two, one).flush(1.0)
+    assert one.book.own(key()) is None
+    if anew:
+        to_three.telling.tell_all()
+    to_three.flush(1.0)
+    assert three.held().keys() == {key()}
+    assert three.book.orphan_count == 1
+    Link(two, three).flush(1.1)
+    assert three.book.orphan_count == 0
+
+
+def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> None:
+    one, two, to_two = pair()
+    two.book.book(booking(), session := two.book.open_session(FRONTEND, 1), 0.0)
+    to_one = Link(two, one)
+    two.book.end_session(session, 0.9)
+    to_two.flush(0.9)
+    one.book.announce(booking(), one.book.open_session(FRONTEND, 2), 0.95)
+    one.book.free(key())
+    to_one.step(0.96)
+    frame = to_two.step(0.97)
+    assert (frame.removals, frame.released) == ((key(),), ())
+    to_one.flush(0.98)
+    assert one.held() == two.held() == {}
+
+
 def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -> None:
     one, two, link = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
@@ -363,7 +396,7 @@ def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
         two.replica.heard_snapshot(1, part, 0.0)
     assert two.held() == one.held()
     assert two.book.orphan_count == 2
-    assert two.book.own_keys() == []
+    assert not any(map(two.book.own, two.book.keys()))
     one.book.free(key("b"))
     Link(one, two).flush(0.2)
     assert two.book.orphan_count == 1
@@ -505,6 +538,24 @@ def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() 
     assert [peer.held() for peer in peers] == [{}] * 3
 
 
+def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
+    one, two, link = pair()
+    over: list[int] = []
+    two.book.session_over = over.append
+    known = two.book.open_session(FRONTEND, generation=1)
+    one.book.open_session(FRONTEND, generation=3)
+    for second in range(3):
+        link.flush(float(second))
+    assert over == [known], "it is told each second, and asked nothing more than once"
+    late = two.book.open_session(FRONTEND, generation=2)
+    assert two.book.is_superseded(late)
+    two.book.announce(booking(), late, 3.0)
+    assert two.book.orphan_count == 1, "whoever has the later session may not have heard of it"
+    for session in (known, late):
+        two.book.end_session(session, 3.0)
+    assert not two.book.is_superseded(two.book.open_session(FRONTEND, generation=1))
+
+
 def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
     one, two, link = pair()
     one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
@@ -517,6 +568,69 @@ def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
     assert not two.book.announce(booking(worker=W1), older, 0.2)
     two.book.end_session(older, 0.3)
     assert two.book.orphan_count == 0
+
+
+def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    link.flush(0.0)
+    back.flush(0.0)
+    sessions = [
+        (peer, peer.book.open_session(FRONTEND, generation))
+        for generation, peer in enumerate((one, two), 1)
+    ]
+    for peer, session in sessions:  # The frontend asked again, and left both.
+        peer.book.book(booking(), session, 0.0)
+        peer.book.end_session(session, 0.1)
+    crossing = link.telling.frame(0.1), back.telling.frame(0.1)
+    two.replica.take(1, link.stream, crossing[0], 0.1)
+    one.replica.take(2, back.stream, crossing[1], 0.1)
+    link.step(0.2)
+    back.step(0.2)
+    assert one.held().keys() == two.held().keys() == {key()}
+    assert (one.book.orphan_count, two.book.orphan_count) == (1, 1)
+    for peer in (one, two):
+        assert peer.book.expire(0.1 + ORPHAN_S - 0.01) == 0
+        peer.book.expire(0.2 + ORPHAN_S)
+    link.step(4.0)
+    back.step(4.0)
+    assert one.held() == two.held() == {}
+
+
+def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_heard_of_it() -> None:
+    one, two, three = Peer(1), Peer(2), Peer(3)
+    first, back, late = Link(one, three), Link(two, one), Link(two, three)
+    session = one.book.open_session(FRONTEND, generation=1)
+    one.book.book(booking(), session, 0.0)
+    first.flush(0.0)
+    one.book.end_session(session, 0.1)
+    again = two.book.open_session(FRONTEND, generation=2)
+    two.book.announce(booking(), again, 0.1)
+    back.flush(0.1)
+    assert one.book.own(key()) is None
+    first.flush(0.1)
+    assert three.held().keys() == {key()}
+    late.flush(0.2)
+    assert three.book.orphan_count == 0
+    two.book.free(key())
+    for link in (back, late):
+        link.flush(0.3)
+    assert one.held() == three.held() == {}
+
+
+def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    one.book.book(booking(), one.book.open_session(FRONTEND, generation=1), 0.0)
+    link.flush(0.0)
+    said = booking(prefill_tokens=0, decode_blocks=3, revision=3)  # Not all of it was read.
+    two.book.announce(said, two.book.open_session(FRONTEND, generation=2), 0.1)
+    back.flush(0.1)
+    assert not one.book.mark_prefill_done(key())
+    assert not one.book.add_output_blocks(key(), 3)
+    assert two.book.add_output_blocks(key(), 1)
+    back.flush(0.2)
+    assert one.held() == two.held()
 
 
 def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
@@ -686,7 +800,18 @@ class RoutersMachine(RuleBasedStateMachine):
     def exchange(self, data: st.DataObject, is_lost: bool) -> None:
         links = [link for router in self.living() for link in router.links.values()]
         if links:
-            data.draw(st.sampled_from(links)).step(self.now, is_lost=is_lost)
+            self.step(data.draw(st.sampled_from(links)), is_lost=is_lost)
+
+    @rule(data=st.data())
+    def all_exchange(self, data: st.DataObject) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        for link in data.draw(st.permutations(links)):
+            self.step(link)
+
+    def step(self, link: Link, *, is_lost: bool = False) -> None:
+        counted = link.hearer.held().keys() & link.sender.held().keys()
+        link.step(self.now, is_lost=is_lost)
+        assert counted <= link.hearer.held().keys(), "what a router counts it ends nowhere else"
 
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
@@ -760,5 +885,5 @@ class RoutersMachine(RuleBasedStateMachine):
             assert router.book.load(W1, self.now) == Totals()
 
 
-TestRouters = RoutersMachine.TestCase
+TestRouters = pytest.mark.slow(RoutersMachine.TestCase)
 TestRouters.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

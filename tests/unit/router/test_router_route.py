@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import Bug, InvalidRequest, Unavailable, UnknownModel, Unsupported
+from common.errors import (
+    Bug,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
 from common.instances import Instance, Snapshot
 from common.kv import Source
 from common.prefix_index import Matched
@@ -21,6 +28,7 @@ from router_svc.core.cost import CostKnobs
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load import ORPHAN_S, BookingKey, LoadBook, Totals
 from router_svc.core.overlap import Standing
+from router_svc.core.picks import SELECTOR_FAILED
 from router_svc.core.query import Query
 from router_svc.core.route import CONSIDERED_MAX, Router
 from router_svc.core.select import SELECTORS, Choice, View, WorkerSelector, price
@@ -107,17 +115,49 @@ def test_a_custom_selector_is_really_used() -> None:
     assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: my favourite"
 
 
-def test_a_selector_that_chooses_nobody_of_the_candidates_is_a_bug_and_books_nothing() -> None:
-    class Stranger(Always):
-        def select(
-            self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-        ) -> Choice:
-            return Choice(Candidate(Placement(99, 0), worker(99)), "somebody else")
+class Broken(Always):
+    """Answers whatever it is given, or raises it."""
 
-    router = router_of(selector=Stranger(99))
-    with pytest.raises(Bug):
+    def __init__(self, answer: object) -> None:
+        super().__init__(1)
+        self.answer = answer
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (Choice(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
+        (None, "it raised AttributeError"),
+        (KeyError("gpus"), "it raised KeyError"),
+    ],
+    ids=["a stranger", "nobody", "an error"],
+)
+def test_a_selector_that_fails_is_named_with_why_and_books_nothing(
+    answer: object, why: str
+) -> None:
+    router = router_of(selector=Broken(answer))
+    with pytest.raises(Bug) as caught:
         book(router, 1)
+    error = caught.value
+    assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
+    assert error.message == f"the selector 'always' failed: {why}"
+    assert error.retryable, "nothing ran, and another router may choose"
+    assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
     assert len(router.book) == 0
+
+
+def test_what_a_selector_refuses_by_an_error_of_the_mesh_is_told_as_it_is() -> None:
+    refusal = Overloaded(2.0, "not today")
+    with pytest.raises(Overloaded) as caught:
+        book(router_of(selector=Broken(refusal)), 1)
+    assert caught.value is refusal
 
 
 @pytest.mark.row("S1-106")

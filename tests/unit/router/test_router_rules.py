@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from common.config import ConfigError, read_config
+from common.errors import Bug
 from common.instances import Instance, Snapshot
 from common.load import Load
 from common.preprocessed import RouterConfigOverride, RoutingHints, SessionControl
@@ -182,8 +183,9 @@ async def test_a_selector_is_asked_among_the_eligible_only(plugin: str) -> None:
     hints = RoutingHints(allowed_worker_ids=frozenset({2, 3}))
     assert router.decide(Query("m", routing=hints), None, 0.0, Random(0)).worker.worker_id == 2
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
-    with pytest.raises(IndexError):
+    with pytest.raises(Bug, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
+    assert isinstance(caught.value.__cause__, IndexError), "it looks for worker 2"
 
 
 async def test_a_built_router_follows_its_rules() -> None:

@@ -182,6 +182,8 @@ def test_a_pin_leaves_one_worker(pin: str) -> None:
     with pytest.raises(Unavailable) as refused:
         kept(hinted(**{pin: 99}))
     assert refused.value.reason == "PINNED_WORKER_GONE"
+    assert refused.value.field == f"query.routing.{pin}"
+    assert f"no worker is 99, as {pin} asks" in refused.value.message
 
 
 def test_two_pins_must_agree() -> None:
@@ -211,7 +213,8 @@ def test_a_worker_must_have_every_required_taint() -> None:
     with pytest.raises(Unavailable) as refused:
         kept(hinted(routing_constraints=needs), tainted[:2])
     assert refused.value.reason == "NO_TAINTED_WORKER"
-    assert "'b'" in refused.value.message
+    assert refused.value.field == "query.routing.routing_constraints.required_taints"
+    assert "required_taints ['a', 'b']" in refused.value.message
 
 
 @given(

@@ -13,7 +13,14 @@ from common.errors import InvalidRequest
 from common.instances import Instance, Snapshot
 from common.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
-from router_svc.core.affinity import AffinityMode, Binding, Bond, SessionName, ToldBond
+from router_svc.core.affinity import (
+    Affinity,
+    AffinityMode,
+    Binding,
+    Bond,
+    SessionName,
+    ToldBond,
+)
 from router_svc.core.fleet import Placement
 from router_svc.core.load import BookingKey
 from router_svc.core.query import Query
@@ -26,12 +33,18 @@ from router_svc.router_proto import (
     bond_to_proto,
     booking_from_proto,
     booking_to_proto,
+    frame_from_proto,
+    snapshot_from_proto,
 )
 
 TTL_S = 60.0
 FRONTEND = 7
+LORAS = frozenset({"french"})
+W1 = Placement(1, 0)
+EPOCH_S = 1.7e9
 WORKERS = tuple(
-    Instance(n, "mesh", "worker", "", "h:1", model="m", block_size=16) for n in (1, 2, 3, 4)
+    Instance(n, "mesh", "worker", "", "h:1", model="m", block_size=16, loras=LORAS)
+    for n in (1, 2, 3, 4)
 )
 
 
@@ -52,9 +65,15 @@ class Peer:
         self.router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
 
     def place(
-        self, number: int, now: float, session: str = "s", action: SessionAction | None = None
+        self,
+        number: int,
+        now: float,
+        session: str = "s",
+        action: SessionAction | None = None,
+        lora_name: str | None = None,
     ) -> Decision:
-        hints = RoutingHints(session_control=SessionControl(session, action))
+        control = SessionControl(session, action)
+        hints = RoutingHints(session_control=control, lora_name=lora_name)
         query = Query("m", 100, routing=hints)
         return self.router.decide(query, self.key(number), now, Random(number), self.session)
 
@@ -317,7 +336,7 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
     [
         Bond(SessionName("m", "s"), Binding(Placement(1, 2)), 3, BookingKey(4, "r", 5)),
         Bond(
-            SessionName("m", "\u20ac"),
+            SessionName("m", "\u20ac", "french"),
             Binding(Placement(1, 2), Placement(6, 0)),
             1,
             BookingKey(4, "r", 0),
@@ -339,31 +358,145 @@ def test_bonds_survive_the_wire(bond: Bond) -> None:
         ({"session_id": ""}, "bindings.session_id"),
         ({"session_id": "x" * 257}, "bindings.session_id"),
         ({"revision": 0}, "bindings.revision"),
+        ({"revision": 2**64 - 1}, "bindings.revision"),
         ({"bound_by": pb.BookingKey()}, "bindings.bound_by.request_id"),
     ],
 )
 def test_a_bond_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        bond_from_proto(bound(**wrong), "bindings")
+    assert refused.value.field == field
+
+
+def test_a_bookings_session_survives_the_wire() -> None:
+    peer = Peer(1)
+    peer.place(1, 0.0, lora_name="french")
+    booking = peer.router.book.get(peer.key(1))
+    assert booking is not None
+    assert booking.session == ("m", "s", "french")
+    message = booking_to_proto(booking)
+    assert booking_from_proto(message, peer.frontend, "announced") == booking
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"model": ""}, "announced.model"),
+        ({"revision": 0}, "announced.revision"),
+        ({"revision": 2**64 - 1}, "announced.revision"),
+        ({"prefill_tokens": 2**64 - 1}, "announced.prefill_tokens"),
+        ({"decode_blocks": 2**64 - 1}, "announced.decode_blocks"),
+        ({"session_revision": 0}, "announced.session_revision"),
+        ({"session_revision": 2**64 - 1}, "announced.session_revision"),
+    ],
+)
+def test_a_booking_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+    """Peers could not be told of it, or of what grows from it, and their streams would break."""
+    with pytest.raises(InvalidRequest) as refused:
+        booking_from_proto(announced(**wrong), FRONTEND, "announced")
+    assert refused.value.field == field
+
+
+def announced(**facts: Any) -> pb.Booking:
+    given: dict[str, Any] = {
+        "key": pb.BookingKey(request_id="r"),
+        "frontend_id": FRONTEND,
+        "model": "m",
+        "worker": pb.Placement(worker_id=1),
+        "revision": 1,
+        "session_id": "s",
+        "session_revision": 1,
+        **facts,
+    }
+    return pb.Booking(**given)
+
+
+def bound(**facts: Any) -> pb.SessionBinding:
     given: dict[str, Any] = {
         "model": "m",
         "session_id": "s",
         "revision": 1,
         "bound_by": pb.BookingKey(request_id="r"),
         "frontend_id": 1,
-        **wrong,
+        "worker": pb.Placement(worker_id=1),
+        **facts,
     }
-    with pytest.raises(InvalidRequest) as refused:
-        bond_from_proto(pb.SessionBinding(**given), "bindings")
-    assert refused.value.field == field
+    return pb.SessionBinding(**given)
 
 
-def test_a_bookings_session_survives_the_wire_and_needs_its_revision() -> None:
-    peer = Peer(1)
-    peer.place(1, 0.0)
-    booking = peer.router.book.get(peer.key(1))
-    assert booking is not None
-    message = booking_to_proto(booking)
-    assert booking_from_proto(message, peer.frontend, "announced") == booking
-    message.session_revision = 0
-    with pytest.raises(InvalidRequest) as refused:
-        booking_from_proto(message, peer.frontend, "announced")
-    assert refused.value.field == "announced.session_revision"
+def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_taken() -> None:
+    nameless = pb.Booking(frontend_id=FRONTEND)
+    good, other = announced(), announced(key=pb.BookingKey(request_id="other"))
+    peer = Peer(2)
+    stream = peer.replica.joined(1)
+    first = frame_from_proto(
+        pb.SyncRequest(
+            sequence=1,
+            begins_all=True,
+            ends_all=True,
+            upserts=[announced(frontend_id=0), good, announced(model=""), other],
+            removals=[nameless],
+            released=[nameless],
+            bindings=[bound(model=""), bound(revision=2**64 - 1), bound()],
+        )
+    )
+    assert [error.field for error in first.refused] == [
+        "upserts.frontend_id",
+        "upserts.model",
+        "removals.key.request_id",
+        "released.key.request_id",
+    ]
+    assert [error.field for error in first.refused_bonds] == [
+        "bindings.model",
+        "bindings.revision",
+    ]
+    assert not peer.replica.take(1, stream, first, 0.0)
+    assert {booking.key.request_id for booking in peer.router.book} == {"r", "other"}
+    assert peer.at() == Binding(Placement(1, 0))
+    assert peer.replica.refused == 6
+    # Its digest has what was refused; to tell that again each second is of no use.
+    later = pb.SyncRequest(sequence=2, removals=[good], digest=1)
+    assert not peer.replica.take(1, stream, frame_from_proto(later), 1.0)
+    assert {booking.key.request_id for booking in peer.router.book} == {"other"}
+    anew = pb.SyncRequest(sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1)
+    assert peer.replica.take(1, stream, frame_from_proto(anew), 2.0), "nothing was refused since"
+
+
+def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken() -> None:
+    message = pb.SyncResponse(
+        snapshot=[announced(model=""), announced()],
+        snapshot_bindings=[bound(session_id=""), bound()],
+    )
+    bookings, bonds, refused = snapshot_from_proto(message)
+    assert [booking.key.request_id for booking in bookings] == ["r"]
+    assert [told.bond.session for told in bonds] == [SessionName("m", "s")]
+    assert [error.field for error in refused] == ["snapshot.model", "snapshot_bindings.session_id"]
+
+
+def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
+    peer = Peer(2)
+    stream = peer.replica.joined(1)
+    told = pb.SyncRequest(
+        sequence=1, begins_all=True, ends_all=True, bindings=[bound(revision=2**64 - 1)]
+    )
+    frame = frame_from_proto(told)
+    assert [error.field for error in frame.refused_bonds] == ["bindings.revision"]
+    peer.replica.take(1, stream, frame, 0.0)
+    assert peer.replica.refused == 1
+    assert peer.replica.take(1, stream, frame_from_proto(pb.SyncRequest(sequence=2, digest=1)), 1.0)
+
+
+def test_what_a_clock_gone_mad_bound_is_outgrown_by_who_knows_of_it() -> None:
+    mad = Affinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
+    told = bound(revision=mad.revision_min(0.0))
+    one, two = mesh()
+    for peer in one, two:
+        frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[told]))
+        peer.replica.take(9, peer.replica.joined(9), frame, 0.0)
+        assert peer.at() == Binding(Placement(1, 0))
+    for peer in one, two:
+        peer.see(*(worker for worker in WORKERS if worker.id != 1))
+    moved = one.place(1, 0.0)
+    settle([one, two], 0.0)
+    assert two.place(2, 0.0).worker == moved.worker
+    assert two.at() == Binding(moved.worker)

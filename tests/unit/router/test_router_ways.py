@@ -6,6 +6,7 @@ says so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ from common.load import Load
 from common.preprocessed import RoutingHints
 from router_svc.core.busy import NO_LIMITS, BusyLimits
 from router_svc.core.disagg import NO_BYPASS, Bypass
+from router_svc.core.fleet import Placement
 from router_svc.core.load import BookingKey
 from router_svc.core.query import Query
 from router_svc.core.queue import NO_QUEUE, Parked, QueueRules
@@ -76,9 +78,12 @@ class Bed:
         for worker_id in workers:
             self.report(worker_id)
 
-    def admit(self, tokens: int = 100, **hints: Any) -> Decision | Parked:
+    def admit(
+        self, tokens: int = 100, excluded: Iterable[int] = (), **hints: Any
+    ) -> Decision | Parked:
         self.count += 1
-        query = Query("m", tokens, routing=RoutingHints(**hints) if hints else None)
+        routing = RoutingHints(**hints) if hints else None
+        query = Query("m", tokens, routing=routing, excluded_worker_ids=frozenset(excluded))
         key = BookingKey(7, f"r{self.count}", 0)
         return self.router.admit(query, key, 0.0, Random(self.count))
 
@@ -89,6 +94,10 @@ class Bed:
 
     def serve(self) -> list[Decision | MeshError]:
         outcomes = self.router.admitted(0.0, Random(0))
+        return [outcome for _, outcome in outcomes if outcome is not None]
+
+    def relieve(self, worker_id: int) -> list[Decision | MeshError]:
+        outcomes = self.router.relieved(Placement(worker_id, 0), 0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
 
@@ -249,6 +258,31 @@ def test_prefill_that_lets_requests_wait_is_bypassed_whatever_the_threshold_of_t
     assert (legs(decision), decision.bypass) == ((2, None), "prefill_busy")
 
 
+def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, worker(4, "decode"), queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=600)
+    bed.report(4, kv_used_blocks=400, running=1, waiting_tokens=BATCH, waiting=300)
+    decision = bed.place()
+    assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
+    assert [(row.placement.worker_id, row.excluded_why) for row in decision.considered] == [
+        (4, ""),
+        (2, "its KV blocks leave no room by the gate of the bypass"),
+    ]
+    bed.crowd(4)
+    assert isinstance(bed.admit(), Parked), "who has room is behind the gate"
+
+
+def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worker() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, WHOLE, queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=900)
+    bed.report(3, waiting=1, waiting_tokens=BATCH + 1)
+    assert isinstance(bed.admit(), Parked)
+
+
 def test_a_bypass_to_a_full_worker_is_none_where_the_pair_has_room() -> None:
     rules = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1)
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=rules)
@@ -292,6 +326,41 @@ def test_a_decode_worker_that_could_prefill_is_no_way_round_a_queue_for_prefill(
     bed = Bed(PREFILL, DECODE, queue=QUEUE)
     bed.crowd(1)
     assert isinstance(bed.admit(), Parked)
+
+
+@pytest.mark.parametrize(
+    ("workers", "excluded"),
+    [
+        ((DECODE,), ()),
+        ((PREFILL, DECODE), (1,)),
+        ((worker(1, "prefill", transfer_group="x"), DECODE), ()),
+    ],
+    ids=["no prefill worker", "it failed the request", "it has no partner"],
+)
+def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_says(
+    workers: tuple[Instance, ...], excluded: tuple[int, ...]
+) -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(*workers, queue=QUEUE, bypass=gate)
+    bed.report(2, kv_used_blocks=600, waiting_tokens=5 * BATCH)
+    assert isinstance(bed.admit(excluded=excluded), Parked)
+    bed.report(2, kv_used_blocks=600)
+    (outcome,) = bed.relieve(2)
+    assert isinstance(outcome, Decision)
+    assert legs(outcome) == (2, None)
+
+
+def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=600)
+    assert isinstance(bed.admit(), Parked)
+    assert bed.relieve(2) == []
+    bed.report(2, kv_used_blocks=400)
+    (outcome,) = bed.relieve(2)
+    assert isinstance(outcome, Decision)
+    assert legs(outcome) == (2, None)
 
 
 def test_a_pinned_decode_worker_waits_for_its_prefill_and_goes_nowhere_else() -> None:
@@ -347,3 +416,57 @@ def test_a_request_is_turned_away_or_parked_only_where_no_way_is_left(
         assert isinstance(answer, Unavailable)
     else:
         assert isinstance(answer, Overloaded if closes else Parked)
+
+
+_GATES = st.builds(
+    Bypass,
+    policy=st.sampled_from(["isl_bounding", "prefill_load", "isl_or_load"]),
+    eff_isl_ratio_threshold=st.sampled_from([0.7, 1.1]),
+    prefill_busy_threshold=st.sampled_from([None, 0.5]),
+    decode_busy_threshold=st.sampled_from([None, 0.5]),
+)
+_BLOCKS = st.sampled_from([0, 400, 900])
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    others=st.sets(st.sampled_from([PREFILL, WHOLE])),
+    gate=_GATES,
+    limits=st.sampled_from([NO_LIMITS, BusyLimits(active_decode_blocks=0.95)]),
+    blocks=st.tuples(_BLOCKS, _BLOCKS, _BLOCKS),
+    excluded=st.sampled_from([(), (1,)]),
+    reliefs=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([0, 5 * BATCH]), _BLOCKS),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_whom_a_sweep_lets_in_after_a_relief_that_relief_has_let_in_already(
+    others: set[Instance],
+    gate: Bypass,
+    limits: BusyLimits,
+    blocks: tuple[int, int, int],
+    excluded: tuple[int, ...],
+    reliefs: list[tuple[int, int, int]],
+) -> None:
+    members = {DECODE, *others}
+    bed = Bed(*members, busy=limits, queue=QUEUE, bypass=gate)
+    load = {n: (5 * BATCH, blocks[n - 1]) for n in (1, 2, 3)}
+    for member in members:
+        tokens, held = load[member.id]
+        bed.report(member.id, waiting_tokens=tokens, kv_used_blocks=held)
+    try:
+        answer = bed.admit(excluded=excluded)
+    except Unavailable:
+        return
+    if isinstance(answer, Decision):
+        return
+    for worker_id, *less in reliefs:
+        tokens, held = map(min, load[worker_id], less)
+        load[worker_id] = tokens, held
+        bed.report(worker_id, waiting_tokens=tokens, kv_used_blocks=held)
+        placed = bed.relieve(worker_id)
+        if placed:
+            return
+        assert bed.serve() == []

@@ -212,6 +212,7 @@ class Booking(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     SESSION_REVISION_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
     """Frontend process it belongs to."""
     model: _builtins.str
@@ -234,6 +235,10 @@ class Booking(_message.Message):
     """
     session_revision: _builtins.int
     """Decision.session_revision, from 1. 0: no session."""
+    lora_name: _builtins.str
+    """Adapter of the request, as in RoutingHints.lora_name: sessions are told apart by it. Empty: the
+    model itself, or no session.
+    """
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """Its key."""
@@ -261,10 +266,11 @@ class Booking(_message.Message):
         generation: _builtins.int = ...,
         session_id: _builtins.str = ...,
         session_revision: _builtins.int = ...,
+        lora_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "key", b"key", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "generation", b"generation", "key", b"key", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "session_id", b"session_id", "session_revision", b"session_revision", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction", "decay_fraction", b"decay_fraction", "decode_blocks", b"decode_blocks", "frontend_id", b"frontend_id", "generation", b"generation", "key", b"key", "lora_name", b"lora_name", "model", b"model", "prefill", b"prefill", "prefill_tokens", b"prefill_tokens", "revision", b"revision", "session_id", b"session_id", "session_revision", b"session_revision", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decay_fraction: _TypeAlias = _typing.Literal["decay_fraction"]  # noqa: Y015
     _WhichOneofArgType__decay_fraction: _TypeAlias = _typing.Literal["_decay_fraction", b"_decay_fraction"]  # noqa: Y015
@@ -739,7 +745,9 @@ class ExplainRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A request that was decided: its id. Either this or query."""
+    """A request that was decided, by its id or that of its answer (chatcmpl-…, cmpl-…). Each router
+    keeps the last 4096 that it decided. Either this or query.
+    """
     @_builtins.property
     def query(self) -> Global___Query:
         """A request as if it were decided now; nothing is booked."""
@@ -980,6 +988,7 @@ class SyncRequest(_message.Message):
     ENDS_ALL_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
     BINDINGS_FIELD_NUMBER: _builtins.int
+    RELEASED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
     """Instance id of the sending router."""
     sequence: _builtins.int
@@ -1000,7 +1009,7 @@ class SyncRequest(_message.Message):
 
     @_builtins.property
     def removals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """Bookings that ended, or are no longer the sender's: key and frontend_id only."""
+        """Bookings that ended: key and frontend_id only."""
 
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHello]:
@@ -1012,6 +1021,12 @@ class SyncRequest(_message.Message):
     def bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]:
         """Client sessions as they are now: all that the sender knows when it begins to tell everything,
         then those that were bound, moved or closed, or whose last request ended. No digest counts them.
+        """
+
+    @_builtins.property
+    def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
+        """Bookings that the sender counts, but no longer as its own, since a peer has them: key and
+        frontend_id only. Who has not heard of that peer's counts them as orphans until it does.
         """
 
     def __init__(
@@ -1026,10 +1041,11 @@ class SyncRequest(_message.Message):
         ends_all: _builtins.bool = ...,
         sessions: _abc.Iterable[Global___SessionHello] | None = ...,
         bindings: _abc.Iterable[Global___SessionBinding] | None = ...,
+        released: _abc.Iterable[Global___Booking] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "bindings", b"bindings", "digest", b"digest", "ends_all", b"ends_all", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "sessions", b"sessions", "upserts", b"upserts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins_all", b"begins_all", "bindings", b"bindings", "digest", b"digest", "ends_all", b"ends_all", "released", b"released", "removals", b"removals", "router_id", b"router_id", "sequence", b"sequence", "sessions", b"sessions", "upserts", b"upserts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1053,6 +1069,7 @@ class SessionBinding(_message.Message):
     WORKER_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     IDLE_MS_FIELD_NUMBER: _builtins.int
+    LORA_NAME_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model of the session. Never empty."""
     session_id: _builtins.str
@@ -1065,6 +1082,8 @@ class SessionBinding(_message.Message):
     """The frontend of that."""
     idle_ms: _builtins.int
     """Milliseconds since its last request ended. 0: one lives."""
+    lora_name: _builtins.str
+    """Adapter of the session. Empty: it is of the model itself."""
     @_builtins.property
     def bound_by(self) -> Global___BookingKey:
         """The request that bound (or closed) it."""
@@ -1088,10 +1107,11 @@ class SessionBinding(_message.Message):
         worker: Global___Placement | None = ...,
         prefill: Global___Placement | None = ...,
         idle_ms: _builtins.int = ...,
+        lora_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["bound_by", b"bound_by", "prefill", b"prefill", "worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_by", b"bound_by", "frontend_id", b"frontend_id", "idle_ms", b"idle_ms", "model", b"model", "prefill", b"prefill", "revision", b"revision", "session_id", b"session_id", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound_by", b"bound_by", "frontend_id", b"frontend_id", "idle_ms", b"idle_ms", "lora_name", b"lora_name", "model", b"model", "prefill", b"prefill", "revision", b"revision", "session_id", b"session_id", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
