@@ -135,6 +135,12 @@ class Answer:
         taken, self._chunks = self._chunks, []
         return taken
 
+    async def end(self) -> Outcome:
+        """How it ended; tokens that come before are nobody's."""
+        while self.outcome is None:
+            await self.next()
+        return self.outcome
+
     async def _wait(self) -> None:
         self._waiting_since = self._loop.time()
         self._waiter = self._loop.create_future()

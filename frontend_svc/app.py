@@ -264,6 +264,7 @@ class FrontendApp:
             lost_s=self.gateway.lost_s(),
             retries=retries.taken,
             retries_refused=retries.refused,
+            unrouted=self._router.unrouted,
             rerouted=reroutes.computing,
             rerouted_waiting=reroutes.waiting,
             left_alone=len(self._engines.why_left_alone()),
@@ -276,24 +277,17 @@ class FrontendApp:
             reasons.append("draining")
         if not self._models.names():
             reasons.append("no model is served: no worker is known")
-        if not self._router.is_connected:
-            reasons.append("no router answers: requests wait, then go by this frontend's own load")
         missing = {
             name: why
             for name in self._models.names()
             if (why := missing_role(self._models.workers(name)))
         }
         reasons += [f"model {name}: {why}" for name, why in missing.items()]
-        for name in self._models.names():
-            if why := unsplit(self._models.workers(name)):
-                reasons.append(f"model {name}: requests are not split: {why}")
-        for worker_id, why in self._engines.why_left_alone().items():
-            reasons.append(f"worker {worker_id} gets no requests for now: {why}")
         return Readiness(
             is_ready=not is_draining and bool(self._models.names() - missing.keys()),
             is_draining=is_draining,
             reasons=tuple(reasons),
-            degraded=(*self._kv.degraded(), *map(_hidden, self._models.hidden.items())),
+            degraded=tuple(self._degraded()),
             models_not_ready={
                 **dict.fromkeys(self._models.loading, "its card is being loaded"),
                 **self._models.not_ready,
@@ -301,6 +295,17 @@ class FrontendApp:
             },
             instances=tuple(map(_shown, self._snapshot.instances.values())),
         )
+
+    def _degraded(self) -> Iterator[str]:
+        if not self._router.is_connected:
+            yield "no router answers: requests wait, then go by this frontend's own load"
+        for name in self._models.names():
+            if why := unsplit(self._models.workers(name)):
+                yield f"model {name}: requests are not split: {why}"
+        for worker_id, why in self._engines.why_left_alone().items():
+            yield f"worker {worker_id} gets no requests for now: {why}"
+        yield from self._kv.degraded()
+        yield from map(_hidden, self._models.hidden.items())
 
 
 def _hidden(adapter: tuple[tuple[str, str], str]) -> str:
@@ -310,7 +315,7 @@ def _hidden(adapter: tuple[tuple[str, str], str]) -> str:
 
 def _shown(instance: Instance) -> dict[str, object]:
     shown: dict[str, object] = {
-        "id": instance.id,
+        "id": str(instance.id),  # as a number, many readers of JSON would round it
         "service": instance.service,
         "name": instance.stable_name,
         "address": instance.address,

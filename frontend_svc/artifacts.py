@@ -160,9 +160,9 @@ class Artifacts:
                     f"{name} have come",
                     1.0,
                 )
-                log.warning("artifact_slow", name=name, worker=worker.id, why=error.message)
+                log.warning("artifact_slow", name=name, worker_id=worker.id, why=error.message)
             except MeshError as failure:
-                log.warning("artifact_failed", name=name, worker=worker.id, why=failure.message)
+                log.warning("artifact_failed", name=name, worker_id=worker.id, why=failure.message)
                 error = failure
         if partial.mismatch is not None and partial.wrong:
             raise partial.mismatch

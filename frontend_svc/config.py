@@ -12,7 +12,11 @@ class FrontendConfig(ServiceConfig):
     """What the gateway can be told."""
 
     stable_name: str = field(
-        default="", metadata=knob("Name that survives restarts; one per replica; empty: none.")
+        default="",
+        metadata=knob(
+            "Name that survives restarts, one per replica: the mesh sees only the newest of a name."
+            " Empty: none."
+        ),
     )
     http_host: str = field(
         default="127.0.0.1", metadata=knob("Address the OpenAI API binds; 0.0.0.0 in a container.")
@@ -69,6 +73,7 @@ class FrontendConfig(ServiceConfig):
         protected = self.mesh_token is not None or self.insecure
         if not is_loopback(self.http_host) and not protected:
             found.append(
-                f"http_host: {self.http_host!r} is open to other hosts; set mesh_token or insecure"
+                f"http_host: {self.http_host!r} is open to other hosts; "
+                "set --mesh-token or --insecure"
             )
         return found

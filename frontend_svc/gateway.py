@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Protocol, runtime_checkable
 
@@ -169,9 +170,10 @@ class Ticket:
 
     def _has_turn(self, attempt: int, excluded: frozenset[int]) -> bool:
         """Whether it may be tried again now; else it waits for `go`, or is told to come again."""
-        gateway, model = self._gateway, self._query.model
+        gateway, query = self._gateway, self._query
         self._rerouted = attempt, excluded
-        turn = gateway.reroutes.ask(model, self, self._query.arrived_at, gateway.survivors(model))
+        survivors = partial(gateway.survivors, query.model)
+        turn = gateway.reroutes.ask(query.model, self, query.arrived_at, survivors, _adapter(query))
         if turn == "full":
             why = "too many requests wait to be tried again"
             error = Unavailable(why, 1.0, reason="REROUTES_FULL")
@@ -332,14 +334,15 @@ class Gateway:
         pool = frozenset(i.id for i in serving(self.snapshot().serving(model), adapter))
         return pool, self.workers.left_alone(pool)
 
-    def survivors(self, model: str) -> int:
-        """Workers of a model that compute prompts and are not left alone."""
-        fit = [i.id for i in self.snapshot().serving(model) if i.role != "decode"]
+    def survivors(self, model: str, adapter: str = "") -> int:
+        """Workers of a model that compute prompts and are not left alone; adapter: see `pool`."""
+        there = serving(self.snapshot().serving(model), adapter)
+        fit = [i.id for i in there if i.role != "decode"]
         return len(fit) - len(self.workers.left_alone(fit))
 
     def leave_reroutes(self, model: str, ticket: Ticket) -> None:
         """A ticket that was tried again computes no more, or waits no more."""
-        for next_one in self.reroutes.leave(model, ticket, self.survivors(model)):
+        for next_one in self.reroutes.leave(model, ticket, partial(self.survivors, model)):
             next_one.go()
 
     def closed(self, ticket: Ticket) -> None:
@@ -379,22 +382,24 @@ def place_alone(
     Among aggregated workers; without one, among decode workers that can prefill by themselves. All
     of them have the adapter, if the query names one.
     """
-    workers = snapshot.serving(query.model)
+    adapter = _adapter(query)
+    workers = serving(snapshot.serving(query.model), adapter)
     if not workers:
-        return no_worker(query.model)
+        return no_worker(adapter or query.model)
     if query.routing is not None and _restricts(query.routing):
         return Unavailable(
-            "no router answers, and without one no request can be sent where it asks to run",
+            "no router answers at the moment, and only a router can keep to what the request says "
+            "of its workers (ids, ranks, taints): ask again, or without that",
             1.0,
             reason="NO_ROUTER",
         )
-    adapter = _adapter(query)
-    left = [w for w in serving(workers, adapter) if w.id not in query.excluded]
+    left = [w for w in workers if w.id not in query.excluded]
     fit = [w for w in left if w.role == "aggregated"]
     fit = fit or [w for w in left if w.role == "decode" and w.local_prefill]
     if not fit:
         return Unavailable(
-            "no router answers, and without one only workers that need no other can be chosen",
+            f"no router answers at the moment, and no worker of {query.model!r} that serves whole "
+            "requests by itself is left to try: ask again",
             1.0,
             reason="NO_ROUTER",
         )

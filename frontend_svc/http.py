@@ -37,6 +37,7 @@ from frontend_svc.core.openai import (
     CompletionRequest,
     FinishWord,
     chat_completion,
+    check_length,
     model_list,
     model_value,
     parse_chat,
@@ -46,7 +47,13 @@ from frontend_svc.core.openai import (
     text_completion,
     to_preprocessed,
 )
-from frontend_svc.core.openai_errors import BODY_TOO_LARGE, error_event, error_type, http_error
+from frontend_svc.core.openai_errors import (
+    BODY_TOO_LARGE,
+    error_event,
+    error_type,
+    http_error,
+    param_of,
+)
 from frontend_svc.core.pass_through import PassThroughBody, folded, read_body
 from frontend_svc.core.prompt import TemplateError
 from frontend_svc.core.request import Outcome, PassedBody, Plan
@@ -89,6 +96,7 @@ class Call:
     request_id: ours and unique; client_id: the client's x-request-id, or ours. began_s: of the
     meter's clock. base_model: what an adapter is applied to, or the model itself; "" when passed
     through or not known yet. status: what the client was answered with, 0 when nothing was.
+    headers: the client's.
     """
 
     endpoint: Endpoint
@@ -96,6 +104,7 @@ class Call:
     client_id: bytes
     span: RequestSpan
     began_s: float
+    headers: Mapping[bytes, bytes]
     body: ChatRequest | CompletionRequest | PassThroughBody | None = None
     base_model: str = ""
     answer: Answer | None = None
@@ -152,6 +161,7 @@ class GenerationEndpoint:
                 scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
             ),
             began_s=self._state.clock(),
+            headers=headers,
         )
         meter: RequestMeter | None = None
         self._inside += 1
@@ -168,7 +178,9 @@ class GenerationEndpoint:
             await self._serve(call, meter, receive, send)
         except MeshError as error:
             await self._refuse(call, meter, error, send)
-        except Exception:
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic of the tokenizer library is no Exception
             log.exception("request_failed", request_id=request_id)
             await self._refuse(call, meter, Bug("see the frontend's log"), send)
         finally:
@@ -339,21 +351,26 @@ class GenerationEndpoint:
     async def _tokenize(
         self, body: ChatRequest | CompletionRequest, model: ServedModel
     ) -> list[int]:
+        text = self._prompt_text(body, model)
+        check_length(body, model.tokens_min(text), model.card.context_length or 0)
+        # A template writes the special tokens itself.
+        return await model.encode(text, special_tokens=isinstance(body, CompletionRequest))
+
+    def _prompt_text(self, body: ChatRequest | CompletionRequest, model: ServedModel) -> str:
         if isinstance(body, CompletionRequest):
-            return await model.encode(body.prompt_text or "", special_tokens=True)
+            return body.prompt_text or ""
         if model.template is None:
             raise InvalidRequest(
                 f"The model {model.name!r} has no chat template; use /v1/completions.", "model"
             )
         try:
-            text = model.template.render(
+            return model.template.render(
                 body.template_messages(),
                 template_kwargs=body.chat_template_kwargs,
                 now=datetime.now(UTC),
             )
         except TemplateError as error:
             raise InvalidRequest(str(error), "messages") from error
-        return await model.encode(text, special_tokens=False)
 
     def _plan(self, call: Call, request: PreprocessedRequest) -> Plan:
         now = asyncio.get_running_loop().time()
@@ -441,9 +458,10 @@ class GenerationEndpoint:
                 await send(_body(b"".join(events)))
                 events = []
             token_ids = await answer.next()
-        outcome = answer.outcome
-        assert outcome is not None
-        events += _last_events(writer, flow, outcome)
+        if events and answer.outcome is None:  # a last word is waited for, text is not held up
+            await send(_body(b"".join(events)))
+            events = []
+        events += _last_events(writer, flow, await answer.end())
         await send(_body(b"".join(events)))
         call.is_ended = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -462,9 +480,8 @@ class GenerationEndpoint:
                 break
             if not token_ids:
                 break
-        outcome = answer.outcome
-        assert outcome is not None
-        if outcome.error is not None:
+        outcome = await answer.end()
+        if outcome.error is not None and flow.stopped is None:
             raise outcome.error
         pieces.append(flow.finish())
         is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
@@ -492,7 +509,7 @@ class GenerationEndpoint:
             await send(_body(error_event(error)))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             return
-        answer = http_error(error)
+        answer = http_error(error, call.headers)
         call.status = answer.status
         headers = tuple((k.encode(), v.encode()) for k, v in answer.headers)
         await _send_whole(send, answer.status, (*headers, call.id_header), answer.body)
@@ -541,10 +558,14 @@ class GenerationEndpoint:
         answer = call.answer
         if answer is not None and answer.first_at is not None:
             facts["ttft_ms"] = round((answer.first_at - call.began_s) * 1000, 1)
+        error = call.error
         if answer is not None and answer.outcome is not None:
             facts |= _outcome_facts(answer.outcome)
-        if call.error is not None:
-            facts["failure"] = call.error.reason
+            error = error or answer.outcome.error
+        if error is not None:
+            facts |= {"failure": error.reason, "why": error.message}
+            if error.field:
+                facts["param"] = param_of(error.field, call.headers)
         log.info("request", **facts)
 
 
@@ -563,7 +584,7 @@ def _outcome_facts(outcome: Outcome) -> dict[str, object]:
         "prompt_tokens": outcome.usage.prompt_tokens,
         "completion_tokens": outcome.usage.completion_tokens,
         "attempts": outcome.attempts,
-        "workers": [f"{worker_id:x}" for worker_id in outcome.worker_ids],
+        "workers": list(map(str, outcome.worker_ids)),
     }
     if outcome.finish_reason is not None:
         facts["finish_reason"] = outcome.finish_reason.value
@@ -572,8 +593,6 @@ def _outcome_facts(outcome: Outcome) -> dict[str, object]:
     if outcome.placed is not None:
         facts["predicted_cached_tokens"] = outcome.placed.predicted_cached_tokens
         facts["routing"] = list(outcome.placed.reasons)
-    if outcome.error is not None:
-        facts |= {"failure": outcome.error.reason, "why": outcome.error.message}
     return facts
 
 
@@ -633,9 +652,10 @@ async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) ->
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Whether requests can be served now, and why not. models: those that are not, with why.
+    """Whether requests can be served now, and why not.
 
-    degraded: what is served less well than it should be.
+    degraded: what is served less well than it should be. models_not_ready: those that are not, with
+    why.
     """
 
     is_ready: bool
@@ -710,7 +730,7 @@ def build_api(
         return GenerationEndpoint(endpoint, gateway, models, state, config, ended)
 
     _docs, metrics = metrics_router(registry)
-    return Starlette(
+    api = Starlette(
         routes=[
             Route("/v1/chat/completions", generation(Endpoint.CHAT_COMPLETIONS), methods=["POST"]),
             Route("/v1/completions", generation(Endpoint.COMPLETIONS), methods=["POST"]),
@@ -724,6 +744,9 @@ def build_api(
         ],
         exception_handlers={404: _not_found, 405: _not_found},
     )
+    # A slash too many is no route: a redirect would have a client send its body again.
+    api.router.redirect_slashes = False
+    return api
 
 
 def _model_entry(model: ServedModel) -> dict[str, object]:

@@ -86,4 +86,4 @@ def _compared(outcome: Outcome) -> tuple[Source, int, int] | None:
 
 
 def _name(worker: Instance) -> str:
-    return worker.stable_name or f"{worker.id:x}"
+    return worker.stable_name or str(worker.id)

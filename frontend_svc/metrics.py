@@ -662,13 +662,15 @@ class Survival:
     """What this frontend did so that requests survive; counts since its start.
 
     lost_s: seconds its own loop has lost. retries, retries_refused: attempts after the first that
-    its budget allowed and did not. rerouted, rerouted_waiting: requests being tried again that have
-    no token yet, and those that wait for their turn. left_alone: workers that get no requests.
+    its budget allowed and did not. unrouted: placements without a router. rerouted,
+    rerouted_waiting: requests being tried again that have no token yet, and those that wait for
+    their turn. left_alone: workers that get no requests.
     """
 
     lost_s: float
     retries: int
     retries_refused: int
+    unrouted: int
     rerouted: int
     rerouted_waiting: int
     left_alone: int
@@ -693,6 +695,7 @@ class SurvivalCollector(Collector):
         yield CounterMetricFamily(
             f"{prefix}_retries_refused", "Attempts beyond the retry budget", now.retries_refused
         )
+        yield CounterMetricFamily(f"{prefix}_unrouted", "Placements without a router", now.unrouted)
         yield GaugeMetricFamily(
             f"{prefix}_rerouted_requests", "Requests tried again, without a token", now.rerouted
         )

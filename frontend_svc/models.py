@@ -56,9 +56,12 @@ from frontend_svc.core.model_watch import (
     plan,
 )
 from frontend_svc.core.prompt import ChatTemplate, TemplateError
+from frontend_svc.core.token_bound import bytes_a_token_max
 
 # So long after its last worker left, a model's clients are told to come again (503, not 404).
 GONE_S = 600.0
+# What was built for the last few of them is kept: a worker that comes back is served at once.
+KEPT_MAX = 4
 
 # Above this many characters, encoding leaves the event loop: it would hold it for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -70,7 +73,8 @@ log = structlog.get_logger()
 class ServedModel:
     """What a request for one model needs. checksum: "" for pass-through models, which need none.
 
-    adapter: "" for the model itself; else all is as in the model, but for name and hashes.
+    vocab_size: token ids are below this. bytes_a_token_max: see `core/token_bound.py`. adapter: ""
+    for the model itself; else all is as in the model, but for name and hashes.
     """
 
     card: ModelCard
@@ -78,6 +82,8 @@ class ServedModel:
     created: int
     tokenizer: Tokenizer
     vocabulary: Vocabulary | None
+    vocab_size: int
+    bytes_a_token_max: int | None
     template: ChatTemplate | None
     hasher: PrefixHasher
     adapter: str = ""
@@ -97,10 +103,10 @@ class ServedModel:
         hasher = _hasher(self.card, mesh_key, adapter)
         return replace(self, adapter=adapter, created=created, hasher=hasher)
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this."""
-        return self.tokenizer.get_vocab_size()
+    def tokens_min(self, text: str) -> int:
+        """How many tokens a text has at least, without making them."""
+        most = self.bytes_a_token_max
+        return 0 if most is None else -(-len(text.encode()) // most)
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text; off the loop when it is long."""
@@ -128,17 +134,24 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         tokenizer = Tokenizer.from_buffer(raw)
     except Exception as error:  # the library raises plain Exception
         raise InvalidRequest(f"tokenizer.json: {error}", "artifacts.tokenizer.json") from error
+    # What a file asks for here would cut prompts short, or fill them up, without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
     try:
         vocabulary = Vocabulary.from_tokenizer_json(raw)
     except UnsupportedTokenizer as error:
         log.info("slow_detokeniser", model=card.name, why=str(error))
         vocabulary = None
+    ids = tokenizer.get_vocab().values() if vocabulary is None else vocabulary.raw
     return ServedModel(
         card=card,
         checksum=card.checksum,
         created=created,
         tokenizer=tokenizer,
         vocabulary=vocabulary,
+        # Not the number of tokens: there are files with gaps in their ids.
+        vocab_size=max(ids, default=-1) + 1,
+        bytes_a_token_max=bytes_a_token_max(raw),
         template=_template(card, config),
         hasher=_hasher(card, mesh_key),
     )
@@ -200,7 +213,14 @@ def _template(card: ModelCard, config: Mapping[str, Any]) -> ChatTemplate | None
 
 def _text(config: Mapping[str, Any], name: str) -> str | None:
     value = config.get(name)
-    return value.get("content") if isinstance(value, dict) else value
+    text = value.get("content") if isinstance(value, dict) else value
+    if value is None or isinstance(text, str):
+        return text
+    raise InvalidRequest(
+        f"tokenizer_config.json: {name} must be text, or an object with text as its content, "
+        f"not {str(value)[:80]!r}",
+        "artifacts.tokenizer_config.json",
+    )
 
 
 def no_worker(model: str) -> Unavailable:
@@ -253,6 +273,8 @@ class Models:
         self._watch = ModelWatchState(PREFIX, self._table, self._builder)
         self._snapshot = Snapshot()
         self._gone_at: dict[str, float] = {}
+        # By model: what was built last, and from what.
+        self._kept: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, also of models that are not served yet.
         self._offered: Mapping[str, str] = {}
@@ -346,6 +368,7 @@ class Models:
             self._execute(action, builds)
         for action in self._watch.retry(waiting):
             self._execute(action, builds)
+        self._forget_builds()
         self._follow_adapters()
         try:
             async with TaskGroup() as tasks:
@@ -373,6 +396,14 @@ class Models:
         now = self._now_s()
         self._gone_at = {n: at for n, at in self._gone_at.items() if now - at < GONE_S}
         self._gone_at[name] = now
+
+    def _forget_builds(self) -> None:
+        """But for those of models that are served, and of the last that have just left."""
+        since = self._now_s() - GONE_S
+        gone = {n: self._gone_at.get(n, -math.inf) for n in self._kept.keys() - self._table.names()}
+        lately = sorted((name for name in gone if gone[name] > since), key=lambda name: gone[name])
+        for name in gone.keys() - lately[-KEPT_MAX:]:
+            del self._kept[name]
 
     def _first_engines(self) -> Iterator[Engine]:
         for name in self._table.names():
@@ -416,7 +447,12 @@ class Models:
     def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
             case Build():
-                builds.append(action)
+                kept = self._kept.get(action.entry.model.name)
+                if kept is None or kept[0] != action.entry:
+                    builds.append(action)
+                else:
+                    for then in self._watch.built(action, kept[1]):
+                        self._execute(then, builds)
             case Added(name, tables):
                 log.info("model_added", model=name, tables=tables)
             case Removed(name):
@@ -435,7 +471,10 @@ class Models:
 
     async def _built(self, work: Build) -> list[Action]:
         try:
-            return self._watch.built(work, await self._builder.engines(work.entry))
+            engines = await self._builder.engines(work.entry)
+            if any(engine.model is not None for engine in engines.values()):
+                self._kept[work.entry.model.name] = work.entry, engines
+            return self._watch.built(work, engines)
         except MeshError as error:
             return self._watch.failed(work, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:

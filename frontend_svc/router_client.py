@@ -54,9 +54,11 @@ PING_S = 0.5
 SILENT_AFTER_S = 2.0
 # A session has so long to attend to what it was begun with; with a sign of life, at the latest.
 SETTLE_S = 1.0
-# A router that denies what is there learns of it soon, or else another one is asked.
+# A router that denies what is there learns of it soon, or else another one is asked. Where there is
+# none it is asked now and then, at random: a long prompt is long each time.
 ASK_AGAIN_S = 0.1
 DENIED_S = 0.5
+ASK_AGAIN_MAX_S = 1.0
 # A booking is announced again this often, for a router forgets those that nobody speaks of.
 RENEW_S = 100.0
 _HOME = "HOME"
@@ -198,8 +200,8 @@ class _Moment(NamedTuple):
 
 @dataclass(slots=True)
 class _Waiting:
-    """since: when it came. denied_since, denied_last: since when routers deny what could serve it,
-    and when one did so last.
+    """since: when it came. denied_since, again_at: since when routers deny what could serve it, and
+    when one is, or was, asked again after that.
     """
 
     key: Key
@@ -207,11 +209,11 @@ class _Waiting:
     answer: Answer
     since: _Moment
     denied_since: _Moment | None = None
-    denied_last: _Moment | None = None
+    again_at: _Moment | None = None
 
     def is_denied(self, now: _Moment) -> bool:
         """Whether it still is: one that was asked again and not answered at once waits there."""
-        return self.denied_last is not None and now.since(self.denied_last) < SETTLE_S
+        return self.again_at is not None and now.since(self.again_at) < SETTLE_S
 
 
 class RouterClient:
@@ -443,7 +445,7 @@ class RouterClient:
         now = self._now()
         waiting = next((w for w in self._waiting.values() if not w.is_denied(now)), None)
         if waiting is not None:
-            asked = max(waiting.since, waiting.denied_last or waiting.since)
+            asked = max(waiting.since, waiting.again_at or waiting.since)
             open_s = self._elapsed_s(max(asked, self._session_since))
             if open_s > self._queue_wait_s + SILENT_AFTER_S:
                 raise WorkerLost(
@@ -480,14 +482,14 @@ class RouterClient:
         now = self._now()
         if waiting.denied_since is None or not waiting.is_denied(now):
             waiting.denied_since = now
-        waiting.denied_last = now
-        is_blind = self._elapsed_s(waiting.denied_since) >= DENIED_S
+        is_blind = now.since(waiting.denied_since) >= DENIED_S
         # Not from one to the other all the time: neither may ever see it.
-        may_leave = self._loop.time() - self._left_denied_at >= AVOID_S
+        may_leave = now.at - self._left_denied_at >= AVOID_S
         if is_blind and may_leave and len(self._routers()) > 1:
             self._is_denied = True
-        else:
-            self._loop.call_later(ASK_AGAIN_S, self._ask_again, number, self._generation)
+        wait_s = ASK_AGAIN_MAX_S * self._rng.uniform(0.5, 1.0) if is_blind else ASK_AGAIN_S
+        waiting.again_at = now._replace(at=now.at + wait_s)
+        self._loop.call_at(waiting.again_at.at, self._ask_again, number, self._generation)
 
     def _ask_again(self, number: int, generation: int) -> None:
         # Another session began with all questions.
@@ -496,7 +498,9 @@ class RouterClient:
 
     def _booking(self, waiting: _Waiting, decision: router_pb2.Decision) -> router_pb2.Booking:
         routing, session_revision = waiting.query.routing, decision.session_revision
-        session = None if routing is None else routing.session_control
+        session, lora_name = None, None
+        if routing is not None and session_revision:
+            session, lora_name = routing.session_control, routing.lora_name
         return router_pb2.Booking(
             key=_key(waiting.key),
             frontend_id=self._frontend_id,
@@ -506,13 +510,17 @@ class RouterClient:
             prefill_tokens=decision.charged_prefill_tokens,
             decode_blocks=decision.charged_decode_blocks,
             revision=1,
-            session_id=session.session_id if session is not None and session_revision else "",
+            session_id="" if session is None else session.session_id,
             session_revision=session_revision,
+            lora_name=lora_name or "",
         )
 
     async def _write(self, session: Session) -> None:
         """The one writer: what gathered since the last write goes out as one frame."""
         self._news, self._prefills_done, self._frees = list(self._waiting), [], []
+        for asked in self._waiting.values():
+            if asked.again_at is not None:
+                asked.again_at = self._now()
         self._outputs.clear()
         self._renewed = dict.fromkeys(self._bookings, self._loop.time())
         self._is_told = True
@@ -605,7 +613,7 @@ class RouterClient:
     def _unattended_since(self, waiting: _Waiting, now: _Moment) -> _Moment:
         if waiting.denied_since is not None and waiting.is_denied(now):
             return waiting.denied_since
-        return max(waiting.since, self._attended, waiting.denied_last or waiting.since)
+        return max(waiting.since, self._attended, waiting.again_at or waiting.since)
 
 
 def _output(grown: tuple[Key, _Output]) -> router_pb2.OutputBlocks:

@@ -50,7 +50,7 @@ class RequestSpan:
         self._span.set_attribute("attempts", outcome.attempts)
         self._span.set_attribute("gen_ai.usage.input_tokens", outcome.usage.prompt_tokens)
         self._span.set_attribute("gen_ai.usage.output_tokens", outcome.usage.completion_tokens)
-        self._span.set_attribute("worker_ids", [f"{w:x}" for w in outcome.worker_ids])
+        self._span.set_attribute("worker_ids", list(map(str, outcome.worker_ids)))
         if outcome.placed is not None:
             self._span.set_attribute("routing.reasons", list(outcome.placed.reasons))
             self._span.set_attribute("routing.overlap_blocks", outcome.placed.overlap_blocks)

@@ -31,7 +31,8 @@ Refused by name unless null
                text, nvext.max_thinking_tokens, .cache_control, .cache_salt, .router,
                .agent_context, .metadata_upload, .request_timestamp_ms
 
-`null` means absent, as the SDK sends it. Types are strict: true is no 1, and 1.0 is no integer.
+`null` means absent, as the SDK sends it. Types are strict: true is no 1, and 1.0 is no integer; but
+a worker's id may be a number or its decimal digits as text, since many programs would round it.
 Some combinations are refused, since honouring both is impossible: stream_options without stream,
 max_tokens against another max_completion_tokens, and ignore_eos with stop or stop_token_ids (only
 max_tokens ends such an answer).
@@ -41,6 +42,7 @@ Pure: ids and times are arguments.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, LiteralString, NoReturn, TypeAlias, TypeVar, cast
@@ -89,6 +91,7 @@ METADATA_PAIRS_MAX = 16
 KEYS_MAX = 64
 _FEW_KEYS = f"at most {KEYS_MAX} keys"
 _WANTED: LiteralString = "{wanted}"
+_DECIMAL = re.compile(r"[0-9]{1,20}")
 
 R = TypeVar("R", bound="GenerationRequest")
 
@@ -177,6 +180,16 @@ def _top_k(value: int) -> int:
     return value
 
 
+def _worker_id(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    if not _DECIMAL.fullmatch(value):
+        raise PydanticCustomError("wanted_value", _WANTED, {"wanted": "a decimal number"})
+    return int(value)
+
+
+# Logs and `/health` tell ids as text; programs that can hold the number may send that.
+WorkerId: TypeAlias = Annotated[U64, BeforeValidator(_worker_id)]
 TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_top_k)]
 
 
@@ -292,9 +305,9 @@ _NO_NVEXT = "not available yet"
 class Nvext(_Shape):
     """Extensions of the Dynamo family: where to run, and sampling under its older names."""
 
-    backend_instance_id: U64 | None = None
-    prefill_worker_id: U64 | None = None
-    decode_worker_id: U64 | None = None
+    backend_instance_id: WorkerId | None = None
+    prefill_worker_id: WorkerId | None = None
+    decode_worker_id: WorkerId | None = None
     dp_rank: U32 | None = None
     prefill_dp_rank: U32 | None = None
     agent_hints: AgentHints | None = None
@@ -735,7 +748,7 @@ def _extended(
 def _checked_prompt(
     request: GenerationRequest, token_ids: Iterable[int], vocab_size: int | None
 ) -> TokenIds:
-    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    field = _prompt_field(request)
     prompt = TokenIds.of(token_ids)
     if not len(prompt):
         raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
@@ -749,20 +762,38 @@ def _checked_prompt(
     return prompt
 
 
+def check_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
+    """PromptTooLong where a prompt of so many tokens, or more, leaves no room for a single one.
+
+    context_length: as in `to_preprocessed`, which still is to see the prompt itself.
+    """
+    if context_length and tokens_min >= context_length:
+        raise _too_long(request, f"at least {tokens_min}", context_length)
+
+
+def _too_long(request: GenerationRequest, tokens: str, context: int) -> PromptTooLong:
+    parts = _prompt_field(request)
+    return PromptTooLong(
+        f"This model's maximum context length is {context} tokens. However, your {parts}"
+        f" resulted in {tokens} tokens. Please reduce the length of the {parts}.",
+        parts,
+    )
+
+
+def _prompt_field(request: GenerationRequest) -> str:
+    return "messages" if isinstance(request, ChatRequest) else "prompt"
+
+
 def _max_tokens(
     request: GenerationRequest, prompt: int, context: int, default: int | None
 ) -> int | None:
     asked, field = request.max_output_tokens
     if not context:
         return default if asked is None else asked
-    parts = "messages" if isinstance(request, ChatRequest) else "prompt"
     room = context - prompt
     if room < 1:
-        raise PromptTooLong(
-            f"This model's maximum context length is {context} tokens. However, your {parts}"
-            f" resulted in {prompt} tokens. Please reduce the length of the {parts}.",
-            parts,
-        )
+        raise _too_long(request, str(prompt), context)
+    parts = _prompt_field(request)
     if asked is not None and asked > room:
         raise PromptTooLong(
             f"This model's maximum context length is {context} tokens. However, you requested"

@@ -9,6 +9,8 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Choices
   `x-should-retry`: true exactly when the error is retryable. Hints are given to it in milliseconds
   (`retry-after-ms`) and to everybody else in whole seconds, rounded up.
 - A `Bug`, and whatever is no `MeshError`, shows none of its text: that belongs in the log.
+- `param` is the client's word for the field: the mesh knows it by where it keeps what was said, a
+  header stands for a field of `nvext`. Where the message names the field, it does so by that word.
 - 499 (the client closed the request) is for logs and metrics; nobody is there to read it.
 
 After the first byte of a stream the status is gone: `error_event` is then the last event, without
@@ -18,6 +20,7 @@ a `[DONE]` after it, and the SDK raises it as `APIError`.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -41,6 +44,7 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
+from frontend_svc.core.headers import FIELDS
 from frontend_svc.core.request import NOT_MIGRATABLE
 
 # Reasons with a status of their own: `InvalidRequest(..., reason=BODY_TOO_LARGE)` is 413, and an
@@ -85,7 +89,7 @@ class HttpError:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """code: OpenAI's word for it; None: the error's reason, where it says more than its class."""
+    """code: OpenAI's word for it; None: the error's reason, or _INVALID_VALUE without one."""
 
     status: int
     type: str
@@ -94,6 +98,16 @@ class _Row:
 
 
 _INVALID = "invalid_request_error"
+_INVALID_VALUE = "invalid_value"
+# Where the mesh keeps what a body says -> where the body says it.
+_SAID = (
+    ("query.routing.lora_name", "model"),
+    ("query.routing.", "nvext."),
+    ("routing.lora_name", "model"),
+    ("routing.", "nvext."),
+    ("sampling_options.", ""),
+)
+_HEADERS = {".".join(("nvext", *path)): header for header, path in FIELDS.items()}
 
 _TENANT_LIMIT = _Row(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
 _TOO_LARGE = _Row(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
@@ -119,10 +133,23 @@ _TABLE: dict[type[MeshError], _Row] = {
 }
 
 
-def http_error(error: BaseException) -> HttpError:
-    """The answer for `error`; anything that is no `MeshError` is answered as a `Bug`."""
+def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
+    """The answer for `error`; anything that is no `MeshError` is answered as a `Bug`.
+
+    headers: names of those that the request had.
+    """
     row = _row(error)
-    return HttpError(row.status, _body(error, row), _headers(error, row), row.error_type)
+    return HttpError(row.status, _body(error, row, headers), _headers(error, row), row.error_type)
+
+
+def param_of(field: str, headers: Container[bytes] = ()) -> str:
+    """What a client calls a field that is at fault: by where it said it."""
+    for kept, said in _SAID:
+        if field.startswith(kept):
+            field = said + field.removeprefix(kept)
+            break
+    header = _HEADERS.get(field, "")
+    return header if header.encode() in headers else field
 
 
 def error_type(error: BaseException) -> ErrorType:
@@ -132,7 +159,7 @@ def error_type(error: BaseException) -> ErrorType:
 
 def error_event(error: BaseException) -> bytes:
     """The last SSE event of a stream that failed after its first byte."""
-    return b"data: " + _body(error, _row(error)) + b"\n\n"
+    return b"data: " + _body(error, _row(error), ()) + b"\n\n"
 
 
 def _row(error: BaseException) -> _Row:
@@ -151,19 +178,21 @@ def _row(error: BaseException) -> _Row:
     return _TABLE[Bug]
 
 
-def _body(error: BaseException, row: _Row) -> bytes:
+def _body(error: BaseException, row: _Row, headers: Container[bytes]) -> bytes:
+    message, param, code = INTERNAL_MESSAGE, None, row.code
     if isinstance(error, MeshError) and row is not _TABLE[Bug]:
-        message, param, code = error.message, error.field, _code(error, row)
-    else:
-        message, param, code = INTERNAL_MESSAGE, None, row.code
+        message, code = error.message, _code(error, row)
+        if error.field:
+            param = param_of(error.field, headers)
+            message = message.replace(f"'{error.field}'", f"'{param}'")
     details = {"message": message, "type": row.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
 
 
-def _code(error: MeshError, row: _Row) -> str | None:
+def _code(error: MeshError, row: _Row) -> str:
     if row.code is not None:
         return row.code
-    return None if error.reason == error.kind else error.reason.lower()
+    return _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
 
 
 def _headers(error: BaseException, row: _Row) -> tuple[tuple[str, str], ...]:

@@ -7,8 +7,10 @@ An attempt has one leg, or two when prefill and decode are apart: a prefill leg,
 proves that the prompt is computed, and a decode leg, whose tokens are the answer. With a bootstrap
 rendezvous both start at once; without, decode starts with what prefill's end hands over. They are
 one transaction: the failure of either ends both and the whole is tried again, until decode has
-delivered, for then the prompt's KV has arrived and prefill's fate is its own. Only prefill knows
-how much of the prompt was cached: an answer that is complete waits PREFILL_WORD_S for its word.
+delivered, for then the prompt's KV has arrived and prefill's fate is its own.
+
+Whoever computed the prompt knows how much of it was cached, and says so when its leg ends: an
+answer that is complete before (decode's, or one that a stop string ended) waits LAST_WORD_S for it.
 
 Invariants: `finish` is called exactly once and nothing is emitted after it; the tokens emitted are
 the concatenation of what main legs delivered, nothing lost, repeated or reordered; at most one
@@ -57,8 +59,8 @@ NOT_MIGRATABLE = "NOT_MIGRATABLE"
 TALKS_S = 0.5
 # How soon a slow one is looked at again.
 LOOK_AGAIN_S = 0.25
-# How long an answer that is complete waits for prefill to say what was cached.
-PREFILL_WORD_S = 0.2
+# How long an answer that is complete waits to hear what of its prompt was cached.
+LAST_WORD_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +288,7 @@ class RequestMachine:
         self._asked_at: float | None = None
         self._accept_s = 0.0
         self._lost_before = 0.0
-        # What the answer ended with, while it waits for prefill's word until then.
+        # What the answer ended with, while it waits until then for a last word.
         self._ended_with: FinishReason | None = None
         self._word_by = 0.0
         self._excluded: frozenset[int] = frozenset()
@@ -346,29 +348,50 @@ class RequestMachine:
         """The gateway saw the end of the answer (a stop string): end it well."""
         if self.is_finished:
             return
-        self._give_up("stop_string")
-        self._finish(FinishReason.STOP, None)
+        if self._ended_with is not None:
+            self._ended_with = FinishReason.STOP
+            return
+        teller = self._teller()
+        if teller is None:
+            self._give_up("stop_string")
+            self._finish(FinishReason.STOP, None)
+            return
+        for leg in self._live():
+            leg.is_live = leg is teller
+            self._ports.abort(leg, "stop_string")
+        self._free()
+        self._await_word(FinishReason.STOP)
+
+    def _teller(self) -> Leg | None:
+        """The leg that is still to say how much of the prompt was cached; None if none will."""
+        leg = self._prefill or self._main
+        if leg is None or self.plan.body is not None or self._cached_tokens is not None:
+            return None
+        return leg if leg.is_accepted and leg.phase != "decode" else None
 
     def fail(self, error: MeshError, reason: str) -> None:
         """The gateway cannot go on with the request (say, a slow reader)."""
         if self.is_finished:
             return
         self._give_up(reason)
+        if self._ended_with is not None:
+            self._finish(self._ended_with, None)
+            return
         self._finish(FinishReason.ERROR, error)
 
     def on_time(self, now: float) -> None:
         """A time that was asked for has come."""
         if self.is_finished:
             return
-        if now >= self.plan.deadline:
-            self._give_up("deadline")
-            self._finish(FinishReason.ERROR, DeadlineExceeded("the request took too long"))
-            return
         if self._ended_with is not None:
             if now >= self._word_by:
                 self._finish(self._ended_with, None)
             else:  # a timer may be early by a tick of its clock
-                self._ports.wake_at(min(self._word_by, self.plan.deadline))
+                self._ports.wake_at(self._word_by)
+            return
+        if now >= self.plan.deadline:
+            self._give_up("deadline")
+            self._finish(FinishReason.ERROR, DeadlineExceeded("the request took too long"))
             return
         self._judge_acceptance(now)
 
@@ -400,6 +423,8 @@ class RequestMachine:
             self._prefill_tokens += token_ids
             self._prefill_logprobs += logprobs
             return
+        if self._ended_with is not None:
+            return  # they come after the stop string
         self.generated += token_ids
         self._ports.emit(token_ids, logprobs)
 
@@ -425,31 +450,30 @@ class RequestMachine:
         if self._cached_tokens is None and leg.phase != "decode":
             self._cached_tokens = _cached_tokens(terminal)
         leg.is_live = False
-        if terminal.finish_reason is FinishReason.CANCELLED:
+        if self._ended_with is not None:
+            self._finish(self._ended_with, None)
+        elif terminal.finish_reason is FinishReason.CANCELLED:
             self._give_up("peer_cancelled")
             cancelled = RequestCancelled("the worker was told to end the request")
             self._finish(FinishReason.CANCELLED, cancelled)
         elif leg is self._prefill:
             self._prefill_ended(leg, terminal)
         elif self._prefill is not None and self._cached_tokens is None:
-            self._await_prefills_word(terminal)
+            self._main = None
+            self._decodes_word = _cached_tokens(terminal)
+            self._await_word(terminal.finish_reason)
         else:
             self._finish(terminal.finish_reason, None)
 
-    def _await_prefills_word(self, terminal: Terminal) -> None:
-        """The answer is complete; what was cached is on its way, or lost with prefill."""
-        self._main = None
-        self._ended_with = terminal.finish_reason
-        self._decodes_word = _cached_tokens(terminal)
-        self._word_by = self._ports.now() + PREFILL_WORD_S
-        self._ports.wake_at(min(self._word_by, self.plan.deadline))
+    def _await_word(self, finish_reason: FinishReason | None) -> None:
+        """The answer is complete; what was cached is on its way, or lost with its worker."""
+        self._ended_with = finish_reason
+        self._word_by = min(self._ports.now() + LAST_WORD_S, self.plan.deadline)
+        self._ports.wake_at(self._word_by)
 
     def _prefill_ended(self, leg: Leg, terminal: Terminal) -> None:
         self._prefill = None
         self._tell_prefill_done(leg.attempt)
-        if self._ended_with is not None:
-            self._finish(self._ended_with, None)
-            return
         if self._main is not None:
             return  # with a bootstrap: decode is under way and has it all
         reason = terminal.finish_reason
@@ -474,7 +498,6 @@ class RequestMachine:
         """A live leg failed: try elsewhere where that is right, else end."""
         leg.is_live = False
         if self._ended_with is not None:
-            self._prefill = None
             self._finish(self._ended_with, None)
             return
         main = self._main
@@ -677,7 +700,8 @@ class RequestMachine:
         cached_tokens = self._decodes_word if self._cached_tokens is None else self._cached_tokens
         if cached_tokens is None:
             return counts
-        details = PromptTokensDetails(cached_tokens=cached_tokens)
+        # Whoever went on with the answer had what was generated before in its prompt, too.
+        details = PromptTokensDetails(cached_tokens=min(cached_tokens, counts.prompt_tokens))
         return replace(counts, prompt_tokens_details=details)
 
 

@@ -78,15 +78,22 @@ def test_under_load_predictions_and_engines_differ_by_two_percent_at_most(
         wait_for(lambda: len(mesh.frontend.events("request")) >= sent, "every request has its line")
         lines = mesh.frontend.events("request")
         assert all("cached_tokens" in one for one in lines), "each answer says what was cached"
+        # Only what a router predicted for whoever answered is judged (`frontend_svc/kv_watch.py`):
+        # where all are late, a worker, or the router, may be given up.
+        judged = [
+            one
+            for one in lines
+            if one["attempts"] == 1 and not any("unrouted" in why for why in one["routing"])
+        ]
         pairs: list[tuple[int, int]] = [
-            (one["predicted_cached_tokens"], one["cached_tokens"]) for one in lines
+            (one["predicted_cached_tokens"], one["cached_tokens"]) for one in judged
         ]
         largest = sum(max(pair) for pair in pairs)
         wrong = sum(abs(predicted - actual) for predicted, actual in pairs)
         assert largest > sent * 100, "the caches were used"
         assert wrong <= DRIFT_MAX * largest, (wrong, largest)
         shown = metrics(mesh)
-        assert shown["kv_predicted_requests_total"] == sent
+        assert shown["kv_predicted_requests_total"] == len(judged)
         assert shown["kv_predicted_cached_tokens_total"] == sum(p for p, _ in pairs)
         assert shown["kv_actual_cached_tokens_total"] == sum(a for _, a in pairs)
         assert mesh.http.get(f"{mesh.url}/ready").json()["degraded"] == []
@@ -109,7 +116,7 @@ def test_an_index_that_knows_nothing_is_told_to_people_and_metrics(tmp_path: Pat
         assert mesh.http.get(f"{mesh.url}/ready").json()["ready"], "it serves, only less well"
         (warning,) = mesh.frontend.events("kv_drift")
         assert warning["level"] == "warning"
-        assert warning["worker_id"] == mesh.workers[0].instance_id
+        assert warning["worker_id"] == str(mesh.workers[0].instance_id)
         shown = metrics(mesh)
         assert (shown["kv_degraded"], shown["kv_drift_ratio"]) == (1.0, 1.0)
         assert shown["kv_predicted_cached_tokens_total"] == 0.0

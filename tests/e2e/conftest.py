@@ -1,12 +1,15 @@
-"""Lets fixtures know, in time, whether their test has failed."""
+"""Meshes whose logs are shown when their test fails; fixtures know in time whether it has."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import HAS_FAILED
+from tests.e2e.mesh import HAS_FAILED, Mesh, logs_on_failure
 
 
 @pytest.hookimpl(wrapper=True)
@@ -18,3 +21,22 @@ def pytest_runtest_makereport(
     before = call.when != "setup" and item.stash.get(HAS_FAILED, False)
     item.stash[HAS_FAILED] = before or report.failed
     return report
+
+
+@pytest.fixture
+def start(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., AbstractContextManager[Mesh]]]:
+    """Starts a mesh of the shape given whose logs are shown when the test fails."""
+
+    @contextmanager
+    def started(**shape: Any) -> Iterator[Mesh]:
+        with Mesh(tmp_path, **shape) as mesh:
+            meshes.append(mesh)
+            yield mesh
+
+    meshes: list[Mesh] = []
+    yield started
+    for mesh in meshes:
+        with logs_on_failure(mesh, request):
+            pass

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 import grpc
 import httpx
@@ -38,13 +38,15 @@ from worker_svc.sim_engine import SIM_MODEL_DIR, load_sim_model
 ROOT = Path(__file__).parents[2]
 LEASH = ROOT / "meshctl" / "leash.py"
 START_S = 50.0
-WAIT_S = 15.0
+WAIT_S = 30.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
 MODEL = "sim"
 # Kinds of service, in the order in which they are started; the room is what a kind runs.
 KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
 ROLES = ("prefill", "decode")
+# Parts of what `/ready` calls degraded while a mesh has not found itself yet.
+_INCOMPLETE = ("no router", "gets no requests", "are not split")
 # Of a test: whether it has failed so far; kept by `tests/e2e/conftest.py`.
 HAS_FAILED = pytest.StashKey[bool]()
 
@@ -310,14 +312,15 @@ class Mesh:
     def known(self, room: str, url: str = "") -> set[int]:
         """Instance ids of a room that the frontend (at that URL) knows of now."""
         instances = self.http.get(f"{url or self.url}/health").json()["instances"]
-        return {i["id"] for i in instances if i["service"] == room}
+        return {int(i["id"]) for i in instances if i["service"] == room}
 
     def is_complete(self) -> bool:
         """Whether each frontend serves, by a router, all workers that run and no others."""
         workers = {worker.instance_id for worker in self.workers}
         for url in self.urls:
             ready = self.http.get(f"{url}/ready").json()
-            if not ready["ready"] or ready["reasons"] or self.known("worker", url) != workers:
+            ails = [why for why in ready["degraded"] if any(part in why for part in _INCOMPLETE)]
+            if not ready["ready"] or ails or self.known("worker", url) != workers:
                 return False
         return True
 
@@ -392,8 +395,15 @@ class Oracle:
         return Answer(text, finish, len(prompt), len(tokens))
 
 
+class Logged(Protocol):
+    """What has logs to show."""
+
+    def logs(self) -> str:
+        """The last lines of each service."""
+
+
 @contextmanager
-def logs_on_failure(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
+def logs_on_failure(mesh: Logged, request: pytest.FixtureRequest) -> Iterator[None]:
     """For a fixture around each test: prints the logs when the test has failed."""
     yield
     if request.node.stash.get(HAS_FAILED, False):

@@ -106,10 +106,10 @@ ROWS = [
     Bad("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
     Bad("no prompt", 400, "prompt", text(prompt=...), MISSING, TEXT),
     Bad("prompts of two texts", 400, "prompt", text(prompt=["a", "b"]), UNSUPPORTED, TEXT),
-    Bad("token id above the vocabulary", 400, "prompt", text(prompt=[4096]), None, TEXT),
+    Bad("token id above the vocabulary", 400, "prompt", text(prompt=[4096]), VALUE, TEXT),
     Bad("negative token id", 400, "prompt[0]", text(prompt=[-1]), VALUE, TEXT),
     Bad("prompt too long", 400, "prompt", text(prompt="able about " * 20_000), LONG, TEXT),
-    Bad("prompt of no tokens", 400, "prompt", text(prompt=""), None, TEXT),
+    Bad("prompt of no tokens", 400, "prompt", text(prompt=""), VALUE, TEXT),
     Bad("malformed JSON", 400, None, b'{"model": ', JSON),
     Bad("JSON is a list", 400, None, b"[]", TYPE),
     Bad("JSON is null", 400, None, b"null", TYPE),
@@ -157,6 +157,16 @@ ROWS = [
     Bad("GET on a POST route", 405, None, None, "method_not_allowed", method="GET"),
     Bad("PUT on a POST route", 405, None, chat(), "method_not_allowed", method="PUT"),
     Bad("an unknown route", 404, None, chat(), "not_found", path="/v1/chat/nonsense"),
+    Bad("a slash behind a route", 404, None, chat(), "not_found", path=f"{CHAT}/"),
+    Bad(
+        "a slash where a model's name belongs",
+        404,
+        "model",
+        None,
+        "model_not_found",
+        method="GET",
+        path="/v1/models/",
+    ),
     Bad("a route with ..", 404, None, chat(), "not_found", path="/v1/../etc/passwd"),
 ]
 
@@ -242,6 +252,18 @@ def test_bad_input_is_refused_by_name_and_the_next_request_is_served(mesh: Mesh,
     assert 0 < len(error["message"]) < 1000
     assert headers["content-type"] == "application/json"
     assert ("allow" in headers) == (status == 405)
+    assert_serves(mesh)
+
+
+def test_a_prompt_that_is_too_long_by_far_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
+    for path, body in (
+        (CHAT, chat(messages=said("able about " * 100_000))),
+        (TEXT, text(prompt="able about " * 100_000)),
+    ):
+        status, _, answer = send(mesh, "POST", path, body, {})
+        error = json.loads(answer)["error"]
+        assert (status, error["code"]) == (400, LONG)
+        assert "resulted in at least" in error["message"]
     assert_serves(mesh)
 
 

@@ -15,7 +15,8 @@ from tests.e2e.mesh import MODEL, Mesh, Oracle, logs_on_failure, wait_for
 
 pytestmark = pytest.mark.slow
 
-LEAVES_PLACEMENT_S = 3.0
+# One to two seconds where the machine has nothing else to do.
+LEAVES_PLACEMENT_S = 10.0
 PROMPT = "tell me of the sea"
 
 
@@ -87,7 +88,7 @@ def test_consul_may_die_and_come_back_empty_and_no_request_fails(
         before = len(load.statuses)
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served again")
     assert set(load.statuses) == {200}
-    assert mesh.is_complete()
+    wait_for(mesh.is_complete, "the frontend has heard that all are there again")
 
 
 def registered(agent: ConsulAgent) -> set[int]:
@@ -117,7 +118,7 @@ def test_a_worker_that_dies_without_a_word_leaves_placement_and_fails_no_request
     tried_twice = [
         line
         for line in mesh.frontend.events("request")
-        if [int(worker, 16) for worker in line.get("workers", [])].count(dead_id) > 1
+        if [int(worker) for worker in line.get("workers", [])].count(dead_id) > 1
     ]
     assert not tried_twice, "no request asks the dead worker twice"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,8 @@ def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    # It ends by itself.
+    assert "Ctrl-C" not in done.stdout
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["answers"] == 2
     assert facts["kv_hit_tokens"] >= 64
@@ -43,3 +46,34 @@ def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> 
     assert second.startswith(
         f"predicted {facts['kv_hit_tokens']}, actual {facts['kv_hit_tokens']} of"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S + 10)
+def test_a_demo_that_is_ended_by_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "meshctl", "demo"],
+        cwd=ROOT,
+        env={**env, "PYTHONPATH": f"{ROOT}/protos:{ROOT}", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert demo.stdout is not None
+        # Said once signals are listened to.
+        assert demo.stdout.readline().startswith("starting ")
+        (folder,) = tmp_path.glob("kvmesh-demo-*")
+        # As `timeout` does, whom `make` then helps: to all of the group, and once more.
+        os.killpg(demo.pid, signal.SIGTERM)
+        demo.terminate()
+        shown, errors = demo.communicate(timeout=TIMEOUT_S)
+    finally:
+        demo.kill()
+    assert demo.returncode == 128 + signal.SIGTERM, shown + errors
+    assert "demo: ended by SIGTERM" in errors
+    assert "Traceback" not in errors
+    assert not folder.exists()
+    assert list(tmp_path.glob("kvmesh-demo-*")) == []

@@ -172,6 +172,19 @@ def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
     assert "bookings" not in dump, "asking books nothing"
 
 
+def test_a_clients_request_is_explained_by_the_id_of_its_answer(mesh: Mesh) -> None:
+    body = {"model": MODEL, "prompt": "why here?", "max_tokens": 1}
+    headers = {"x-request-id": "my-req-1"}
+    answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
+    (explained,) = call(mesh.router, f"{ROUTER}/Explain", {"request_id": answer["id"]})
+    assert explained["decision"]["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
+    assert explained["decision"]["reasons"]
+    refused = json.dumps({"request_id": "my-req-1"})
+    done = run("-d", refused, mesh.router.address, f"{ROUTER}/Explain")
+    assert "Code: NotFound" in done.stderr
+    assert "the id of its answer" in done.stderr
+
+
 def test_route_of_an_unknown_model_is_not_found(mesh: Mesh) -> None:
     query = {"model": "no-such", "token_ids": PROMPT}
     done = run("-d", json.dumps({"query": query}), mesh.router.address, f"{ROUTER}/Route")

@@ -119,13 +119,58 @@ def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mes
     ]
 
 
+def test_an_id_of_health_and_of_the_log_pins_a_request_as_it_is(mesh: Mesh) -> None:
+    shown = mesh.http.get(f"{mesh.url}/health").json()["instances"]
+    ids = [one["id"] for one in shown if one["service"] == "worker"]
+    assert {int(id) for id in ids} == {worker.instance_id for worker in mesh.workers}
+    for id in ids:
+        assert ask(mesh, f"text-{id}", backend_instance_id=id).status_code == 200
+        (logged,) = told(mesh, f"text-{id}")["workers"]
+        assert logged == id
+        header = {"x-kvmesh-backend-instance-id": logged}
+        assert ask(mesh, f"header-{id}", header).status_code == 200
+        assert told(mesh, f"header-{id}")["workers"] == [id]
+
+
+@pytest.mark.parametrize(
+    ("headers", "nvext", "param", "value"),
+    [
+        ({}, {"backend_instance_id": 12}, "nvext.backend_instance_id", "12"),
+        (
+            {"x-kvmesh-backend-instance-id": "12"},
+            {},
+            "x-kvmesh-backend-instance-id",
+            "12",
+        ),
+        (
+            {},
+            {"routing_constraints": {"required_taints": ["a100"]}},
+            "nvext.routing_constraints.required_taints",
+            "a100",
+        ),
+    ],
+)
+def test_a_wish_that_no_worker_meets_is_a_503_that_names_field_and_value(
+    mesh: Mesh, headers: dict[str, str], nvext: dict[str, Any], param: str, value: str
+) -> None:
+    name = f"unmet-{param}"
+    answer = ask(mesh, name, headers, **nvext)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (503, param)
+    assert value in error["message"]
+    # A worker that meets it may join.
+    assert answer.headers["x-should-retry"] == "true"
+    line = told(mesh, name)
+    assert (line["param"], line["why"]) == (param, error["message"])
+
+
 def test_a_header_pins_a_request_and_wins_over_the_body(mesh: Mesh) -> None:
     one, other = (worker.instance_id for worker in mesh.workers)
     for number in range(3):
         name = f"pinned-{number}"
         header = {"x-kvmesh-backend-instance-id": str(other)}
         assert ask(mesh, name, header, backend_instance_id=one).status_code == 200
-        assert told(mesh, name)["workers"] == [f"{other:x}"]
+        assert told(mesh, name)["workers"] == [str(other)]
 
 
 def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None:

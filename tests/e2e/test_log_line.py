@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from kvmesh.types.v1 import request_pb2
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
 from worker_svc.core.timing import Timing
 
-SPEEDUP = 2.0
+SPEEDUP = 0.5
+TOKENS = 40
 
 
 @pytest.fixture(scope="module")
@@ -51,31 +52,34 @@ def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> None:
-    answer = post(mesh, f"told-{stream}", max_tokens=20, ignore_eos=True, stream=stream)
+    answer = post(mesh, f"told-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
     assert answer.status_code == 200
     line = line_of(mesh, f"told-{stream}")
     assert len(line["request_id"]) == 32
     assert (line["model"], line["endpoint"]) == (MODEL, "chat_completions")
     assert (line["status"], line["stream"], line["level"]) == (200, stream, "info")
-    assert line["completion_tokens"] == 20
+    assert line["completion_tokens"] == TOKENS
     assert line["prompt_tokens"] > 0
     assert line["cached_tokens"] >= 0
     assert line["finish_reason"] == "length"
     assert line["attempts"] == 1
-    ids = {f"{worker.instance_id:x}" for worker in mesh.workers}
+    ids = {str(worker.instance_id) for worker in mesh.workers}
     assert len(line["workers"]) == 1
     assert set(line["workers"]) <= ids
     assert line["routing"], "the router's reasons"
     assert "failure" not in line
-    # A token cannot be there before a step has computed it, nor the rest without nineteen more.
+    # A token cannot be there before a step has computed it, nor the rest without as many more; but
+    # the first may wait to be looked at for as long as a busy machine lets the frontend wait.
     step_ms = Timing(speedup=SPEEDUP).step_s(0, 1, 0) * 1000
-    assert step_ms <= line["ttft_ms"] <= line["total_ms"] - 15 * step_ms
+    assert step_ms <= line["ttft_ms"] <= line["total_ms"] - TOKENS / 4 * step_ms
 
 
 def test_a_refused_request_is_one_line_that_says_why(mesh: Mesh) -> None:
-    assert post(mesh, "refused", max_tokens=-1).status_code == 400
+    answer = post(mesh, "refused", max_tokens=-1)
     line = line_of(mesh, "refused")
-    assert (line["status"], line["failure"]) == (400, "INVALID_VALUE")
+    assert (answer.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
+    error = answer.json()["error"]
+    assert (line["param"], line["why"]) == ("max_tokens", error["message"])
     assert "workers" not in line
 
 
@@ -101,8 +105,9 @@ def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
 
 def metrics(mesh: Mesh) -> list[str]:
     """The frontend's metrics of requests, without those of the process."""
-    text = mesh.http.get(f"{mesh.url}/metrics").text
-    return [line for line in text.splitlines() if line.startswith("kvmesh_frontend_")]
+    lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
+    own = "kvmesh_frontend_loop_lost_seconds"  # grows on a busy machine, whatever is asked
+    return [one for one in lines if one.startswith("kvmesh_frontend_") and not one.startswith(own)]
 
 
 @pytest.mark.row("S2-77", "S2-78", "S2-79")
@@ -122,18 +127,13 @@ def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh
         )
         return list(stub.Generate(message, timeout=WAIT_S))
 
-    def unchanged(look: Callable[[Mesh], Any]) -> Callable[[], bool]:
-        before = look(mesh)
-        return lambda: look(mesh) == before
+    def seen() -> tuple[list[str], list[dict[str, Any]], int]:
+        return metrics(mesh), mesh.frontend.events("request"), mesh.router.bookings()
 
     wait_for(lambda: mesh.router.bookings() == 0, "the mesh is at rest")
-    same = [
-        unchanged(metrics),
-        unchanged(lambda m: m.frontend.events("request")),
-        unchanged(lambda m: m.router.bookings()),
-    ]
+    before = seen()
     for worker_at in range(2):
         answers = probe(worker_at)
         assert sum(len(answer.token_ids) for answer in answers) == 1, "one token shows life"
         assert answers[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
-    assert all(is_same() for is_same in same)
+    assert seen() == before

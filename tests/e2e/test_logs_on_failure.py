@@ -39,22 +39,31 @@ def test_passes_the_second_time(mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "shown"),
+    ("name", "shown", "folder"),
     [
-        ("test_passes", 0),
-        ("test_fails", 1),
-        ("test_is_not_built", 1),
-        ("test_passes_the_second_time", 1),
+        ("test_passes", 0, "e2e"),
+        ("test_fails", 1, "e2e"),
+        ("test_fails", 1, "sglang"),
+        ("test_is_not_built", 1, "e2e"),
+        ("test_passes_the_second_time", 1, "e2e"),
     ],
 )
 def test_logs_are_printed_for_each_try_that_failed_and_for_no_other(
-    tmp_path: Path, name: str, shown: int
+    tmp_path: Path, name: str, shown: int, folder: str
 ) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     reruns = 1 if "second" in name else 0
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "tests.e2e.conftest", "-p", "no:cacheprovider"),
+            *(
+                sys.executable,
+                "-m",
+                "pytest",
+                "-p",
+                f"tests.{folder}.conftest",
+                "-p",
+                "no:cacheprovider",
+            ),
             *("--rootdir", str(tmp_path), "-s", "--reruns", str(reruns), f"test_it.py::{name}"),
         ],
         cwd=tmp_path,

@@ -74,7 +74,7 @@ def test_a_session_stays_on_its_worker_and_outlives_it(mesh: Mesh) -> None:
     for number in range(1, 6):
         assert workers_of(mesh, f"alice-{number}", **session) == first
     assert "session kept" in told(mesh, "alice-5")["routing"]
-    (bound,) = [w for w in mesh.workers if f"{w.instance_id:x}" in first]
+    (bound,) = [w for w in mesh.workers if str(w.instance_id) in first]
     bound.process.kill()
     bound.process.wait()
     second = workers_of(mesh, "alice-6", **session)
@@ -92,7 +92,7 @@ def test_required_taints_choose_the_worker_and_nobody_is_a_503(mesh: Mesh) -> No
     for number in range(4):
         constraints = {"required_taints": ["fast", "zone=b"]}
         placed = workers_of(mesh, f"fast-{number}", routing_constraints=constraints)
-        assert placed == [f"{fast.instance_id:x}"]
+        assert placed == [str(fast.instance_id)]
     refused = ask(mesh, "none", routing_constraints={"required_taints": ["gold"]})
     assert refused.status_code == 503
     assert "gold" in refused.json()["error"]["message"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,18 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from common.free_ports import free_ports
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 SHELL = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-READY_S = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+WAIT_S = 60.0
 
 
 def test_the_readme_names_run_and_test_and_ci_calls_the_latter() -> None:
@@ -41,7 +35,7 @@ def test_the_readme_names_run_and_test_and_ci_calls_the_latter() -> None:
 
 @pytest.mark.slow
 def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: Path) -> None:
-    port = free_port()
+    port = free_ports(1)
     flags = f"--http-port {port} --registry-path {tmp_path}/registry --log-dir {tmp_path}/logs"
     env = {k: v for k, v in os.environ.items() if not k.startswith(("KVMESH_", "MAKE", "MFLAGS"))}
     out = tmp_path / "out"
@@ -62,7 +56,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             ["bash", "-c", curl.replace(":8000", f":{port}")],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=WAIT_S,
             check=True,
         ).stdout
         assert answer.count("data: ") > 10, answer
@@ -71,7 +65,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             [sys.executable, "-c", PYTHON[0].replace(":8000", f":{port}")],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=WAIT_S,
             check=True,
         ).stdout
         assert len(example.split()) >= 8, example
@@ -87,7 +81,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             env=env,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=WAIT_S,
             check=True,
         ).stdout
         assert listed.count("serving") == 5, listed
@@ -99,7 +93,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             env={**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"},
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=WAIT_S,
             check=True,
         ).stdout
         assert "kvmesh.engine.v1.EngineService\n" in answer, answer
@@ -107,7 +101,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
     finally:
         os.killpg(mesh.pid, signal.SIGINT)
         try:
-            status = mesh.wait(30)
+            status = mesh.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             os.killpg(mesh.pid, signal.SIGKILL)
             raise
@@ -119,10 +113,10 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
 
 
 def await_text(path: Path, text: str, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + READY_S
+    deadline = time.monotonic() + WAIT_S
     while time.monotonic() < deadline:
         if text in path.read_text():
             return
         assert process.poll() is None, f"make run ended:\n{path.read_text()}"
         time.sleep(0.05)
-    raise AssertionError(f"no {text!r} within {READY_S:g} s:\n{path.read_text()}")
+    raise AssertionError(f"no {text!r} within {WAIT_S:g} s:\n{path.read_text()}")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from random import Random
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service, logs_on_failure
+from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
 from tests.e2e.router_kills import (
     LONG_S,
     TARGET_S,
@@ -47,23 +46,12 @@ def oracle() -> Oracle:
 
 
 @pytest.fixture
-def start(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., AbstractContextManager[Mesh]]]:
-    """Starts a mesh whose logs are shown when the test fails."""
-
-    @contextmanager
-    def started(**shape: Any) -> Iterator[Mesh]:
-        given = {"routers": 2, "indexers": 2, "router_flags": ["--metrics-port=0"], **shape}
-        with Mesh(tmp_path, frontends=2, **given) as mesh:
-            meshes.append(mesh)
-            yield mesh
-
-    meshes: list[Mesh] = []
-    yield started
-    for mesh in meshes:
-        with logs_on_failure(mesh, request):
-            pass
+def start_pairs(
+    start: Callable[..., AbstractContextManager[Mesh]],
+) -> Callable[..., AbstractContextManager[Mesh]]:
+    """Starts a mesh of two frontends, and of two routers and two indexers if not told otherwise."""
+    given = {"routers": 2, "indexers": 2, "router_flags": ["--metrics-port=0"]}
+    return lambda **shape: start(frontends=2, **{**given, **shape})
 
 
 class Load:
@@ -132,9 +120,9 @@ async def replace(mesh: Mesh, load: Load, victims: Sequence[Service]) -> None:
 
 
 async def test_routers_and_indexers_die_and_return_in_any_order_and_no_request_fails(
-    start: Any, oracle: Oracle
+    start_pairs: Any, oracle: Oracle
 ) -> None:
-    with start(workers=2) as mesh:
+    with start_pairs(workers=2) as mesh:
         async with Load(mesh.urls, oracle).running() as load:
             await until(lambda: is_balanced(mesh), "each router has a frontend")
             for kind in ("router", "indexer"):
@@ -152,7 +140,7 @@ async def test_routers_and_indexers_die_and_return_in_any_order_and_no_request_f
 
 @pytest.mark.timeout(300)
 async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_second(
-    start: Any,
+    start_pairs: Any,
 ) -> None:
     """kill -9 of one router amid long streams: the new one has all their loads, from both.
 
@@ -160,7 +148,7 @@ async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_sec
     The slowest has longer, for a peer may be too busy to answer in FIRST_SNAPSHOT_S; then the new
     one serves without, and learns what is missing when the peer opens a stream to it by itself.
     """
-    with start(indexers=0, worker_flags=["--speedup=0.1"]) as mesh:
+    with start_pairs(indexers=0, worker_flags=["--speedup=0.1"]) as mesh:
         seen = await kills(mesh, KILLS, Random(1))
         for kill in seen:
             print(kill)
@@ -171,10 +159,10 @@ async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_sec
 
 @pytest.mark.timeout(300)
 async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_second(
-    start: Any, oracle: Oracle
+    start_pairs: Any, oracle: Oracle
 ) -> None:
     """Nobody can tell it before it is known: frontends find it and announce what they hold."""
-    with start(routers=1, indexers=0, worker_flags=["--speedup=0.3"]) as mesh:
+    with start_pairs(routers=1, indexers=0, worker_flags=["--speedup=0.3"]) as mesh:
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
             body = body_of("A long answer", 4000)
             streams = [
@@ -218,9 +206,9 @@ async def restarted(mesh: Mesh, load: Load, held: set[BookingKey]) -> float:
 
 
 async def test_a_router_that_hangs_is_left_and_gone_back_to_when_it_goes_on(
-    start: Any, oracle: Oracle
+    start_pairs: Any, oracle: Oracle
 ) -> None:
-    with start(indexers=0) as mesh:
+    with start_pairs(indexers=0) as mesh:
         async with Load(mesh.urls, oracle).running() as load:
             await until(lambda: is_balanced(mesh), "each router has a frontend")
             hung, other = mesh.of("router")

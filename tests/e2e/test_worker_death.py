@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure
+from tests.chaos.client import body_of
+from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
 
 pytestmark = pytest.mark.slow
 
@@ -24,33 +24,18 @@ TOKENS = 150
 PROBE_S = 0.02
 # Discovery says within 50 ms that a process is gone; the rest is for a busy machine.
 OUTAGE_MAX_S = 1.0
-UNROUTED_MAX_S = 3.5
-# Three heartbeats of a second each, and what migration takes.
-HANG_MAX_S = 6.0
+# A frontend waits 3 s for a router, and then places by itself: not twice that.
+UNROUTED_MAX_S = 6.0
+# Three heartbeats of a second each, and what migration takes. What the frontend lost itself
+# meanwhile does not count for it (see `core/patience.py`), so this is for a busy machine too.
+HANG_MAX_S = 10.0
+# Far more than there is time for: such a stream has not ended when its worker dies.
+ENDLESS = 2000
 
 
 @pytest.fixture(scope="module")
 def oracle() -> Oracle:
     return Oracle()
-
-
-@pytest.fixture
-def start(
-    tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., AbstractContextManager[Mesh]]]:
-    """Starts a mesh whose logs are shown when the test fails."""
-
-    @contextmanager
-    def started(**knobs: Any) -> Iterator[Mesh]:
-        with Mesh(tmp_path, **knobs) as mesh:
-            stack.append(mesh)
-            yield mesh
-
-    stack: list[Mesh] = []
-    yield started
-    for mesh in stack:
-        with logs_on_failure(mesh, request):
-            pass
 
 
 @dataclass(slots=True)
@@ -97,16 +82,6 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = W
     while not condition():
         assert now() < deadline, f"not within {timeout_s:g} s: {what}"
         await asyncio.sleep(0.005)
-
-
-def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "ignore_eos": True,
-        "stream": stream,
-    }
 
 
 async def follow(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
@@ -196,17 +171,18 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
     start: Any, oracle: Oracle
 ) -> None:
     with start() as mesh:
+        # Twice as long as elsewhere, so that none ends by itself while it is counted.
         async with (
             connected(mesh) as client,
             probing(client) as probe,
-            streaming(client) as (streams, end),
+            streaming(client, STREAMS, 2 * TOKENS) as (streams, end),
         ):
             victim = busiest(mesh)
             held = victim.open_slots()
             victim.kill()
             await asyncio.wait_for(end, WAIT_S)
             assert held > 0
-            assert_exact(streams, oracle)
+            assert_exact(streams, oracle, 2 * TOKENS)
             assert probe.outage_s() < OUTAGE_MAX_S
             print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
                   f"{probe.outage_s():.3f} s")  # fmt: skip
@@ -221,7 +197,7 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
 ) -> None:
     with start(workers=1) as mesh:
         async with connected(mesh) as client, probing(client) as probe:
-            async with streaming(client, 4) as (streams, end):
+            async with streaming(client, 4, ENDLESS) as (streams, end):
                 mesh.workers[0].kill()
                 killed_at = now()
                 await asyncio.wait_for(end, WAIT_S)
@@ -234,7 +210,10 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
             print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
                   " s to the first refusal")  # fmt: skip
             assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S
-            assert {(status, code) for _, status, code in probe.failures} == {(503, "unavailable")}
+            # Lost, if the router has sent it to the dead one each time: it had not heard yet.
+            codes = {(status, code) for _, status, code in probe.failures}
+            assert codes <= {(503, "unavailable"), (503, "worker_lost")}
+            assert probe.failures[-1][1:] == (503, "unavailable")
             refused = await client.post("/v1/completions", json=body_of("x", 1, stream=False))
             assert refused.headers["retry-after-ms"]
             assert "no worker serves" in refused.json()["error"]["message"]
@@ -250,7 +229,10 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
                   f"{now() - spawned_at:.3f} s after its start")  # fmt: skip
             assert now() - ready_at < OUTAGE_MAX_S
         assert {r["failure"] for r in logged_requests(mesh) if r["status"] == 503} <= {
-            *("NO_WORKER", "ALL_EXCLUDED", "WORKER_LOST", "MODEL_LOADING"),
+            # What the frontend, and what the router says of a worker that is not there.
+            *("NO_WORKER", "ALL_EXCLUDED", "MODEL_LOADING"),
+            # The last of all attempts: its stream ended, broke, or could not be opened.
+            *("WORKER_LOST", "UNAVAILABLE"),
         }
 
 
@@ -327,7 +309,8 @@ async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
             if answer.headers.get("connection") == "close":
                 return count
 
-    with start(frontend_flags=["--notice-s=0.5"]) as mesh:
+    # Time enough for each client's next request, which is told that the connection closes.
+    with start(frontend_flags=["--notice-s=2"]) as mesh:
         async with connected(mesh) as client, streaming(client) as (streams, end):
             leaving = mesh.frontend
             clients = [asyncio.create_task(persistent(client, number)) for number in range(8)]
@@ -344,7 +327,7 @@ async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
 
 async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(start: Any) -> None:
     with start(frontend_flags=["--notice-s=0", "--drain-s=0.2"]) as mesh:
-        async with connected(mesh) as client, streaming(client, 4, 2000) as (streams, end):
+        async with connected(mesh) as client, streaming(client, 4, ENDLESS) as (streams, end):
             leaving = mesh.frontend
             leaving.send(signal.SIGTERM)
             await asyncio.wait_for(end, WAIT_S)
@@ -367,6 +350,9 @@ async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
             assert_exact([late], oracle, 10)
             print(f"served unrouted after {took_s:.2f} s")
             assert took_s < UNROUTED_MAX_S
+            health = (await client.get("/health")).json()
+            assert (health["status"], health["reasons"]) == ("healthy", [])
+            assert any("no router answers" in why for why in health["degraded"])
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle, 600)
 

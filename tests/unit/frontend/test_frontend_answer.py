@@ -108,3 +108,16 @@ def test_what_a_client_does_not_take_is_bounded(kind: str) -> None:
         assert ticket.why == "slow_reader"
 
     run_virtually(main())
+
+
+def test_its_end_is_waited_for_past_silence_and_tokens_that_nobody_wants() -> None:
+    async def main() -> float:
+        loop, answer = asyncio.get_running_loop(), an_answer()
+        answer.wake_in_silence(15.0)
+        later(10.0, lambda: answer.tokens([1], ()))
+        later(40.0, lambda: answer.finished(DONE))
+        assert await answer.end() is DONE
+        assert await answer.end() is DONE
+        return loop.time()
+
+    assert run_virtually(main()) == 40.0

@@ -67,6 +67,10 @@ def test_without_a_router_pairs_that_need_each_other_are_not_chosen(
     found = placed_alone(pairs + [worker(3, "decode")] * len(excluded), excluded)
     assert isinstance(found, Unavailable)
     assert found.reason == "NO_ROUTER"
+    assert found.message == (
+        f"no router answers at the moment, and no worker of {MODEL!r} that serves whole requests "
+        "by itself is left to try: ask again"
+    )
 
 
 class Frozen:

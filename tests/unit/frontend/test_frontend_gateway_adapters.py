@@ -165,4 +165,5 @@ def test_without_a_router_an_adapter_is_placed_on_those_who_have_it() -> None:
     assert {one.worker_id for one in asked if isinstance(one, Placed)} == {2, 4}
     nobody = place_alone(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
     assert isinstance(nobody, Unavailable)
-    assert nobody.reason == "NO_ROUTER"
+    assert nobody.reason == "NO_WORKER"
+    assert "'french'" in nobody.message

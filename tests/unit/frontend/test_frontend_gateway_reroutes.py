@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.attach import LegSink, Order
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.instances import Instance, Snapshot
-from common.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
+from common.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from frontend_svc.core.openai_errors import http_error
 from frontend_svc.core.request import Outcome, Placed, Plan
 from frontend_svc.core.reroutes import Reroutes
@@ -100,14 +100,17 @@ async def turns() -> None:
         await asyncio.sleep(0.01)
 
 
-async def many_lost(gateway: Gateway, engines: Engines, count: int) -> list[Client]:
+async def many_lost(
+    gateway: Gateway, engines: Engines, count: int, routing: RoutingHints | None = None
+) -> list[Client]:
     """So many requests whose worker dies before their first token; number n came at second n."""
     clients = [Client() for _ in range(count)]
     now = asyncio.get_running_loop().time()
     for number, client in enumerate(clients):
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
         plan = Plan(str(number), request, deadline=now + 100.0)
-        gateway.open(plan, Query(MODEL, 3, arrived_at=float(-number)), client)
+        query = Query(MODEL, 3, arrived_at=float(-number), routing=routing)
+        gateway.open(plan, query, client)
     await turns()
     assert len(engines.doomed) == count
     for sink in engines.doomed:
@@ -202,6 +205,26 @@ def test_a_worker_left_alone_does_not_count_as_a_survivor() -> None:
         gateway, _ = mesh(Engines())
         assert gateway.survivors(MODEL) == 1
         assert mesh(_Whole())[0].survivors(MODEL) == 2
+
+    run_virtually(main())
+
+
+def test_an_adapters_requests_go_on_at_once_by_the_workers_that_have_it() -> None:
+    async def main() -> None:
+        engines, router = _Whole(), Router()
+        there = {n: worker(n) for n in range(1, 9)}
+        for number in (DEAD, ALIVE):
+            there[number] = replace(worker(number), loras=frozenset({"french"}))
+        gateway = Gateway(router, engines, lambda: Snapshot(instances=there))
+        gateway.reroutes = Reroutes(per_worker=1)
+        assert (gateway.survivors(MODEL), gateway.survivors(MODEL, "french")) == (8, 2)
+        await many_lost(gateway, engines, 5, RoutingHints(lora_name="french"))
+        assert router.again() == [0, 1], "the share of the two workers that have it"
+        for number in (0, 1):
+            engines.sinks[number].accepted()
+            engines.sinks[number].tokens([7], ())
+        await turns()
+        assert router.again()[2:] == [4, 3], "those that came first, of those that wait"
 
     run_virtually(main())
 

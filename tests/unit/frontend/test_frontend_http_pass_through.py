@@ -1,4 +1,4 @@
-"""The HTTP surface over a real echo worker: bodies passed through or refused, and comments."""
+"""The HTTP surface over a real echo worker: bodies passed through or refused, comments, panics."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 
 from common.attach import ToFrontend, ToWorker
 from common.card import Artifact, ModelCard, ModelType
@@ -25,7 +26,7 @@ from frontend_svc.engine_client import EngineClient
 from frontend_svc.gateway import Gateway
 from frontend_svc.http import Readiness, build_api
 from frontend_svc.metrics import DeploymentState
-from frontend_svc.models import Models
+from frontend_svc.models import ENCODE_INLINE_CHARS, Models
 from frontend_svc.router_client import Key, Query
 from worker_svc.attach_server import AttachServer
 from worker_svc.echo_engine import EchoConfig, EchoEngine
@@ -120,7 +121,8 @@ async def served(
 
     engine = EchoEngine(EchoConfig(token_delay_s=delay_s))
     await engine.start(WORKER)
-    runner, router = Runner(engine), OneWorker()
+    checksum = "" if card is None else card.checksum
+    runner, router = Runner(engine, card_checksum=checksum), OneWorker()
     snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
     models = Models(get_card, now_s=lambda: 0.0, mesh_key=b"")
     await models.follow(snapshot)
@@ -257,6 +259,48 @@ async def test_a_model_whose_card_is_not_there_yet_is_a_503_that_says_when_to_co
             assert answer.headers["retry-after"] == "1"
         unknown = await mesh.http.post(CHAT, json=asking("one", model="other"))
         assert unknown.status_code == 404
+
+
+def tokenizer_that_panics_at_text() -> bytes:
+    """Loads, and panics at all that is to be cut: at anything but special tokens."""
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    raw["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    return json.dumps(raw).encode()
+
+
+@pytest.mark.parametrize("length", [1, ENCODE_INLINE_CHARS + 1], ids=["on the loop", "in a thread"])
+@pytest.mark.slow  # the library prints where it panicked
+async def test_a_tokenizer_that_panics_fails_its_request_only_and_in_openais_shape(
+    length: int,
+) -> None:
+    files = {
+        "tokenizer.json": Artifact.of(tokenizer_that_panics_at_text()),
+        "tokenizer_config.json": Artifact.of(b"{}"),
+    }
+    special = json.loads(tokenizer_that_panics_at_text())["added_tokens"][0]["content"]
+    good = {"model": "talk", "prompt": special}
+    async with served("Backend", card=ModelCard(name="talk", artifacts=files)) as mesh:
+        with capture_logs() as logs:
+            first = await mesh.http.post(COMPLETIONS, json=good)
+            answers = await asyncio.gather(
+                mesh.http.post(COMPLETIONS, json=good),
+                mesh.http.post(COMPLETIONS, json={**good, "prompt": "a" * length}),
+                mesh.http.post(COMPLETIONS, json={**good, "prompt": "b" * length, "stream": True}),
+                mesh.http.post(COMPLETIONS, json=good),
+            )
+            last = await mesh.http.post(COMPLETIONS, json=good)
+        assert [answer.status_code for answer in answers] == [200, 500, 500, 200]
+        for answer in (answers[0], answers[3], last):
+            assert answer.json()["choices"] == first.json()["choices"]
+        for answer in answers[1:3]:
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("server_error", None)
+        failures = [line for line in logs if line["event"] == "request_failed"]
+        assert len(failures) == 2
+        assert sorted(line["status"] for line in logs if line["event"] == "request") == [
+            *[200] * 4,
+            *[500] * 2,
+        ]
 
 
 async def test_a_body_of_the_other_kind_is_refused() -> None:

@@ -102,7 +102,7 @@ def test_of_a_pair_the_prediction_is_about_the_rank_that_prefills() -> None:
     watch.ended(outcome(0, 64, placed=placed))
     (one,) = watch.standings()
     assert one.standing.source == (PREFILL, 1)
-    assert (one.worker, one.dp_rank) == (f"{PREFILL:x}", 1)
+    assert (one.worker, one.dp_rank) == (str(PREFILL), 1)
 
 
 def test_metrics_are_by_worker_and_leave_with_it() -> None:

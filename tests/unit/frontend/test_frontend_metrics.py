@@ -27,6 +27,8 @@ from frontend_svc.metrics import (
     ModelConfigCollector,
     RequestType,
     Status,
+    Survival,
+    SurvivalCollector,
     log_buckets,
 )
 from frontend_svc.metrics_http import RouteDoc, metrics_router
@@ -640,3 +642,17 @@ def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none
     assert value("total_kv_blocks") == 150
     assert value("context_length") == 2048
     assert value("max_num_seqs") is None
+
+
+def test_what_a_frontend_does_so_that_requests_survive_is_shown_as_it_is_at_a_scrape() -> None:
+    counts = dict.fromkeys(("retries", "retries_refused", "rerouted", "rerouted_waiting"), 0)
+    unrouted = 0
+    registry = CollectorRegistry()
+    registry.register(
+        SurvivalCollector(
+            lambda: Survival(lost_s=0.0, unrouted=unrouted, left_alone=1, **counts), "p"
+        )
+    )
+    for unrouted in (3, 7):
+        assert registry.get_sample_value("p_unrouted_total") == unrouted
+        assert registry.get_sample_value("p_workers_left_alone") == 1

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import TypeAlias
 
 import numpy as np
@@ -18,7 +19,7 @@ from common.card import Artifact, ModelCard, ModelType
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupported
 from common.instances import Instance, Snapshot
 from frontend_svc.core.model_watch import Table as Kind
-from frontend_svc.models import GONE_S, Models
+from frontend_svc.models import GONE_S, KEPT_MAX, Models
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
 from worker_svc.sim_engine import SIM_MODEL_DIR
@@ -63,6 +64,7 @@ class Table:
     def __init__(self, *cards: ModelCard) -> None:
         self.now = 1_000.0
         self.cards = {one.checksum: one for one in cards}
+        self.fetched: list[str] = []
         self.holding: dict[int, asyncio.Event] = {}
         self.models = Models(
             self.get, now_s=lambda: self.now, mesh_key=KEY, open_artifact=self.opened
@@ -71,6 +73,7 @@ class Table:
     async def get(self, checksum: str) -> ModelCard:
         if checksum not in self.cards:
             raise NotFound(f"no card {checksum}")
+        self.fetched.append(self.cards[checksum].name)
         return self.cards[checksum]
 
     @asynccontextmanager
@@ -270,6 +273,10 @@ def tokenizer_that_panics() -> bytes:
     return json.dumps(raw).encode()
 
 
+def tokens_config(**fields: object) -> bytes:
+    return json.dumps({"chat_template": "{{ bos_token }}", **fields}).encode()
+
+
 SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template": "x"}]}).encode()
 
 
@@ -279,11 +286,13 @@ SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template"
         ({"tokenizer_config__json": SEVERAL_TEMPLATES}, "chat_template must be one template"),
         ({"chat_template__jinja": b"\xff\xfe"}, "chat_template.jinja is not UTF-8"),
         ({"tokenizer_config__json": b"[" * 200_000}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer_config__json": tokens_config(bos_token=["<s>"])}, "json: bos_token must be"),
+        ({"tokenizer_config__json": tokens_config(eos_token={"id": 2})}, "json: eos_token must be"),
         pytest.param(  # slow: the library prints where it panicked
             {"tokenizer__json": tokenizer_that_panics()}, "PanicException", marks=pytest.mark.slow
         ),
     ],
-    ids=["several templates", "not UTF-8", "too deep", "panic"],
+    ids=["several templates", "not UTF-8", "too deep", "bos no text", "eos no text", "panic"],
 )
 async def test_a_card_that_cannot_be_read_is_its_own_models_trouble(
     files: dict[str, bytes], why: str
@@ -294,6 +303,46 @@ async def test_a_card_that_cannot_be_read_is_its_own_models_trouble(
     assert table.models.names() == {"a"}
     assert why in table.models.not_ready["bad"]
     assert table.models.loading == frozenset()
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}, None])
+async def test_a_bos_token_is_text_an_object_with_text_or_nothing(bos: object) -> None:
+    config = tokens_config(bos_token=bos, eos_token=None)
+    good = damaged("good", tokenizer_config__json=config)
+    table = Table(good)
+    assert await table.models.follow(snapshot(worker(1, good)))
+    template = table.models.get("good").template
+    assert template is not None
+    rendered = template.render([], template_kwargs={}, now=datetime(2026, 1, 1, tzinfo=UTC))
+    assert rendered == ("" if bos is None else "<s>")
+
+
+async def test_prompts_are_neither_cut_nor_filled_up_whatever_the_tokenizers_file_says() -> None:
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    cut = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "x", "pad_to_multiple_of": None}
+    raw |= {"truncation": cut, "padding": {**pad, "strategy": {"Fixed": 64}, "direction": "Left"}}
+    odd = damaged("odd", tokenizer__json=json.dumps(raw).encode())
+    table = Table(odd, A)
+    assert await table.models.follow(snapshot(worker(1, odd), worker(2, A)))
+    for text in ("a", "one two three four five six seven"):
+        expected = await table.models.get("a").encode(text, special_tokens=True)
+        assert await table.models.get("odd").encode(text, special_tokens=True) == expected
+
+
+@pytest.mark.parametrize("decoder", ["ByteLevel", "WordPiece"], ids=["by table", "by library"])
+async def test_ids_beyond_a_gap_in_the_vocabulary_are_in_it(decoder: str) -> None:
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    last = max(raw["model"]["vocab"].values())
+    raw["model"]["vocab"] |= {"beyond": last + 100}
+    raw["decoder"] |= {"type": decoder, "prefix": "##", "cleanup": False}
+    gapped = damaged("gapped", tokenizer__json=json.dumps(raw).encode())
+    table = Table(gapped)
+    assert await table.models.follow(snapshot(worker(1, gapped)))
+    model = table.models.get("gapped")
+    assert (model.vocabulary is None) == (decoder == "WordPiece")
+    assert model.tokenizer.token_to_id("beyond") == last + 100
+    assert model.vocab_size == last + 101
 
 
 async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None:
@@ -387,3 +436,73 @@ def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
         await first
 
     run_virtually(main())
+
+
+async def at_once(models: Models, to: Snapshot) -> None:
+    """Follows a snapshot for which nothing has to be loaded: it does not even wait."""
+    following = models.follow(to)
+    with pytest.raises(StopIteration) as done:
+        following.send(None)
+    assert done.value.value is True
+
+
+async def test_a_model_whose_worker_is_back_is_served_at_once_and_not_built_anew() -> None:
+    table = Table(A)
+    models = table.models
+    await models.follow(snapshot(worker(1, A, "french")))
+    before = models.get("a")
+    await at_once(models, snapshot())
+    with pytest.raises(Unavailable, match="no worker serves 'a'"):
+        models.get("a")
+    table.now += GONE_S - 1.0
+    await at_once(models, snapshot(worker(2, A, "french")))
+    assert models.get("a") is before
+    assert models.engine("a", "chat").model is before
+    assert models.get("french").tokenizer is before.tokenizer
+    assert (models.loading, table.fetched) == (frozenset(), ["a"])
+    await at_once(models, snapshot(worker(3, A)))
+    assert models.get("a") is before, "also when the next one comes as the last one goes"
+
+
+async def test_a_model_that_comes_back_under_another_card_is_built_from_that() -> None:
+    other = replace(A, context_length=77)
+    table = Table(A, other)
+    models = table.models
+    for card_, length in ((A, A.context_length), (other, 77), (A, A.context_length)):
+        await models.follow(snapshot(worker(1, card_)))
+        assert models.get("a").card.context_length == length
+        await models.follow(snapshot())
+    assert table.fetched == ["a"] * 3, "of each model the last build is kept, and that only"
+
+
+@pytest.mark.slow
+async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() -> None:
+    cards = [card(f"m{n}") for n in range(KEPT_MAX + 1)]
+    table = Table(*cards, B)
+    models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
+    lasting = worker(50, B)
+    await models.follow(snapshot(lasting, *workers))
+    for n in range(len(workers)):  # m0 goes first
+        table.now += 1.0
+        await models.follow(snapshot(lasting, *workers[n + 1 :]))
+    table.fetched.clear()
+    await models.follow(snapshot(lasting, *workers))
+    assert table.fetched == ["m0"]
+    await models.follow(snapshot(lasting))
+    table.now += GONE_S
+    await models.follow(snapshot(lasting, worker(51, B)))
+    table.fetched.clear()
+    await models.follow(snapshot(*workers))
+    assert sorted(table.fetched) == sorted(one.name for one in cards)
+
+
+async def test_a_model_without_a_card_looks_for_one_each_time_it_comes() -> None:
+    talk = ModelCard(name="talk")
+    table = Table()
+    models = table.models
+    comes = snapshot(worker(1, talk, model_type="Chat"))
+    for found in (None, talk):
+        await models.follow(comes)
+        assert models.engine("talk", "chat").card is found
+        await models.follow(snapshot())
+        table.cards[talk.checksum] = talk

@@ -286,7 +286,20 @@ BAD_CHATS: list[tuple[bytes, str, str, str]] = [
         "invalid_value",
         "",
     ),
+    (
+        chat_body(nvext={"backend_instance_id": "fd6d04a5a154fff"}),
+        "nvext.backend_instance_id",
+        "invalid_value",
+        "expected a decimal number, but got 'fd6d04a5a154fff'",
+    ),
+    (
+        chat_body(nvext={"decode_worker_id": str(2**64)}),
+        "nvext.decode_worker_id",
+        "invalid_value",
+        "<= 18446744073709551615",
+    ),
     (chat_body(nvext={"dp_rank": 2**32}), "nvext.dp_rank", "invalid_value", ""),
+    (chat_body(nvext={"dp_rank": "1"}), "nvext.dp_rank", "invalid_type", "a string"),
     (chat_body(nvext={"token_data": []}), "nvext.token_data", "invalid_value", "1 or more items"),
     (chat_body(nvext={"token_data": [1, 2**32]}), "nvext.token_data[1]", "invalid_value", ""),
     (
@@ -556,7 +569,7 @@ def test_the_top_level_wins_over_nvext() -> None:
 
 def test_routing_hints_come_from_nvext() -> None:
     nvext = {
-        "backend_instance_id": 2**64 - 1,
+        "backend_instance_id": str(2**64 - 1),
         "prefill_worker_id": 1,
         "decode_worker_id": 2,
         "dp_rank": 3,
@@ -639,7 +652,7 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
 
 
 def test_n_above_one_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="n is not supported"):
+    with pytest.raises(Unsupported, match="'n' is not supported"):
         completion(n=3)
 
 

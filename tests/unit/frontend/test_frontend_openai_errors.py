@@ -31,10 +31,17 @@ from frontend_svc.core.openai_errors import (
     error_event,
     error_type,
     http_error,
+    param_of,
 )
 
-TABLE: list[tuple[BaseException, int, str, str | None, ErrorType]] = [
-    (InvalidRequest("bad", "n"), 400, "invalid_request_error", None, ErrorType.VALIDATION),
+TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
+    (
+        InvalidRequest("bad", "n"),
+        400,
+        "invalid_request_error",
+        "invalid_value",
+        ErrorType.VALIDATION,
+    ),
     (
         InvalidRequest("bad", "n", reason="INVALID_TYPE"),
         400,
@@ -114,7 +121,7 @@ TABLE: list[tuple[BaseException, int, str, str | None, ErrorType]] = [
 
 @pytest.mark.parametrize(("error", "status", "kind", "code", "label"), TABLE)
 def test_each_error_has_its_status_body_and_label(
-    error: BaseException, status: int, kind: str, code: str | None, label: ErrorType
+    error: BaseException, status: int, kind: str, code: str, label: ErrorType
 ) -> None:
     answer = http_error(error)
     body = orjson.loads(answer.body)
@@ -134,6 +141,42 @@ def test_the_field_at_fault_is_the_param() -> None:
     details = orjson.loads(http_error(error).body)["error"]
     assert details["param"] == "messages[1].content"
     assert details["message"] == "not a string"
+
+
+@pytest.mark.parametrize(
+    ("kept", "said"),
+    [
+        ("query.routing.backend_instance_id", "nvext.backend_instance_id"),
+        (
+            "query.routing.routing_constraints.required_taints",
+            "nvext.routing_constraints.required_taints",
+        ),
+        ("query.routing.session_control", "nvext.session_control"),
+        ("query.routing.lora_name", "model"),
+        ("routing.lora_name", "model"),
+        ("routing.dp_rank", "nvext.dp_rank"),
+        ("sampling_options.top_k", "top_k"),
+        ("messages[0].content", "messages[0].content"),
+    ],
+)
+def test_a_field_is_called_as_the_body_calls_it(kept: str, said: str) -> None:
+    assert param_of(kept) == said
+    for body in (
+        http_error(Unavailable("nobody", field=kept)).body,
+        error_event(Unavailable("nobody", field=kept))[len(b"data: ") :],
+    ):
+        assert orjson.loads(body)["error"]["param"] == said
+    told = orjson.loads(http_error(Unsupported(kept, "it is no good")).body)["error"]
+    assert told["message"] == f"'{said}' is not supported: it is no good."
+
+
+def test_a_field_that_a_header_stood_for_is_called_by_the_header() -> None:
+    error = Unavailable("nobody", field="query.routing.session_control.session_id")
+    headers = {b"x-kvmesh-session-id": b"bob", b"host": b"here"}
+    name = "x-kvmesh-session-id"
+    assert orjson.loads(http_error(error, headers).body)["error"]["param"] == name
+    assert param_of("query.routing.dp_rank", headers) == "nvext.dp_rank"
+    assert param_of("messages", headers) == "messages"
 
 
 @pytest.mark.parametrize("error", [Bug("secret", field="secret"), ValueError("secret")])

@@ -49,6 +49,7 @@ from common.preprocessed import (
 )
 from frontend_svc.core.openai_errors import http_error
 from frontend_svc.core.request import (
+    LAST_WORD_S,
     NOT_MIGRATABLE,
     Leg,
     Outcome,
@@ -812,6 +813,7 @@ def test_the_gateway_stops_the_request_well_in_every_state(
 ) -> None:
     life = state()
     life.machine.stop()
+    life.machine.on_time(LAST_WORD_S)  # where a worker was to say what was cached: it did not
     outcome = ends(life, freed, aborts, "stop_string", FinishReason.STOP)
     assert outcome.error is None
 
@@ -844,8 +846,83 @@ def test_the_gateway_may_stop_the_request_from_within_emit() -> None:
     leg = life.run(11, [5, 6])
     leg.tokens([7], ())
     assert life.ports.emitted == [5, 6]
+    leg.terminal(end_of(FinishReason.CANCELLED))
     assert life.ports.outcome.finish_reason is FinishReason.STOP
     assert life.ports.aborted == [(leg, "stop_string")]
+
+
+def stopped() -> tuple[Life, Leg]:
+    """A stop string ended the answer; its worker was told, and has not said anything yet."""
+    life = begin()
+    leg = life.run(11, [5, 6], now=5.0)
+    life.machine.stop()
+    assert life.ports.aborted == [(leg, "stop_string")]
+    assert life.ports.freed == [0], "it holds nothing any more"
+    assert life.ports.outcomes == []
+    return life, leg
+
+
+def test_an_answer_that_a_stop_string_ended_waits_for_what_was_cached() -> None:
+    life, leg = stopped()
+    leg.tokens([7], ())  # it was on its way
+    leg.terminal(end_of(FinishReason.CANCELLED, cached_tokens=2))
+    outcome = life.ports.outcome
+    assert (outcome.finish_reason, outcome.error) == (FinishReason.STOP, None)
+    details = PromptTokensDetails(cached_tokens=2)
+    assert outcome.usage == replace(usage(3, 2), prompt_tokens_details=details)
+    assert life.ports.emitted == [5, 6]
+
+
+def test_the_wait_for_what_was_cached_is_bounded() -> None:
+    life, _ = stopped()
+    assert life.ports.wake == 5.0 + LAST_WORD_S
+    life.machine.on_time(5.0 + LAST_WORD_S - 0.01)
+    assert life.ports.outcomes == []
+    life.machine.on_time(5.0 + LAST_WORD_S)
+    assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
+    assert life.ports.outcome.usage == usage(3, 2)
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [
+        lambda leg: leg.lost(LOST),
+        lambda leg: leg.terminal(end_of(None, error=Bug("the engine failed"))),
+    ],
+)
+def test_an_answer_that_a_stop_string_ended_stays_complete_when_its_worker_fails(
+    fail: Callable[[Leg], None],
+) -> None:
+    life, leg = stopped()
+    fail(leg)
+    assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
+    assert life.ports.places == [(0, frozenset())]
+
+
+def test_the_deadline_does_not_undo_an_answer_that_a_stop_string_ended() -> None:
+    life = begin()
+    life.run(11, [5], now=DEADLINE - LAST_WORD_S / 2)
+    life.machine.stop()
+    life.machine.on_time(DEADLINE)
+    assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
+
+
+def test_an_answer_that_a_stop_string_ended_is_not_undone_by_a_gateway_that_must_end() -> None:
+    life, _ = stopped()
+    life.machine.fail(Unavailable("it drains"), "drain")
+    assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
+
+
+@pytest.mark.parametrize(("second_says", "told"), [(2, 2), (496, len(PROMPT))])
+def test_what_was_generated_before_a_move_counts_as_no_cached_prompt(
+    second_says: int, told: int
+) -> None:
+    life = begin(plan(max_tokens=None))
+    life.run(11, list(range(500))).lost(LOST)
+    second = life.run(12, [9])
+    second.terminal(end_of(cached_tokens=second_says))
+    details = PromptTokensDetails(cached_tokens=told)
+    assert life.ports.outcome.usage == replace(usage(3, 501), prompt_tokens_details=details)
 
 
 def test_events_of_dead_legs_are_not_heard() -> None:
@@ -894,6 +971,7 @@ class Lives(RuleBasedStateMachine):
         self.refused: list[int] = []
         self.life: Life | None = None
         self.one = plan()
+        self.is_stopped = False
 
     @precondition(lambda self: self.life is None)
     @rule(
@@ -997,7 +1075,7 @@ class Lives(RuleBasedStateMachine):
         if count:
             token_ids = list(range(self.next_token, self.next_token + count))
             self.next_token += count
-            if leg.is_live:
+            if leg.is_live and not self.is_stopped:
                 self.delivered += token_ids
             leg.tokens(token_ids, ())
 
@@ -1030,7 +1108,8 @@ class Lives(RuleBasedStateMachine):
         if leg is not None and not rarely:
             was_live = leg.is_live
             leg.terminal(end_of(finish_reason))
-            assert not was_live or self.ports.outcome.finish_reason is finish_reason
+            told = FinishReason.STOP if self.is_stopped else finish_reason
+            assert not was_live or self.ports.outcome.finish_reason is told
 
     @precondition(lambda self: self.life is not None)
     @rule(way=st.sampled_from(["client_gone", "stop", "fail"]), rarely=st.integers(0, 5))
@@ -1042,7 +1121,11 @@ class Lives(RuleBasedStateMachine):
             machine.fail(Bug("gateway"), "gateway")
         else:
             getattr(machine, way)()
-        assert self.ports.outcome
+        # Who was accepted may still say what was cached.
+        leg = self.some_leg(1)
+        waits = way == "stop" and leg is not None and leg.is_live and leg.is_accepted
+        self.is_stopped |= waits
+        assert waits or self.ports.outcome
 
     @precondition(lambda self: self.life is not None)
     @rule(by=st.sampled_from([0.1, 0.5, 1.0, 5.0, 40.0]))
@@ -1085,7 +1168,7 @@ class Lives(RuleBasedStateMachine):
         assert len(ports.freed) == len(set(ports.freed))
         held = [a for a in self.placed if a not in ports.freed]
         live = [leg.attempt for _, _, leg in ports.submitted if leg.is_live]
-        assert held == live, "exactly the live leg's booking is held"
+        assert held == ([] if self.is_stopped else live), "exactly the live leg's booking is held"
         assert not set(self.refused) & set(ports.freed)
         if ports.outcomes:
             outcome = ports.outcome

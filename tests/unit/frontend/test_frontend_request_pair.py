@@ -27,8 +27,8 @@ from common.preprocessed import (
 from frontend_svc.core.openai_errors import http_error
 from frontend_svc.core.request import (
     ALL_EXCLUDED,
+    LAST_WORD_S,
     LOOK_AGAIN_S,
-    PREFILL_WORD_S,
     Leg,
     Outcome,
     Place,
@@ -194,7 +194,7 @@ def test_a_complete_answer_waits_for_prefill_to_say_what_was_cached() -> None:
     _, ports, prefill = complete_before_prefill(decode_says=0)
     assert ports.emitted == [5, 6], "the client has it all"
     assert ports.outcomes == []
-    assert ports.wake == 5.0 + PREFILL_WORD_S
+    assert ports.wake == 5.0 + LAST_WORD_S
     prefill.tokens([5], ())
     prefill.terminal(end(cached=2))
     (outcome,) = ports.outcomes
@@ -222,6 +222,40 @@ def test_a_complete_answer_stays_one_when_prefill_fails_afterwards() -> None:
     prefill.lost(WorkerLost("gone", retryable=True))
     (outcome,) = ports.outcomes
     assert (outcome.finish_reason, outcome.error, outcome.attempts) == (FinishReason.EOS, None, 1)
+
+
+def test_a_complete_answer_stays_one_when_the_gateway_must_end() -> None:
+    machine, ports, _ = complete_before_prefill()
+    machine.fail(Unavailable("it drains"), "drain")
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, outcome.error) == (FinishReason.EOS, None)
+
+
+def test_a_stop_string_in_the_last_tokens_of_a_pair_still_gets_prefills_word() -> None:
+    machine, ports, prefill = complete_before_prefill(decode_says=0)
+    machine.stop()
+    assert ports.outcomes == []
+    prefill.terminal(end(cached=2))
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.STOP, 2)
+
+
+def test_a_stop_string_ends_decode_at_once_and_waits_for_prefills_word() -> None:
+    machine, ports = begin(PAIR)
+    (prefill, _), (decode, _) = ports.legs
+    prefill.accepted()
+    decode.accepted()
+    decode.tokens([5, 6], ())
+    machine.stop()
+    decode.tokens([7], ())
+    decode.terminal(end(FinishReason.CANCELLED, cached=0))
+    assert ports.outcomes == []
+    prefill.terminal(end(FinishReason.CANCELLED, cached=2))
+    (outcome,) = ports.outcomes
+    assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.STOP, 2)
+    assert ports.emitted == [5, 6]
+    assert ports.freed == [0]
+    assert [phase for phase, _ in ports.aborted] == ["prefill", "decode"]
 
 
 def test_a_client_that_goes_while_prefills_word_is_awaited_ends_prefill_too() -> None:
@@ -481,6 +515,8 @@ def test_no_order_of_events_breaks_the_transaction(
                 machine.on_time(1.0 * count)
             case 6 if count == 3:
                 machine.client_gone()
+            case 6 if count == 2:
+                machine.stop()
             case 7 if leg is not None:
                 leg.terminal(Terminal(1, None, error=Unavailable("x", reason=PEER_LOST)))
         live = [one for one, _ in ports.legs if one.is_live]

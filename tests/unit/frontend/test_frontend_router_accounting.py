@@ -333,11 +333,13 @@ def test_what_is_announced_is_what_was_charged(charges: bool, tokens: int) -> No
 def test_what_is_announced_says_which_session_it_keeps(revision: int, session: str) -> None:
     async def script(bed: Bed) -> None:
         bed.router.session_revision = revision
-        await bed.open(routing=RoutingHints(session_control=SessionControl("alice")))
+        alice = RoutingHints(session_control=SessionControl("alice"), lora_name="french")
+        await bed.open(routing=alice)
         bed.router.answers.put_nowait(None)
         await asyncio.sleep(1.0)
         (told,) = [booking for frame in bed.router.frames for booking in frame.announced]
         assert (told.session_id, told.session_revision) == (session, revision)
+        assert told.lora_name == ("french" if session else "")
 
     play(script)
 

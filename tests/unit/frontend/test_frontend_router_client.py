@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from random import Random
@@ -16,6 +17,7 @@ from common.instances import Instance
 from frontend_svc.core.request import Placed
 from frontend_svc.core.router_choice import AVOID_S, home_of
 from frontend_svc.router_client import (
+    ASK_AGAIN_MAX_S,
     ASK_AGAIN_S,
     DENIED_S,
     MOVE_S,
@@ -413,6 +415,41 @@ def test_what_all_routers_deny_and_the_frontend_sees_is_placed_unrouted() -> Non
         assert moves <= 2 * 20.0 / AVOID_S, "there and back, now and then"
 
     play(script, HOME, OTHER)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_question_that_is_denied_all_the_time_is_sent_a_few_times_only(seed: int) -> None:
+    async def script(bed: Bed) -> None:
+        bed.client._rng = Random(seed)
+        bed.home.error = UnknownModel("m")
+        await asyncio.sleep(1.0)
+        for n in range(20):
+            bed.place(f"{n}")
+        await asyncio.sleep(UNROUTED_AFTER_S + 0.2)
+        assert (bed.client.unrouted, len(bed.answers)) == (20, 20), "in time all the same"
+        asked = Counter(new.id for frame in bed.home.frames for new in frame.news)
+        first, later = DENIED_S / ASK_AGAIN_S, UNROUTED_AFTER_S / (ASK_AGAIN_MAX_S / 2)
+        assert all(3 <= times <= 2 + first + later for times in asked.values()), asked
+        at_once = [len(frame.news) for frame in bed.home.frames if frame.news]
+        assert max(at_once[-5:]) < 20, "not all of them in one moment"
+
+    play(script, HOME)
+
+
+@pytest.mark.parametrize("denied_s", [0.3, 1.0, 1.9])
+def test_who_was_denied_for_long_is_placed_soon_after_the_router_knows(denied_s: float) -> None:
+    async def script(bed: Bed) -> None:
+        bed.home.error = UnknownModel("m")
+        await asyncio.sleep(1.0)
+        bed.place("a")
+        await asyncio.sleep(denied_s)
+        bed.home.error = None
+        await asyncio.sleep(ASK_AGAIN_S if denied_s < DENIED_S else ASK_AGAIN_MAX_S)
+        await asyncio.sleep(0.01)
+        assert isinstance(bed.answers[0], Placed)
+        assert bed.client.unrouted == 0
+
+    play(script, HOME)
 
 
 def test_what_routers_deny_and_the_frontend_does_not_see_either_is_answered_so() -> None:

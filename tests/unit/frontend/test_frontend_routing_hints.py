@@ -107,7 +107,6 @@ NEEDS = RoutingConstraints(required_taints=frozenset({"t"}))
         (RoutingHints(decode_worker_id=1), False),
         (RoutingHints(dp_rank=0), False),
         (RoutingHints(allowed_worker_ids=frozenset({1})), False),
-        (RoutingHints(lora_name="french"), False),
     ],
 )
 def test_without_a_router_only_what_any_worker_may_serve_is_placed(
