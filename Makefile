@@ -20,7 +20,7 @@ RUN := $(BIN)/python -m meshctl up --sample --engine $(ENGINE)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo status sim chaos storm churn setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
+.PHONY: help run test demo status sim chaos storm churn router-kills setup setup-sglang test-sglang lint fmt types proto rows bench-index bench-gateway lock clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ storm: $(VENV)/.dev ## 2,000 requests whose clients leave; nothing may be left o
 
 churn: $(VENV)/.dev ## 20 of 120 workers replaced under load (two minutes)
 	$(BIN)/python -m tests.chaos.churn $(ARGS)
+
+router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load: are the books right? (minutes)
+	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
 	@PYTHON=$(PY) deploy/sglang_venv.sh

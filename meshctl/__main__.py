@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import structlog
+
 from common import env
 from meshctl.health import health
 from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions, parse
@@ -13,6 +15,8 @@ from meshctl.up import up
 
 def main() -> None:
     """Exits with the command's status."""
+    # Standard output is for answers.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     environ = env.environ()
     match parse(sys.argv[1:], environ):
         case UpOptions() as options:

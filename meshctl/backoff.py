@@ -54,15 +54,19 @@ class Backoff:
         self._ready_at = now
         self._was_ready = True
 
-    def ended(self, now: float) -> float | None:
-        """The service ended: the pause in seconds before its next start; None: give it up."""
+    def ended(self, now: float, *, can_heal: bool = True) -> float | None:
+        """The service ended: the pause in seconds before its next start; None: give it up.
+
+        can_heal: whether another start may go better.
+        """
         policy = self._policy
         ready_at, self._ready_at = self._ready_at, None
         if ready_at is not None and now - ready_at >= policy.healthy_s:
             self._failures = 0
         doublings = min(self._failures, _DOUBLINGS_MAX)
         self._failures += 1
-        if not self._was_ready and self._failures >= policy.tries_max:
+        tries_max = policy.tries_max if can_heal else 1
+        if not self._was_ready and self._failures >= tries_max:
             return None
         pause_s = min(policy.limit_s, policy.first_s * 2.0**doublings)
         return pause_s * (1 - JITTER * self._rng.random())

@@ -2,7 +2,7 @@
 
 Everything is real but the engine: processes, sockets, the OpenAI SDK, a registry, and an OTLP
 receiver that the services' exporters send to. The last line is one JSON object; the exit status is
-1 when any part of it is missing or wrong.
+1 when any part of it is missing or wrong, 128 + n after signal n. Nothing is left of it on disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +37,10 @@ CONSUL_READY_S = 40.0
 CONSUL_END_S = 10.0
 READY_S = 90
 MESH_S = 150.0
+# Beyond what the services of a mesh may take to drain.
+MESH_END_S = 60.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +150,51 @@ def _leads(url: str, agent: subprocess.Popen[bytes]) -> bool:
     return False
 
 
+class _Interrupted(Exception):
+    """A signal came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _until_a_signal() -> Iterator[None]:
+    """A signal ends the body by _Interrupted; after the body none can cut the cleaning up short.
+
+    For a process that ends with it: signals stay ignored.
+    """
+    # `nohup` is to outlive its terminal.
+    numbers = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def on_signal(number: int, _frame: object) -> None:
+        ignore()
+        raise _Interrupted(number)
+
+    for number in numbers:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        ignore()
+
+
 def demo(registry: str, environ: Mapping[str, str]) -> int:
     """Runs the demo and returns the exit status."""
-    with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name, ExitStack() as stack:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name:
+        try:
+            return _demo(registry, environ, Path(name))
+        except _Interrupted as error:
+            print(f"demo: ended by {signal.Signals(error.number).name}", file=sys.stderr)
+            return 128 + error.number
+
+
+def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
+    with ExitStack() as stack, _until_a_signal():
         spans, endpoint = stack.enter_context(receiver())
         env = {
             **environ,
@@ -167,22 +212,32 @@ def demo(registry: str, environ: Mapping[str, str]) -> int:
                 return _report([], [])
             print(f"consul at {env['KVMESH_CONSUL_URL']}")
         out = folder / "turns.json"
-        status = subprocess.run(
-            [
-                *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
-                *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
-                *("--ready-s", str(READY_S)),
-                *("--once", "--then", sys.executable, "-m", "meshctl.demo_client", str(out)),
-            ],
-            env=env,
-            cwd=ROOT,
-            timeout=MESH_S,
-            check=False,
-        ).returncode
+        command = [
+            *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
+            *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
+            *("--ready-s", str(READY_S)),
+            *("--once", "--then", sys.executable, "-m", "meshctl.demo_client", str(out)),
+        ]
+        status = _run(command, env)
         turns = json.loads(out.read_text()) if out.exists() else []
         if status != 0:
             _print_logs(folder / "logs")
         return _report(turns, spans.received) or status
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """The exit status of a mesh that has ended, whatever ends the waiting for it."""
+    mesh = subprocess.Popen(on_leash(command), env=env, cwd=ROOT)
+    try:
+        return mesh.wait(MESH_S)
+    finally:
+        # Nothing happens if it has ended.
+        mesh.terminate()
+        try:
+            mesh.wait(MESH_END_S)
+        except subprocess.TimeoutExpired:
+            mesh.kill()
+            mesh.wait()
 
 
 def _print_logs(folder: Path) -> None:

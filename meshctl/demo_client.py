@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -41,6 +42,8 @@ REPORTS_S = 30.0
 
 def main() -> None:
     """Runs the conversation and writes what came of it."""
+    # A Ctrl-C is for the demo to tell of.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     asyncio.run(_await_reports())
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]

@@ -7,8 +7,9 @@ reaches every service as it is, and only what meshctl must know itself are flags
 from __future__ import annotations
 
 import argparse
+import difflib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -67,8 +68,12 @@ Options = UpOptions | HealthOptions | StatusOptions | DemoOptions
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """The options of a command line; exits 0 for --help, 2 with a message for what is wrong."""
-    parser, up = _parsers(environ)
-    given = parser.parse_args(argv)
+    parser, commands = _parsers(environ)
+    if argv and not argv[0].startswith("-") and argv[0] not in commands:
+        parser.error(f"{argv[0]!r}: no such command{_did_you_mean(argv[0], commands)}")
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands[given.command].refuse(unknown[0])
     # Defaults from the environment are not checked against choices.
     registry = getattr(given, "registry", "file")
     if registry not in ("file", "consul"):
@@ -81,7 +86,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
         case "demo":
             return DemoOptions(given.registry)
         case _:
-            return _up_options(up, given, environ)
+            return _up_options(commands["up"], given, environ)
 
 
 def _service_config(
@@ -151,8 +156,24 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    def refuse(self, word: str) -> NoReturn:
+        """Exits, naming a word of the command line that means nothing, and one that would."""
+        flag = word.partition("=")[0]
+        if not flag.startswith("-"):
+            self.error(f"{word!r}: not a flag")
+        known = (one for action in self._actions for one in action.option_strings)
+        self.error(f"{flag}: no such flag{_did_you_mean(flag, known)}")
 
-def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, _Parser]:
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    # The dashes are no likeness.
+    words = {one.lstrip("-"): one for one in known}
+    near = difflib.get_close_matches(word.lstrip("-"), words, n=1)
+    return f"; did you mean {words[near[0]]}?" if near else ""
+
+
+def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, Mapping[str, _Parser]]:
+    """The parser of all, and those of the commands by name."""
     parser = _Parser(prog="meshctl", description="Starts, shows and asks a KVMesh.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     up = commands.add_parser(
@@ -167,15 +188,22 @@ def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, _Parser]:
     _add_session_flags(up)
     status = commands.add_parser("status", help="who is in the mesh, health, load and KV use")
     _add_registry_flags(status, environ)
-    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument(
+        "--json", action="store_true", help="for programs: ids are text, kv is from 0 to 1"
+    )
     health = commands.add_parser("health", help="ask a gRPC port whether it serves")
-    health.add_argument("address", metavar="HOST:PORT")
+    health.add_argument("address", type=_address, metavar="HOST:PORT")
     health.add_argument("--service", default="", metavar="NAME", help="one service of the port")
     demo = commands.add_parser(
         "demo", help="a disaggregated mesh, two requests with a common prefix, their trace"
     )
-    demo.add_argument("--registry", choices=("file", "consul"), default="file")
-    return parser, up
+    demo.add_argument(
+        "--registry",
+        choices=("file", "consul"),
+        default="file",
+        help="where its services find each other; consul: an agent of its own, fetched if need be",
+    )
+    return parser, commands.choices
 
 
 def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
@@ -220,7 +248,8 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
         "--model-path",
         type=Path,
         metavar="DIR",
-        help="folder of a Hugging Face model for sglang (default: a tiny one that talks noise)",
+        help="folder of the model: for sglang a Hugging Face one (default: a tiny one that talks "
+        "noise), for sim one with a sim.json",
     )
     mesh.add_argument(
         "--model-name",
@@ -323,35 +352,35 @@ def _workers(given: argparse.Namespace) -> int:
 
 
 def _count_or_none(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
     return number
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
     return number
 
 
 def _port(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text}: must be from 0 to 65535")
     return number
 
 
 def _positive(text: str) -> float:
-    number = float(text)
+    number = _real(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return number
 
 
 def _not_negative(text: str) -> float:
-    number = float(text)
+    number = _real(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
     return number
@@ -361,3 +390,24 @@ def _text(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
+
+
+def _address(text: str) -> str:
+    host, colon, port = text.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be HOST:PORT")
+    return text
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
+
+
+def _real(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number") from None

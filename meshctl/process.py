@@ -23,7 +23,8 @@ from meshctl import leash
 from meshctl.services import ServiceSpec
 
 LOG_BYTES_MAX = 16 << 20
-TAIL_BYTES = 8192
+# A start that failed may end with a long traceback in one line.
+TAIL_BYTES = 1 << 16
 TAIL_LINES = 20
 READY_BYTES_MAX = 1 << 16
 

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from meshctl.gateway import chat_body
 from meshctl.process import ReadyLine
+from meshctl.reason import reason
 from meshctl.supervise import (
     BecameReady,
     Child,
@@ -22,7 +23,7 @@ from meshctl.supervise import (
     Undying,
 )
 
-_RED, _GREEN, _YELLOW, _PLAIN = "31", "32", "33", ""
+_RED, _GREEN, YELLOW, _PLAIN = "31", "32", "33", ""
 
 
 class Screen:
@@ -48,6 +49,7 @@ class Screen:
         self._began = clock()
         self._tail = tail
         self._log = log
+        self._told: set[tuple[str, ...]] = set()
 
     def say(self, text: str = "") -> None:
         """A line without a time."""
@@ -69,10 +71,13 @@ class Screen:
         elapsed_s = self._clock() - self._began
         self.say(f"{elapsed_s:7.1f} s  {name:<12}  {shown}  {detail}".rstrip())
 
-    def tail(self, name: str) -> None:
-        """The end of a service's log."""
-        lines = "".join(f"  | {line}\n" for line in self._tail(name)) or "  | (it is empty)\n"
-        self._write(self._err, f"the end of {self._log(name)}:\n{lines}")
+    def why(self, name: str) -> None:
+        """Why a service did not start; the end of its log where that does not say."""
+        if lines := reason(self._tail(name)):
+            self._quote(lines)
+            return
+        self._write(self._err, f"the end of {self._log(name)}:\n")
+        self._quote(self._tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
         """What the supervisor has to tell."""
@@ -82,19 +87,33 @@ class Screen:
                 self.step(name, "ready", detail, colour=_GREEN)
             case Died():
                 self.step(event.service, "died", self._death(event), colour=_RED)
+                self._tell_why_once(event)
+            case GivenUp(name, can_heal=False):
+                self.complain(f"{name} cannot be used as it is configured")
             case GivenUp(name, tries):
                 self.complain(f"{name} was started {tries} times and was never ready")
-                self.tail(name)
+                self.why(name)
             case Ended(name, status, after_s, killed=True):
                 self.step(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
             case Ended(name, status, after_s):
                 detail = f"after {after_s:.1f} s, {status_text(status)}"
-                self.step(name, "stopped", detail, colour=_PLAIN if status == 0 else _YELLOW)
+                self.step(name, "stopped", detail, colour=_PLAIN if status == 0 else YELLOW)
             case NotDeregistered(name, why):
                 detail = f"its instance stays registered for a while: {why}"
-                self.step(name, "note", detail, colour=_YELLOW)
+                self.step(name, "note", detail, colour=YELLOW)
             case Undying(name, pid):
                 self.complain(f"{name} (pid {pid}) does not end although killed")
+
+    def _tell_why_once(self, event: Died) -> None:
+        """The reason, unless it was told before: of this service, or of one like it."""
+        lines = tuple(reason(self._tail(event.service)))
+        # Killed, it had no last words.
+        if (event.status or -1) > 0 and lines and lines not in self._told:
+            self._told.add(lines)
+            self._quote(lines)
+
+    def _quote(self, lines: Sequence[str]) -> None:
+        self._write(self._err, "".join(f"  | {line}\n" for line in lines))
 
     def _death(self, event: Died) -> str:
         why = status_text(event.status)

@@ -18,6 +18,7 @@ from random import Random
 from typing import Protocol
 
 from common.errors import InvalidRequest, MeshError
+from common.lifecycle import EXIT_CONFIG
 from common.tasks import TaskGroup
 from meshctl.backoff import Backoff, Policy
 from meshctl.process import ReadyLine
@@ -100,10 +101,11 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class GivenUp:
-    """It ended `tries` times and was never ready."""
+    """It ended `tries` times and was never ready. can_heal: whether time could have helped."""
 
     service: str
     tries: int
+    can_heal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,8 @@ class Supervisor:
 
     def _died(self, child: Child, status: int | None, why: str) -> float | None:
         now = self._clock()
-        pause_s = child.backoff.ended(now)
+        can_heal = status != EXIT_CONFIG
+        pause_s = child.backoff.ended(now, can_heal=can_heal)
         given_up = pause_s is None
         if self._stop.is_set():
             pause_s = None
@@ -286,7 +289,7 @@ class Supervisor:
         if given_up and not self._stop.is_set():
             self.clean = False
             self._enter(child, State.FAILED)
-            self._tell(GivenUp(child.spec.name, child.backoff.failures))
+            self._tell(GivenUp(child.spec.name, child.backoff.failures, can_heal))
             self.stop()
         return pause_s
 

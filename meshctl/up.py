@@ -2,7 +2,7 @@
 
 Exit status: 0 after a stop that was asked for; 1 when the mesh did not become ready, a service was
 given up or did not end well; 2 when nothing was started; that of the sample or the command with
---once; 128 + n upon a second signal n.
+--once; 128 + n upon a second signal n (see stop_requests.py).
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ from common.errors import MeshError
 from common.registry import Registry
 from common.tasks import TaskGroup
 from meshctl import gateway
+from meshctl.members import members, where
 from meshctl.options import UpOptions
 from meshctl.process import ProcessLauncher, on_leash
-from meshctl.screen import Screen, hints, http_url, table, wants_colour
+from meshctl.screen import YELLOW, Screen, hints, http_url, table, wants_colour
 from meshctl.services import http_ports, mesh_services
+from meshctl.stop_requests import Asked, StopRequests
 from meshctl.supervise import State, Supervisor
 
 SAMPLE_PROMPT = "Say hello to the mesh."
 SAMPLE_TOKENS = 32
 # A command that was asked to end gets this long.
 COMMAND_END_S = 5.0
+# Who is there already is worth a look, not a wait.
+LOOK_S = 2.0
+TITLES_MAX = 8
 NOT_STARTED = 2
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -113,6 +118,26 @@ def _only_one(log_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
+async def look_around(registry: Registry, config: ServiceConfig) -> str:
+    """What whoever starts a mesh should know of its registry; "" if there is nothing."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            found = tuple((await members(registry, config)).instances.values())
+    except MeshError as error:
+        return f"{error.message}; services wait for it a while"
+    except TimeoutError:
+        return f"no answer from {where(config)} for {LOOK_S:g} s; services wait for it a while"
+    if not found:
+        return ""
+    titles = ", ".join(sorted(one.stable_name or one.service for one in found)[:TITLES_MAX])
+    titles += ", ..." if len(found) > TITLES_MAX else ""
+    return (
+        f"namespace {config.namespace!r} has {_many(len(found), 'service')} already ({titles}):"
+        " this mesh joins them, and of two with one name only the newer is seen; for a mesh of its"
+        " own choose another --namespace"
+    )
+
+
 def _open_registry(config: ServiceConfig) -> Registry:
     try:
         return open_registry(config)
@@ -167,6 +192,8 @@ class _Up:
         counted = ", ".join(_many(count, noun) for noun, count in kinds.items() if count)
         self._screen.say(f"starting {counted} ({mesh.engine}); logs in {self._options.log_dir}")
         try:
+            if news := await look_around(registry, self._options.config):
+                self._screen.step("mesh", "note", news, colour=YELLOW)
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
                 session = group.create_task(self._session(supervisor))
@@ -182,17 +209,17 @@ class _Up:
         return self._outcome.session or (0 if supervisor.clean else 1)
 
     def _own_signals(self, supervisor: Supervisor) -> None:
-        seen: list[int] = []
+        requests = StopRequests()
 
         def on_signal(number: signal.Signals) -> None:
-            seen.append(number)
-            if len(seen) == 1:
-                self._screen.step("mesh", "draining", f"upon {number.name}; once more to kill")
-                supervisor.stop()
-                return
-            self._outcome.forced = number
-            self._screen.step("mesh", "killed", f"upon {number.name}")
-            supervisor.kill()
+            match requests.heard(number, time.monotonic()):
+                case Asked.STOP:
+                    self._screen.step("mesh", "draining", f"upon {number.name}; once more to kill")
+                    supervisor.stop()
+                case Asked.KILL:
+                    self._outcome.forced = number
+                    self._screen.step("mesh", "killed", f"upon {number.name}")
+                    supervisor.kill()
 
         for number in _SIGNALS:
             # `nohup meshctl up` is to outlive its terminal.
@@ -208,7 +235,9 @@ class _Up:
                 self._outcome.session = 1
                 supervisor.stop()
                 return
-            for line in ["", *table(supervisor.children), "", *hints(url, self._model), ""]:
+            # Whoever waits for the end has no use for what to do until then.
+            advice = [] if self._options.once else [*hints(url, self._model), ""]
+            for line in ["", *table(supervisor.children), "", *advice]:
                 self._screen.say(line)
             status = 0
             if self._options.sample:
@@ -246,7 +275,7 @@ class _Up:
         what = ", ".join(f"{child.spec.name} is {child.state}" for child in late) or missing
         self._screen.complain(f"not ready within {self._options.ready_s:g} s: {what}")
         for child in late:
-            self._screen.tail(child.spec.name)
+            self._screen.why(child.spec.name)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
         body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)

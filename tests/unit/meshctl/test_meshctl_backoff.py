@@ -64,6 +64,11 @@ def test_what_was_ready_once_is_never_given_up() -> None:
     backoff = Backoff(Policy(), NO_JITTER)
     backoff.ready(0.0)
     assert None not in pauses(backoff, 5000, ready=False)
+    assert backoff.ended(0.0, can_heal=False) is not None
+
+
+def test_what_cannot_heal_is_given_up_at_its_first_end() -> None:
+    assert Backoff(Policy(), NO_JITTER).ended(0.0, can_heal=False) is None
 
 
 @settings(max_examples=50)

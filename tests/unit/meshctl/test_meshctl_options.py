@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshctl.options import UpOptions, parse
+from meshctl.options import HealthOptions, UpOptions, parse
 
 
 def up(*argv: str, **environ: str) -> UpOptions:
@@ -86,3 +86,50 @@ def test_a_registry_that_processes_cannot_share_is_refused_from_the_environment_
 
 def test_variables_that_nobody_reads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KVMESH_MESHCTL_WORKERS" in refusal(capsys, KVMESH_MESHCTL_WORKERS="3")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ["statsu"],
+            "meshctl: 'statsu': no such command; did you mean status? (see meshctl --help)",
+        ),
+        (["zzz"], "meshctl: 'zzz': no such command (see meshctl --help)"),
+        (
+            ["status", "--jsn"],
+            "meshctl status: --jsn: no such flag; did you mean --json? (see meshctl status --help)",
+        ),
+        (
+            ["up", "--worker=3"],
+            "meshctl up: --worker: no such flag; did you mean --workers? (see meshctl up --help)",
+        ),
+        (["demo", "--zzz"], "meshctl demo: --zzz: no such flag (see meshctl demo --help)"),
+        (["status", "now"], "meshctl status: 'now': not a flag (see meshctl status --help)"),
+        (
+            ["up", "--workers", "two"],
+            "meshctl up: argument --workers: 'two': must be a whole number (see meshctl up --help)",
+        ),
+        (
+            ["up", "--drain-s", "x"],
+            "meshctl up: argument --drain-s: 'x': must be a number (see meshctl up --help)",
+        ),
+        (
+            ["health", "localhost"],
+            "meshctl health: argument HOST:PORT: 'localhost': must be HOST:PORT"
+            " (see meshctl health --help)",
+        ),
+    ],
+)
+def test_a_refusal_says_what_would_do_and_which_help_tells_more(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parse(argv, {})
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:7001", "[::1]:7001", "worker:1"])
+def test_an_address_is_a_host_and_a_port(address: str) -> None:
+    assert parse(["health", address], {}) == HealthOptions(address)

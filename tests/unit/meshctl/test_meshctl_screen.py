@@ -19,14 +19,18 @@ LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
 
 
 class Shown:
-    def __init__(self, *, colour: bool = False) -> None:
+    """A screen; tails: what the log of a service ends with, at its first death and after that."""
+
+    def __init__(self, *tails: list[str], colour: bool = False) -> None:
+        ends = iter(tails)
+        last = tails[-1] if tails else ["boom"]
         self.out, self.err = io.StringIO(), io.StringIO()
         self.screen = Screen(
             self.out,
             self.err,
             colour=colour,
-            clock=iter([10.0, 11.26, 12.0]).__next__,
-            tail=lambda name: ["boom"],
+            clock=iter([10.0, 11.26, 12.0, 13.0]).__next__,
+            tail=lambda name: next(ends, last),
             log=lambda name: f"logs/{name}.log",
         )
 
@@ -52,11 +56,44 @@ def test_a_death_names_who_with_which_status_where_the_log_is_and_what_comes_nex
     assert "killed by SIGKILL after 3.0 s, see logs/worker-1.log; again in 0.2 s" in line
 
 
-def test_giving_up_shows_the_end_of_the_log_as_an_error() -> None:
+def test_the_reason_of_a_death_is_told_at_once_and_again_only_when_it_is_another() -> None:
+    shown = Shown(["no such model"], ["no such model"], ["no memory"])
+    for name, told in (("worker-0", 1), ("worker-1", 1), ("worker-0", 2)):
+        shown.line(Died(name, 1, "", 3.0, 0.2))
+        assert shown.err.getvalue().count("  | ") == told
+    assert shown.err.getvalue() == "  | no such model\n  | no memory\n"
+
+
+@pytest.mark.parametrize("status", [None, 0, -9])
+def test_what_was_killed_or_ended_well_has_no_reason_in_its_log(status: int | None) -> None:
     shown = Shown()
+    shown.line(Died("worker-0", status, "", 3.0, 0.2))
+    assert shown.err.getvalue() == ""
+
+
+def test_giving_up_says_the_reason_and_nothing_more() -> None:
+    shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
     shown.line(GivenUp("worker-1", 5))
-    assert "started 5 times" in shown.err.getvalue()
-    assert "  | boom" in shown.err.getvalue()
+    assert shown.err.getvalue() == (
+        "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"
+    )
+
+
+def test_giving_up_shows_the_end_of_a_log_without_a_reason() -> None:
+    shown = Shown(['{"event": "loading"}'])
+    shown.line(GivenUp("worker-1", 5))
+    assert 'the end of logs/worker-1.log:\n  | {"event": "loading"}' in shown.err.getvalue()
+
+
+def test_what_cannot_be_used_as_it_is_configured_is_told_once() -> None:
+    lines = ["worker: the configuration cannot be used:", "  --block-size: must be at least 1"]
+    shown = Shown(lines)
+    shown.line(Died("worker-1", 2, "", 3.0, None))
+    shown.line(GivenUp("worker-1", 1, can_heal=False))
+    assert shown.err.getvalue() == (
+        "".join(f"  | {line}\n" for line in lines)
+        + "meshctl: worker-1 cannot be used as it is configured\n"
+    )
 
 
 def test_a_service_that_had_to_be_killed_is_said_to_be() -> None:

@@ -25,7 +25,7 @@ from meshctl.supervise import (
     Supervisor,
 )
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 FAST = Policy(first_s=0.001, limit_s=0.004)
 E = TypeVar("E", bound=Event)
 
@@ -203,6 +203,17 @@ async def test_what_is_never_ready_is_given_up_and_the_others_are_stopped() -> N
     assert world.log.entries.count("START a") == 5
     assert not supervisor.clean
     assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
+
+
+async def test_what_cannot_be_used_as_it_is_configured_ends_the_mesh_at_its_first_end() -> None:
+    world = World(born=lambda process: process.end(2))
+    async with running(world, spec("a")) as supervisor:
+        died = await world.told(Died)
+        assert (died.status, died.again_in_s) == (2, None)
+        assert await world.told(GivenUp) == GivenUp("a", 1, can_heal=False)
+        await supervisor.stopping()
+    assert world.log.entries == ["START a"]
+    assert not supervisor.clean
 
 
 async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
