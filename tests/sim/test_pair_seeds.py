@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
-from tests.sim.coverage import Coverage, chunks, name_of
 from tests.sim.draws import is_vertical
 from tests.sim.faults import FAILOVERS, FLAPS, HANDOFF_FAULTS, INDEX_FAULTS, FaultKind
-from tests.sim.scenario import REST_S
-from tests.sim.world import run_seed
+from tests.sim.seed_frame import SeedFrame
 
 SEEDS = [seed for seed in range(500) if is_vertical(seed)]
 # See `test_seeds.py`, which has those faults that need neither pairs nor an index.
@@ -56,27 +52,7 @@ LEAST = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def coverage() -> Coverage:
-    return Coverage()
-
-
-@pytest.mark.parametrize("seeds", chunks(SEEDS), ids=name_of)
-def test_seeded_runs_with_pairs_break_no_rule(seeds: Sequence[int], coverage: Coverage) -> None:
-    broken = coverage.run(seeds)
-    assert not broken, "\n".join(broken)
-
-
-@pytest.mark.timeout(600)  # for when it runs alone
-def test_the_seeds_break_handoffs_and_garble_events_and_fail_over(coverage: Coverage) -> None:
-    """Otherwise the rules about them would hold for want of a case."""
-    coverage.run(SEEDS)
-    assert not coverage.lacks(LEAST)
-    assert 2.0 < coverage.slowest_s < REST_S
-
-
-def test_a_seed_with_pairs_gives_the_same_run_event_for_event() -> None:
-    keep = [object() for _ in range(999)]  # so that addresses differ
-    first = run_seed(3)
-    del keep
-    assert run_seed(3).trace == first.trace
+class TestMeshesOfPairs(SeedFrame):
+    seeds = SEEDS
+    least = LEAST
+    replayed = (3,)

@@ -279,10 +279,10 @@ class _Sync:
 
     async def write(self, frame: router_pb2.SyncRequest) -> None:
         garble = self._garble
-        told = len(frame.upserts) + len(frame.removals)
+        told = len(frame.upserts) + len(frame.removals) + len(frame.released)
         if garble.rate and told and garble.rng.random() < garble.rate:
             garble.count += 1
-            del frame.upserts[:], frame.removals[:]
+            del frame.upserts[:], frame.removals[:], frame.released[:]
         await self._end.write(frame.SerializeToString())
 
 

@@ -1,0 +1,54 @@
+"""The tests of a table of seeds: no rule is broken, all happens often enough, each run replays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import pytest
+
+from tests.sim.coverage import Coverage, chunks, name_of
+from tests.sim.scenario import REST_S
+from tests.sim.world import run_seed
+
+
+class SeedFrame:
+    """A subclass has the table.
+
+    least: of each fault, and of what else must have happened, in all seeds together. replayed:
+    seeds that are run twice.
+    """
+
+    seeds: ClassVar[Sequence[int]]
+    least: ClassVar[Mapping[str, int]]
+    replayed: ClassVar[Sequence[int]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "some" in metafunc.fixturenames:
+            metafunc.parametrize("some", chunks(self.seeds), ids=name_of)
+        if "seed" in metafunc.fixturenames:
+            metafunc.parametrize("seed", self.replayed)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def coverage(cls) -> Coverage:
+        return Coverage()
+
+    def test_seeded_runs_break_no_rule(self, some: Sequence[int], coverage: Coverage) -> None:
+        broken = coverage.run(some)
+        assert not broken, "\n".join(broken)
+
+    @pytest.mark.timeout(600)  # for when it runs alone
+    def test_the_seeds_have_every_fault_and_all_that_is_to_follow(self, coverage: Coverage) -> None:
+        """Otherwise the rules about it would hold for want of a case."""
+        coverage.run(self.seeds)
+        assert not coverage.lacks(self.least)
+        assert 2.0 < coverage.slowest_s < REST_S
+
+    def test_a_seed_gives_the_same_run_event_for_event(self, seed: int) -> None:
+        keep = [object() for _ in range(999)]  # so that addresses differ
+        first = run_seed(seed)
+        del keep
+        again = run_seed(seed)
+        assert first.trace == again.trace
+        assert first.digest == again.digest
