@@ -435,7 +435,7 @@ def _from_flags(
                     f"{knob.flag}=off"
                 )
         elif flag in negated:
-            problems.append(f"{flag}: takes no value; say {knob.flag}={text}")
+            problems.append(f"{flag}: takes no value; say {flag}, or {knob.flag}=off")
             continue
         elif not has_value:
             if not rest or rest[0].startswith("--"):

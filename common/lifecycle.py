@@ -33,7 +33,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common import log, rpc, telemetry
 from common.config import ConfigError, ServiceConfig
-from common.errors import Bug, MeshError
+from common.errors import Bug, Conflict, MeshError
 
 LOG = structlog.get_logger(__name__)
 
@@ -118,7 +118,11 @@ class HealthThread:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
         self.set("", False)
         rpc.check_address(host, port, "health_port")
-        self.port = self._server.add_insecure_port(rpc.join_address(host, port))
+        address = rpc.join_address(host, port)
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:  # taken since it was asked for
+            raise Conflict(f"cannot bind {address}: {error}", field="health_port") from error
         self.address = rpc.join_address(host, self.port)
 
     def start(self) -> None:
@@ -387,7 +391,7 @@ async def _bring_up(
 
 def _tell_of_failed_start(error: Exception, name: str) -> None:
     """One line. What operators can mend says all in a sentence, anything else is for developers."""
-    if isinstance(error, MeshError | OSError | ConfigError) and not isinstance(error, Bug):
+    if isinstance(error, MeshError | ConfigError) and not isinstance(error, Bug):
         field = getattr(error, "field", None)
         named = {"field": field} if field else {}
         LOG.error("start failed", service=name, error=str(error).replace("\n", "; "), **named)

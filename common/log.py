@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import queue
 import sys
@@ -168,6 +169,8 @@ def _exact(value: object) -> object:
     match value:
         case int() if abs(value) >= _EXACT_LIMIT:
             return str(value)
+        case float() if not math.isfinite(value):
+            return None
         case dict():
             return {str(key): _exact(one) for key, one in value.items()}
         case list() | tuple():

@@ -125,10 +125,10 @@ class FrontendApp:
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         rpc.add_health(self._server, life.health.servicer)
         rpc.enable_reflection(self._server, [])
-        self.address = f"{config.advertise_host or config.host}:{port}"
+        self.address = rpc.join_address(config.advertise_host or config.host, port)
         listener = _listen(config.http_host, config.http_port)
         http_port = listener.getsockname()[1]
-        self.http_address = f"{config.advertise_host or config.http_host}:{http_port}"
+        self.http_address = rpc.join_address(config.advertise_host or config.http_host, http_port)
         self._patience.tick(asyncio.get_running_loop().time())
         own, own_security = own_address(config, port), own_security_of(config, self._security)
         life.spawn(measure(self._patience, own, own_security), name="pulse")

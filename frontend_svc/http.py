@@ -52,7 +52,7 @@ from frontend_svc.core.openai_errors import (
     error_event,
     error_type,
     http_error,
-    param_of,
+    told,
 )
 from frontend_svc.core.pass_through import PassThroughBody, folded, read_body
 from frontend_svc.core.prompt import TemplateError
@@ -563,9 +563,10 @@ class GenerationEndpoint:
             facts |= _outcome_facts(answer.outcome)
             error = error or answer.outcome.error
         if error is not None:
-            facts |= {"failure": error.reason, "why": error.message}
-            if error.field:
-                facts["param"] = param_of(error.field, call.headers)
+            why, param = told(error, call.headers)
+            facts |= {"failure": error.reason, "why": why}
+            if param is not None:
+                facts["param"] = param
         log.info("request", **facts)
 
 

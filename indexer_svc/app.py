@@ -68,7 +68,7 @@ class IndexerApp:
         """Bind; follow the fleet; SERVING with the first publisher, or after a moment."""
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
-        self.address = f"{config.advertise_host or config.host}:{port}"
+        self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._meta = health_meta(config, self.address, life.health.port)
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
         rpc.add_health(self._server, life.health.servicer)

@@ -101,7 +101,7 @@ async def gather(config: ServiceConfig) -> list[Row]:
 def _place(one: Instance) -> tuple[int, int, list[str | int]]:
     """Its place in the table; those without a name stay in the order of registration."""
     parts = re.split(r"([0-9]+)", one.stable_name)
-    natural = [int(part) if part.isdigit() else part for part in parts]
+    natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
     return _SERVICES.index(one.service), _ROLES.index(one.role), natural
 
 

@@ -118,7 +118,7 @@ class RouterApp:
         """
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
-        self.address = f"{config.advertise_host or config.host}:{port}"
+        self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._meta = health_meta(config, self.address, life.health.port)
         if config.bypass_policy != "off":
             self._meta[PREFILL_BYPASS] = config.bypass_policy

@@ -102,7 +102,7 @@ class WorkerApp:
         engine_config = self._with_kv_index(engine_config)
         self.publisher = self._build_publisher(engine_config, self._card)
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
-        self.address = f"{config.advertise_host or config.host}:{port}"
+        self.address = rpc.join_address(config.advertise_host or config.host, port)
         self._instance = replace(
             self._instance_of(engine_config, self._card),
             meta=health_meta(config, self.address, life.health.port),

@@ -152,6 +152,14 @@ def param_of(field: str, headers: Container[bytes] = ()) -> str:
     return header if header.encode() in headers else field
 
 
+def told(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
+    """Message and `param` of an error in the client's words. headers: as in `http_error`."""
+    if not error.field:
+        return error.message, None
+    param = param_of(error.field, headers)
+    return error.message.replace(f"'{error.field}'", f"'{param}'"), param
+
+
 def error_type(error: BaseException) -> ErrorType:
     """The metric label of `error` alone."""
     return _row(error).error_type
@@ -181,10 +189,8 @@ def _row(error: BaseException) -> _Row:
 def _body(error: BaseException, row: _Row, headers: Container[bytes]) -> bytes:
     message, param, code = INTERNAL_MESSAGE, None, row.code
     if isinstance(error, MeshError) and row is not _TABLE[Bug]:
-        message, code = error.message, _code(error, row)
-        if error.field:
-            param = param_of(error.field, headers)
-            message = message.replace(f"'{error.field}'", f"'{param}'")
+        code = _code(error, row)
+        message, param = told(error, headers)
     details = {"message": message, "type": row.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
 

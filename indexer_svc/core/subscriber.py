@@ -135,7 +135,8 @@ class Subscriber:
         source = batch.source
         at = (batch.epoch, batch.sequence)
         known = self._known.get(source)
-        if known is None or self._loads_only:
+        # Before the first word the copy may stand in another partition: the history brings it.
+        if known is None or self._loads_only or source in self._unsaid:
             return
         begins_epoch = batch.sequence == 1 and batch.epoch > known[0]
         if begins_epoch or at == (known[0], known[1] + 1):

@@ -125,7 +125,9 @@ def test_a_word_after_a_switch_is_refused_and_told_where_values_go() -> None:
 
 
 def test_a_negation_takes_no_value_and_contradicts_its_switch() -> None:
-    assert problems(["--no-fast=off"]) == ["--no-fast: takes no value; say --fast=off"]
+    assert problems(["--no-fast=off"]) == [
+        "--no-fast: takes no value; say --no-fast, or --fast=off"
+    ]
     assert problems(["--fast", "--no-fast"]) == ["--fast: given twice"]
     assert problems(["--no-seed"]) == ["--no-seed: no such flag"]
 

@@ -187,7 +187,6 @@ async def failed_start(error: Exception) -> dict[str, Any]:
     [
         (Conflict("cannot bind", field="port"), {"error": "cannot bind", "field": "port"}),
         (Unavailable("no Consul"), {"error": "no Consul"}),
-        (FileNotFoundError(2, "is not there", "/x"), {"error": "[Errno 2] is not there: '/x'"}),
         (ConfigError(["--a: bad", "--b: worse"]), {"error": "--a: bad; --b: worse"}),
     ],
 )
@@ -198,7 +197,10 @@ async def test_what_an_operator_can_mend_is_told_in_a_sentence(
     assert line == {"event": "start failed", "service": "kvmesh", "log_level": "error", **says}
 
 
-@pytest.mark.parametrize("error", [Bug("ours"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [Bug("ours"), KeyError("x"), TimeoutError(), FileNotFoundError(2, "is not there", "/x")],
+)
 async def test_what_nobody_expected_is_told_with_its_traceback(error: Exception) -> None:
     assert (await failed_start(error))["exc_info"] is error
 

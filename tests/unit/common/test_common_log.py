@@ -151,6 +151,7 @@ def test_integers_that_readers_of_json_would_round_are_written_as_text(
         worker_id=worker_id,
         exact=2**53 - 1,
         below=-(2**53),
+        rate=float("nan"),
     )
     (line,) = lines(pipe, logs)
     told = str(worker_id)
@@ -159,6 +160,7 @@ def test_integers_that_readers_of_json_would_round_are_written_as_text(
     assert told in shrunk[0]
     assert shrunk[1] == 7
     assert (line["exact"], line["below"]) == (2**53 - 1, str(-(2**53)))
+    assert line["rate"] is None, "as in every other line"
 
 
 def test_console_lines_are_for_reading(start: Start, pipe: tuple[int, int]) -> None:

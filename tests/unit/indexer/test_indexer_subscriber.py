@@ -25,7 +25,7 @@ from common.load import Load
 from indexer_svc.core.history import History
 from indexer_svc.core.subscriber import CaughtUp, LoadTold, StatusTold, Subscriber, Told
 
-PARTITION = Partition("m", 16, 1)
+PARTITION, OTHER = Partition("m", 16, 1), Partition("n", 16, 1)
 A, B, C = Source(1), Source(2), Source(3)
 CAP = 10**7
 
@@ -176,6 +176,23 @@ def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
     index.store(A, 4)
     told = everything(index.subscribe(behind))
     assert [type(one) for one in told] == [EventBatch, EventBatch, StatusTold, CaughtUp]
+
+
+def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
+    """The copy has it of another partition: what it begins with there would be lost to this one."""
+    copy = IndexFeed()
+    copy.follow(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
+    before = EventBatch(A, 1, 1, (Event(EventKind.STORED, array([1])),))
+    exhaust(copy.apply(before, 0.0))
+    copy.lose_all(0.0, "the indexer is lost")
+    index = Index()
+    index.feed.announce(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.tell()
+    subscriber = index.subscribe(*copy.positions())
+    index.store(A, 2)
+    give(copy, everything(subscriber))
+    assert copy.status(A).state == "exact"
+    assert held(copy, A) == {2}
 
 
 @pytest.mark.parametrize("cap", [1000, 3344, 3400])
