@@ -84,7 +84,7 @@ RECONCILE_S = 8.0
 # How soon those are asked again who answer although they are not listed.
 HELD_AGAIN_S = 1.0
 CALL_TIMEOUT_S = 2.0
-NOTE_S = 1.5
+NOTE_S = 0.9
 CONNECT_TIMEOUT_S = 2.0
 # A registration is listed within milliseconds, unless the agent has no servers.
 LISTED_WITHIN_S = 5.0
@@ -116,9 +116,9 @@ class ConsulRegistry:
     """`common.registry.Registry` on the Consul agent at `url`.
 
     token: an ACL token, or None. ttl_s: life of TTL checks. tend_s: how often an owner looks after
-    its entries. patience_s: how long `register` and `put_card` wait for a Consul that cannot be
-    reached, before they raise Unavailable. rng: for jitter. Raises InvalidRequest for a url that is
-    none.
+    its entries. patience_s: how long at a stretch `register` and `put_card` wait for a Consul that
+    cannot be reached, before they raise Unavailable. rng: for jitter. Raises InvalidRequest for a
+    url that is none.
     """
 
     def __init__(
@@ -179,8 +179,11 @@ class ConsulRegistry:
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
+        await self._patiently(partial(self._store, card))
+
+    async def _store(self, card: ModelCard) -> None:
         try:
-            await self._patiently(partial(self.get_card, card.checksum))
+            await self.get_card(card.checksum)
         except (NotFound, InvalidRequest):
             # Not there, or damaged: content has its checksum for a name, so writing is repairing.
             packed = await asyncio.to_thread(lambda: zlib.compress(encode_card(card)))
@@ -226,12 +229,16 @@ class ConsulRegistry:
         while True:
             self._check_open()
             try:
-                return await ask()
+                answer = await ask()
             except Unavailable as error:
                 if time.monotonic() >= deadline:
                     raise
                 if backoff == BACKOFF_S:
                     LOG.warning("registry_awaited", error=error.message, for_s=self._patience_s)
+            else:
+                if backoff > BACKOFF_S:
+                    LOG.info("registry_answered")
+                return answer
             await asyncio.sleep(backoff * (0.5 + self._rng.random()))
             backoff = min(2 * backoff, BACKOFF_MAX_S)
 
@@ -247,15 +254,19 @@ class ConsulRegistry:
         try:
             async with lease.turn:
                 self._check_open()
-                await self._patiently(partial(lease.publish, instance))
-                listing = await self._until_listed(instance, index)
+                listing = await self._patiently(partial(self._list, lease, index))
                 mine = next(e.order for e in listing.entries if e.instance.id == instance.id)
                 older = [e for e in listing.entries if e.order < mine]
                 await self._refuse_rival(older, instance)
-                await self._point(instance)
+                await self._patiently(partial(self._point, instance))
         except BaseException:
             await lease.close()
             raise
+
+    async def _list(self, lease: _ConsulLease, index: int) -> _Listing:
+        """Publish, until listed. Both again if that fails: an agent may lose what it accepted."""
+        await lease.publish(lease.instance)
+        return await self._until_listed(lease.instance, index)
 
     async def _change(self, lease: _ConsulLease, instance: Instance) -> None:
         """Publish an update. One that brings another card yields to any rival, old or young."""
@@ -328,13 +339,17 @@ class ConsulRegistry:
         await self._agent.put(f"{key}/manifest", json.dumps({"parts": len(starts)}).encode())
 
     async def _sweep_left(self, namespace: str) -> None:
-        """Remove old notes of those who left; once per namespace and client."""
+        """Remove old notes of those who left; once per namespace and client, and only if it can."""
         if namespace in self._swept:
             return
         self._swept.add(namespace)
-        for key, written_s in (await self._agent.left(namespace)).items():
-            if time.time() - written_s > LEFT_KEPT_S:
-                await self._agent.delete(key)
+        try:
+            for key, written_s in (await self._agent.left(namespace)).items():
+                if time.time() - written_s > LEFT_KEPT_S:
+                    await self._agent.delete(key)
+        except Unavailable as error:
+            self._swept.remove(namespace)  # for whoever registers next
+            LOG.warning("departures_not_swept", namespace=namespace, error=error.message)
 
     async def _tend(self) -> None:
         while True:

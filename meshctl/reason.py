@@ -7,12 +7,16 @@ import re
 from collections.abc import Sequence
 from itertools import takewhile
 
-# What services write (common/config.py, common/lifecycle.py).
+# What services write (common/config.py, common/lifecycle.py, common/consul.py).
 _REFUSED = "the configuration cannot be used:"
 _FAILED = "start failed"
+_AWAITED = "registry_awaited"
+_ANSWERED = "registry_answered"
 # The log for people (`--log-format console`): `2026-... [error    ] start failed  error='...'`.
 _DATED = re.compile(r"\d{4}-\d\d-\d\dT")
-_FAILED_ON_CONSOLE = re.compile(rf"""\] {_FAILED} .*?\berror=('[^']*'|"[^"]*"|\S+)""")
+_ON_CONSOLE = re.compile(
+    rf"""\] ({_FAILED}|{_AWAITED}|{_ANSWERED})\b(?:.*?\berror=('[^']*'|"[^"]*"|\S+))?"""
+)
 
 
 def reason(lines: Sequence[str]) -> list[str]:
@@ -21,21 +25,33 @@ def reason(lines: Sequence[str]) -> list[str]:
         line = lines[number]
         if line.endswith(_REFUSED):
             return [line, *takewhile(lambda one: one.startswith(" "), lines[number + 1 :])]
-        if why := _failure(line):
-            return [why]
-    # Not a line of the log: the last one of a traceback, or of somebody's own words.
-    plain = [line for line in lines if not (line.startswith("{") or _DATED.match(line))]
-    return [line for line in plain if line.strip()][-1:]
+        event, error = _told(line)
+        if event == _FAILED and error:
+            return [error]
+    return _last_words(lines)
 
 
-def _failure(line: str) -> str:
-    """The error of a `start failed`, the last line of its traceback where that is all it has."""
-    if found := _FAILED_ON_CONSOLE.search(line):
-        return found[1].strip("'\"")
+def _last_words(lines: Sequence[str]) -> list[str]:
+    """What a service waits for, or said outside its log: in a traceback, or in its own words."""
+    words: list[str] = []
+    for line in lines:
+        event, error = _told(line)
+        if event == _AWAITED:
+            words = [error]
+        elif event == _ANSWERED:
+            words = []
+        elif line.strip() and not (line.startswith("{") or _DATED.match(line)):
+            words = [line]
+    return words
+
+
+def _told(line: str) -> tuple[str, str]:
+    """The event of a line of the log and its error: of a traceback alone, the last line."""
+    if found := _ON_CONSOLE.search(line):
+        return found[1], (found[2] or "").strip("'\"")
     try:
         event = json.loads(line)
-        if event["event"] != _FAILED:
-            return ""
-        return str(event.get("error") or event["exception"].splitlines()[-1])
+        trace = event.get("exception", "").splitlines()
+        return event["event"], str(event.get("error") or "".join(trace[-1:]))
     except (ValueError, LookupError, TypeError, AttributeError):
-        return ""
+        return "", ""

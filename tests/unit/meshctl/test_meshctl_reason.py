@@ -59,6 +59,34 @@ def test_without_any_such_line_the_last_plain_one_has_to_do() -> None:
     assert reason(lines) == ["ImportError: no grpc"]
 
 
+AWAITED = json.dumps({"event": "registry_awaited", "error": "cannot reach Consul", "for_s": 30.0})
+AWAITED_ON_CONSOLE = (
+    "2026-01-01T00:00:00Z [warning  ] registry_awaited   error='cannot reach Consul' for_s=30.0"
+)
+LOST = json.dumps({"event": "registry_lost", "error": "something else"})
+ANSWERED = json.dumps({"event": "registry_answered"})
+ANSWERED_ON_CONSOLE = "2026-01-01T00:00:01Z [info     ] registry_answered   service=worker"
+
+
+@pytest.mark.parametrize("awaited", [AWAITED, AWAITED_ON_CONSOLE])
+def test_who_still_waits_for_the_registry_says_so_whatever_it_logged_after_that(
+    awaited: str,
+) -> None:
+    assert reason(["loading weights", awaited, LOST]) == ["cannot reach Consul"]
+
+
+@pytest.mark.parametrize("answered", [ANSWERED, ANSWERED_ON_CONSOLE])
+def test_a_registry_that_has_answered_is_not_the_reason(answered: str) -> None:
+    assert reason([AWAITED, answered, STOPPED]) == []
+    assert reason([AWAITED, answered, "Killed"]) == ["Killed"]
+
+
+def test_a_failed_start_or_a_traceback_says_more_than_an_awaited_registry() -> None:
+    failed = json.dumps({**FAILED, "error": "no such model"})
+    assert reason([failed, AWAITED]) == ["no such model"]
+    assert reason([AWAITED, "ImportError: no grpc"]) == ["ImportError: no grpc"]
+
+
 @pytest.mark.parametrize(
     "lines",
     [[], [STOPPED], ['{"event": "start failed"}'], ['{"event": "start failed", "exception": 3}']],
