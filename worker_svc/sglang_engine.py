@@ -16,7 +16,8 @@ speaks to them, and our event loop. What a request means is in `sglang_options`,
 - Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
   thread, so that only the figures stand still then.
 - A decode leg waits for KV pages without limit or word, until prefill's side times out, as if there
-  were no partner. The load says how many legs wait for pages; `core/decode_queue.py` tells which.
+  were no partner. The load says how many legs wait for pages; where those are all that are there,
+  `core/decode_queue.py` knows which.
 - Its time-outs for handoffs are process-wide environment variables, set before it starts.
 - Whatever the host, torch's store and the transfer engine listen on all interfaces, at ports of the
   system's choice and without authentication. Where that matters, a firewall has to see to it.
@@ -230,7 +231,7 @@ class SglangEngine:
         watch.add_done_callback(lambda done: None if done.cancelled() else self._abort(rid))
         if self.config.role == "decode":
             rank = 0 if self._facts.dp_size == 1 else call.arguments["routed_dp_rank"]
-            self._decode_queue.open(rid, rank, call.arguments["priority"], time.monotonic())
+            self._decode_queue.open(rid, rank, time.monotonic())
         try:
             async with aclosing(await self._open(call, rid)) as stream:
                 async for out in stream:
@@ -243,7 +244,7 @@ class SglangEngine:
             if self._lost is not None and self._lost.done():
                 raise self._lost.result() from None
             if not watch.done():
-                if rid in self._starved:
+                if rid in self._starved and not answer.delivered:
                     raise no_blocks(self._limits) from None
                 raise
             yield chunk.cancelled().with_usage(answer.usage())
@@ -559,11 +560,13 @@ class SglangEngine:
         self._loads = tuple(
             load_of(one, self.config.block_size, self._chunks[one.dp_rank]) for one in snapshots
         )
-        waiting = {one.dp_rank: waiting_for_pages(one) for one in snapshots}
-        for rid in self._decode_queue.starved(waiting, time.monotonic()):
-            if rid not in self._starved:
-                self._starved.add(rid)
-                self._abort(rid)
+        now, clock = time.monotonic(), time.time()
+        for one in snapshots:
+            waiting, age = waiting_for_pages(one), clock - one.timestamp
+            for rid in self._decode_queue.starved(one.dp_rank, waiting, age, now):
+                if rid not in self._starved:
+                    self._starved.add(rid)
+                    self._abort(rid)
 
 
 async def make_tiny_model(folder: Path) -> None:

@@ -422,8 +422,9 @@ class Queues(Protocol):
 
 
 class Snapshot(Protocol):
-    """What is read of SGLang's `LoadSnapshot`."""
+    """What is read of SGLang's `LoadSnapshot`. timestamp: when it was taken, in Unix seconds."""
 
+    timestamp: float
     dp_rank: int
     num_running_reqs: int
     num_waiting_reqs: int

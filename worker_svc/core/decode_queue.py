@@ -1,27 +1,23 @@
 """Which decode legs wait for KV blocks, where an engine says only how many of a rank do. Pure.
 
-An engine gives legs their blocks in order: those of a higher priority first, then those that came
-first. So if n legs of a rank wait for blocks, a leg is one of them for certain when at most n of
-the rank's legs, itself included, may stand behind it. Of the others nothing is known: they may
-wait for their partners. What the engine says is a little old, so legs that have just ended may be
-among those that wait.
+In which order they get blocks is the engine's affair: a leg may pass others whose prefill worker
+has not been reached yet. So how many wait tells which only when it is all that were there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
+from typing import Final
 
-# How old it may be what an engine says.
-OLD_S = 1.0
+# How old a count may be, and how long an engine may count a leg that has ended.
+OLD_S: Final = 1.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Leg:
     rank: int | None
-    priority: int
     opened_at: float
-    closed_at: float | None = None
 
 
 class DecodeQueue:
@@ -29,40 +25,35 @@ class DecodeQueue:
 
     def __init__(self, blocks_s: float) -> None:
         self._blocks_s = blocks_s
-        # In the order in which they came.
         self._legs: dict[str, _Leg] = {}
+        # By rank, when a leg was last closed.
+        self._closed_at: dict[int | None, float] = {}
 
-    def open(self, leg_id: str, rank: int | None, priority: int, now: float) -> None:
+    def open(self, leg_id: str, rank: int | None, now: float) -> None:
         """A leg was given to the engine. rank None: it chooses, and the leg may be anywhere."""
-        self._legs[leg_id] = _Leg(rank, priority, now)
+        self._legs[leg_id] = _Leg(rank, now)
 
     def close(self, leg_id: str, now: float) -> None:
         """It has its first token, or is over; no matter if it is not here."""
-        leg = self._legs.get(leg_id)
-        if leg is not None and leg.closed_at is None:
-            leg.closed_at = now
+        leg = self._legs.pop(leg_id, None)
+        if leg is not None:
+            self._closed_at[leg.rank] = now
 
-    def starved(self, waiting: Mapping[int, int], now: float) -> list[str]:
-        """Legs that have waited for blocks for too long. waiting: how many do, by rank."""
-        self._legs = {
-            leg_id: leg
+    def starved(self, rank: int, waiting: int, age: float, now: float) -> list[str]:
+        """Legs that have waited for blocks for too long.
+
+        waiting: how many of the rank's legs did, `age` seconds ago.
+        """
+        if not waiting or not 0 <= age < OLD_S:
+            return []
+        at, ranks = now - age, (rank, None)
+        if at - max(self._closed_at.get(one, -inf) for one in ranks) < OLD_S:
+            return []
+        legs = {
+            leg_id: at - leg.opened_at
             for leg_id, leg in self._legs.items()
-            if leg.closed_at is None or now - leg.closed_at < OLD_S
+            if leg.rank in ranks and leg.opened_at <= at
         }
-        return [
-            leg_id
-            for leg_id, leg in self._legs.items()
-            if leg.closed_at is None
-            and now - leg.opened_at >= self._blocks_s
-            and leg.rank is not None
-            and self._may_be_behind(leg_id, leg) <= waiting.get(leg.rank, 0)
-        ]
-
-    def _may_be_behind(self, leg_id: str, leg: _Leg) -> int:
-        """Legs that are not surely ahead; itself is one."""
-        count, is_before = 0, True
-        for other_id, other in self._legs.items():
-            is_before = is_before and other_id != leg_id
-            if other.rank in (leg.rank, None):
-                count += not (is_before and other.priority >= leg.priority)
-        return count
+        if waiting < len(legs):
+            return []
+        return [leg_id for leg_id, waited in legs.items() if waited >= self._blocks_s]

@@ -422,6 +422,7 @@ class Queues:
 
 @dataclass
 class Snapshot:
+    timestamp: float = 0.0
     dp_rank: int = 1
     num_running_reqs: int = 2
     num_waiting_reqs: int = 3
