@@ -216,16 +216,18 @@ class Decisions:
             self._is_sweeping = self._sweeps_again = False
             return
         left = SLICE
+        # However often sessions move, or the fleet changes, half of what is left is for others.
+        kept = left // 2 if self._is_sweeping or self._relieved else 0
         for session in tuple(self._strays):
-            if left <= 0:
-                return
+            if left <= kept:
+                break
             del self._strays[session]
-            left -= self._tell(router.strays(session, now, self._rng), left)[0]
-            if left <= 0:
+            left -= self._tell(router.strays(session, now, self._rng), left - kept)[0]
+            if left <= kept:
                 self._strays[session] = None  # There may be more of it.
         if self._is_sweeping and left > 0:
             # First, for those not seen since the fleet changed hold up whom a relief would help.
-            part = min(left, SLICE // 2) if self._relieved else left
+            part = left // 2 if self._relieved else left
             count, _ = self._tell(router.admitted(now, self._rng), part)
             left -= count
             if count < part:
@@ -265,7 +267,7 @@ class Decisions:
 
     def _session_moved(self, session: SessionName) -> None:
         """Whoever waits where it was bound before need not any more."""
-        if self._waiting and self._router.queue.bound(session):
+        if self._waiting and self._router.queue.is_bound(session):
             self._strays[session] = None
             self._wake()
 

@@ -284,6 +284,10 @@ class AdmissionQueue:
         line.hindrance = hindrance
         self._stand(lane, line, added)
 
+    def is_bound(self, session: SessionName) -> bool:
+        """Whether somebody waits because that session is bound."""
+        return session in self._bound
+
     def bound(self, session: SessionName) -> list[Parked]:
         """Those who wait because that session is bound, best first."""
         return sorted(self._bound.get(session, {}).values(), key=attrgetter("order"))

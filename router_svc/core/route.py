@@ -202,15 +202,14 @@ class Router:
         picks = self._picker.pick(ask)
         if not self.queue and not picks.waits_for:
             return self._place(ask, picks, key, session)
-        lane, relieved = ask.lane, None
+        lane = ask.lane
         cached = self._most_cached(query, picks.prefilling)
         if picks.waits_for:
             spots = self.room.spots(ask, picks)
-        elif self.queue.has_backlog(lane) or self._overtakes(
-            picks, self.queue.order(query, now, cached), ask
-        ):
+        elif self.queue.has_backlog(lane):
+            spots = self.queue.hindrance(lane).spots
+        elif self._overtakes(picks, self.queue.order(query, now, cached), ask):
             spots = self.room.everywhere(ask)
-            relieved = picks.prefilling.chosen.placement
         else:
             return self._place(ask, picks, key, session)
         parked = self.queue.park(
@@ -222,8 +221,8 @@ class Router:
             session=session,
             cached_tokens=cached,
         )
-        if relieved is not None:
-            self.book.relieved(relieved)  # There is room: whoever comes first is to be let in.
+        if not picks.waits_for:
+            self._make_way(picks, spots, now)
         return parked
 
     def announce(self, booking: Booking, session: int | None, now: float) -> bool:
@@ -418,12 +417,22 @@ class Router:
             return None
         if self._overtakes(picks, parked.order, ask):
             # Room has come that another waits for: that one is looked at first.
-            self._hinder(parked, ask, self.room.everywhere(ask))
-            self.book.relieved(picks.prefilling.chosen.placement)
+            spots = self.room.everywhere(ask)
+            self._hinder(parked, ask, spots)
+            self._make_way(picks, spots, now)
             return None
         decision = self._place(ask, picks, parked.key, parked.session, now - parked.parked_at)
         self.queue.withdraw(parked.key)
         return decision
+
+    def _make_way(self, picks: Picks, spots: frozenset[Spot], now: float) -> None:
+        """Whoever comes first where there is room is to be let in: at the chosen one, and then at
+        all others, which may still have some for who made way.
+        """
+        chosen = picks.prefilling.chosen.placement
+        roomy = {spot.placement for spot in spots if self.room.has(spot, now)}
+        for at in (chosen, *sorted(roomy - {chosen})):
+            self.book.relieved(at)
 
     def _hinder(self, parked: Parked, ask: Ask, spots: frozenset[Spot]) -> None:
         gated = self.room.is_gated(ask)

@@ -413,6 +413,26 @@ def test_who_waits_where_its_session_was_bound_before_is_let_in_without_a_tick(
     assert loop.due == []
 
 
+def test_sessions_that_move_all_the_time_do_not_keep_a_relief_from_the_others(
+    loop: HandLoop,
+) -> None:
+    desk = Desk()
+    desk.see(BATCH, 1, 2, 3)
+    assert isinstance(desk.ask("a", session_id="s", pin=2, tokens=1), Decision)
+    for at in (2, 3):
+        assert isinstance(desk.ask(f"fills {at}", pin=at), Decision)
+    for number in range(SLICE + 1):
+        assert isinstance(desk.ask(f"b{number}", session_id="s", tokens=1), Parked)
+    assert isinstance(desk.ask("first", pin=1), Decision)
+    assert isinstance(desk.ask("pinned", pin=1), Parked)
+    desk.router.book.free(BookingKey(7, "first", 0))
+    for turn in range(2):
+        bond = Bond(S, Binding(Placement(3 - turn, 0)), LATER + turn, BookingKey(9, "c", 0))
+        desk.hear(bond)
+        loop.run()
+    assert list(desk.answers) == ["pinned"]
+
+
 def test_a_session_that_is_forgotten_while_somebody_waits_for_its_worker_binds_it_no_more(
     loop: HandLoop,
 ) -> None:

@@ -66,6 +66,11 @@ class Bed:
         sweep = islice(self.router.admitted(self.now, Random(0)), steps)
         return [(one.key.request_id, outcome) for one, outcome in sweep if outcome is not None]
 
+    def relieve(self, worker_id: int) -> list[tuple[str, Any]]:
+        """The same for those who profit from the relief of that worker."""
+        looked_at = self.router.relieved(Placement(worker_id, 0), self.now, Random(0))
+        return [(one.key.request_id, outcome) for one, outcome in looked_at if outcome is not None]
+
 
 def names(served: list[tuple[str, Any]]) -> list[str]:
     return [name for name, _ in served]
@@ -116,6 +121,35 @@ def test_who_is_kept_from_overtaking_is_looked_at_soon() -> None:
     bed.router.book.relieved = told.append
     assert isinstance(bed.ask("newcomer", **PARTICULAR["a pin"]), Parked)
     assert told == [Placement(1, 0)]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["a newcomer", "one who waits"])
+def test_who_makes_way_gets_the_room_that_another_worker_has(is_late: bool) -> None:
+    """It was left parked, and whoever came after it behind it."""
+    bed = Bed(1, 2)
+    told: dict[Placement, None] = {}
+    bed.ask("first", routing=RoutingHints(backend_instance_id=1))
+    bed.ask("second", routing=RoutingHints(backend_instance_id=2))
+    assert isinstance(bed.ask("pinned", 1, routing=RoutingHints(backend_instance_id=1)), Parked)
+    if is_late:
+        assert isinstance(bed.ask("anywhere"), Parked)
+    bed.router.book.report(2, 0, Load(waiting_tokens=300), bed.now)
+    bed.router.book.free(key("second"))
+    bed.router.book.free(key("first"))
+    bed.router.book.relieved = told.setdefault
+    if is_late:
+        assert bed.relieve(2) == [], "worker 1 has less to do, but another comes first there"
+    else:
+        assert isinstance(bed.ask("anywhere"), Parked)
+    got = []
+    while told:
+        at = next(iter(told))
+        del told[at]
+        got += bed.relieve(at.worker_id)
+    assert [(name, outcome.worker.worker_id) for name, outcome in got] == [
+        ("pinned", 1),
+        ("anywhere", 2),
+    ]
 
 
 def test_room_that_nobody_waits_for_is_free_to_all() -> None:
