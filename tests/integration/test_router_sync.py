@@ -146,9 +146,10 @@ async def test_a_frontend_that_moves_leaves_nothing_counted_twice(bed: Bed) -> N
         held = await agree([old, new], 1)
     async with new.session(FRONTEND, *held.values()) as session:
         await until(lambda: owned(new), "the new one has it")
-        await until(lambda: not orphans(old), "the old one has handed it over")
+        # It may see the end of its session later than the other the beginning.
+        await until(lambda: not owned(old), "the old one has handed it over")
         assert await agree([old, new], 1) == held
-        assert owned(old) == []
+        assert orphans(old) == 0
         await session.send(frees=[key(0)])
         await agree([old, new], 0)
 
