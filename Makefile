@@ -82,11 +82,11 @@ router-kills: $(VENV)/.dev ## One of two routers killed, 40 times, under load: a
 	$(BIN)/python -m tests.e2e.router_kills $(ARGS)
 
 setup-sglang: ## Install SGLang into .venv-sglang (on a CPU: 3 GB, two minutes)
-	@PYTHON=$(PY) deploy/sglang_venv.sh
+	@PYTHON=$(PY) deploy/sglang/venv.sh
 
 # A machine that cannot have SGLang says so, and that is no failure; everything else is.
 test-sglang: ## Tests on real SGLang engines (3 minutes, 5 GB of memory; set-up as above)
-	@status=0; PYTHON=$(PY) deploy/sglang_venv.sh --handoff || status=$$?; \
+	@status=0; PYTHON=$(PY) deploy/sglang/venv.sh --handoff || status=$$?; \
 	case $$status in \
 		0) .venv-sglang/bin/python -m pytest tests/sglang $(ARGS) ;; \
 		75) ;; \

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from bench.measure import print_report
-from common.blocks import (
+from common.kv.hashing import (
     DEFAULT_BLOCK_SIZE,
     SCHEME_ID,
     ChainState,

@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from bench.measure import print_report
-from common.blocks import PrefixHasher, hashes_from_bytes, hashes_to_bytes
-from common.instances import Instance, Snapshot
-from common.kv import Source
-from common.prefix_index import Matched
+from common.kv.events import Source
+from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import Standing
 from router_svc.core.query import Query
-from router_svc.core.route import Router
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS
 
 B = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)

@@ -6,7 +6,7 @@ Candidates, each in a process of its own:
 
 - `sets`: a set of hashes for each source; a query bisects in each set.
 - `flat`: one dict from hash to a mask of sources; a query bisects where the mask changes.
-- `sharded`: the same in 256 dicts, with logs to list sources by: `common/prefix_index.py`.
+- `sharded`: the same in 256 dicts, with logs to list sources by: `common/kv/prefix_index.py`.
 
 The data: chains of 512 blocks, each behind one of 16 shared beginnings of 32 blocks, held by one
 source whole and by another to a random depth. Queries are such chains with the last 64 blocks
@@ -31,8 +31,8 @@ from typing import Protocol
 import numpy as np
 
 from bench.measure import print_report, rss_mb
-from common.kv import Hashes, Source
-from common.prefix_index import Claims, PrefixIndex
+from common.kv.events import Hashes, Source
+from common.kv.prefix_index import Claims, PrefixIndex
 
 CHAIN = 512
 SHARED = 32

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from bench.index_mesh import CHAIN, IndexerProcess, Workers, be_quiet, dump
 from bench.measure import print_report, rss_mb
-from common.file_registry import FileRegistry
-from common.tasks import TaskGroup
+from common.registry.file import FileRegistry
+from common.runtime.tasks import TaskGroup
 
 TARGET_S = 5.0
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import orjson
 
-from frontend_svc.core.openai import parse_chat
-from frontend_svc.core.sse import ChunkWriter, Kind
+from frontend_svc.core.openai.bodies import parse_chat
+from frontend_svc.core.openai.sse import ChunkWriter, Kind
 from frontend_svc.metrics import DeploymentState, Endpoint
 
 CALLS = 100_000

@@ -23,11 +23,11 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from frontend_svc.core.detokenize import Detokenizer, StreamDetokenizer, Vocabulary
-from frontend_svc.core.prompt import ChatTemplate
-from frontend_svc.core.stop import StopMachine
+from frontend_svc.core.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
+from frontend_svc.core.text.prompt import ChatTemplate
+from frontend_svc.core.text.stop_strings import StopMachine
 
-MODEL_DIR = Path(__file__).parent.parent / "worker_svc" / "sim_model"
+MODEL_DIR = Path(__file__).parent.parent / "worker_svc/engines/sim/model"
 TOKENS_PER_CALL = (1, 4, 16, 256)
 STOPS: dict[str, list[str]] = {
     "none": [],

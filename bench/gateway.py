@@ -166,7 +166,7 @@ def main() -> None:
         for mode in args.modes.split(","):
             sim, stream = MODES[mode]
             bodies = Path(folder) / f"{mode}.jsonl"
-            tokenizer = ROOT / "worker_svc/sim_model/tokenizer.json"
+            tokenizer = ROOT / "worker_svc/engines/sim/model/tokenizer.json"
             write_bodies(
                 bodies,
                 tokenizer,

@@ -23,14 +23,14 @@ import numpy as np
 import structlog
 
 from bench.measure import ROOT
-from common import rpc
-from common.blocks import PrefixHasher, hashes_from_bytes
-from common.file_registry import FileRegistry
-from common.instances import Instance
-from common.kv import Partition, Source
-from common.load import Load
+from common.kv.events import Partition, Source
+from common.kv.hashing import PrefixHasher, hashes_from_bytes
+from common.kv.load import Load
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance
+from common.rpc import channel as rpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from worker_svc.core.kv_events import (
+from worker_svc.kv_events.normalizer import (
     Canonicaliser,
     Duplicates,
     Feed,
@@ -38,7 +38,7 @@ from worker_svc.core.kv_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.publisher import Publisher
+from worker_svc.kv_events.publisher import Publisher
 
 NAMESPACE = "default"
 BLOCK = 16

@@ -1,6 +1,6 @@
 """The one family of errors: each class says what the caller should do about it.
 
-Services raise these and nothing else on purpose; `common/interceptors.py` turns them into gRPC
+Services raise these and nothing else on purpose; `common/rpc/interceptors.py` turns them into gRPC
 status and back, the frontend into OpenAI bodies. `kind` names the class on the wire and never
 changes; `reason` is a stable UPPER_SNAKE token for machines and defaults to the kind, so a caller
 may say more (`Unavailable("...", reason="NO_DECODE_WORKER")`) without a new class.

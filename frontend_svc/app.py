@@ -15,24 +15,20 @@ import structlog
 import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
-from common import rpc
-from common.discovery import health_meta, open_registry
 from common.errors import Conflict, MeshError, Unavailable
-from common.instances import PREFILL_BYPASS, Instance, Snapshot, new_instance_id
-from common.interceptors import Calls
-from common.lifecycle import Life, Ready
-from common.registry import Lease, Registry, follow
-from common.tasks import TaskGroup
-from frontend_svc.artifacts import ArtifactCollector, grpc_artifacts
+from common.registry.instances import PREFILL_BYPASS, Instance, Snapshot, new_instance_id
+from common.registry.open import health_meta, open_registry
+from common.registry.registry import Lease, Registry, follow
+from common.rpc import channel as rpc
+from common.rpc.interceptors import Calls
+from common.runtime.tasks import TaskGroup
+from common.service.lifecycle import Life, Ready
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.departed import Departed
-from frontend_svc.core.patience import Patience
-from frontend_svc.core.request import Placed
-from frontend_svc.core.routable import missing_role, unsplit
-from frontend_svc.engine_client import EngineClient, GrpcDialer
-from frontend_svc.gateway import Gateway, place_alone, sees
-from frontend_svc.http import Readiness, Receive, Scope, Send, build_api
-from frontend_svc.kv_watch import KvWatch
+from frontend_svc.core.models.routable import missing_role, unsplit
+from frontend_svc.core.peers.recently_left import Departed
+from frontend_svc.core.peers.stall_clock import Patience
+from frontend_svc.core.request.machine import Placed
+from frontend_svc.http.routes import Readiness, Receive, Scope, Send, build_api
 from frontend_svc.metrics import (
     DeploymentState,
     FrontendMetrics,
@@ -41,9 +37,13 @@ from frontend_svc.metrics import (
     Survival,
     SurvivalCollector,
 )
-from frontend_svc.models import Models
-from frontend_svc.pulse import measure, own_address, own_security_of
-from frontend_svc.router_client import Query, RouterClient, grpc_sessions
+from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifacts
+from frontend_svc.models.catalog import Models
+from frontend_svc.peers.engine_client import EngineClient, GrpcDialer
+from frontend_svc.peers.hit_monitor import KvWatch
+from frontend_svc.peers.router_client import Query, RouterClient, grpc_sessions
+from frontend_svc.peers.stall_monitor import measure, own_address, own_security_of
+from frontend_svc.request.gateway import Gateway, place_alone, sees
 
 # How often a model that could not be loaded is tried again.
 RETRY_S = 1.0

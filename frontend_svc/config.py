@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.config import ServiceConfig, at_least, between, is_loopback, knob
+from common.runtime.config import ServiceConfig, at_least, between, is_loopback, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from common.errors import Conflict
-from common.instances import Instance, Snapshot
-from frontend_svc.core.drift import Standing
-from frontend_svc.core.openai_errors import ErrorType
+from common.registry.instances import Instance, Snapshot
+from frontend_svc.core.openai.errors import ErrorType
+from frontend_svc.core.peers.hit_drift import Standing
 
 Registry = CollectorRegistry
 Clock = Callable[[], float]

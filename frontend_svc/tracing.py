@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
 
-from common import telemetry
 from common.errors import MeshError
-from frontend_svc.core.request import Outcome
+from common.runtime import telemetry
+from frontend_svc.core.request.machine import Outcome
 
 SPAN_NAME = "http-request"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from random import SystemRandom
 
-from common import env
-from common.config import read_config_or_exit
-from common.instances import new_instance_id
-from common.lifecycle import run_service
+from common.registry.instances import new_instance_id
+from common.runtime import env
+from common.runtime.config import read_config_or_exit
+from common.service.lifecycle import run_service
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 

@@ -8,14 +8,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from random import SystemRandom
 
-from common import rpc
-from common.discovery import health_meta, open_registry
-from common.index_feed import IndexFeed
-from common.instances import Instance, new_instance_id
-from common.interceptors import Calls
-from common.lifecycle import Life, Ready
-from common.registry import Lease, Registry
-from common.scrape import serve_metrics
+from common.kv.index_feed import IndexFeed
+from common.registry.instances import Instance, new_instance_id
+from common.registry.open import health_meta, open_registry
+from common.registry.registry import Lease, Registry
+from common.rpc import channel as rpc
+from common.rpc.interceptors import Calls
+from common.service.lifecycle import Life, Ready
+from common.service.metrics_server import serve_metrics
 from indexer_svc.config import IndexerConfig
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch

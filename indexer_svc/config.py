@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.config import ServiceConfig, at_least, between, knob
+from common.runtime.config import ServiceConfig, at_least, between, knob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

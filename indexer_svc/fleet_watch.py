@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.instances import Instance, Snapshot
-from common.registry import Registry, follow
+from common.registry.instances import Instance, Snapshot
+from common.registry.registry import Registry, follow
 
 
 class FleetWatch:

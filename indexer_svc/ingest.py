@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import structlog
 
-from common.index_feed import Applied, Changed, Demand, IndexFeed, Replaced
-from common.kv import Partition, Source
-from common.load import Load
+from common.kv.events import Partition, Source
+from common.kv.index_feed import Applied, Changed, Demand, IndexFeed, Replaced
+from common.kv.load import Load
 from indexer_svc.core.budget import Budget
 from indexer_svc.core.history import History
 from indexer_svc.core.subscriber import Subscriber

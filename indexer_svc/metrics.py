@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.kv_proto import STATES
+from common.wire.kv import STATES
 from indexer_svc.ingest import Ingest
 
 PREFIX = "kvmesh_indexer"

@@ -7,9 +7,9 @@ import contextlib
 from collections.abc import Callable
 
 from common.errors import MeshError
-from common.index_feed import Demand
-from common.kv import Source, SourceState
-from common.kv_proto import state_to_proto
+from common.kv.events import Source, SourceState
+from common.kv.index_feed import Demand
+from common.wire.kv import state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
 
 # Acknowledgements gather this long; demands go at once.

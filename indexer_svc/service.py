@@ -15,11 +15,12 @@ import grpc
 import grpc.aio
 import structlog
 
-from common import rpc
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.index_feed import EXACT, STALE_S
-from common.kv import EventBatch, Partition, SnapshotChunk, Source, SourceState
-from common.kv_proto import (
+from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
+from common.kv.index_feed import EXACT, STALE_S
+from common.rpc import channel as rpc
+from common.runtime.tasks import TaskGroup
+from common.wire.kv import (
     batch_from_proto,
     batch_to_proto,
     chunk_from_proto,
@@ -33,8 +34,7 @@ from common.kv_proto import (
     state_to_proto,
     status_to_proto,
 )
-from common.load_proto import load_from_proto, load_to_proto
-from common.tasks import TaskGroup
+from common.wire.load import load_from_proto, load_to_proto
 from indexer_svc.core.subscriber import (
     CaughtUp,
     LoadTold,

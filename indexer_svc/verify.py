@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import rpc
 from common.errors import MeshError, Unavailable
-from common.interceptors import raising_mesh_errors
-from common.kv import NO_HASHES, Event, EventKind, Hashes, Source, Tier
-from common.kv_proto import TIER_NAMES, hashes_of
+from common.kv.events import NO_HASHES, Event, EventKind, Hashes, Source, Tier
+from common.rpc import channel as rpc
+from common.rpc.interceptors import raising_mesh_errors
+from common.wire.kv import TIER_NAMES, hashes_of
 from indexer_svc.ingest import Ingest
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 

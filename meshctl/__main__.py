@@ -6,11 +6,11 @@ import sys
 
 import structlog
 
-from common import env
-from meshctl.health import health
+from common.runtime import env
+from meshctl.commands.health import health
+from meshctl.commands.status import status
+from meshctl.commands.up import up
 from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions, parse
-from meshctl.status import status
-from meshctl.up import up
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
             sys.exit(health(address, service))
         case DemoOptions(registry):
             # Imported here: it needs the openai package, which only development installs.
-            from meshctl.demo import demo
+            from meshctl.commands.demo import demo
 
             sys.exit(demo(registry, environ))
 

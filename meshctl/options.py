@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from common.config import PREFIX, ConfigError, ServiceConfig, read_config
+from common.runtime.config import PREFIX, ConfigError, ServiceConfig, read_config
 from meshctl.services import MeshOptions
 
 _DEFAULT = MeshOptions()

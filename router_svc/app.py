@@ -10,25 +10,25 @@ from random import Random, SystemRandom
 
 import structlog
 
-from common import rpc
-from common.discovery import health_meta, open_registry
-from common.instances import PREFILL_BYPASS, Instance, new_instance_id
-from common.interceptors import Calls
-from common.lifecycle import Life, Ready
-from common.load import Load
-from common.registry import Lease, Registry
-from common.scrape import serve_metrics
+from common.kv.load import Load
+from common.registry.instances import PREFILL_BYPASS, Instance, new_instance_id
+from common.registry.open import health_meta, open_registry
+from common.registry.registry import Lease, Registry
+from common.rpc import channel as rpc
+from common.rpc.interceptors import Calls
+from common.service.lifecycle import Life, Ready
+from common.service.metrics_server import serve_metrics
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.fleet import Placement
-from router_svc.core.load import LoadBook
-from router_svc.core.route import Router
+from router_svc.core.load_tracker import LoadBook
+from router_svc.core.router import Router
 from router_svc.fleet_watch import FleetWatch
 from router_svc.hashing import Hashers
 from router_svc.index_replica import IndexReplica, grpc_subscriptions
 from router_svc.metrics import Metrics
+from router_svc.replication_sync import PeerSync, grpc_syncs
 from router_svc.service import SERVICE_NAME, RouterService
-from router_svc.sync import PeerSync, grpc_syncs
 
 LOG = structlog.get_logger(__name__)
 

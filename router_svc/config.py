@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from common.config import ConfigError, ServiceConfig, at_least, between, knob
-from router_svc.core.affinity import AffinityMode
-from router_svc.core.approx import ApproxLimits
+from common.runtime.config import ConfigError, ServiceConfig, at_least, between, knob
+from router_svc.core.admission import NO_QUEUE, QueuePolicy, QueueRules
+from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import BusyLimits
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
-from router_svc.core.disagg import (
+from router_svc.core.eligibility import LoraResidency
+from router_svc.core.load_tracker import EXPIRY_S
+from router_svc.core.overlap import IndexChoice, choose_index
+from router_svc.core.pairing import (
     ISL_POLICIES,
     LOAD_POLICIES,
     NO_BYPASS,
@@ -20,13 +23,10 @@ from router_svc.core.disagg import (
     BypassPolicy,
     TransferDomain,
 )
-from router_svc.core.filters import LoraResidency
-from router_svc.core.load import EXPIRY_S
-from router_svc.core.overlap import IndexChoice, choose_index
-from router_svc.core.queue import NO_QUEUE, QueuePolicy, QueueRules
-from router_svc.core.rules import DEFAULT_RULES, Rules
-from router_svc.core.select import SELECTORS, WorkerSelector
-from router_svc.idle_knobs import idle_knobs
+from router_svc.core.policy import DEFAULT_RULES, Rules
+from router_svc.core.selectors import SELECTORS, WorkerSelector
+from router_svc.core.sessions import AffinityMode
+from router_svc.unused_settings import idle_knobs
 
 TTL_S_MAX = 31_536_000
 # As many as one frontend lets wait for its router.

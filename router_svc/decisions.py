@@ -15,18 +15,18 @@ from random import Random
 
 import structlog
 
-from common.blocks import SCHEME_ID
 from common.errors import Bug, Conflict, MeshError, RequestCancelled, Unavailable
+from common.kv.hashing import SCHEME_ID
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.affinity import SessionName
+from router_svc.core.admission import Parked, overdue_error
 from router_svc.core.fleet import Placement
-from router_svc.core.load import REPORT_MAX_AGE_S, BookingKey
+from router_svc.core.load_tracker import REPORT_MAX_AGE_S, BookingKey
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.queue import Parked, overdue_error
-from router_svc.core.route import Decision, Outcome, Router
+from router_svc.core.router import Decision, Outcome, Router
+from router_svc.core.sessions import SessionName
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
-from router_svc.router_proto import query_from_proto
+from router_svc.proto import query_from_proto
 from router_svc.tracing import DecisionSpans, Stopwatch
 
 LOG = structlog.get_logger(__name__)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import structlog
 
-from common.instances import Changes, Snapshot
-from common.registry import Registry, follow
-from router_svc.core.route import Router
+from common.registry.instances import Changes, Snapshot
+from common.registry.registry import Registry, follow
+from router_svc.core.router import Router
 
 LOG = structlog.get_logger(__name__)
 

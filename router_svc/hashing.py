@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from common.blocks import BLOCK_SIZE_MAX, PrefixHasher, hashes_to_bytes
 from common.errors import InvalidRequest
+from common.kv.hashing import BLOCK_SIZE_MAX, PrefixHasher, hashes_to_bytes
 
 HASHERS_MAX = 64
 

@@ -2,7 +2,8 @@
 
 One indexer of discovery is followed at a time; when it is lost, another one, from where the last
 one left off (`SubscribeRequest.resume`). What nobody reports about goes stale: it counts for 10 s
-more (`common/index_feed.py`), and a minute later it is forgotten. What arrives is applied in slices
+more (`common/kv/index_feed.py`), and a minute later it is forgotten. What arrives is applied in
+slices
 of about SLICE_S, between which decisions are made. Loads that come along go to the load book. A
 router without use for KV events follows loads only, so that no events are sent or kept for it.
 """
@@ -20,13 +21,16 @@ import grpc
 import grpc.aio
 import structlog
 
-from common import rpc
-from common.blocks import hashes_from_bytes
 from common.errors import MeshError, Unavailable
-from common.index_feed import Demand, IndexFeed
-from common.instances import Instance
-from common.kv import Partition, Source, SourceStatus
-from common.kv_proto import (
+from common.kv.events import Partition, Source, SourceStatus
+from common.kv.hashing import hashes_from_bytes
+from common.kv.index_feed import Demand, IndexFeed
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance
+from common.rpc import channel as rpc
+from common.runtime.tasks import TaskGroup
+from common.wire.kv import (
     batch_from_proto,
     chunk_from_proto,
     partition_from_proto,
@@ -35,10 +39,7 @@ from common.kv_proto import (
     state_to_proto,
     status_from_proto,
 )
-from common.load import Load
-from common.load_proto import load_from_proto
-from common.prefix_index import Matched
-from common.tasks import TaskGroup
+from common.wire.load import load_from_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from router_svc.core.fleet import Placement
 from router_svc.core.overlap import Standing

@@ -13,13 +13,13 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.errors import MESH_ERRORS, MeshError
-from router_svc.core.affinity import AFFINITIES
-from router_svc.core.approx import ApproxIndex
-from router_svc.core.disagg import BYPASSES
-from router_svc.core.picks import FALLBACKS
+from router_svc.core.approx_index import ApproxIndex
+from router_svc.core.pairing import BYPASSES
+from router_svc.core.placement import FALLBACKS
 from router_svc.core.query import Query, block_size_of, decode_charge
-from router_svc.core.replica import Replica
-from router_svc.core.route import Decision, Router
+from router_svc.core.replication import Replica
+from router_svc.core.router import Decision, Router
+from router_svc.core.sessions import AFFINITIES
 from router_svc.index_replica import IndexReplica
 
 PREFIX = "kvmesh_router"

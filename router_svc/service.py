@@ -18,8 +18,6 @@ import grpc
 import grpc.aio
 import structlog
 
-from common import telemetry
-from common.error_proto import error_to_proto
 from common.errors import (
     Bug,
     Conflict,
@@ -29,15 +27,17 @@ from common.errors import (
     Overloaded,
     Unimplemented,
 )
-from common.tasks import TaskGroup
+from common.runtime import telemetry
+from common.runtime.tasks import TaskGroup
+from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from router_svc.core.load import BookingKey
-from router_svc.core.queue import Parked
-from router_svc.core.route import RECENT_MAX, Decision, Router
+from router_svc.core.admission import Parked
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.router import RECENT_MAX, Decision, Router
 from router_svc.decisions import DRAINING, Decisions
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics
-from router_svc.router_proto import (
+from router_svc.proto import (
     booking_from_proto,
     booking_to_proto,
     candidates_to_proto,
@@ -46,7 +46,7 @@ from router_svc.router_proto import (
     potential_load_to_proto,
     query_from_proto,
 )
-from router_svc.sync import PeerSync
+from router_svc.replication_sync import PeerSync
 from router_svc.tracing import DecisionSpans
 
 LOG = structlog.get_logger(__name__)

@@ -11,11 +11,11 @@ import time
 from opentelemetry import trace
 from opentelemetry.util.types import AttributeValue
 
-from common import telemetry
 from common.errors import MeshError
-from router_svc.core.load import BookingKey
+from common.runtime import telemetry
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.query import Query
-from router_svc.core.route import Decision
+from router_svc.core.router import Decision
 
 # In the order in which they happen.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from common.lifecycle import App, Health, Life
+from common.service.lifecycle import App, Health, Life
 
 # Nothing here takes seconds; a loaded machine may.
 WAIT_S = 30.0
@@ -29,7 +29,7 @@ class Clock:
 async def living(
     app: A, life: Life | None = None, *, grace_s: float = 0.0, registered: bool = True
 ) -> AsyncIterator[A]:
-    """The app from its start to its end, in the steps of `common.lifecycle`.
+    """The app from its start to its end, in the steps of `common.service.lifecycle`.
 
     life: one that the test wants to look into. grace_s: see `App.drain`. registered: whether others
     know it. AssertionError when a task of it does not end.

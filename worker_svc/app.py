@@ -12,38 +12,38 @@ from random import SystemRandom
 
 import structlog
 
-from common import rpc
-from common.blocks import DEFAULT_BLOCK_SIZE, SCHEME_ID, PrefixHasher
-from common.card import ModelCard
-from common.discovery import health_meta, open_registry
 from common.errors import Bug, Conflict, MeshError
-from common.instances import Instance, KvIndex, new_instance_id
-from common.interceptors import Calls
-from common.kv import Partition, Source
-from common.lifecycle import Life, Ready
-from common.registry import Lease, Registry
-from common.scrape import serve_metrics
+from common.kv.events import Partition, Source
+from common.kv.hashing import DEFAULT_BLOCK_SIZE, SCHEME_ID, PrefixHasher
+from common.registry.card import ModelCard
+from common.registry.instances import Instance, KvIndex, new_instance_id
+from common.registry.open import health_meta, open_registry
+from common.registry.registry import Lease, Registry
+from common.rpc import channel as rpc
+from common.rpc.interceptors import Calls
+from common.service.lifecycle import Life, Ready
+from common.service.metrics_server import serve_metrics
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
-from worker_svc.attach_server import AttachServer
-from worker_svc.canary import Canary
 from worker_svc.card import card_of, differences, vocab_size_of
 from worker_svc.config import WorkerConfig
-from worker_svc.core.kv_events import Canonicaliser, Duplicates, Feed, KvRules
-from worker_svc.core.timing import Timing
-from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import (
+from worker_svc.engines.contract import (
     KV_EVENTS_OFF,
     EngineConfig,
     LLMEngine,
     MortalEngine,
     PagedEngine,
 )
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.transfer_server import SimHandoffConfig
+from worker_svc.kv_events.normalizer import Canonicaliser, Duplicates, Feed, KvRules
+from worker_svc.kv_events.publisher import Publisher
 from worker_svc.metrics import worker_registry
-from worker_svc.publisher import Publisher
-from worker_svc.runner import Runner
-from worker_svc.service import EngineServicer
-from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine
-from worker_svc.sim_handoff import SimHandoffConfig
+from worker_svc.serving.attach_server import AttachServer
+from worker_svc.serving.probe import Canary
+from worker_svc.serving.runner import Runner
+from worker_svc.serving.service import EngineServicer
 from worker_svc.tracing import GenerateSpans
 
 SERVICE_NAME = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -348,7 +348,7 @@ def build_engine(config: WorkerConfig) -> LLMEngine:
 
 def build_sglang_engine(config: WorkerConfig) -> LLMEngine:
     """SGLang; imported here, since other workers do not have it."""
-    from worker_svc.sglang_engine import SglangConfig, SglangEngine
+    from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
 
     return SglangEngine(
         SglangConfig(
@@ -373,7 +373,7 @@ def model_folder(config: WorkerConfig) -> Path:
     if config.model_path is not None:
         return config.model_path
     if config.engine == "sglang":
-        from worker_svc.make_tiny_model import TINY_MODEL_DIR
+        from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 
         return TINY_MODEL_DIR
     return SIM_MODEL_DIR

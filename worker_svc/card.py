@@ -8,10 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common.blocks import SCHEME_ID
-from common.card import Artifact, ModelCard, ModelType, model_type_of
 from common.errors import InvalidRequest
-from worker_svc.engine import EngineConfig
+from common.kv.hashing import SCHEME_ID
+from common.registry.card import Artifact, ModelCard, ModelType, model_type_of
+from worker_svc.engines.contract import EngineConfig
 
 _NEEDED = ("tokenizer.json", "tokenizer_config.json")
 _WANTED = ("generation_config.json", "chat_template.jinja", "config.json")

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from common.config import ServiceConfig, at_least, between, knob
 from common.errors import InvalidRequest
+from common.runtime.config import ServiceConfig, at_least, between, knob
 from worker_svc.card import KINDS, missing_files, model_type_served
-from worker_svc.sglang_options import page_size_of
+from worker_svc.engines.sglang.sampling import page_size_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class WorkerConfig(ServiceConfig):
         default=None,
         metadata=knob(
             "Folder with tokenizer.json and tokenizer_config.json; for sim also with a sim.json, as"
-            " python -m worker_svc.make_sim_model writes it. Unset: the sim model's."
+            " python -m worker_svc.engines.sim.make_model writes it. Unset: the sim model's."
         ),
     )
     serve: tuple[str, ...] = field(
@@ -182,7 +182,7 @@ class WorkerConfig(ServiceConfig):
         found = []
         module = find_spec("sglang")
         if module is None or module.origin is None:
-            found.append("engine: SGLang is not installed here; see deploy/sglang_venv.sh")
+            found.append("engine: SGLang is not installed here; see deploy/sglang/venv.sh")
         if self.role != "aggregated" and self.handoff != "bootstrap":
             found.append("handoff: SGLang's legs start at once, so it must be bootstrap")
         try:

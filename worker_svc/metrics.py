@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from common.load import Load
-from worker_svc.runner import Runner
+from common.kv.load import Load
+from worker_svc.serving.runner import Runner
 
 PREFIX = "kvmesh_worker"
 # How requests leave the runner, and what else it counts.

@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from opentelemetry import trace
 
-from common import telemetry
-from common.attach import Order
 from common.errors import MeshError
-from common.preprocessed import FinishReason
-from worker_svc.engine import LLMEngineOutput
+from common.request.preprocessed import FinishReason
+from common.request.token_stream import Order
+from common.runtime import telemetry
+from worker_svc.engines.contract import LLMEngineOutput
 
 SPAN_NAME = "engine.generate"
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.kv import Source
+from common.kv.events import Source
 
 ASK_EVERY_S = 1.0
 PATIENCE_S = 10.0

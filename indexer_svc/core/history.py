@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from common.kv import EventBatch
+from common.kv.events import EventBatch
 
 BATCHES_MAX = 1024
 BLOCKS_MAX = 16_384

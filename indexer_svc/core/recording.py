@@ -29,10 +29,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from common.blocks import hashes_from_bytes, hashes_to_bytes
 from common.errors import InvalidRequest
-from common.index_feed import IndexFeed
-from common.kv import (
+from common.kv.events import (
     CHUNK_BLOCKS,
     NO_HASHES,
     Event,
@@ -46,6 +44,8 @@ from common.kv import (
     SourceStatus,
     Tier,
 )
+from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
+from common.kv.index_feed import IndexFeed
 from indexer_svc.core.subscriber import StatusTold
 
 FORMAT: Final = "kvmesh_kv_events"

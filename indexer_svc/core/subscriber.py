@@ -5,7 +5,7 @@ arrived. A batch is passed on only to who stands right before it. Who stands els
 batches in between if they are still there, else a snapshot: at most SNAPSHOTS_MAX are read at once,
 one part whenever nothing else waits, so a snapshot never delays live batches and never queues up.
 
-A snapshot is read while its source goes on. That is sound (`common/index_feed.py`) because every
+A snapshot is read while its source goes on. That is sound (`common/kv/index_feed.py`) because every
 batch since its sequence goes out before its last part: a part is only taken when nothing waits.
 
 Nor does what is to be said at the beginning: it is found out, source by source, when it goes out.
@@ -23,8 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from common.index_feed import IndexFeed
-from common.kv import (
+from common.kv.events import (
     NO_HASHES,
     EventBatch,
     Hashes,
@@ -35,7 +34,8 @@ from common.kv import (
     SourceStatus,
     Tier,
 )
-from common.load import Load
+from common.kv.index_feed import IndexFeed
+from common.kv.load import Load
 from indexer_svc.core.history import History
 
 SNAPSHOTS_MAX = 2

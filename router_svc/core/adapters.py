@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from common.errors import NotFound, Unavailable
-from common.instances import Instance
-from router_svc.core.filters import RETRY_AFTER_S
+from common.registry.instances import Instance
+from router_svc.core.eligibility import RETRY_AFTER_S
 from router_svc.core.fleet import MODEL_MEMORY_S
 from router_svc.core.query import Query
 

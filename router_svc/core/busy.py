@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router_svc.core.filters import Leg
+from router_svc.core.eligibility import Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import Totals
+from router_svc.core.load_tracker import Totals
 
 # Tokens a batch where a worker does not say: then only absurd loads are busy.
 BATCH_TOKENS_UNKNOWN = 10_000_000

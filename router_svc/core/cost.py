@@ -46,7 +46,7 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from common.errors import InvalidRequest, Unsupported
-from common.preprocessed import RouterConfigOverride
+from common.request.preprocessed import RouterConfigOverride
 
 T = TypeVar("T")
 

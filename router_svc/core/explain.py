@@ -8,11 +8,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from router_svc.core.cost import Terms
-from router_svc.core.filters import Excluded, Leg
+from router_svc.core.eligibility import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import Totals
+from router_svc.core.load_tracker import Totals
 from router_svc.core.overlap import UNKNOWN, Standing, Standings
-from router_svc.core.select import Choice, Prices, View
+from router_svc.core.selectors import Choice, Prices, View
 
 
 class Considered(NamedTuple):

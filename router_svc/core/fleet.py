@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.instances import Changes, Instance, Role, Snapshot, diff
+from common.registry.instances import Changes, Instance, Role, Snapshot, diff
 
 # A model whose last worker left is "nobody there" (503), not "unknown" (404), for this long: its
 # running requests are looking for another worker just then.

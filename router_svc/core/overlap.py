@@ -21,12 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from common.instances import Instance
-from common.prefix_index import Matched
-from router_svc.core.approx import ApproxIndex, ApproxLimits
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance
+from router_svc.core.approx_index import ApproxIndex, ApproxLimits
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.select import NO_MATCHES, Matches
+from router_svc.core.selectors import NO_MATCHES, Matches
 
 IndexKind = Literal["none", "approx", "events"]
 
@@ -34,7 +34,7 @@ IndexKind = Literal["none", "approx", "events"]
 class Standing(NamedTuple):
     """How far an index can be trusted about one rank.
 
-    state: exact, gapped, stale, degraded (`common/index_feed.py`), approx (guessed), or none:
+    state: exact, gapped, stale, degraded (`common/kv/index_feed.py`), approx (guessed), or none:
     nothing is known of it. age_s: seconds since anything was heard about it; None: never.
     """
 

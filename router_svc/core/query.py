@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from common.errors import InvalidRequest
-from common.preprocessed import RouterConfigOverride, RoutingHints
+from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
 
 # Tokens a block where neither the query nor the worker says.

@@ -33,7 +33,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.tasks import TaskGroup
+from common.runtime.tasks import TaskGroup
 from tests.chaos.worker_host import WORKERS_A_HOST
 from tests.e2e.mesh import MODEL, Mesh, Oracle, Service
 

@@ -29,8 +29,8 @@ from typing import Any
 
 import grpc.aio
 
-from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
-from common.preprocessed_proto import to_proto
+from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.cases import AGGREGATED, DISAGGREGATED, Shape
 from tests.chaos.client import Call, Reply, connect, content_of, fetch

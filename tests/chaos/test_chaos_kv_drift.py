@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from frontend_svc.core.drift import REQUESTS_MIN
+from frontend_svc.core.peers.hit_drift import REQUESTS_MIN
 from tests.chaos.client import Reply, fetch
 from tests.e2e.mesh import Mesh, wait_for
 
@@ -78,7 +78,8 @@ def test_under_load_predictions_and_engines_differ_by_two_percent_at_most(
         wait_for(lambda: len(mesh.frontend.events("request")) >= sent, "every request has its line")
         lines = mesh.frontend.events("request")
         assert all("cached_tokens" in one for one in lines), "each answer says what was cached"
-        # Only what a router predicted for whoever answered is judged (`frontend_svc/kv_watch.py`):
+        # Only what a router predicted for whoever answered is judged
+        # (`frontend_svc/peers/hit_monitor.py`):
         # where all are late, a worker, or the router, may be given up.
         judged = [
             one

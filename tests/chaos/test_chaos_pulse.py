@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health, health_pb2
 
-from common import rpc
-from frontend_svc.core.patience import Patience
-from frontend_svc.pulse import measure
+from common.rpc import channel as rpc
+from frontend_svc.core.peers.stall_clock import Patience
+from frontend_svc.peers.stall_monitor import measure
 
 GIVE_UP_S = 20.0
 

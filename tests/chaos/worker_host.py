@@ -17,12 +17,12 @@ import sys
 from dataclasses import replace
 from random import SystemRandom
 
-from common import env, log
-from common.config import read_config_or_exit
-from common.file_registry import FileRegistry
-from common.instances import new_instance_id
-from common.lifecycle import run, run_main, settle_memory
-from common.tasks import TaskGroup
+from common.registry.file import FileRegistry
+from common.registry.instances import new_instance_id
+from common.runtime import env, log
+from common.runtime.config import read_config_or_exit
+from common.runtime.tasks import TaskGroup
+from common.service.lifecycle import run, run_main, settle_memory
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from common.free_ports import free_ports
+from common.runtime.free_ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 START_S = 15.0

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from common.attach import Order
-from common.instances import new_instance_id
-from common.preprocessed import (
+from common.registry.instances import new_instance_id
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.preprocessed import (
     PreprocessedRequest,
     PromptTokensDetails,
     StopConditions,
     TokenIds,
 )
-from common.registry import MemoryRegistry, MemoryStore
+from common.request.token_stream import Order
 from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
@@ -30,17 +30,7 @@ from worker_svc.conformance.__main__ import main, maker
 from worker_svc.conformance.bench import Limits
 from worker_svc.conformance.checks import all_checks
 from worker_svc.conformance.report import Result, Verdict, results
-from worker_svc.core.kv_events import (
-    Duplicates,
-    ExternalEvent,
-    KvRules,
-    KvSink,
-    PagesRemoved,
-    PagesStored,
-)
-from worker_svc.core.timing import Timing
-from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import (
+from worker_svc.engines.contract import (
     EngineConfig,
     FinishReason,
     GenerateContext,
@@ -51,9 +41,20 @@ from worker_svc.engine import (
     chunk,
     usage,
 )
-from worker_svc.sim_engine import SimConfig, SimEngine
-from worker_svc.sim_handoff import SimHandoffConfig
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.transfer_server import SimHandoffConfig
+from worker_svc.kv_events.normalizer import (
+    Duplicates,
+    ExternalEvent,
+    KvRules,
+    KvSink,
+    PagesRemoved,
+    PagesStored,
+)
 
+SIM_ENGINE = "worker_svc.engines.sim.engine:SimEngine"
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 # What a loaded machine may take; and what a broken engine is given until it is found out.
 PATIENT = Limits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
@@ -519,11 +520,15 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
     [
         ("nothing", [], "is not MODULE:ENGINE"),
         ("no.such.module:Engine", [], "No module named"),
-        ("worker_svc.sim_engine:NoSuchEngine", [], "NoSuchEngine"),
-        ("worker_svc.sim_engine:SIM_MODEL_DIR", [], "cannot be called"),
-        ("worker_svc.sim_engine:SimEngine", ["--arg=block_size=big"], "block_size"),
-        ("worker_svc.sim_engine:SimEngine", ["--arg=no_such=1"], "has no no_such"),
-        ("worker_svc.sim_engine:SimEngine", ['--arg=timing={"fast": 1}'], "has no timing.fast"),
+        ("worker_svc.engines.sim.engine:NoSuchEngine", [], "NoSuchEngine"),
+        ("worker_svc.engines.sim.engine:SIM_MODEL_DIR", [], "cannot be called"),
+        (SIM_ENGINE, ["--arg=block_size=big"], "block_size"),
+        (SIM_ENGINE, ["--arg=no_such=1"], "has no no_such"),
+        (
+            SIM_ENGINE,
+            ['--arg=timing={"fast": 1}'],
+            "has no timing.fast",
+        ),
     ],
 )
 def test_what_is_no_engine_is_said_so(
@@ -535,7 +540,7 @@ def test_what_is_no_engine_is_said_so(
 
 def test_arguments_become_the_fields_of_a_configuration() -> None:
     make = maker(
-        "worker_svc.sim_engine:SimEngine",
+        SIM_ENGINE,
         {"block_size": 8, "timing": {"speedup": 0.0}, "handoff": {"role": "decode"}},
     )
     engine = make()

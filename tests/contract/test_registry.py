@@ -26,12 +26,12 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.card import Artifact, ModelCard
-from common.consul import ConsulRegistry
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
-from common.file_registry import FileRegistry
-from common.instances import Instance, Snapshot, diff, new_instance_id
-from common.registry import MemoryRegistry, MemoryStore, Registry, Watch
+from common.registry.card import Artifact, ModelCard
+from common.registry.consul import ConsulRegistry
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance, Snapshot, diff, new_instance_id
+from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 WAIT_S = 20.0
@@ -111,8 +111,8 @@ class MemoryOwner:
 OWNER_PROGRAM = """
 import asyncio, os, sys, time
 from pathlib import Path
-from common.file_registry import FileRegistry
-from common.instances import Instance
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance
 
 async def main(path, raw, forks):
     await FileRegistry(Path(path)).register(Instance.from_json(raw))
@@ -198,8 +198,8 @@ class ChildOwner:
 
 CONSUL_OWNER_PROGRAM = """
 import asyncio, os, sys, time
-from common.consul import ConsulRegistry
-from common.instances import Instance
+from common.registry.consul import ConsulRegistry
+from common.registry.instances import Instance
 
 async def main(url, raw, forks):
     registry = ConsulRegistry(url, ttl_s=2.0, tend_s=0.25)

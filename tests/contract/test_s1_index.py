@@ -11,23 +11,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.blocks import hashes_to_bytes
-from common.config import ConfigError, read_config
 from common.errors import InvalidRequest, MeshError, Unavailable
-from common.index_feed import IndexFeed, exhaust
-from common.instances import Instance, Snapshot
-from common.kv import Event, EventBatch, EventKind, Partition, Source, SourceState, SourceStatus
-from common.load import Load
-from common.prefix_index import Matched
+from common.kv.events import (
+    Event,
+    EventBatch,
+    EventKind,
+    Partition,
+    Source,
+    SourceState,
+    SourceStatus,
+)
+from common.kv.hashing import hashes_to_bytes
+from common.kv.index_feed import IndexFeed, exhaust
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import History
 from indexer_svc.core.subscriber import LoadTold, StatusTold, Subscriber
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import Index, IndexChoice, NoIndex, Overlaps, Standing
 from router_svc.core.query import Query
-from router_svc.core.route import Router
-from router_svc.core.select import SELECTORS, Choice
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS, Choice
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)

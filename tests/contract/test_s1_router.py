@@ -23,23 +23,23 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from structlog.testing import capture_logs
 
 import router_svc
-from common import rpc
-from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.error_proto import error_from_proto
 from common.errors import DeadlineExceeded, NotFound, Unavailable, UnknownModel
-from common.index_feed import IndexFeed, exhaust
-from common.instances import ENDPOINT, EndpointId, Instance, ModelNetworkName
-from common.interceptors import from_rpc_error
-from common.kv import Event, EventBatch, EventKind, Partition, Source, SourceState
-from common.kv_proto import (
+from common.kv.events import Event, EventBatch, EventKind, Partition, Source, SourceState
+from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.kv.index_feed import IndexFeed, exhaust
+from common.registry.instances import ENDPOINT, EndpointId, Instance, ModelNetworkName
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.service.lifecycle import Health, Life
+from common.wire.errors import error_from_proto
+from common.wire.kv import (
     batch_to_proto,
     chunk_from_proto,
     partition_from_proto,
     partition_to_proto,
     source_to_proto,
 )
-from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, MemoryStore
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc

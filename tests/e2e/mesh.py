@@ -29,14 +29,14 @@ import httpx
 import pytest
 from tokenizers import Tokenizer
 
-from frontend_svc.core.prompt import ChatTemplate
+from frontend_svc.core.text.prompt import ChatTemplate
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from worker_svc.core.truth import Truth
-from worker_svc.sim_engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.token_oracle import Truth
 
 ROOT = Path(__file__).parents[2]
-LEASH = ROOT / "meshctl" / "leash.py"
+PARENT_GUARD = ROOT / "meshctl" / "process" / "parent_guard.py"
 START_S = 50.0
 WAIT_S = 30.0
 POLL_S = 0.01
@@ -91,7 +91,7 @@ class Service:
         try:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", str(LEASH), str(os.getpid())),
+                    *(sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())),
                     *(sys.executable, "-m", module or f"{room}_svc"),
                     *(f"--ready-fd={write_fd}", *flags),
                 ],

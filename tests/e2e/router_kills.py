@@ -41,7 +41,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bench.measure import print_report
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from tests.e2e.mesh import LEASH, MODEL, WAIT_S, Mesh, Service
+from tests.e2e.mesh import MODEL, PARENT_GUARD, WAIT_S, Mesh, Service
 
 LONG_S = 60.0
 LOOK_S = 0.01
@@ -257,7 +257,7 @@ def mesh_for(folder: Path, **shape: Any) -> Mesh:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes that use a core each, for the time of the block."""
-    leash = [sys.executable, "-I", "-S", str(LEASH), str(os.getpid())]
+    leash = [sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())]
     burners = [subprocess.Popen([*leash, sys.executable, "-c", BURN]) for _ in range(count)]
     try:
         yield

@@ -11,7 +11,7 @@ import pytest
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
-from worker_svc.core.timing import Timing
+from worker_svc.engines.sim.timing import Timing
 
 SPEEDUP = 0.5
 TOKENS = 40

@@ -17,8 +17,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.mesh import MODEL, Mesh, Service, logs_on_failure, wait_for
-from worker_svc.core.truth import Truth
-from worker_svc.sim_engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.token_oracle import Truth
 
 SPEED = "--speedup=20"
 OTHER = "zebra"

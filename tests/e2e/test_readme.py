@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.free_ports import free_ports
+from common.runtime.free_ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

@@ -19,11 +19,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from common import rpc
-from common.blocks import PrefixHasher, hashes_to_bytes
-from common.kv import Hashes, Partition, Source, Tier
-from common.kv_proto import partition_to_proto
-from common.registry import MemoryRegistry, MemoryStore
+from common.kv.events import Hashes, Partition, Source, Tier
+from common.kv.hashing import PrefixHasher, hashes_to_bytes
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.wire.kv import partition_to_proto
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
@@ -31,10 +31,10 @@ from kvmesh.indexer.v1 import indexer_pb2_grpc
 from tests.living import WAIT_S, living, until
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.core.kv_events import Duplicates, KvRules, KvSink
-from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import EngineConfig
-from worker_svc.sglang_events import TOPIC, Endpoints, KvReader
+from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sglang.kv_events import TOPIC, Endpoints, KvReader
+from worker_svc.kv_events.normalizer import Duplicates, KvRules, KvSink
 
 BLOCK = 4
 RULES = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from common import rpc
-from common.error_proto import error_from_proto
 from common.errors import MeshError
-from common.instances import Instance
-from common.interceptors import from_rpc_error
-from common.lifecycle import Health, Life
-from common.registry import Lease, MemoryRegistry, MemoryStore
+from common.registry.instances import Instance
+from common.registry.registry import Lease, MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.service.lifecycle import Health, Life
+from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp

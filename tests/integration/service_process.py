@@ -9,8 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
-from common.file_registry import FileRegistry
-from common.instances import Service
+from common.registry.file import FileRegistry
+from common.registry.instances import Service
 
 # A process starts, and ends, as fast as what a busy machine leaves it allows.
 PROCESS_S = 25.0

@@ -19,10 +19,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-import common.consul
-from common.card import ModelCard
-from common.consul import LEFT_KEPT_S, ConsulRegistry
-from common.instances import Instance
+import common.registry.consul
+from common.registry.card import ModelCard
+from common.registry.consul import LEFT_KEPT_S, ConsulRegistry
+from common.registry.instances import Instance
 
 NS = "blips"
 CARD = ModelCard(name="m")
@@ -35,8 +35,8 @@ OLD_NOTE = f"kvmesh/{NS}/left/{1:016x}"
 
 @pytest.fixture(autouse=True)
 def no_call_fails_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.consul, "CALL_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(common.consul, "CONNECT_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(common.registry.consul, "CALL_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(common.registry.consul, "CONNECT_TIMEOUT_S", PATIENCE_S)
 
 
 @dataclass
@@ -169,7 +169,7 @@ async def test_a_start_survives_connections_that_break_at_any_of_its_calls(
     monkeypatch: pytest.MonkeyPatch, deaf: bool, breaks: int
 ) -> None:
     # Else waiting to be listed would hide what is shown here.
-    monkeypatch.setattr(common.consul, "LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
     calls = await calls_of_a_start()
     assert calls >= 8
     agents = [BreakingAgent(first, breaks, deaf) for first in range(calls)]
@@ -181,7 +181,7 @@ async def test_a_start_survives_connections_that_break_at_any_of_its_calls(
 async def test_a_registration_that_the_agent_accepted_and_lost_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(common.consul, "LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
 
     class Forgetful(BreakingAgent):
         def answer(

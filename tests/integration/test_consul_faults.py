@@ -20,14 +20,14 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.card import Artifact, ModelCard
-from common.config import ServiceConfig, read_config
-from common.consul import HEALTH, RECONCILE_S, ConsulRegistry
-from common.discovery import health_meta, open_registry
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
-from common.instances import Instance, Snapshot, new_instance_id
-from common.lifecycle import HealthThread
-from common.registry import Watch
+from common.registry.card import Artifact, ModelCard
+from common.registry.consul import HEALTH, RECONCILE_S, ConsulRegistry
+from common.registry.instances import Instance, Snapshot, new_instance_id
+from common.registry.open import health_meta, open_registry
+from common.registry.registry import Watch
+from common.runtime.config import ServiceConfig, read_config
+from common.service.lifecycle import HealthThread
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ DEAD_WITHIN_S = 20.0
 # A process that answers health from a thread, as services do, and registers nothing itself.
 WORKER = """
 import sys, threading
-from common.lifecycle import HealthThread
+from common.service.lifecycle import HealthThread
 thread = HealthThread("127.0.0.1", 0)
 thread.start()
 thread.set("", True)

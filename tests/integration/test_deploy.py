@@ -83,12 +83,12 @@ def test_queries_name_metrics_that_the_services_have() -> None:
     from prometheus_client import CollectorRegistry
 
     from frontend_svc.metrics import FrontendMetrics
-    from router_svc.core.route import Router
-    from router_svc.core.select import SELECTORS
+    from router_svc.core.router import Router
+    from router_svc.core.selectors import SELECTORS
     from router_svc.metrics import Metrics as RouterMetrics
-    from worker_svc.echo_engine import EchoConfig, EchoEngine
+    from worker_svc.engines.echo import EchoConfig, EchoEngine
     from worker_svc.metrics import worker_registry
-    from worker_svc.runner import Runner
+    from worker_svc.serving.runner import Runner
 
     frontend = CollectorRegistry()
     for collector in FrontendMetrics().collectors:

@@ -8,17 +8,17 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import httpx
 
-from common import rpc
-from common.card import Artifact, ModelCard
-from common.instances import Instance
-from common.registry import MemoryRegistry, MemoryStore
+from common.registry.card import Artifact, ModelCard
+from common.registry.instances import Instance
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
 from frontend_svc.app import FrontendApp
 from frontend_svc.config import FrontendConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.living import WAIT_S, living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.sim_engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR
 
 NS = "default"
 TRICKLE_S = 0.02

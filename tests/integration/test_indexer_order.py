@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common import rpc
-from common.index_feed import STEP_BLOCKS, IndexFeed
-from common.kv import Hashes, Partition
-from common.kv_proto import partition_to_proto, parts_of, replicate
-from common.registry import MemoryRegistry, MemoryStore
-from common.tasks import TaskGroup
+from common.kv.events import Hashes, Partition
+from common.kv.index_feed import STEP_BLOCKS, IndexFeed
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.runtime.tasks import TaskGroup
+from common.wire.kv import partition_to_proto, parts_of, replicate
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb

@@ -17,11 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-import indexer_svc.record
-from common.blocks import PrefixHasher
+import indexer_svc.tools.record
 from common.errors import Unavailable
-from common.index_feed import IndexFeed
-from common.kv import (
+from common.kv.events import (
     Event,
     EventBatch,
     EventKind,
@@ -30,19 +28,21 @@ from common.kv import (
     Source,
     SourceStatus,
 )
-from common.registry import MemoryRegistry, MemoryStore
-from common.tasks import TaskGroup
+from common.kv.hashing import PrefixHasher
+from common.kv.index_feed import IndexFeed
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.runtime.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from indexer_svc.core.recording import BrokenRecording, Entry, Lost, header, line_of
 from indexer_svc.core.recording import End as EndOfRecording
 from indexer_svc.core.subscriber import StatusTold
 from indexer_svc.ingest import GONE_GRACE_S
-from indexer_svc.record import Recorder, record
-from indexer_svc.replay import replay_here, replay_to
+from indexer_svc.tools.playback import replay_here, replay_to
+from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.living import WAIT_S, living, until
-from worker_svc.core.kv_events import (
+from worker_svc.kv_events.normalizer import (
     Canonicaliser,
     Duplicates,
     Feed,
@@ -51,7 +51,7 @@ from worker_svc.core.kv_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.publisher import Publisher
+from worker_svc.kv_events.publisher import Publisher
 
 NS = "default"
 BLOCK = 4
@@ -216,7 +216,7 @@ async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
 async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(indexer_svc.record, "RETRY_S", 0.01)
+    monkeypatch.setattr(indexer_svc.tools.record, "RETRY_S", 0.01)
     store, path = MemoryStore(), tmp_path / "events"
     worker = Worker(1, store)
     async with publishing([worker]), indexer(store) as app:
@@ -379,17 +379,17 @@ async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> 
         said = await ended(recorder)
         assert (said["error"], said["is_full"], said["losses"]) == ("", False, 0)
         assert await ended(await started("record", "--indexer", "x:1", "--out", str(path)), 1) == {}
-        here = await ended(await started("replay", "--recording", str(path)))
+        here = await ended(await started("playback", "--recording", str(path)))
         assert (here["blocks"], here["has_ended"], here["is_cut"]) == (CHAIN, True, False)
     # A crash may cut the last line: the rest still counts.
     path.write_bytes(_read(path)[:-3])
     async with indexer(MemoryStore()) as other:
         flags = ["--recording", str(path), "--indexer", other.address]
-        there = await ended(await started("replay", *flags))
+        there = await ended(await started("playback", *flags))
         assert (there["sources"], there["has_ended"], there["is_cut"]) == (RANKS, False, True)
         assert other.ingest.feed.blocks == CHAIN
         path.write_bytes(b"rust\n" + _read(path))
-        assert await ended(await started("replay", *flags), 1) == {}
+        assert await ended(await started("playback", *flags), 1) == {}
 
 
 async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
@@ -403,21 +403,21 @@ async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
             return now
 
     heard = asyncio.Event()
-    entries_of = indexer_svc.record.entries_of
+    entries_of = indexer_svc.tools.record.entries_of
 
     def entries_heard(message: SubscribeResponse) -> Iterator[Entry]:
         heard.set()
         return entries_of(message)
 
-    monkeypatch.setattr(indexer_svc.record, "entries_of", entries_heard)
-    monkeypatch.setattr(indexer_svc.record, "time", Clock)
-    monkeypatch.setattr(indexer_svc.record, "RETRY_S", 0.01)
+    monkeypatch.setattr(indexer_svc.tools.record, "entries_of", entries_heard)
+    monkeypatch.setattr(indexer_svc.tools.record, "time", Clock)
+    monkeypatch.setattr(indexer_svc.tools.record, "RETRY_S", 0.01)
     store = MemoryStore()
     async with indexer(store) as app:
         port = int(app.address.rsplit(":", 1)[1])
         async with recording(tmp_path / "events", app.address) as recorder:
             await until(heard.is_set, "it listens")
-            now += 2 * indexer_svc.record.GIVE_UP_S  # An indexer of an empty mesh.
+            now += 2 * indexer_svc.tools.record.GIVE_UP_S  # An indexer of an empty mesh.
             await app.drain(0.5)
             await app.deregister()
             await app.close()
@@ -440,7 +440,7 @@ async def test_a_full_disk_ends_a_recording_with_its_last_line_and_status_1(
         flags = ("--indexer", app.address, "--out", str(path))
         process = await asyncio.create_subprocess_exec(
             *("sh", "-c", 'ulimit -f 8; exec "$@"', "sh"),
-            *(sys.executable, "-m", "indexer_svc.record", *flags),
+            *(sys.executable, "-m", "indexer_svc.tools.record", *flags),
             env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -458,7 +458,7 @@ def _read(path: Path) -> bytes:
 
 async def started(command: str, *flags: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"indexer_svc.{command}", *flags),
+        *(sys.executable, "-m", f"indexer_svc.tools.{command}", *flags),
         env={"PYTHONPATH": os.pathsep.join(sys.path), "PATH": os.environ["PATH"]},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

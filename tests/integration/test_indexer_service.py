@@ -22,15 +22,15 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import indexer_svc.app
 import indexer_svc.verify
-from common import rpc
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.index_feed import STALE_S, Demand, IndexFeed
-from common.instances import Instance
-from common.interceptors import from_rpc_error
-from common.kv import CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
-from common.kv_proto import partition_to_proto, parts_of, replicate, state_to_proto
-from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, MemoryStore
+from common.kv.events import CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
+from common.kv.index_feed import STALE_S, Demand, IndexFeed
+from common.registry.instances import Instance
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.service.lifecycle import Health, Life
+from common.wire.kv import partition_to_proto, parts_of, replicate, state_to_proto
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from indexer_svc.ingest import GONE_GRACE_S
@@ -740,7 +740,7 @@ async def test_a_source_that_is_cleared_amid_its_dump_is_begun_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What had been read was told to be all of it."""
-    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (100,))
+    monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (100,))
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 1000))
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -759,7 +759,7 @@ async def test_a_source_that_is_cleared_amid_its_dump_is_begun_anew(
 async def test_a_source_that_is_cleared_all_the_time_cannot_be_dumped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (1,))
+    monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (1,))
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 10))
         await until(lambda: publisher.acked == (1, 1), "acknowledged")

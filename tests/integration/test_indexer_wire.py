@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("zmq", reason="needs pyzmq, which `make setup` installs")
 pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` installs")
 
-import worker_svc.publisher
-from common.kv import Tier
+import worker_svc.kv_events.publisher
+from common.kv.events import Tier
 from tests.integration.engine_wire import (
     BLOCK,
     CLEARED,
@@ -26,7 +26,7 @@ from tests.integration.engine_wire import (
     wired_mesh,
 )
 from tests.living import until
-from worker_svc.core.kv_events import Duplicates, KvRules
+from worker_svc.kv_events.normalizer import Duplicates, KvRules
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))
 OTHER = list(range(900, 900 + 3 * BLOCK))
@@ -315,7 +315,7 @@ async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
 async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay_true(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_svc.publisher, "REGROW_S", 3600.0)
+    monkeypatch.setattr(worker_svc.kv_events.publisher, "REGROW_S", 3600.0)
     wire = EngineWire()
     chain = 64
     async with wired_mesh(budget_mb=0) as mesh, mesh.worker(1, wire) as app:

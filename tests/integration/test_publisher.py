@@ -14,25 +14,28 @@ import grpc
 import grpc.aio
 import pytest
 
-from common import rpc
-from common.attach import Order
-from common.blocks import PrefixHasher, hashes_from_bytes
 from common.errors import NotFound, Unavailable, Unimplemented
-from common.instances import Instance
-from common.interceptors import Calls, raising_mesh_errors
-from common.kv import EventKind, Partition, Source, SourceState
-from common.kv_proto import batch_from_proto, state_from_proto, state_to_proto
-from common.load import Load
-from common.preprocessed import StopConditions, TokenIds
-from common.registry import Lease, MemoryRegistry, MemoryStore
+from common.kv.events import EventKind, Partition, Source, SourceState
+from common.kv.hashing import PrefixHasher, hashes_from_bytes
+from common.kv.load import Load
+from common.registry.instances import Instance
+from common.registry.registry import Lease, MemoryRegistry, MemoryStore
+from common.request.preprocessed import StopConditions, TokenIds
+from common.request.token_stream import Order
+from common.rpc import channel as rpc
+from common.rpc.interceptors import Calls, raising_mesh_errors
+from common.wire.kv import batch_from_proto, state_from_proto, state_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from tests.living import WAIT_S, living, until
-from worker_svc import publisher as publisher_module
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.core.block_manager import BlocksRemoved, KvEvent
-from worker_svc.core.kv_events import (
+from worker_svc.engines.contract import PreprocessedRequest
+from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
+from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.kv_events import publisher as publisher_module
+from worker_svc.kv_events.normalizer import (
     RING_BATCHES,
     Canonicaliser,
     Duplicates,
@@ -42,10 +45,7 @@ from worker_svc.core.kv_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.core.timing import Timing
-from worker_svc.engine import PreprocessedRequest
-from worker_svc.publisher import UNACKED_MAX, Publisher
-from worker_svc.sim_engine import SimConfig, SimEngine
+from worker_svc.kv_events.publisher import UNACKED_MAX, Publisher
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -472,7 +472,7 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
 async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_svc.publisher.RESIZE_PAGES", 4)
+    monkeypatch.setattr("worker_svc.kv_events.publisher.RESIZE_PAGES", 4)
     async with mesh() as m:
         m.store_pages(100)
         await m.cut()

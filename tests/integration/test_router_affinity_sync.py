@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from common.preprocessed import RoutingHints, SessionAction, SessionControl
-from common.preprocessed_proto import part_to_proto
-from common.registry import MemoryStore
+from common.registry.registry import MemoryStore
+from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
+from common.wire.preprocessed import part_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
-from router_svc.core.affinity import SessionName
+from router_svc.core.sessions import SessionName
 from tests.integration.router_bed import FRONTEND, RouterBed, key, query_of, running
 from tests.living import until
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from common import rpc
 from common.errors import (
     Conflict,
     Overloaded,
     RequestCancelled,
     Unavailable,
 )
-from common.preprocessed import RoutingHints, SessionControl
-from common.preprocessed_proto import part_to_proto
+from common.request.preprocessed import RoutingHints, SessionControl
+from common.rpc import channel as rpc
+from common.wire.preprocessed import part_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.fleet import Placement
-from router_svc.core.load import Totals
+from router_svc.core.load_tracker import Totals
 from tests.integration.router_bed import (
     RouterBed,
     Session,

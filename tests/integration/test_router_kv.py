@@ -15,13 +15,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from common import rpc
-from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.error_proto import error_from_proto
 from common.errors import InvalidRequest, Unavailable
-from common.instances import Instance
-from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
-from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
+from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.registry.instances import Instance
+from common.rpc import channel as rpc
+from common.wire.errors import error_from_proto
+from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc

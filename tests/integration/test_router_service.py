@@ -18,8 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
 
 import router_svc.app
-from common import rpc
-from common.error_proto import error_from_proto
 from common.errors import (
     Conflict,
     DeadlineExceeded,
@@ -30,16 +28,18 @@ from common.errors import (
     Unavailable,
     UnknownModel,
 )
-from common.instances import Snapshot
-from common.lifecycle import Health, Life
-from common.registry import MemoryRegistry, Watch
+from common.registry.instances import Snapshot
+from common.registry.registry import MemoryRegistry, Watch
+from common.rpc import channel as rpc
+from common.service.lifecycle import Health, Life
+from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query
-from router_svc.core.select import Choice, RoundRobin
+from router_svc.core.selectors import Choice, RoundRobin
 from router_svc.service import SERVICE_NAME
 from tests.integration.router_bed import (
     FRONTEND,

@@ -13,16 +13,16 @@ import grpc.aio
 import pytest
 
 import router_svc.app
-import router_svc.sync
-from common import rpc
+import router_svc.replication_sync
 from common.errors import Conflict, InvalidRequest, MeshError
-from common.instances import Instance
-from common.interceptors import from_rpc_error
-from common.registry import MemoryRegistry, MemoryStore, Watch
+from common.registry.instances import Instance
+from common.registry.registry import MemoryRegistry, MemoryStore, Watch
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
-from router_svc.core.load import ORPHAN_S, BookingKey
-from router_svc.core.replica import Replica
+from router_svc.core.load_tracker import ORPHAN_S, BookingKey
+from router_svc.core.replication import Replica
 from tests.integration.router_bed import FRONTEND, NS, RouterBed, key, new, running
 from tests.living import WAIT_S, until
 
@@ -294,7 +294,7 @@ class _Deaf(router_pb2_grpc.RouterServiceServicer):
 async def test_a_peer_that_hangs_is_dialled_again(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_svc.sync, "SILENT_S", 0.2)
+    monkeypatch.setattr(router_svc.replication_sync, "SILENT_S", 0.2)
     server = rpc.server()
     deaf = _Deaf()  # type: ignore[abstract]  # It serves nothing else.
     router_pb2_grpc.add_RouterServiceServicer_to_server(deaf, server)
@@ -311,7 +311,7 @@ async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> Non
     async with _telling(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
         await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer")
-        node.clock.now += router_svc.sync.SILENT_S + 0.1
+        node.clock.now += router_svc.replication_sync.SILENT_S + 0.1
         await until(lambda: peers(node) == 0, "silence ends the stream")
         assert orphans(node) == 1
         assert "said nothing" in str(await _error_of(call))

@@ -29,11 +29,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from common import errors, interceptors, rpc, telemetry
-from common.config import ServiceConfig
-from common.lifecycle import HealthThread
-from common.scrape import serve_metrics
-from common.tasks import TaskGroup
+from common import errors
+from common.rpc import channel as rpc
+from common.rpc import interceptors
+from common.runtime import telemetry
+from common.runtime.config import ServiceConfig
+from common.runtime.tasks import TaskGroup
+from common.service.lifecycle import HealthThread
+from common.service.metrics_server import serve_metrics
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SPAN_ID = "b7ad6b7169203331"
@@ -882,7 +885,7 @@ class Sink(trace_service_pb2_grpc.TraceServiceServicer):
 TRACED = """
 import sys
 from opentelemetry import trace
-from common import telemetry
+from common.runtime import telemetry
 traces = telemetry.setup("worker", "i-7", sys.argv[1], 1.0)
 tracer = trace.get_tracer("test")
 link = telemetry.link(sys.argv[2], sys.argv[3])

@@ -15,27 +15,38 @@ import grpc
 import grpc.aio
 import pytest
 
-from common import rpc
 from common.errors import InvalidRequest, MeshError, Unavailable, WorkerLost
-from common.interceptors import from_rpc_error
-from common.preprocessed import (
+from common.request.preprocessed import (
     BootstrapInfo,
     PrefillResult,
     PreprocessedRequest,
     StopConditions,
     TokenIds,
 )
-from common.preprocessed_proto import part_from_proto, to_proto
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.wire.preprocessed import part_from_proto, to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from tests.e2e.mesh import Service
-from worker_svc.core.handoff import NO_PARTNER, PEER_LOST
-from worker_svc.core.timing import Timing
-from worker_svc.core.truth import Truth
-from worker_svc.engine import EngineConfig, EngineContext, GenerateContext, LLMEngineOutput
-from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine, SimModel, load_sim_model
-from worker_svc.sim_handoff import SimHandoffConfig
+from worker_svc.engines.contract import (
+    EngineConfig,
+    EngineContext,
+    GenerateContext,
+    LLMEngineOutput,
+)
+from worker_svc.engines.sim.engine import (
+    SIM_MODEL_DIR,
+    SimConfig,
+    SimEngine,
+    SimModel,
+    load_sim_model,
+)
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.transfer import NO_PARTNER, PEER_LOST
+from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TRUTH = Truth(MODEL.word_ids, 2)

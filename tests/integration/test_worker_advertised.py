@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from common.config import ConfigError, read_config
 from common.errors import NotFound
-from common.instances import Instance
-from common.preprocessed import RoutingConstraints, RoutingHints
-from common.registry import MemoryRegistry, MemoryStore
-from frontend_svc.core.model_watch import Entry, plan
+from common.registry.instances import Instance
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.preprocessed import RoutingConstraints, RoutingHints
+from common.runtime.config import ConfigError, read_config
+from frontend_svc.core.models.model_watch import Entry, plan
 from router_svc.core.query import Query
-from router_svc.core.route import Router
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS
 from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig

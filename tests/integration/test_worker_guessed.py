@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
 
-from common import rpc
-from common.attach import Order
-from common.blocks import SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
-from common.registry import MemoryRegistry, MemoryStore
+from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.request.token_stream import Order
+from common.rpc import channel as rpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp

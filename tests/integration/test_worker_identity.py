@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common import rpc
 from common.errors import Conflict, InvalidRequest, NotFound
-from common.interceptors import raising_mesh_errors
-from common.preprocessed import PreprocessedRequest, StopConditions, TokenIds
-from common.preprocessed_proto import to_proto
-from common.registry import MemoryRegistry, MemoryStore
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
+from common.rpc import channel as rpc
+from common.rpc.interceptors import raising_mesh_errors
+from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.living import WAIT_S, living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.echo_engine import EchoConfig, EchoEngine
+from worker_svc.engines.echo import EchoConfig, EchoEngine
 
 
 class Mine(EchoEngine):

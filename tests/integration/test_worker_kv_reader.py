@@ -14,13 +14,22 @@ pytest.importorskip("msgspec", reason="needs msgspec, which `make setup` install
 
 import zmq.asyncio
 
-from common.blocks import PrefixHasher
 from common.errors import WorkerLost
-from common.kv import Source
+from common.kv.events import Source
+from common.kv.hashing import PrefixHasher
 from tests.integration.engine_wire import BLOCK, EngineWire, removed, stored
 from tests.living import WAIT_S, until
-from worker_svc import sglang_events
-from worker_svc.core.kv_events import (
+from worker_svc.engines.sglang import kv_events as sglang_events
+from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
+from worker_svc.engines.sglang.kv_events import (
+    KEPT_BATCHES,
+    SENDS_MIN,
+    TOPIC,
+    TURN_S,
+    Endpoints,
+    KvReader,
+)
+from worker_svc.kv_events.normalizer import (
     Canonicaliser,
     Duplicates,
     ExternalEvent,
@@ -28,15 +37,6 @@ from worker_svc.core.kv_events import (
     KvRules,
     PagesRemoved,
     PagesStored,
-)
-from worker_svc.sglang_engine import SglangConfig, SglangEngine
-from worker_svc.sglang_events import (
-    KEPT_BATCHES,
-    SENDS_MIN,
-    TOPIC,
-    TURN_S,
-    Endpoints,
-    KvReader,
 )
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)

@@ -13,9 +13,6 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import rpc
-from common.attach import Hello, Order, Submit, Terminal, ToWorker
-from common.attach_proto import to_worker_to_proto
 from common.errors import (
     Bug,
     Conflict,
@@ -28,25 +25,25 @@ from common.errors import (
     Unimplemented,
     WorkerLost,
 )
-from common.instances import Instance
-from common.interceptors import from_rpc_error
-from common.lifecycle import Life, Ready
-from common.lifecycle import run as run_life
-from common.load import Load
-from common.preprocessed import FinishReason, StopConditions, TokenIds, TokenLogprob
-from common.preprocessed_proto import to_proto
-from common.registry import Lease, MemoryRegistry, MemoryStore
-from frontend_svc.engine_client import GrpcDialer, WorkerConnection
+from common.kv.load import Load
+from common.registry.instances import Instance
+from common.registry.registry import Lease, MemoryRegistry, MemoryStore
+from common.request.preprocessed import FinishReason, StopConditions, TokenIds, TokenLogprob
+from common.request.token_stream import Hello, Order, Submit, Terminal, ToWorker
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.service.lifecycle import Life, Ready
+from common.service.lifecycle import run as run_life
+from common.wire.preprocessed import to_proto
+from common.wire.token_stream import to_worker_to_proto
+from frontend_svc.peers.engine_client import GrpcDialer, WorkerConnection
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from tests.living import WAIT_S, living, until
 from worker_svc.app import SERVICE_NAME, WorkerApp
-from worker_svc.attach_server import AttachServer
 from worker_svc.config import WorkerConfig
-from worker_svc.core.truth import Truth
-from worker_svc.echo_engine import EchoConfig, EchoEngine
-from worker_svc.engine import (
+from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
     LLMEngine,
@@ -54,9 +51,12 @@ from worker_svc.engine import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.runner import Runner
-from worker_svc.service import EngineServicer
-from worker_svc.sim_engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_model
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_model
+from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.serving.attach_server import AttachServer
+from worker_svc.serving.runner import Runner
+from worker_svc.serving.service import EngineServicer
 
 NS = "default"
 FREED_S = 0.25  # Slot and compute stop within this time

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common import rpc
 from common.errors import InvalidRequest, NotFound
-from common.interceptors import raising_mesh_errors
-from common.registry import MemoryRegistry, MemoryStore
-from frontend_svc.models import Models
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.rpc import channel as rpc
+from common.rpc.interceptors import raising_mesh_errors
+from frontend_svc.models.catalog import Models
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.living import WAIT_S, living
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.sim_engine import SIM_MODEL_DIR, SimEngine
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimEngine
 
 NS = "default"
 

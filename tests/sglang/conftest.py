@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from common.lifecycle import Health, Life
+from common.service.lifecycle import Health, Life
 from tests.e2e.conftest import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.sglang.sglang_mesh import HttpMesh
 from tests.sglang.sglang_workers import WAIT_S, WorkerProcess
@@ -28,7 +28,7 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
 if TYPE_CHECKING:
-    from worker_svc.sglang_engine import SglangEngine
+    from worker_svc.engines.sglang.engine import SglangEngine
 
 HERE = Path(__file__).parent
 # Small enough for a test to see evictions.
@@ -76,8 +76,8 @@ async def worker_here(config: WorkerConfig, life: Life) -> AsyncIterator[WorkerA
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
-    from worker_svc.make_tiny_model import write_tiny_model
-    from worker_svc.sglang_engine import SglangEngine
+    from worker_svc.engines.sglang.engine import SglangEngine
+    from worker_svc.engines.sglang.make_model import write_tiny_model
 
     folder = tmp_path_factory.mktemp("sglang")
     model, registry = folder / "tiny", folder / "registry"

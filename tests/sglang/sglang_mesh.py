@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 import httpx
 
-from common import rpc
+from common.rpc import channel as rpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from tests.e2e.mesh import Service
 from tests.sglang.sglang_workers import WAIT_S, until

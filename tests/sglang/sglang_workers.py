@@ -16,16 +16,16 @@ from typing import Any
 
 import grpc.aio
 
-from common import rpc
-from common.interceptors import from_rpc_error
-from common.preprocessed import (
+from common.request.preprocessed import (
     BootstrapInfo,
     PreprocessedRequest,
     SamplingOptions,
     StopConditions,
     TokenIds,
 )
-from common.preprocessed_proto import to_proto
+from common.rpc import channel as rpc
+from common.rpc.interceptors import from_rpc_error
+from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 

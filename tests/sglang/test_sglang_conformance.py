@@ -12,7 +12,7 @@ from tests.sglang.sglang_workers import REPOSITORY, START_S
 
 
 async def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
-    from worker_svc.make_tiny_model import write_tiny_model
+    from worker_svc.engines.sglang.make_model import write_tiny_model
 
     write_tiny_model(tmp_path / "tiny")
     arguments = {
@@ -21,7 +21,12 @@ async def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
         "engine_args": {"max_total_tokens": 8192},
     }
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "worker_svc.conformance", "worker_svc.sglang_engine:SglangEngine"),
+        *(
+            sys.executable,
+            "-m",
+            "worker_svc.conformance",
+            "worker_svc.engines.sglang.engine:SglangEngine",
+        ),
         *(f"--arg={name}={json.dumps(value)}" for name, value in arguments.items()),
         "--stop-s=30",  # a step takes as long as the machine lets it
         cwd=REPOSITORY,

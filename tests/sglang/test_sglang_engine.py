@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from common.attach import Order
 from common.errors import InvalidRequest, MeshError, PromptTooLong, Unsupported
-from common.preprocessed import (
+from common.request.preprocessed import (
     FinishReason,
     GuidedDecoding,
     OutputOptions,
@@ -23,12 +22,13 @@ from common.preprocessed import (
     SamplingOptions,
     StopConditions,
 )
+from common.request.token_stream import Order
 from tests.sglang.sglang_workers import WAIT_S, asked, until
-from worker_svc.engine import EngineContext, GenerateContext, LLMEngineOutput, validated
-from worker_svc.runner import Runner
+from worker_svc.engines.contract import EngineContext, GenerateContext, LLMEngineOutput, validated
+from worker_svc.serving.runner import Runner
 
 if TYPE_CHECKING:
-    from worker_svc.sglang_engine import SglangEngine
+    from worker_svc.engines.sglang.engine import SglangEngine
 
 FREED_S = 0.25  # Slot and compute stop within this time
 TRIES = 20

@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from common.blocks import PrefixHasher
-from common.free_ports import free_ports
-from common.kv import EventKind, Source, Tier
+from common.kv.events import EventKind, Source, Tier
+from common.kv.hashing import PrefixHasher
+from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, asked, until
-from worker_svc.core.kv_events import (
+from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
+from worker_svc.kv_events.normalizer import (
     Canonicaliser,
     ExternalEvent,
     Feed,
@@ -20,11 +21,10 @@ from worker_svc.core.kv_events import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.engine import EngineContext, GenerateContext, PreprocessedRequest
 
 if TYPE_CHECKING:
-    from worker_svc.sglang_engine import SglangEngine
-    from worker_svc.sglang_events import Endpoints, KvReader
+    from worker_svc.engines.sglang.engine import SglangEngine
+    from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
 
 BLOCK = 16
 
@@ -293,7 +293,7 @@ class Heard:
 
 @asynccontextmanager
 async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvReader]]:
-    from worker_svc.sglang_events import Endpoints, KvReader
+    from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
 
     port = free_ports(2)
     endpoints = Endpoints(port, port + 1)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from common.errors import InvalidRequest, Overloaded, WorkerLost
-from common.preprocessed import FinishReason, PreprocessedRequest, StopConditions
-from common.preprocessed_proto import finish_reason_from_proto
+from common.request.preprocessed import FinishReason, PreprocessedRequest, StopConditions
+from common.wire.preprocessed import finish_reason_from_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from tests.sglang.conftest import Trio
 from tests.sglang.sglang_workers import (
@@ -24,11 +24,11 @@ from tests.sglang.sglang_workers import (
     asked,
     bootstrap_of,
 )
-from worker_svc.core.handoff import NO_BLOCKS
-from worker_svc.engine import EngineContext, GenerateContext
+from worker_svc.engines.contract import EngineContext, GenerateContext
+from worker_svc.engines.sim.transfer import NO_BLOCKS
 
 if TYPE_CHECKING:
-    from worker_svc.sglang_engine import SglangEngine
+    from worker_svc.engines.sglang.engine import SglangEngine
 
 NS = "default"
 PROMPT = list(range(100, 140))

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from common.errors import MeshError, WorkerLost
-from common.file_registry import FileRegistry
+from common.registry.file import FileRegistry
 from kvmesh.engine.v1 import engine_pb2 as pb
 from tests.sglang.conftest import Trio
 from tests.sglang.sglang_mesh import HttpMesh, Said

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 
-from common.attach import CREDIT_BYTES, FRAME_BYTES, Order
 from common.errors import (
     DeadlineExceeded,
     MeshError,
@@ -35,14 +34,15 @@ from common.errors import (
     Unavailable,
     WorkerLost,
 )
-from common.index_feed import IndexFeed
-from common.kv import EventBatch, Source
-from common.preprocessed import FinishReason
-from frontend_svc.core.request import Outcome, Placed
-from frontend_svc.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
+from common.kv.events import EventBatch, Source
+from common.kv.index_feed import IndexFeed
+from common.request.preprocessed import FinishReason
+from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, Order
+from frontend_svc.core.request.machine import Outcome, Placed
+from frontend_svc.peers.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
-from worker_svc.core.handoff import NO_BLOCKS
+from worker_svc.engines.sim.transfer import NO_BLOCKS
 
 ATTEMPTS_MAX = 4
 BLOCK_SIZE = 16

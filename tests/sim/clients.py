@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, cast
 
-from common.blocks import SCHEME_ID, PrefixHasher
-from common.preprocessed import (
+from common.kv.hashing import SCHEME_ID, PrefixHasher
+from common.request.preprocessed import (
     FinishReason,
     OutputOptions,
     PreprocessedRequest,
@@ -20,12 +20,12 @@ from common.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
-from frontend_svc.answer import Answer
-from frontend_svc.core.request import Outcome, Plan
-from frontend_svc.gateway import UNREAD_TOKENS_MAX, Ticket
-from frontend_svc.router_client import Query
+from frontend_svc.core.request.machine import Outcome, Plan
+from frontend_svc.peers.router_client import Query
+from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, Ticket
+from frontend_svc.request.response import Answer
 from tests.sim.fleet import MODEL, SimFrontend
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 DEADLINE_S = 120.0
 # Conversations are cut there, so that every engine has room for them.

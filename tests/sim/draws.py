@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from random import Random
 
-from router_svc.core.queue import QueueRules
-from router_svc.core.rules import DEFAULT_RULES, Rules
+from router_svc.core.admission import QueueRules
+from router_svc.core.policy import DEFAULT_RULES, Rules
 from tests.sim.clients import draw_conversations, draw_wishes
 from tests.sim.faults import (
     PROFILES,
@@ -30,7 +30,7 @@ from tests.sim.scenario import (
     Mode,
     Scenario,
 )
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 # Short, so that some find it full, and some wait too long.
 QUEUE = QueueRules(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from common.instances import KvIndex
-from common.preprocessed import SessionAction, StopConditions
-from router_svc.core.approx import ApproxLimits
+from common.registry.instances import KvIndex
+from common.request.preprocessed import SessionAction, StopConditions
+from router_svc.core.admission import QueueRules
+from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import BusyLimits
 from router_svc.core.overlap import IndexChoice, choose_index
-from router_svc.core.queue import QueueRules
 from tests.sim.clients import Wish
 from tests.sim.faults import FaultKind, draw_faults, noticed_soon
 from tests.sim.fleet import VISITOR

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, cast
 
-from common import rpc
-from common.attach import LegSink, Order, Terminal, ToFrontend, ToWorker
-from common.attach_proto import (
+from common.errors import MeshError
+from common.kv.events import Partition, Source
+from common.kv.hashing import SCHEME_ID, PrefixHasher
+from common.kv.index_feed import IndexFeed
+from common.kv.load import Load
+from common.registry.instances import Changes, Instance, KvIndex, Snapshot, new_instance_id
+from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
+from common.request.preprocessed import TokenLogprob
+from common.request.token_stream import LegSink, Order, Terminal, ToFrontend, ToWorker
+from common.rpc import channel as rpc
+from common.wire.token_stream import (
     to_frontend_from_proto,
     to_frontend_to_proto,
     to_worker_from_proto,
     to_worker_to_proto,
 )
-from common.blocks import SCHEME_ID, PrefixHasher
-from common.errors import MeshError
-from common.index_feed import IndexFeed
-from common.instances import Changes, Instance, KvIndex, Snapshot, new_instance_id
-from common.kv import Partition, Source
-from common.load import Load
-from common.preprocessed import TokenLogprob
-from common.registry import Lease, MemoryRegistry, MemoryStore, Watch
-from frontend_svc.core.departed import Departed
-from frontend_svc.core.patience import Patience
-from frontend_svc.core.request import Placed
-from frontend_svc.engine_client import EngineClient, Submission, Transport
-from frontend_svc.gateway import Gateway, place_alone, sees
-from frontend_svc.router_client import Answer, Key, Query, RouterClient, Session
+from frontend_svc.core.peers.recently_left import Departed
+from frontend_svc.core.peers.stall_clock import Patience
+from frontend_svc.core.request.machine import Placed
+from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
+from frontend_svc.peers.router_client import Answer, Key, Query, RouterClient, Session
+from frontend_svc.request.gateway import Gateway, place_alone, sees
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
@@ -45,20 +45,20 @@ from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
 from router_svc.app import EXPIRE_BLOCKS, FIRST_SNAPSHOT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
+from router_svc.core.admission import Parked
 from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey, LoadBook
+from router_svc.core.load_tracker import BookingKey, LoadBook
 from router_svc.core.overlap import EVENTS, IndexChoice
-from router_svc.core.picks import Ask, Picks
+from router_svc.core.placement import Ask, Picks
+from router_svc.core.policy import DEFAULT_RULES, Rules
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.queue import Parked
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import DEFAULT_RULES, Rules
-from router_svc.core.select import SELECTORS, Matches
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS, Matches
 from router_svc.fleet_watch import FleetWatch
 from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics
+from router_svc.replication_sync import PeerSync
 from router_svc.service import RouterService
-from router_svc.sync import PeerSync
 from tests.sim.ledger import Ledger
 from tests.sim.net import End, Net, Process
 from tests.sim.wire import (
@@ -73,12 +73,12 @@ from tests.sim.wire import (
     subscriptions,
     syncs,
 )
-from worker_svc.attach_server import AttachServer
-from worker_svc.core.kv_events import Canonicaliser, Feed
-from worker_svc.engine import EngineConfig
-from worker_svc.publisher import Publisher
-from worker_svc.runner import Runner
-from worker_svc.sim_engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.kv_events.normalizer import Canonicaliser, Feed
+from worker_svc.kv_events.publisher import Publisher
+from worker_svc.serving.attach_server import AttachServer
+from worker_svc.serving.runner import Runner
 
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
@@ -498,7 +498,7 @@ class SimWorker:
         await self.attach.serve(read, write)
 
     async def drain(self) -> None:
-        """Leaves as a worker does that was told to: see `common/lifecycle.py`."""
+        """Leaves as a worker does that was told to: see `common/service/lifecycle.py`."""
         self.left_at = asyncio.get_running_loop().time()
         await self.discovery.reached()
         if self.lease is not None:

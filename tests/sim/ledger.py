@@ -15,19 +15,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from common.blocks import hashes_from_bytes
 from common.errors import MeshError, Unavailable, UnknownModel
-from common.instances import Changes, Instance
-from common.preprocessed import RoutingHints, SessionAction
+from common.kv.hashing import hashes_from_bytes
+from common.registry.instances import Changes, Instance
+from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
+from router_svc.core.admission import Lane, Parked
 from router_svc.core.busy import BusyLimits
 from router_svc.core.fleet import MODEL_MEMORY_S, Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import IndexChoice
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query
-from router_svc.core.queue import Lane, Parked
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
+from router_svc.core.router import Decision, Router
 
 # Guesses are judged by the time of the latest tick, and leave with one of the next.
 GUESS_SLACK_S = TICK_S + 0.01

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from common.instances import KvIndex
+from common.registry.instances import KvIndex
 from router_svc.core.overlap import EVENTS, IndexChoice
-from router_svc.core.rules import DEFAULT_RULES, Rules
+from router_svc.core.policy import DEFAULT_RULES, Rules
 from tests.sim.clients import Wish
 from tests.sim.faults import KEEPALIVE_S, Fault
 from tests.sim.net import WINDOW_BYTES

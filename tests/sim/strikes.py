@@ -10,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from common.errors import Unavailable, WorkerLost
-from common.instances import Role
+from common.registry.instances import Role
 from tests.sim.faults import CALM_FAULTS, KEEPALIVE_S, Fault, FaultKind, picked
 from tests.sim.fleet import (
     MODEL,

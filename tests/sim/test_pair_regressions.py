@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from common.preprocessed import StopConditions
+from common.request.preprocessed import StopConditions
 from tests.sim.clients import Wish, draw_conversations
 from tests.sim.faults import Fault, FaultKind
 from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Mode, Scenario
 from tests.sim.world import Report
 from tests.sim.world import run_scenario as run
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
 LONG = StopConditions(max_tokens=60, ignore_eos=True)

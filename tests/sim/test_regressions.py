@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from common.attach import CREDIT_BYTES
-from common.preprocessed import StopConditions
+from common.request.preprocessed import StopConditions
+from common.request.token_stream import CREDIT_BYTES
 from tests.sim.clients import Wish, draw_wishes
 from tests.sim.faults import KEEPALIVE_S, Fault, FaultKind
 from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.world import Report, run_scenario, run_seed
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
 WISHES = draw_wishes(Random(3), 40, 8.0, TRUTH, long_prompts=False)

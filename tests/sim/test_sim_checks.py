@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from common.attach import LegSink, Order, Terminal
 from common.errors import MeshError, Overloaded
-from common.instances import Changes, Snapshot
-from common.preprocessed import CompletionUsage, FinishReason, TokenLogprob
-from frontend_svc.core.request import Outcome, Plan
-from frontend_svc.engine_client import Submission
-from frontend_svc.gateway import Gateway, Listener, Ticket
-from frontend_svc.router_client import Key, Query
-from router_svc.core.load import BookingKey
+from common.registry.instances import Changes, Snapshot
+from common.request.preprocessed import CompletionUsage, FinishReason, TokenLogprob
+from common.request.token_stream import LegSink, Order, Terminal
+from frontend_svc.core.request.machine import Outcome, Plan
+from frontend_svc.peers.engine_client import Submission
+from frontend_svc.peers.router_client import Key, Query
+from frontend_svc.request.gateway import Gateway, Listener, Ticket
+from router_svc.core.load_tracker import BookingKey
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_wishes
 from tests.sim.faults import Fault, FaultKind
@@ -26,9 +26,9 @@ from tests.sim.fleet import Parts, WatchedEngines, WatchedRouter, WatchedRouterC
 from tests.sim.loop import run_virtually
 from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.core.truth import Truth
-from worker_svc.engine import GenerateContext, LLMEngineOutput, PreprocessedRequest
-from worker_svc.sim_engine import SimEngine
+from worker_svc.engines.contract import GenerateContext, LLMEngineOutput, PreprocessedRequest
+from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.token_oracle import Truth
 
 
 def fault(kind: FaultKind, at: float, *, pick: float = 0.0, lasts_s: float = 1.0) -> Fault:

@@ -10,23 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.attach import LegSink, Order
 from common.errors import MeshError
-from common.kv import Event, EventBatch, EventKind, Source
-from common.preprocessed import StopConditions
-from frontend_svc.core.patience import never_late
-from frontend_svc.core.request import Plan
-from frontend_svc.engine_client import Submission
-from frontend_svc.gateway import Gateway, Listener, Ticket
-from frontend_svc.router_client import Query
-from router_svc.core.approx import ApproxLimits
+from common.kv.events import Event, EventBatch, EventKind, Source
+from common.request.preprocessed import StopConditions
+from common.request.token_stream import LegSink, Order
+from frontend_svc.core.peers.stall_clock import never_late
+from frontend_svc.core.request.machine import Plan
+from frontend_svc.peers.engine_client import Submission
+from frontend_svc.peers.router_client import Query
+from frontend_svc.request.gateway import Gateway, Listener, Ticket
+from router_svc.core.admission import QueueRules
+from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import NO_LIMITS, BusyLimits
-from router_svc.core.load import LoadBook
+from router_svc.core.load_tracker import LoadBook
 from router_svc.core.overlap import choose_index
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.queue import QueueRules
-from router_svc.core.rules import Rules
-from router_svc.sync import PeerSync
+from router_svc.replication_sync import PeerSync
 from tests.sim.checks import Checks
 from tests.sim.clients import Wish
 from tests.sim.faults import Fault, FaultKind
@@ -34,8 +34,8 @@ from tests.sim.fleet import VISITOR, Parts, WatchedEngines, WatchedRouter, Watch
 from tests.sim.loop import run_virtually
 from tests.sim.scenario import SHORT_REST_S, WORDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.engine import EngineConfig
-from worker_svc.sim_engine import SimEngine
+from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.sim.engine import SimEngine
 
 pytestmark = pytest.mark.slow
 

@@ -6,15 +6,15 @@ from random import Random
 
 import pytest
 
-from frontend_svc.core.request import Outcome, Plan
-from frontend_svc.gateway import Gateway, Listener, Ticket
-from frontend_svc.router_client import Query
+from frontend_svc.core.request.machine import Outcome, Plan
+from frontend_svc.peers.router_client import Query
+from frontend_svc.request.gateway import Gateway, Listener, Ticket
 from tests.sim.__main__ import main
 from tests.sim.clients import draw_wishes
 from tests.sim.fleet import Parts
 from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 WISHES = draw_wishes(
     Random(7), 20, 3.0, Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN), long_prompts=False

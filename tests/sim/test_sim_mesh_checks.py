@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from router_svc.core.replica import Frame
-from router_svc.sync import PeerSync
+from router_svc.core.replication import Frame
+from router_svc.replication_sync import PeerSync
 from tests.sim.clients import draw_wishes
 from tests.sim.faults import Fault, FaultKind
 from tests.sim.fleet import Parts, WatchedEngines, WatchedRouterClient
 from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.core.truth import Truth
+from worker_svc.engines.sim.token_oracle import Truth
 
 pytestmark = pytest.mark.slow
 

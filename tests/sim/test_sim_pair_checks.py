@@ -9,30 +9,30 @@ from typing import Any
 
 import pytest
 
-from common.attach import LegSink, Order
 from common.errors import MeshError, Overloaded
-from common.index_feed import IndexFeed
-from common.kv import EventBatch
-from common.preprocessed import StopConditions
-from frontend_svc.core.request import Placed
-from frontend_svc.engine_client import Submission
-from frontend_svc.router_client import Answer, Key, Query
+from common.kv.events import EventBatch
+from common.kv.index_feed import IndexFeed
+from common.request.preprocessed import StopConditions
+from common.request.token_stream import LegSink, Order
+from frontend_svc.core.request.machine import Placed
+from frontend_svc.peers.engine_client import Submission
+from frontend_svc.peers.router_client import Answer, Key, Query
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.route import Decision
-from router_svc.core.select import Matches
+from router_svc.core.router import Decision
+from router_svc.core.selectors import Matches
 from tests.sim.clients import Wish, draw_conversations
 from tests.sim.faults import Fault, FaultKind
 from tests.sim.fleet import Parts, WatchedEngines, WatchedRouter, WatchedRouterClient
 from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.core.block_manager import Holding
-from worker_svc.core.handoff import Action, DecodeRoom, Release
-from worker_svc.core.handoff import Outcome as RoomOutcome
-from worker_svc.core.kv_events import ExternalEvent, PagesRemoved
-from worker_svc.core.truth import Truth
-from worker_svc.engine import GenerateContext, LLMEngineOutput, PreprocessedRequest
-from worker_svc.publisher import Publisher
-from worker_svc.sim_engine import SimEngine
+from worker_svc.engines.contract import GenerateContext, LLMEngineOutput, PreprocessedRequest
+from worker_svc.engines.sim.block_manager import Holding
+from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.transfer import Action, DecodeRoom, Release
+from worker_svc.engines.sim.transfer import Outcome as RoomOutcome
+from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved
+from worker_svc.kv_events.publisher import Publisher
 
 pytestmark = pytest.mark.slow
 

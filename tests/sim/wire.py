@@ -17,14 +17,14 @@ from random import Random
 from google.protobuf.message import Message
 
 from common.errors import MeshError
-from common.instances import Instance
+from common.registry.instances import Instance
 from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
-from router_svc.sync import OpenSync, Stream
+from router_svc.replication_sync import OpenSync, Stream
 from tests.sim.net import End, Net, Process
-from worker_svc.publisher import OpenCall, PublishCall
-from worker_svc.sim_handoff import Connection, Listener, Serve
+from worker_svc.engines.sim.transfer_server import Connection, Listener, Serve
+from worker_svc.kv_events.publisher import OpenCall, PublishCall
 
 # Where the streams of an indexer and the handoffs of an engine are listened for.
 PUBLISH = "{}/publish"
@@ -267,7 +267,7 @@ def subscriptions(net: Net, process: Process, garble: Garble, pace: Pace) -> Sub
 
 
 class _Sync:
-    """See `router_svc.sync.Stream`. Frames may lose what they tell of bookings."""
+    """See `router_svc.replication_sync.Stream`. Frames may lose what they tell of bookings."""
 
     def __init__(self, end: End, garble: Garble) -> None:
         self._end = end

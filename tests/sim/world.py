@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 from structlog.testing import capture_logs
 
-from common.attach import Order
-from common.blocks import PrefixHasher
 from common.errors import DeadlineExceeded, MeshError
-from common.preprocessed import StopConditions
-from common.registry import MemoryStore
-from common.tasks import TaskGroup
-from frontend_svc.core.request import Outcome, Placed
-from frontend_svc.engine_client import IDLE_S
-from frontend_svc.router_client import Key
+from common.kv.hashing import PrefixHasher
+from common.registry.registry import MemoryStore
+from common.request.preprocessed import StopConditions
+from common.request.token_stream import Order
+from common.runtime.tasks import TaskGroup
+from frontend_svc.core.request.machine import Outcome, Placed
+from frontend_svc.peers.engine_client import IDLE_S
+from frontend_svc.peers.router_client import Key
 from router_svc.app import TICK_S
 from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
 from tests.sim.clients import Client, Wish, expected_answer
@@ -49,10 +49,10 @@ from tests.sim.net import Net, Path
 from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
 from tests.sim.strikes import Strikes
 from tests.sim.wire import KV_HOST, Garble
-from worker_svc.core.timing import Timing
-from worker_svc.core.truth import Truth
-from worker_svc.sim_engine import SimConfig, SimModel
-from worker_svc.sim_handoff import SimHandoffConfig
+from worker_svc.engines.sim.engine import SimConfig, SimModel
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 T = TypeVar("T")
 

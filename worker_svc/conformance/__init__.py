@@ -1,1 +1,1 @@
-"""The conformance kit: whether an engine keeps the contract of `worker_svc/engine.py`."""
+"""The conformance kit: whether an engine keeps the contract of `worker_svc/engines/contract.py`."""

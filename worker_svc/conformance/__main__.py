@@ -20,10 +20,10 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from common.config import flag_of
+from common.runtime.config import flag_of
 from worker_svc.conformance.bench import Limits
 from worker_svc.conformance.report import Verdict, results
-from worker_svc.engine import LLMEngine
+from worker_svc.engines.contract import LLMEngine
 
 NO_ENGINE = 2
 # What the fields of Limits are for.
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m worker_svc.conformance",
-        description="Checks whether an engine keeps the contract of worker_svc/engine.py.",
+        description="Checks an engine against the contract of worker_svc/engines/contract.py.",
     )
     parser.add_argument(
         "engine", metavar="MODULE:ENGINE", help="a class, or any callable, that makes the engine"

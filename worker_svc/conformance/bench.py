@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from common.errors import MeshError
-from common.load import Load
-from common.preprocessed import TokenIds
-from worker_svc.core.kv_events import ExternalEvent, PagesCleared, PagesRemoved, PagesStored
-from worker_svc.engine import (
+from common.kv.load import Load
+from common.request.preprocessed import TokenIds
+from worker_svc.engines.contract import (
     EngineConfig,
     EngineContext,
     FinishReason,
@@ -23,6 +22,7 @@ from worker_svc.engine import (
     SamplingOptions,
     StopConditions,
 )
+from worker_svc.kv_events.normalizer import ExternalEvent, PagesCleared, PagesRemoved, PagesStored
 
 WORKER_ID = 0x5EED
 # How often a condition is looked at that an engine reaches by itself.

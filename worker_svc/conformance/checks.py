@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, MeshError, Unsupported
-from worker_svc.canary import probe
 from worker_svc.conformance.bench import (
     POLL_S,
     WORKER_ID,
@@ -26,8 +25,9 @@ from worker_svc.conformance.bench import (
     must_end_well,
     within,
 )
-from worker_svc.core.kv_events import PagesStored
-from worker_svc.engine import FinishReason, LLMEngineOutput, PagedEngine
+from worker_svc.engines.contract import FinishReason, LLMEngineOutput, PagedEngine
+from worker_svc.kv_events.normalizer import PagesStored
+from worker_svc.serving.probe import probe
 
 CONCURRENT = 8
 ANSWER_TOKENS = 8

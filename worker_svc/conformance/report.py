@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from worker_svc.conformance.bench import Bench, Failed, Limits, Skipped, within
 from worker_svc.conformance.checks import Check, all_checks
-from worker_svc.engine import LLMEngine
+from worker_svc.engines.contract import LLMEngine
 
 # A check takes several answers and ends at most.
 CHECK_LIMITS = 6

@@ -13,9 +13,10 @@ from prometheus_client.registry import Collector
 from starlette.routing import Router
 
 from common.errors import Conflict
-from common.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot
 from frontend_svc import metrics as metrics_module
-from frontend_svc.core.openai_errors import ErrorType
+from frontend_svc.core.openai.errors import ErrorType
+from frontend_svc.http.metrics_route import RouteDoc, metrics_router
 from frontend_svc.metrics import (
     DURATION_BUCKETS_S,
     DeploymentState,
@@ -31,7 +32,6 @@ from frontend_svc.metrics import (
     SurvivalCollector,
     log_buckets,
 )
-from frontend_svc.metrics_http import RouteDoc, metrics_router
 
 CHAT = Endpoint.CHAT_COMPLETIONS
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.kv import Source
+from common.kv.events import Source
 from indexer_svc.core.budget import ASK_EVERY_S, PATIENCE_S, Budget, Verdict
 
 BLOCKS = {Source(1): 600, Source(2): 300, Source(2, 1): 100}

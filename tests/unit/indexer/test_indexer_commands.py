@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from indexer_svc import record, replay
+from indexer_svc.tools import playback as replay
+from indexer_svc.tools import record
 
 COMMANDS = [("record", record.main), ("replay", replay.main)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.config import ConfigError, read_config
+from common.runtime.config import ConfigError, read_config
 from indexer_svc.config import IndexerConfig
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from common.kv import Event, EventBatch, EventKind, Source
+from common.kv.events import Event, EventBatch, EventKind, Source
 from indexer_svc.core.history import BATCHES_MAX, BLOCKS_MAX, History
 
 

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 
-from common.index_feed import IndexFeed
-from common.kv import (
+from common.kv.events import (
     Event,
     EventBatch,
     EventKind,
@@ -20,7 +19,8 @@ from common.kv import (
     Source,
     SourceState,
 )
-from common.registry import MemoryRegistry, MemoryStore
+from common.kv.index_feed import IndexFeed
+from common.registry.registry import MemoryRegistry, MemoryStore
 from indexer_svc.core.budget import PATIENCE_S, Budget
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import SLICE_S, Ingest

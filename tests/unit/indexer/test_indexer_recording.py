@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.index_feed import IndexFeed, exhaust
-from common.kv import (
+from common.kv.events import (
     NO_HASHES,
     Event,
     EventBatch,
@@ -24,7 +23,8 @@ from common.kv import (
     SourceStatus,
     Tier,
 )
-from common.kv_proto import BATCH_BLOCKS_MAX
+from common.kv.index_feed import IndexFeed, exhaust
+from common.wire.kv import BATCH_BLOCKS_MAX
 from indexer_svc.core.recording import (
     LINE_BYTES_MAX,
     BrokenRecording,

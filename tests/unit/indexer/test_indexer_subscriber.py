@@ -8,8 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from common.index_feed import Applied, Changed, Demand, IndexFeed, Replaced, exhaust
-from common.kv import (
+from common.kv.events import (
     CHUNK_BLOCKS,
     Event,
     EventBatch,
@@ -21,7 +20,8 @@ from common.kv import (
     SourceState,
     SourceStatus,
 )
-from common.load import Load
+from common.kv.index_feed import Applied, Changed, Demand, IndexFeed, Replaced, exhaust
+from common.kv.load import Load
 from indexer_svc.core.history import History
 from indexer_svc.core.subscriber import CaughtUp, LoadTold, StatusTold, Subscriber, Told
 
@@ -458,7 +458,7 @@ def test_a_copy_is_never_wrong_and_right_in_the_end(
 ) -> None:
     """Sets that change while they are read in parts of three blocks; frames of any size; an index
     that is lost for another; sources that are load-only for a while, in one of them."""
-    monkeypatch.setattr("common.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
+    monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
     sources = [A, B, C]
     rng, copy, pair = Random(seed), IndexFeed(), Pair(sources)
     index = pair.indexes[0]

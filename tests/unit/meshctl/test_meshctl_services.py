@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.config import ServiceConfig, read_config
+from common.runtime.config import ServiceConfig, read_config
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
 from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services

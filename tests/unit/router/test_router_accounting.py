@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.blocks import (
+from common.errors import InvalidRequest, Overloaded, Unavailable
+from common.kv.events import Source
+from common.kv.hashing import (
     BlockExtraInfo,
     MmObject,
     PrefixHasher,
@@ -22,16 +24,15 @@ from common.blocks import (
     hashes_from_bytes,
     hashes_to_bytes,
 )
-from common.errors import InvalidRequest, Overloaded, Unavailable
-from common.instances import Instance, Snapshot
-from common.kv import Source
-from common.load import Load
-from common.prefix_index import Matched
-from common.preprocessed import RouterConfigOverride, RoutingHints
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.admission import Parked, QueueRules
 from router_svc.core.cost import CostKnobs
 from router_svc.core.fleet import Placement
-from router_svc.core.load import (
+from router_svc.core.load_tracker import (
     EXPIRY_LOOK_S,
     EXPIRY_S,
     Booking,
@@ -40,12 +41,11 @@ from router_svc.core.load import (
     Totals,
 )
 from router_svc.core.overlap import Standing
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query, decode_charge, prefill_charge
-from router_svc.core.queue import Parked, QueueRules
-from router_svc.core.route import Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
-from router_svc.router_proto import booking_from_proto, booking_to_proto, decision_to_proto
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS
+from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
 
 FRONTEND = 7
 W1, W2 = Placement(1, 0), Placement(2, 0)

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from common.errors import Overloaded, Unavailable
-from common.instances import Instance, Snapshot
-from common.load import Load
-from common.preprocessed import RoutingHints, SessionControl
+from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingHints, SessionControl
+from router_svc.core.admission import QueueRules
 from router_svc.core.busy import BusyLimits, busy_workers
 from router_svc.core.cost import DEFAULT_KNOBS
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import BookingKey, Totals
-from router_svc.core.picks import Ask
+from router_svc.core.load_tracker import BookingKey, Totals
+from router_svc.core.placement import Ask
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query
-from router_svc.core.queue import QueueRules
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
 
 FRONTEND = 7
 

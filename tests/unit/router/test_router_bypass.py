@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import Unavailable
-from common.instances import Instance, Snapshot
-from common.kv import Source
-from common.load import Load
-from common.prefix_index import Matched
-from common.preprocessed import RoutingConstraints, RoutingHints, SessionControl
-from router_svc.core.disagg import BYPASSES, NO_BYPASS, Bypass
+from common.kv.events import Source
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingConstraints, RoutingHints, SessionControl
 from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import Standing
+from router_svc.core.pairing import BYPASSES, NO_BYPASS, Bypass
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
 
 B = 16
 SHORT = Bypass(policy="isl_bounding")

@@ -9,12 +9,12 @@ from types import ModuleType
 
 import pytest
 
-from common.config import ConfigError, read_config
-from common.registry import MemoryRegistry, MemoryStore
+from common.registry.registry import MemoryRegistry, MemoryStore
+from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig, load_selector
 from router_svc.core.cost import DEFAULT_KNOBS
-from router_svc.core.select import SELECTORS, LeastLoaded
+from router_svc.core.selectors import SELECTORS, LeastLoaded
 
 
 @pytest.fixture

@@ -12,19 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
-from common.instances import Instance, Snapshot
-from common.kv import Source
-from common.prefix_index import Matched
-from common.preprocessed import RoutingConstraints, RoutingHints
+from common.kv.events import Source
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingConstraints, RoutingHints
 from router_svc.core.adapters import GONE_MAX, Adapters
-from router_svc.core.disagg import TransferDomain
 from router_svc.core.fleet import MODEL_MEMORY_S, Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import Standing
+from router_svc.core.pairing import TransferDomain
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
 
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 SEEDS = range(30)

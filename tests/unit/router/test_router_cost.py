@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.instances import Instance
-from common.kv import Source
-from common.load import Load
-from common.prefix_index import Matched
-from common.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
+from common.kv.events import Source
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance
+from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
 from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, draw
-from router_svc.core.filters import Leg
+from router_svc.core.eligibility import Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import LoadBook
-from router_svc.core.misses import RecentMisses
+from router_svc.core.load_tracker import LoadBook
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.select import Kv, Matches, Scored, View, price
+from router_svc.core.recent_prefill import RecentMisses
+from router_svc.core.selectors import Kv, Matches, Scored, View, price
 
 B = 16
 PLAIN = CostKnobs(decode_active_request_weight=0.0, recent_miss_weight=0.0)

@@ -11,17 +11,17 @@ import pytest
 from structlog.testing import capture_logs
 
 from common.errors import Bug, Conflict, InvalidRequest, MeshError, Overloaded
-from common.instances import Instance, Snapshot
-from common.load import Load
+from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.affinity import Binding, Bond, SessionName, ToldBond
+from router_svc.core.admission import Parked, QueueRules
 from router_svc.core.fleet import Placement
-from router_svc.core.load import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
-from router_svc.core.picks import SELECTOR_FAILED
-from router_svc.core.queue import Parked, QueueRules
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS, Choice, LeastLoaded, WorkerSelector
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
+from router_svc.core.placement import SELECTOR_FAILED
+from router_svc.core.policy import Rules
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS, Choice, LeastLoaded, WorkerSelector
+from router_svc.core.sessions import Binding, Bond, SessionName, ToldBond
 from router_svc.decisions import PART, SLICE, Decisions
 from router_svc.hashing import Hashers
 from router_svc.metrics import Metrics

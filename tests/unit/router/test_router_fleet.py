@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.instances import Instance, Snapshot
+from common.registry.instances import Instance, Snapshot
 from router_svc.core.fleet import MODEL_MEMORY_S, Fleet, Placement
 
 

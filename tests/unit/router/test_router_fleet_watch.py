@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from common import registry as registry_module
 from common.errors import Unavailable
-from common.instances import Instance, Snapshot
-from common.registry import Registry
+from common.registry import registry as registry_module
+from common.registry.instances import Instance, Snapshot
+from common.registry.registry import Registry
 from router_svc.core.query import Query
-from router_svc.core.route import Router
-from router_svc.core.select import RoundRobin
+from router_svc.core.router import Router
+from router_svc.core.selectors import RoundRobin
 from router_svc.fleet_watch import FleetWatch
 
 

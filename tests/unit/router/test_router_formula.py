@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.instances import Instance
-from common.kv import Source
-from common.load import Load
-from common.prefix_index import Matched
-from common.preprocessed import RouterConfigOverride
+from common.kv.events import Source
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance
+from common.request.preprocessed import RouterConfigOverride
 from router_svc.core.cost import CostKnobs, draw
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load import LoadBook
+from router_svc.core.load_tracker import LoadBook
 from router_svc.core.query import Query
-from router_svc.core.select import Kv, Scored, View, price
+from router_svc.core.selectors import Kv, Scored, View, price
 
 B = 16
 PLAIN = CostKnobs(decode_active_request_weight=0.0, recent_miss_weight=0.0)

@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from common.instances import Instance, Snapshot
-from router_svc.core.load import BookingKey, LoadBook
+from common.registry.instances import Instance, Snapshot
+from router_svc.core.load_tracker import BookingKey, LoadBook
 from router_svc.core.query import Query
-from router_svc.core.replica import Replica, Telling
-from router_svc.core.route import Router
-from router_svc.core.select import SELECTORS
+from router_svc.core.replication import Replica, Telling
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS
 
 WORKERS = range(1, 9)
 FRONTEND = 7

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import router_svc.index_replica
-from common.blocks import hashes_to_bytes
 from common.errors import MeshError, Unavailable
-from common.index_feed import STALE_S, STEP_BLOCKS
-from common.instances import Instance
-from common.kv import Event, EventBatch, EventKind, Hashes, Partition, Source
-from common.kv_proto import batch_to_proto, partition_to_proto, source_to_proto
-from common.load import Load
+from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
+from common.kv.hashing import hashes_to_bytes
+from common.kv.index_feed import STALE_S, STEP_BLOCKS
+from common.kv.load import Load
+from common.registry.instances import Instance
+from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.core.fleet import Placement

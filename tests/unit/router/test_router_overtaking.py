@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.instances import Instance, Snapshot
-from common.load import Load
-from common.preprocessed import RoutingHints, SessionControl
+from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingHints, SessionControl
+from router_svc.core.admission import AdmissionQueue, Hindrance, Lane, Parked, QueueRules, Spot
 from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.policy import Rules
 from router_svc.core.query import Query
-from router_svc.core.queue import AdmissionQueue, Hindrance, Lane, Parked, QueueRules, Spot
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
 
 BATCH = 1000
 

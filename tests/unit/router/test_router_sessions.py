@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
-from common.instances import Instance, Snapshot
-from common.preprocessed import RoutingHints, SessionAction, SessionControl
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
-from router_svc.core.affinity import (
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.policy import Rules
+from router_svc.core.query import Query
+from router_svc.core.replication import BEHIND_MAX, FRAME_MAX, Replica, Telling
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
+from router_svc.core.sessions import (
     Affinity,
     AffinityMode,
     Binding,
@@ -21,14 +28,7 @@ from router_svc.core.affinity import (
     SessionName,
     ToldBond,
 )
-from router_svc.core.fleet import Placement
-from router_svc.core.load import BookingKey
-from router_svc.core.query import Query
-from router_svc.core.replica import BEHIND_MAX, FRAME_MAX, Replica, Telling
-from router_svc.core.route import Decision, Router
-from router_svc.core.rules import Rules
-from router_svc.core.select import SELECTORS
-from router_svc.router_proto import (
+from router_svc.proto import (
     bond_from_proto,
     bond_to_proto,
     booking_from_proto,

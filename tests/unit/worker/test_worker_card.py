@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from common.card import Artifact, ModelCard
-from common.config import ConfigError, read_config
 from common.errors import InvalidRequest
+from common.registry.card import Artifact, ModelCard
+from common.runtime.config import ConfigError, read_config
 from worker_svc.card import card_of, differences, missing_files, vocab_size_of
 from worker_svc.config import WorkerConfig
-from worker_svc.engine import EngineConfig
-from worker_svc.sim_engine import SIM_MODEL_DIR
+from worker_svc.engines.contract import EngineConfig
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR
 
 CARD = card_of(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from common.config import flag_of
+from common.runtime.config import flag_of
 from worker_svc.conformance.__main__ import main
 from worker_svc.conformance.bench import Limits
 

@@ -1,0 +1,1 @@
+"""KV blocks: hashing, events, the prefix index and its feed. Pure."""

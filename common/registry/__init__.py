@@ -1,0 +1,1 @@
+"""Service discovery: instances, model cards, and the file and Consul registries."""

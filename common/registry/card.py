@@ -1,0 +1,260 @@
+"""The model card: all that a frontend needs to serve a model, and its checksum (pure).
+
+The checksum names the card: SHA-256 over its canonical JSON, which holds every field, artifacts by
+their own digest. Hence equal checksums mean equal cards, a store may keep a card under its checksum
+for ever, and two replicas that differ in anything (also aliases and user_data) are told apart; were
+those left out, the card stored first would silently win. Only whether an artifact's bytes travel
+inside the card makes no difference. Facts about one replica belong in `Instance.meta`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Flag, auto
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import JsonValue, PlainValidator, TypeAdapter
+
+from common.errors import InvalidRequest
+from common.registry.instances import parse_json, slugify
+
+ModelInput = Literal["tokens", "text"]
+
+# An artifact becomes a file of that name in somebody's cache directory.
+_ARTIFACT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+class ModelType(Flag):
+    """What a model can be asked for; combined with `|`, in JSON a list of lower-case names."""
+
+    CHAT = auto()
+    COMPLETIONS = auto()
+    EMBEDDING = auto()
+    PREFILL = auto()
+
+
+def model_type_of(names: Iterable[str]) -> ModelType:
+    """What the names, in lower case, say together. Raises ValueError with the one that is none."""
+    known = {str(flag.name).lower(): flag for flag in ModelType}
+    result = ModelType(0)
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ValueError(f"{name!r} is none of {', '.join(known)}")
+        result |= known[name]
+    return result
+
+
+def _read_model_type(raw: object) -> ModelType:
+    if not isinstance(raw, list):
+        raise ValueError("must be a list of names")
+    return model_type_of(raw)
+
+
+def _read_inline(raw: object) -> bytes | None:
+    if raw is None:
+        return None
+    if not isinstance(raw, str):
+        raise ValueError("must be base64 text or null")
+    return base64.b64decode(raw, validate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """One file of a model. sha256: lower-case hex; size in bytes; inline: the bytes, or None."""
+
+    sha256: str
+    size: int
+    inline: Annotated[bytes | None, PlainValidator(_read_inline)] = None
+
+    @staticmethod
+    def of(data: bytes, *, inline: bool = True) -> Artifact:
+        """The artifact with content `data`, which travels inside the card if `inline`."""
+        return Artifact(hashlib.sha256(data).hexdigest(), len(data), data if inline else None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """A model as it is served.
+
+    name: what clients put into `model` (required); aliases: further names of the same.
+    model_input: "tokens" = the frontend templates and tokenizes (it needs the artifacts),
+    "text" = the request is passed through to the engine.
+    context_length in tokens, None = unknown (0 is read as None); kv_block_size in tokens.
+    hash_scheme: id of the block identity of `common/kv/hashing.py`; "" = model is not indexed.
+    artifacts: by file name: tokenizer.json, tokenizer_config.json, generation_config.json,
+    chat_template.jinja …
+    tool_call_parser, reasoning_parser: names, None = no parsing.
+    default_max_tokens: used when a request has none; None = what the context leaves.
+
+    Raises InvalidRequest, which names the field, if a value is out of range.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    model_type: Annotated[ModelType, PlainValidator(_read_model_type)] = (
+        ModelType.CHAT | ModelType.COMPLETIONS
+    )
+    model_input: ModelInput = "tokens"
+    context_length: int | None = None
+    kv_block_size: int | None = None
+    hash_scheme: str = ""
+    eos_token_ids: tuple[int, ...] = ()
+    artifacts: Mapping[str, Artifact] = field(default_factory=dict, hash=False)
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    default_max_tokens: int | None = None
+    user_data: Mapping[str, JsonValue] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "artifacts", MappingProxyType(dict(self.artifacts)))
+        object.__setattr__(self, "user_data", MappingProxyType(dict(self.user_data)))
+        if self.context_length == 0:
+            object.__setattr__(self, "context_length", None)
+        if not self.name:
+            raise InvalidRequest("a card needs a name", "name")
+        if not self.model_type:
+            raise InvalidRequest("a card needs at least one model_type", "model_type")
+        for name in ("context_length", "kv_block_size", "default_max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, or absent; not {value}", name)
+        if any(not 0 <= token < 2**32 for token in self.eos_token_ids):
+            raise InvalidRequest("eos_token_ids must fit 32 bits", "eos_token_ids")
+        for name, artifact in self.artifacts.items():
+            _check_artifact(name, artifact)
+
+    @property
+    def requires_preprocessing(self) -> bool:
+        """Whether the frontend renders and tokenizes (else the request is passed through)."""
+        return self.model_input == "tokens"
+
+    @property
+    def checksum(self) -> str:
+        """Its name: 64 hex digits, computed from `canonical` at every call (tens of µs)."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    def canonical(self) -> bytes:
+        """The JSON the checksum is taken of: sorted keys, no blanks, UTF-8, no inline bytes.
+
+        Fields at their default are left out: a field added later leaves old checksums alone, and
+        a reader that does not know a field in use sees another checksum and refuses the card.
+        """
+        return _dump(_plain(self.without_inline()))
+
+    def without_inline(self, *, above_bytes: int = -1) -> ModelCard:
+        """The same card (and checksum) for stores with small values; artifacts by digest only.
+
+        above_bytes: only those that are larger; the smaller ones keep what they have inline.
+        """
+        bare = {
+            name: replace(a, inline=None) if a.size > above_bytes else a
+            for name, a in self.artifacts.items()
+        }
+        return replace(self, artifacts=bare)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    checksum: str
+    card: ModelCard
+
+
+_SEALED: TypeAdapter[_Sealed] = TypeAdapter(_Sealed)
+
+
+def encode_card(card: ModelCard) -> bytes:
+    """`{"card": …, "checksum": …}`, inline artifacts in base64."""
+    return _dump({"card": _plain(card), "checksum": card.checksum})
+
+
+def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
+    """The card in `raw`, verified: every inline artifact's size and digest, and the checksum.
+
+    Raises InvalidRequest whose field says what differs: a path into the card, or `checksum` when
+    the content is not what the stated, or the expected, checksum names.
+    """
+    sealed = parse_json(_SEALED, raw, "model card")
+    card = sealed.card
+    for name, artifact in card.artifacts.items():
+        if artifact.inline is not None:
+            verify_artifact(name, artifact, artifact.inline)
+    actual = card.checksum
+    for stated in (sealed.checksum, expected_checksum):
+        if stated not in (None, actual):
+            raise InvalidRequest(
+                f"the card of {card.name!r} has checksum {actual}, not {stated}", "checksum"
+            )
+    return card
+
+
+def verify_artifact(name: str, artifact: Artifact, data: bytes) -> None:
+    """InvalidRequest unless `data` is the content that `artifact` names; field says which part."""
+    if len(data) != artifact.size:
+        raise InvalidRequest(
+            f"artifact {name} has {len(data)} bytes, the card says {artifact.size}",
+            f"artifacts.{name}.size",
+        )
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != artifact.sha256:
+        raise InvalidRequest(
+            f"artifact {name} has sha256 {digest}, the card says {artifact.sha256}",
+            f"artifacts.{name}.sha256",
+        )
+
+
+def model_slug(name: str) -> str:
+    """A key for `name` in stores: its slug, told apart from other names with the same slug.
+
+    A name that is not its own slug gets eight digits of its SHA-256 appended (`Qwen/A` and
+    `qwen_a` must not share a key). Never begins with a dot, at most 128 characters.
+    """
+    slug = slugify(name)
+    if slug == name and name and not name.startswith(".") and len(name) <= 128:
+        return name
+    suffix = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{slug[:100].lstrip('.')}-{suffix}"
+
+
+def _check_artifact(name: str, artifact: Artifact) -> None:
+    if not _ARTIFACT_NAME.fullmatch(name):
+        raise InvalidRequest(f"artifact name {name!r} is no plain file name", "artifacts")
+    if not _SHA256.fullmatch(artifact.sha256):
+        raise InvalidRequest(f"sha256 of {name} is not 64 hex digits", f"artifacts.{name}.sha256")
+    if artifact.size < 0:
+        raise InvalidRequest(f"size of {name} is negative", f"artifacts.{name}.size")
+
+
+# Any: these are JSON trees, of whatever shape the fields have.
+def _plain(card: ModelCard) -> dict[str, Any]:
+    default = ModelCard(name="-")  # a name no card should have: the key is always written
+    values = {f.name: getattr(card, f.name) for f in fields(card)}
+    raw: dict[str, Any] = {k: v for k, v in values.items() if v != getattr(default, k)}
+    if "model_type" in raw:
+        raw["model_type"] = sorted(str(flag.name).lower() for flag in card.model_type)
+    if "artifacts" in raw:
+        raw["artifacts"] = {name: _plain_artifact(a) for name, a in card.artifacts.items()}
+    if "user_data" in raw:
+        raw["user_data"] = dict(card.user_data)
+    return raw
+
+
+def _plain_artifact(artifact: Artifact) -> dict[str, Any]:
+    inline = None if artifact.inline is None else base64.b64encode(artifact.inline).decode()
+    return {"sha256": artifact.sha256, "size": artifact.size, "inline": inline}
+
+
+def _dump(tree: dict[str, Any]) -> bytes:
+    try:
+        text = json.dumps(
+            tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+        )
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the card is not JSON: {error}", "user_data") from error

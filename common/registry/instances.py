@@ -1,0 +1,327 @@
+"""Who is in the mesh: instances, snapshots of them and what changed between two (pure).
+
+An instance is one *incarnation* of a process: its id is drawn at process start and never used
+again, and it is the key of everything (routing, in-flight sets, index state). An address may come
+back under a new id; `stable_name` says that it is the same thing restarted.
+
+Invariants: an Instance that exists is valid; a Snapshot never changes; instances in a snapshot
+stand in order of registration, oldest first, and no two of them share (service, stable_name).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from random import Random
+from types import MappingProxyType
+from typing import Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from common.errors import InvalidRequest
+
+Service = Literal["frontend", "router", "indexer", "worker"]
+Role = Literal["aggregated", "prefill", "decode"]
+KvIndex = Literal["events", "approx", "none"]
+
+T = TypeVar("T")
+
+INSTANCE_ID_LIMIT = 2**63
+# The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
+ENDPOINT = "serve"
+# In a router's meta: its policy to serve whole what could be split; absent where it has none.
+PREFILL_BYPASS = "prefill_bypass"
+
+# A namespace is a directory name and a Consul tag.
+_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_ILLEGAL_IN_SLUG = re.compile(r"[^a-z0-9._-]")
+_ADVERTISED_SIZES = (
+    "block_size",
+    "total_kv_blocks",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "context_length",
+    "pid",
+    "dp_size",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One incarnation of one process, as it advertises itself.
+
+    id: 1 … 2^63-1, random, new at each process start (`new_instance_id`): worker id = lease id.
+    stable_name: the same across restarts; a newcomer supersedes its predecessor. "" = no such link.
+    address: `host:port` of its gRPC server as peers dial it; http_address: the frontend's gateway.
+    model, card_checksum: what it serves, "" = nothing, or no card (pass-through engines).
+    role, transfer_group, bootstrap_host and _port, local_prefill: prefill/decode (workers only).
+    block_size in tokens; total_kv_blocks in blocks; max_num_batched_tokens and context_length in
+    tokens; dp_rank_start and dp_size: its data-parallel ranks are [start, start + size).
+    A size that is None is not advertised; zero is refused, since it would read as "no capacity".
+    taints: what routing constraints match; loras: adapters that it can apply without loading them
+    first; meta: anything else, never read by routing.
+
+    Raises InvalidRequest, which names the field, if a value is out of range.
+    """
+
+    id: int
+    namespace: str
+    service: Service
+    stable_name: str
+    address: str
+    http_address: str = ""
+    model: str = ""
+    card_checksum: str = ""
+    role: Role = "aggregated"
+    block_size: int | None = None
+    transfer_group: str = ""
+    bootstrap_host: str | None = None
+    bootstrap_port: int | None = None
+    local_prefill: bool = True
+    dp_rank_start: int = 0
+    dp_size: int = 1
+    total_kv_blocks: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    context_length: int | None = None
+    taints: frozenset[str] = frozenset()
+    loras: frozenset[str] = frozenset()
+    kv_index: KvIndex = "none"
+    meta: Mapping[str, str] = field(default_factory=dict, hash=False)
+    pid: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "meta", MappingProxyType(dict(self.meta)))
+        if not 0 < self.id < INSTANCE_ID_LIMIT:
+            raise InvalidRequest(f"id must be in 1 … 2^63-1, not {self.id}", "id")
+        check_namespace(self.namespace)
+        _check_address("address", self.address)
+        if self.http_address:
+            _check_address("http_address", self.http_address)
+        if self.card_checksum and not self.model:
+            raise InvalidRequest("a card_checksum needs a model", "model")
+        if (self.bootstrap_host is None) != (self.bootstrap_port is None):
+            raise InvalidRequest("bootstrap_host and bootstrap_port go together", "bootstrap_port")
+        if self.bootstrap_port is not None:
+            _check_port("bootstrap_port", self.bootstrap_port)
+        if self.dp_rank_start < 0:
+            raise InvalidRequest("dp_rank_start must not be negative", "dp_rank_start")
+        for name in _ADVERTISED_SIZES:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be at least 1, or absent; not {value}", name)
+
+    @property
+    def network_name(self) -> ModelNetworkName:
+        """Its key in the S0 sense."""
+        return EndpointInfo(self.namespace, self.service, ENDPOINT, self.id).network_name()
+
+    def to_json(self) -> bytes:
+        """A JSON object of every field; `from_json` reads an equal value back."""
+        raw = {f.name: getattr(self, f.name) for f in fields(self)}
+        raw["taints"] = sorted(self.taints)
+        raw["loras"] = sorted(self.loras)
+        raw["meta"] = dict(self.meta)
+        return json.dumps(raw, separators=(",", ":")).encode()
+
+    @staticmethod
+    def from_json(raw: bytes | str) -> Instance:
+        """The instance in `raw`. Unknown keys are tolerated, so that newer peers can add some.
+
+        Raises InvalidRequest for anything missing, wrongly typed or out of range, naming it.
+        """
+        return parse_json(_INSTANCE, raw, "instance")
+
+
+_INSTANCE: TypeAdapter[Instance] = TypeAdapter(Instance)
+
+
+def parse_json(shape: TypeAdapter[T], raw: bytes | str, what: str) -> T:
+    """`raw` as `shape`, with no coercion of types; InvalidRequest names `what` and the field."""
+    try:
+        return shape.validate_json(raw, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in first["loc"]) or None
+        where = what if path is None else f"{what}.{path}"
+        raise InvalidRequest(f"{where}: {first['msg']}", path) from error
+
+
+def new_instance_id(rng: Random) -> int:
+    """A random id in 2^53 … 2^63-1. `rng` must be seeded by the system, or ids would repeat.
+
+    So large that logs write all of them as text, and not only nearly all: see
+    `common/runtime/log.py`.
+    """
+    return rng.randrange(2**53, INSTANCE_ID_LIMIT)
+
+
+def check_namespace(namespace: str) -> None:
+    """InvalidRequest unless letters, digits, `._-`, not starting with a sign, at most 63."""
+    if not _NAMESPACE.fullmatch(namespace):
+        raise InvalidRequest(
+            f"namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' or '-', "
+            "beginning with a letter or digit",
+            "namespace",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All members of a namespace at one moment: id → Instance, oldest registration first.
+
+    revision grows with every change that one Registry object sees; it compares snapshots of that
+    object and that namespace only. 0 = nothing was ever seen; a namespace that was seen to be
+    empty is 1.
+    """
+
+    revision: int = 0
+    instances: Mapping[int, Instance] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "instances", MappingProxyType(dict(self.instances)))
+
+    def of(self, service: Service) -> tuple[Instance, ...]:
+        """The instances of one service."""
+        return tuple(i for i in self.instances.values() if i.service == service)
+
+    def serving(self, model: str) -> tuple[Instance, ...]:
+        """The workers that serve `model`; the model is gone when there is none."""
+        return tuple(i for i in self.of("worker") if i.model == model)
+
+    def card_checksum(self, model: str) -> str | None:
+        """The checksum of the card under which `model` is served, None if it is not, or has none.
+
+        The oldest worker decides; `register` keeps the others equal to it.
+        """
+        return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
+
+    def following(self, members: Iterable[Instance]) -> Snapshot:
+        """The next snapshot of `members` (oldest first), or this very one if nothing changed.
+
+        The first one that was seen follows revision 0 also when there is nobody.
+        """
+        instances = {i.id: i for i in supersede(members)}
+        if self.revision and instances == self.instances:
+            return self
+        return Snapshot(self.revision + 1, instances)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What turns one snapshot into another; `changed` holds the new values."""
+
+    joined: tuple[Instance, ...] = ()
+    left: tuple[Instance, ...] = ()
+    changed: tuple[Instance, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.joined or self.left or self.changed)
+
+
+def diff(old: Snapshot, new: Snapshot) -> Changes:
+    """What happened between the two. A restart is one that left and one that joined."""
+    before, after = old.instances, new.instances
+    return Changes(
+        joined=tuple(i for key, i in after.items() if key not in before),
+        left=tuple(i for key, i in before.items() if key not in after),
+        changed=tuple(i for key, i in after.items() if key in before and before[key] != i),
+    )
+
+
+def supersede(instances: Iterable[Instance]) -> tuple[Instance, ...]:
+    """`instances` (oldest registration first) without those that a later incarnation replaced.
+
+    Two are incarnations of one thing if namespace, service and a non-empty stable_name agree.
+    """
+    instances = tuple(instances)
+    newest = {_lineage(i): i.id for i in instances}
+    return tuple(i for i in instances if newest[_lineage(i)] == i.id)
+
+
+def card_rival(members: Iterable[Instance], newcomer: Instance) -> Instance | None:
+    """The live instance that serves newcomer's model under another card, or None.
+
+    `members` stand oldest first. The newcomer's own predecessor is no rival: it is superseded.
+    """
+    if not newcomer.card_checksum:
+        return None
+    others = (i for i in members if i.id != newcomer.id)
+    for member in supersede((*others, newcomer)):
+        same_model = member.namespace == newcomer.namespace and member.model == newcomer.model
+        if same_model and member.card_checksum not in ("", newcomer.card_checksum):
+            return member
+    return None
+
+
+def slugify(text: str) -> str:
+    """`text` in lower case, each character outside a-z 0-9 `.` `_` `-` replaced by `_`."""
+    return _ILLEGAL_IN_SLUG.sub("_", text.lower())
+
+
+class ModelNetworkName(str):
+    """The key of one instance of one endpoint: `ns.component.endpoint-<lease hex>`, opaque."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_parts(
+        cls, namespace: str, component: str, endpoint: str, lease_id: int
+    ) -> ModelNetworkName:
+        """Slug of the four parts. The lease is an i64 (or u64): negative ones in two's complement.
+
+        Raises InvalidRequest if it does not fit 64 bits.
+        """
+        if not -(2**63) <= lease_id < 2**64:
+            raise InvalidRequest(f"lease_id {lease_id} does not fit 64 bits", "lease_id")
+        lease = lease_id & (2**64 - 1)
+        return cls(slugify(f"{namespace}.{component}.{endpoint}-{lease:x}"))
+
+    @classmethod
+    def from_local(cls, endpoint: EndpointId, lease_id: int) -> ModelNetworkName:
+        """The key of an endpoint served by this process under `lease_id`."""
+        return cls.from_parts(endpoint.namespace, endpoint.component, endpoint.name, lease_id)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointId:
+    """What can be called: an endpoint of a component of a namespace."""
+
+    namespace: str
+    component: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointInfo:
+    """One live instance of an endpoint."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    lease_id: int
+
+    def network_name(self) -> ModelNetworkName:
+        """Its key, the same as `ModelNetworkName.from_parts` of its parts."""
+        return ModelNetworkName.from_parts(
+            self.namespace, self.component, self.endpoint, self.lease_id
+        )
+
+
+def _lineage(instance: Instance) -> tuple[str, str, str, int]:
+    own = 0 if instance.stable_name else instance.id
+    return (instance.namespace, instance.service, instance.stable_name, own)
+
+
+def _check_address(name: str, address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isascii() and port.isdigit()):
+        raise InvalidRequest(f"{name} must be host:port, not {address!r}", name)
+    _check_port(name, int(port))
+
+
+def _check_port(name: str, port: int) -> None:
+    if not 0 < port < 65536:
+        raise InvalidRequest(f"{name} has port {port}, outside 1 … 65535", name)

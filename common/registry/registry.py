@@ -1,0 +1,315 @@
+"""Discovery: who is in the mesh, and under which card a model is served.
+
+`Registry` is the seam; the adapters are `MemoryRegistry` here, `common/registry/file.py` and
+`common/registry/consul.py`, all under one contract suite (`tests/contract/test_registry.py`).
+
+Losing the store never stops serving: a watch keeps its last snapshot, and an owner puts its entry
+back by itself when it vanished or the store returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import NoReturn, Protocol
+
+import structlog
+
+from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from common.registry.card import ModelCard, decode_card, encode_card
+from common.registry.instances import Instance, Snapshot, card_rival, check_namespace
+
+LOG = structlog.get_logger(__name__)
+
+# Between attempts to open a failing watch again: first, and at most.
+FOLLOW_PAUSE_S = 0.1
+FOLLOW_PAUSE_MAX_S = 5.0
+
+
+class Lease(Protocol):
+    """A registration. It ends with `close`, with its Registry, or with the process."""
+
+    @property
+    def instance(self) -> Instance:
+        """What is registered now."""
+
+    async def update(self, instance: Instance) -> None:
+        """Advertise other facts about the same incarnation.
+
+        Raises InvalidRequest if id, namespace, service or stable_name differ, Conflict if the lease
+        is closed or the card is refused (see `Registry.register`), Unavailable.
+        """
+
+    async def close(self) -> None:
+        """Deregister at once. Idempotent."""
+
+
+class Watch(Protocol):
+    """The members of one namespace as they change, for one reader."""
+
+    @property
+    def current(self) -> Snapshot:
+        """What `next` returned last; at first the members at the time the watch was opened, of
+        revision 0 if the store did not say who they are.
+        """
+
+    async def next(self) -> Snapshot:
+        """Wait until the members differ from `current`, and return them as they are then.
+
+        Changes coalesce: a slow reader misses steps, never the outcome. Raises Unavailable once the
+        Registry is closed. A lost store raises nothing: there is no change to report.
+        """
+
+
+class Registry(Protocol):
+    """One client of the store that all processes of a mesh share.
+
+    Snapshots hold live instances only, and of each stable_name only the newest incarnation.
+    """
+
+    async def register(self, instance: Instance) -> Lease:
+        """Make `instance` visible to all until the lease ends.
+
+        All workers of a namespace that serve a model do so under one card: a newcomer with another
+        card_checksum than the live ones is refused, until the last of them is gone (its own
+        predecessor by stable_name does not count).
+
+        Raises Conflict (reason CARD_CONFLICT, or INSTANCE_EXISTS if the id is registered),
+        Unavailable if the store cannot be reached.
+        """
+
+    def watch(self, namespace: str) -> AbstractAsyncContextManager[Watch]:
+        """The members of `namespace` and their changes. Any number of watches may be open."""
+
+    async def snapshot(self, namespace: str) -> Snapshot:
+        """The members of `namespace` now; the last known ones if the store is lost, which are of
+        revision 0 if it never answered.
+        """
+
+    async def put_card(self, card: ModelCard) -> None:
+        """Store `card` under its checksum, for ever. To be done before registering under it."""
+
+    async def get_card(self, checksum: str) -> ModelCard:
+        """The verified card. Raises NotFound, InvalidRequest (naming what is corrupt)."""
+
+    async def deregister(self, namespace: str, instance_id: int) -> None:
+        """Remove a dead owner's instance without waiting for its lease to run out. Idempotent.
+
+        For supervisors that saw their child exit. A live owner puts itself back.
+        """
+
+    async def close(self) -> None:
+        """End all leases and watches of this client. Idempotent."""
+
+
+async def follow(registry: Registry, namespace: str, take: Callable[[Snapshot], None]) -> NoReturn:
+    """Hands every snapshot of `namespace` to `take`, for ever; ends by cancellation only.
+
+    A lost or failing registry stops nobody: `take` is not called then, and the watch is opened
+    again with growing pauses. Nor is it called with revision 0, which has seen nothing: neither
+    that somebody is there nor that nobody is.
+    """
+    pause_s = FOLLOW_PAUSE_S
+    while True:
+        try:
+            async with registry.watch(namespace) as watch:
+                snapshot = watch.current
+                while True:
+                    if snapshot.revision > 0:
+                        take(snapshot)
+                        pause_s = FOLLOW_PAUSE_S
+                    snapshot = await watch.next()
+        except Exception as error:
+            # Whatever ails the registry, everybody goes on with what was seen last.
+            LOG.warning("registry_watch_failed", error=repr(error), pause_s=pause_s)
+        await asyncio.sleep(pause_s)
+        pause_s = min(FOLLOW_PAUSE_MAX_S, 2 * pause_s)
+
+
+def refuse_rival(rival: Instance | None, newcomer: Instance) -> None:
+    """Raise the Conflict that `register` owes if `common.registry.instances.card_rival` found
+    one."""
+    if rival is not None:
+        raise Conflict(
+            f"model {newcomer.model!r} is served in namespace {newcomer.namespace!r} under another "
+            f"card: {rival.card_checksum[:12]} by {rival.stable_name or rival.id}, here "
+            f"{newcomer.card_checksum[:12]}",
+            field="card_checksum",
+            reason="CARD_CONFLICT",
+            metadata={"model": newcomer.model, "served_checksum": rival.card_checksum},
+        )
+
+
+def check_same_incarnation(registered: Instance, update: Instance) -> None:
+    """Raise the InvalidRequest that `Lease.update` owes if `update` is somebody else."""
+    for name in ("id", "namespace", "service", "stable_name"):
+        if getattr(registered, name) != getattr(update, name):
+            raise InvalidRequest(f"an update must not change {name}", name)
+
+
+class MemoryStore:
+    """What the MemoryRegistry clients of one process (or one simulation) share."""
+
+    def __init__(self) -> None:
+        self.cards: dict[str, bytes] = {}
+        self._members: dict[str, _Members] = {}
+
+    def members(self, namespace: str) -> _Members:
+        """The members of `namespace`, at first none."""
+        check_namespace(namespace)
+        return self._members.setdefault(namespace, _Members())
+
+    def wake_watches(self) -> None:
+        """Let every watch look again: its registry may have been closed."""
+        for members in self._members.values():
+            members.wake()
+
+
+class _Members:
+    """Registered instances of one namespace; dict order is the order of registration."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, Instance] = {}
+        self.snapshot = Snapshot().following(())  # In memory, nobody is nobody.
+        self.changed = asyncio.Event()
+
+    def put(self, instance: Instance) -> None:
+        refuse_rival(card_rival(self.registered.values(), instance), instance)
+        self.registered[instance.id] = instance
+        self._publish()
+
+    def remove(self, instance_id: int) -> None:
+        self.registered.pop(instance_id, None)
+        self._publish()
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _publish(self) -> None:
+        following = self.snapshot.following(self.registered.values())
+        if following is not self.snapshot:
+            self.snapshot = following
+            self.wake()
+
+
+class MemoryRegistry:
+    """The registry of tests, simulations and single-process meshes; it cannot be lost."""
+
+    def __init__(self, store: MemoryStore | None = None) -> None:
+        self._store = MemoryStore() if store is None else store
+        self._leases: dict[int, _MemoryLease] = {}
+        self._closed = False
+
+    async def register(self, instance: Instance) -> Lease:
+        self._check_open()
+        members = self._store.members(instance.namespace)
+        if instance.id in members.registered or instance.id in self._leases:
+            raise instance_exists(instance)
+        members.put(instance)
+        lease = _MemoryLease(self._leases, members, instance)
+        self._leases[instance.id] = lease
+        return lease
+
+    @asynccontextmanager
+    async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
+        self._check_open()
+        yield _MemoryWatch(self, self._store.members(namespace))
+
+    async def snapshot(self, namespace: str) -> Snapshot:
+        self._check_open()
+        return self._store.members(namespace).snapshot
+
+    async def put_card(self, card: ModelCard) -> None:
+        self._check_open()
+        self._store.cards.setdefault(card.checksum, encode_card(card))
+
+    async def get_card(self, checksum: str) -> ModelCard:
+        self._check_open()
+        raw = self._store.cards.get(checksum)
+        if raw is None:
+            raise card_not_found(checksum)
+        return decode_card(raw, checksum)
+
+    async def deregister(self, namespace: str, instance_id: int) -> None:
+        self._check_open()
+        self._store.members(namespace).remove(instance_id)
+
+    async def close(self) -> None:
+        self._closed = True
+        for lease in tuple(self._leases.values()):
+            await lease.close()
+        self._store.wake_watches()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise registry_closed()
+
+
+class _MemoryLease:
+    def __init__(
+        self, leases: dict[int, _MemoryLease], members: _Members, instance: Instance
+    ) -> None:
+        self._leases = leases
+        self._members = members
+        self._instance = instance
+        self._open = True
+
+    @property
+    def instance(self) -> Instance:
+        return self._instance
+
+    async def update(self, instance: Instance) -> None:
+        if not self._open:
+            raise lease_closed(self._instance)
+        check_same_incarnation(self._instance, instance)
+        self._members.put(instance)
+        self._instance = instance
+
+    async def close(self) -> None:
+        if self._open:
+            self._open = False
+            self._leases.pop(self._instance.id, None)
+            self._members.remove(self._instance.id)
+
+
+class _MemoryWatch:
+    def __init__(self, registry: MemoryRegistry, members: _Members) -> None:
+        self._registry = registry
+        self._members = members
+        self._current = members.snapshot
+
+    @property
+    def current(self) -> Snapshot:
+        return self._current
+
+    async def next(self) -> Snapshot:
+        while True:
+            self._registry._check_open()
+            if self._members.snapshot is not self._current:
+                self._current = self._members.snapshot
+                return self._current
+            await self._members.changed.wait()
+
+
+def instance_exists(instance: Instance) -> Conflict:
+    """The error of registering an id twice."""
+    return Conflict(
+        f"instance {instance.id} is registered already", field="id", reason="INSTANCE_EXISTS"
+    )
+
+
+def lease_closed(instance: Instance) -> Conflict:
+    """The error of updating a lease after its end."""
+    return Conflict(f"the lease of instance {instance.id} is closed", reason="LEASE_CLOSED")
+
+
+def registry_closed() -> Unavailable:
+    """The error of using a closed registry."""
+    return Unavailable("the registry is closed", reason="REGISTRY_CLOSED")
+
+
+def card_not_found(checksum: str) -> NotFound:
+    """The error of asking for a card nobody stored; it names the key searched."""
+    return NotFound(f"there is no model card cards/{checksum}", field="card_checksum")

@@ -1,0 +1,1 @@
+"""The preprocessed request and the token stream between frontend and worker. Pure."""

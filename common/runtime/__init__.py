@@ -1,0 +1,1 @@
+"""Process-wide basics: configuration, environment, logs, traces, tasks."""

@@ -1,0 +1,1 @@
+"""The life cycle that all services share."""

@@ -1,0 +1,237 @@
+"""Messages of the KV index to and from the shapes of `common/kv/events.py`. Translation only.
+
+Reading raises InvalidRequest, which names the field at fault; hashes are read without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from common.errors import InvalidRequest
+from common.kv.events import (
+    CHUNK_BLOCKS,
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+    Tier,
+)
+from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
+from common.kv.index_feed import IndexFeed
+from common.kv.prefix_index import Matched
+from kvmesh.indexer.v1 import indexer_pb2
+
+BATCH_BLOCKS_MAX = 2**20
+"""Most hashes in one batch: what is applied as a whole must be bounded."""
+
+TIER_NAMES = {"device": Tier.DEVICE, "host_pinned": Tier.HOST, "disk": Tier.DISK}
+"""Tiers as `ListKvBlocks` calls them."""
+
+STATES = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
+
+
+def hashes_of(data: bytes, field: str) -> Hashes:
+    """Prefix hashes off the wire, read-only."""
+    try:
+        return hashes_from_bytes(data)
+    except ValueError as error:
+        raise InvalidRequest(f"{field}: {error}", field) from error
+
+
+def partition_to_proto(partition: Partition) -> indexer_pb2.Partition:
+    """The message of a partition."""
+    return indexer_pb2.Partition(
+        model=partition.model,
+        block_size=partition.block_size,
+        hash_scheme=partition.hash_scheme,
+        adapter_version=partition.adapter_version,
+    )
+
+
+def partition_from_proto(message: indexer_pb2.Partition, field: str = "partition") -> Partition:
+    """A partition; it needs a model and a block size."""
+    if not message.model:
+        raise InvalidRequest(f"{field}.model is required", f"{field}.model")
+    if not message.block_size:
+        raise InvalidRequest(f"{field}.block_size must be at least 1", f"{field}.block_size")
+    return Partition(
+        message.model, message.block_size, message.hash_scheme, message.adapter_version
+    )
+
+
+def source_to_proto(source: Source) -> indexer_pb2.Source:
+    """The message of a source."""
+    return indexer_pb2.Source(worker_id=source.worker_id, dp_rank=source.dp_rank)
+
+
+def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Source:
+    """A source; it needs a worker."""
+    if not message.worker_id:
+        raise InvalidRequest(f"{field}.worker_id is required", f"{field}.worker_id")
+    return Source(message.worker_id, message.dp_rank)
+
+
+def state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
+    """The message of a source's state."""
+    return indexer_pb2.SourceState(
+        source=source_to_proto(state.source),
+        epoch=state.epoch,
+        sequence=state.sequence,
+        degraded=state.degraded,
+    )
+
+
+def state_from_proto(message: indexer_pb2.SourceState, field: str = "state") -> SourceState:
+    """A source's state."""
+    source = source_from_proto(message.source, f"{field}.source")
+    return SourceState(source, message.epoch, message.sequence, message.degraded)
+
+
+def status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
+    """The message of a status."""
+    return indexer_pb2.SourceStatus(state=status.state, reason=status.reason)
+
+
+def status_from_proto(message: indexer_pb2.SourceStatus, field: str = "status") -> SourceStatus:
+    """A status; an unknown state is read as gapped, which does not count."""
+    if message.state not in STATES:
+        return SourceStatus("gapped", f"{field} {message.state!r} is not known here")
+    return SourceStatus(message.state, message.reason)
+
+
+def batch_to_proto(batch: EventBatch) -> indexer_pb2.EventBatch:
+    """The message of a batch; its worker goes beside it."""
+    message = indexer_pb2.EventBatch(
+        dp_rank=batch.source.dp_rank, epoch=batch.epoch, sequence=batch.sequence
+    )
+    for event in batch.events:
+        message.events.add(
+            kind=indexer_pb2.EventKind.ValueType(event.kind),
+            prefix_hashes=hashes_to_bytes(event.hashes),
+            tier=event.tier,
+        )
+    return message
+
+
+def batch_from_proto(
+    message: indexer_pb2.EventBatch, worker_id: int, field: str = "batch"
+) -> EventBatch:
+    """A batch of one of a worker's ranks."""
+    if not message.sequence:
+        raise InvalidRequest(f"{field}.sequence begins with 1", f"{field}.sequence")
+    events = [_event_from_proto(event, f"{field}.events") for event in message.events]
+    blocks = sum(len(event.hashes) for event in events)
+    if blocks > BATCH_BLOCKS_MAX:
+        raise InvalidRequest(
+            f"{field}.events: {blocks} blocks are more than {BATCH_BLOCKS_MAX}", f"{field}.events"
+        )
+    return EventBatch(Source(worker_id, message.dp_rank), message.epoch, message.sequence, events)
+
+
+def chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
+    """The message of a part of a snapshot."""
+    return indexer_pb2.SnapshotChunk(
+        source=source_to_proto(chunk.source),
+        epoch=chunk.epoch,
+        sequence=chunk.sequence,
+        prefix_hashes=hashes_to_bytes(chunk.hashes),
+        tier=chunk.tier,
+        first=chunk.first,
+        last=chunk.last,
+    )
+
+
+def chunk_from_proto(message: indexer_pb2.SnapshotChunk, field: str = "snapshot") -> SnapshotChunk:
+    """A part of a snapshot, of at most CHUNK_BLOCKS hashes."""
+    hashes = hashes_of(message.prefix_hashes, f"{field}.prefix_hashes")
+    if len(hashes) > CHUNK_BLOCKS:
+        raise InvalidRequest(
+            f"{field}.prefix_hashes: {len(hashes)} are more than {CHUNK_BLOCKS}",
+            f"{field}.prefix_hashes",
+        )
+    return SnapshotChunk(
+        source=source_from_proto(message.source, f"{field}.source"),
+        epoch=message.epoch,
+        sequence=message.sequence,
+        hashes=hashes,
+        tier=_tier_from_proto(message.tier, f"{field}.tier"),
+        first=message.first,
+        last=message.last,
+    )
+
+
+def matches_to_proto(rows: Iterable[Matched]) -> indexer_pb2.MatchResponse:
+    """The message of an answer."""
+    message = indexer_pb2.MatchResponse()
+    for source, device, host, disk in rows:
+        message.matches.add(
+            source=source_to_proto(source),
+            device_blocks=device,
+            host_blocks=host,
+            disk_blocks=disk,
+        )
+    return message
+
+
+def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[Matched]:
+    """An answer."""
+    return [
+        Matched(
+            source_from_proto(row.source, "matches.source"),
+            row.device_blocks,
+            row.host_blocks,
+            row.disk_blocks,
+        )
+        for row in message.matches
+    ]
+
+
+def replicate(
+    feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
+) -> Iterator[None]:
+    """Gives one message of a subscription to a replica; steps as of `IndexFeed.apply`.
+
+    Loads and `caught_up` are the caller's to read, from each of `parts_of`.
+    """
+    for part in parts_of(message):
+        if part.HasField("status"):
+            partition = partition_from_proto(part.partition) if part.HasField("partition") else None
+            source = source_from_proto(part.source)
+            at = (part.epoch, part.sequence)
+            feed.follow(partition, source, status_from_proto(part.status), now, at)
+        if part.HasField("batch"):
+            batch = batch_from_proto(part.batch, part.source.worker_id)
+            yield from feed.apply(batch, now)
+        if part.HasField("snapshot"):
+            yield from feed.load(chunk_from_proto(part.snapshot), now)
+
+
+def parts_of(
+    message: indexer_pb2.SubscribeResponse,
+) -> Iterator[indexer_pb2.SubscribeResponse]:
+    """A message of a subscription and what it carries along, in order."""
+    yield message
+    yield from message.more
+
+
+def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
+    try:
+        kind = EventKind(message.kind)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{field}.kind has the unknown value {message.kind}", f"{field}.kind"
+        ) from error
+    hashes = hashes_of(message.prefix_hashes, f"{field}.prefix_hashes")
+    return Event(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
+
+
+def _tier_from_proto(value: int, field: str) -> Tier:
+    try:
+        return Tier(value)
+    except ValueError as error:
+        raise InvalidRequest(f"{field} has the unknown value {value}", field) from error

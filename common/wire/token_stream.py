@@ -1,0 +1,239 @@
+"""Attach frames to and from protobuf. Translation only: rules live in
+`common/request/token_stream.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.errors import InvalidRequest
+from common.kv.load import Load
+from common.request.preprocessed import (
+    CompletionUsage,
+    FinishReason,
+    PrefillResult,
+    TokenLogprob,
+    TraceLink,
+)
+from common.request.token_stream import (
+    AbortSlot,
+    Chunk,
+    Hello,
+    HelloAck,
+    Order,
+    PromptPart,
+    Rejected,
+    Submit,
+    Terminal,
+    ToFrontend,
+    ToWorker,
+)
+from common.wire.errors import error_from_proto, error_to_proto
+from common.wire.load import load_from_proto, load_to_proto
+from common.wire.preprocessed import (
+    finish_reason_from_proto,
+    finish_reason_to_proto,
+    from_proto,
+    part_from_proto,
+    part_to_proto,
+    to_proto,
+)
+from kvmesh.engine.v1 import engine_pb2
+from kvmesh.types.v1 import load_pb2, request_pb2
+
+_PHASES = {
+    "": engine_pb2.PHASE_UNSPECIFIED,
+    "prefill": engine_pb2.PHASE_PREFILL,
+    "decode": engine_pb2.PHASE_DECODE,
+}
+_PHASE_NAMES = {number: name for name, number in _PHASES.items()}
+_TIMEOUT_MS_MAX = 2**32 - 1
+
+
+def to_worker_to_proto(frame: ToWorker) -> engine_pb2.AttachRequest:
+    """The message of a frame frontend → worker."""
+    message = engine_pb2.AttachRequest(acked_bytes=frame.acked_bytes, heartbeat=frame.heartbeat)
+    if frame.hello is not None:
+        message.hello.frontend_id = frame.hello.frontend_id
+        message.hello.expected_worker_id = frame.hello.expected_worker_id
+        message.hello.stream_seq = frame.hello.stream_seq
+    for submit in frame.submits:
+        _submit_to_proto(submit, message.submits.add())
+    for part in frame.prompt_parts:
+        message.prompt_parts.add(slot=part.slot, offset=part.offset, token_ids_le=part.data)
+    for abort in frame.aborts:
+        message.aborts.add(slot=abort.slot, reason=abort.reason)
+    return message
+
+
+def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
+    order = submit.order
+    message.slot = submit.slot
+    message.request_id = order.request_id
+    message.attempt = order.attempt
+    message.traceparent = order.traceparent
+    message.span_id = order.span_id
+    message.tenant = order.tenant
+    message.phase = _PHASES[order.phase]
+    message.prompt_bytes = submit.prompt_bytes
+    if order.timeout_s is not None:
+        message.timeout_ms = max(1, round(min(order.timeout_s * 1000, _TIMEOUT_MS_MAX)))
+    if order.priority is not None:
+        message.priority = order.priority
+    if order.request is not None:
+        message.preprocessed.CopyFrom(to_proto(order.request, with_token_ids=False))
+        message.preprocessed.token_ids_le = submit.prompt
+    elif order.chat_json is not None:
+        message.chat_json = order.chat_json
+    elif order.completion_json is not None:
+        message.completion_json = order.completion_json
+
+
+def to_worker_from_proto(message: engine_pb2.AttachRequest) -> ToWorker:
+    """A frame frontend → worker. A Submit that cannot be read says why in its `error`."""
+    frame = ToWorker(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
+    if message.HasField("hello"):
+        hello = message.hello
+        frame.hello = Hello(hello.frontend_id, hello.expected_worker_id, hello.stream_seq)
+    frame.submits = [_submit_from_proto(submit) for submit in message.submits]
+    frame.prompt_parts = [
+        PromptPart(part.slot, part.offset, part.token_ids_le) for part in message.prompt_parts
+    ]
+    frame.aborts = [AbortSlot(abort.slot, abort.reason) for abort in message.aborts]
+    return frame
+
+
+def _submit_from_proto(message: engine_pb2.Submit) -> Submit:
+    try:
+        order = _order_from_proto(message)
+    except InvalidRequest as error:
+        # One bad request must not end the stream that carries all the others.
+        unread = Order(message.request_id, message.attempt)
+        return Submit(message.slot, unread, prompt_bytes=message.prompt_bytes, error=error)
+    prompt = b"" if order.request is None else order.request.token_ids.le
+    return Submit(message.slot, order, prompt, message.prompt_bytes)
+
+
+def _order_from_proto(message: engine_pb2.Submit) -> Order:
+    payload = message.WhichOneof("payload")
+    if payload is None:
+        raise InvalidRequest("payload is required", "payload")
+    if not message.request_id:
+        raise InvalidRequest("request_id is required", "request_id")
+    if message.phase not in _PHASE_NAMES:
+        raise InvalidRequest(f"phase has the unknown value {message.phase}", "phase")
+    return Order(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
+        traceparent=message.traceparent,
+        span_id=message.span_id,
+        tenant=message.tenant,
+        priority=message.priority if message.HasField("priority") else None,
+        request=from_proto(message.preprocessed) if payload == "preprocessed" else None,
+        chat_json=message.chat_json if payload == "chat_json" else None,
+        completion_json=message.completion_json if payload == "completion_json" else None,
+        phase=_PHASE_NAMES[message.phase],
+    )
+
+
+def to_frontend_to_proto(frame: ToFrontend) -> engine_pb2.AttachResponse:
+    """The message of a frame worker → frontend."""
+    message = engine_pb2.AttachResponse(
+        accepted=frame.accepted,
+        slot=frame.slot,
+        start=frame.start,
+        count=frame.count,
+        token_id=frame.token_id,
+        sent_bytes=frame.sent_bytes,
+    )
+    if frame.hello_ack is not None:
+        message.hello_ack.worker_id = frame.hello_ack.worker_id
+        message.hello_ack.heartbeat_ms = round(frame.hello_ack.heartbeat_s * 1000)
+        message.hello_ack.credit_bytes = frame.hello_ack.credit_bytes
+    for rejected in frame.rejected:
+        message.rejected.add(slot=rejected.slot, error=error_to_proto(rejected.error))
+    for slot, logprobs in frame.logprobs:
+        message.logprobs.add(slot=slot, logprobs=[_logprob(one) for one in logprobs])
+    for chunk in frame.chunks:
+        message.chunks.add(slot=chunk.slot, index=chunk.index, json=chunk.json)
+    for terminal in frame.terminals:
+        _terminal_to_proto(terminal, message.terminals.add())
+    if frame.heartbeat:
+        message.heartbeat.extend(load_to_proto(load) for load in frame.heartbeat)
+    return message
+
+
+def _terminal_to_proto(terminal: Terminal, message: engine_pb2.Terminal) -> None:
+    message.slot = terminal.slot
+    if terminal.finish_reason is not None:
+        message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
+    message.total_tokens = terminal.total_tokens
+    message.stop_reason_json = terminal.stop_reason_json
+    if terminal.error is not None:
+        message.error.CopyFrom(error_to_proto(terminal.error))
+    if terminal.usage is not None:
+        part_to_proto(terminal.usage, message.usage)
+    if terminal.prefill_result is not None:
+        part_to_proto(terminal.prefill_result, message.prefill_result)
+    if terminal.worker_trace_link is not None:
+        part_to_proto(terminal.worker_trace_link, message.worker_trace_link)
+
+
+def to_frontend_from_proto(message: engine_pb2.AttachResponse) -> ToFrontend:
+    """A frame worker → frontend. Raises InvalidRequest naming the field at fault."""
+    frame = ToFrontend(sent_bytes=message.sent_bytes)
+    if message.accepted:
+        frame.accepted = list(message.accepted)
+    if message.slot or message.token_id:  # most frames have tokens and nothing else, or none
+        frame.slot = list(message.slot)
+        frame.start = list(message.start)
+        frame.count = list(message.count)
+        frame.token_id = list(message.token_id)
+    if message.HasField("hello_ack"):
+        ack = message.hello_ack
+        frame.hello_ack = HelloAck(ack.worker_id, ack.heartbeat_ms / 1000, ack.credit_bytes)
+    frame.rejected = [Rejected(r.slot, error_from_proto(r.error)) for r in message.rejected]
+    frame.logprobs = [
+        (entry.slot, [part_from_proto(TokenLogprob, one) for one in entry.logprobs])
+        for entry in message.logprobs
+    ]
+    frame.chunks = [Chunk(chunk.slot, chunk.index, chunk.json) for chunk in message.chunks]
+    frame.terminals = list(map(_terminal_from_proto, message.terminals))
+    frame.heartbeat = _loads(message.heartbeat)
+    return frame
+
+
+def _loads(messages: Iterable[load_pb2.Load]) -> tuple[Load, ...]:
+    return tuple(load_from_proto(load) for load in messages)
+
+
+def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
+    return part_to_proto(logprob, request_pb2.TokenLogprob())
+
+
+def _terminal_from_proto(message: engine_pb2.Terminal) -> Terminal:
+    has = message.HasField
+    return Terminal(
+        slot=message.slot,
+        finish_reason=_finish_reason(message),
+        error=error_from_proto(message.error) if has("error") else None,
+        usage=part_from_proto(CompletionUsage, message.usage) if has("usage") else None,
+        prefill_result=(
+            part_from_proto(PrefillResult, message.prefill_result)
+            if has("prefill_result")
+            else None
+        ),
+        worker_trace_link=(
+            part_from_proto(TraceLink, message.worker_trace_link)
+            if has("worker_trace_link")
+            else None
+        ),
+        stop_reason_json=message.stop_reason_json,
+        total_tokens=message.total_tokens,
+    )
+
+
+def _finish_reason(message: engine_pb2.Terminal) -> FinishReason | None:
+    if message.HasField("error") and not message.finish_reason:
+        return None
+    return finish_reason_from_proto(message.finish_reason)

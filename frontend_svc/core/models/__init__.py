@@ -1,0 +1,1 @@
+"""Which models and adapters are served. Pure."""

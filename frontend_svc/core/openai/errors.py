@@ -1,0 +1,216 @@
+"""The one table from our errors to what an OpenAI client sees: status, body, headers, SSE event.
+
+The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Choices worth knowing:
+
+- `Overloaded` is 429 only where the *caller* is over its own limit (reason `TENANT_...`): slowing
+  down helps it. Where the mesh is full it is 503 with `Retry-After`, as `Unavailable` is; 529 is no
+  registered status and means nothing to proxies. The `error_type` label tells the two apart.
+- The OpenAI SDK repeats 408, 409, 429 and every 5xx by itself, so each answer says
+  `x-should-retry`: true exactly when the error is retryable. Hints are given to it in milliseconds
+  (`retry-after-ms`) and to everybody else in whole seconds, rounded up.
+- A `Bug`, and whatever is no `MeshError`, shows none of its text: that belongs in the log.
+- `param` is the client's word for the field: the mesh knows it by where it keeps what was said, a
+  header stands for a field of `nvext`. Where the message names the field, it does so by that word.
+- 499 (the client closed the request) is for logs and metrics; nobody is there to read it.
+
+After the first byte of a stream the status is gone: `error_event` is then the last event, without
+a `[DONE]` after it, and the SDK raises it as `APIError`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass
+from enum import StrEnum
+
+import orjson
+
+from common.errors import (
+    Bug,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    PromptTooLong,
+    RequestCancelled,
+    Unauthenticated,
+    Unavailable,
+    Unimplemented,
+    UnknownModel,
+    Unsupported,
+    WorkerLost,
+)
+from frontend_svc.core.openai.headers import FIELDS
+from frontend_svc.core.request.machine import NOT_MIGRATABLE
+
+# Reasons with a status of their own: `InvalidRequest(..., reason=BODY_TOO_LARGE)` is 413, and an
+# `Overloaded` whose reason starts with TENANT_REASON is the caller's own limit.
+BODY_TOO_LARGE = "BODY_TOO_LARGE"
+TENANT_REASON = "TENANT_"
+
+# Advice for errors that come without any: long enough to spread a crowd, short enough to wait for.
+RETRY_AFTER_S = 1.0
+# More is not worth telling: the SDK ignores hints above a minute.
+RETRY_AFTER_MAX_S = 60.0
+
+INTERNAL_MESSAGE = "The server had an error while processing your request."
+
+
+class ErrorType(StrEnum):
+    """Values of the metric label `error_type`; NONE is a request that did not fail."""
+
+    NONE = ""
+    VALIDATION = "validation"
+    NOT_FOUND = "not_found"
+    UNAUTHORIZED = "unauthorized"
+    RATE_LIMITED = "rate_limited"
+    OVERLOAD = "overload"
+    UNAVAILABLE = "unavailable"
+    WORKER_LOST = "worker_lost"
+    CANCELLED = "cancelled"
+    RESPONSE_TIMEOUT = "response_timeout"
+    NOT_IMPLEMENTED = "not_implemented"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True)
+class HttpError:
+    """An answer: status code, JSON body, headers (lower case), and its label for metrics."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...]
+    error_type: ErrorType
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """code: OpenAI's word for it; None: the error's reason, or _INVALID_VALUE without one."""
+
+    status: int
+    type: str
+    code: str | None
+    error_type: ErrorType
+
+
+_INVALID = "invalid_request_error"
+_INVALID_VALUE = "invalid_value"
+# Where the mesh keeps what a body says -> where the body says it.
+_SAID = (
+    ("query.routing.lora_name", "model"),
+    ("query.routing.", "nvext."),
+    ("routing.lora_name", "model"),
+    ("routing.", "nvext."),
+    ("sampling_options.", ""),
+)
+_HEADERS = {".".join(("nvext", *path)): header for header, path in FIELDS.items()}
+
+_TENANT_LIMIT = _Row(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
+_TOO_LARGE = _Row(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
+_WORKER_GONE = _Row(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
+_NOT_MIGRATABLE = _Row(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
+
+_TABLE: dict[type[MeshError], _Row] = {
+    InvalidRequest: _Row(400, _INVALID, None, ErrorType.VALIDATION),
+    Unsupported: _Row(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
+    PromptTooLong: _Row(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
+    NotFound: _Row(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
+    UnknownModel: _Row(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
+    Conflict: _Row(409, _INVALID, "conflict", ErrorType.VALIDATION),
+    Unauthenticated: _Row(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
+    PermissionDenied: _Row(403, "permission_error", "permission_denied", ErrorType.UNAUTHORIZED),
+    Overloaded: _Row(503, "server_error", "overloaded", ErrorType.OVERLOAD),
+    Unavailable: _Row(503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
+    WorkerLost: _Row(503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
+    DeadlineExceeded: _Row(504, "timeout_error", "deadline_exceeded", ErrorType.RESPONSE_TIMEOUT),
+    RequestCancelled: _Row(499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED),
+    Unimplemented: _Row(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
+    Bug: _Row(500, "server_error", "internal_error", ErrorType.INTERNAL),
+}
+
+
+def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
+    """The answer for `error`; anything that is no `MeshError` is answered as a `Bug`.
+
+    headers: names of those that the request had.
+    """
+    row = _row(error)
+    return HttpError(row.status, _body(error, row, headers), _headers(error, row), row.error_type)
+
+
+def param_of(field: str, headers: Container[bytes] = ()) -> str:
+    """What a client calls a field that is at fault: by where it said it."""
+    for kept, said in _SAID:
+        if field.startswith(kept):
+            field = said + field.removeprefix(kept)
+            break
+    header = _HEADERS.get(field, "")
+    return header if header.encode() in headers else field
+
+
+def told(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
+    """Message and `param` of an error in the client's words. headers: as in `http_error`."""
+    if not error.field:
+        return error.message, None
+    param = param_of(error.field, headers)
+    return error.message.replace(f"'{error.field}'", f"'{param}'"), param
+
+
+def error_type(error: BaseException) -> ErrorType:
+    """The metric label of `error` alone."""
+    return _row(error).error_type
+
+
+def error_event(error: BaseException) -> bytes:
+    """The last SSE event of a stream that failed after its first byte."""
+    return b"data: " + _body(error, _row(error), ()) + b"\n\n"
+
+
+def _row(error: BaseException) -> _Row:
+    match error:
+        case Overloaded() if error.reason.startswith(TENANT_REASON):
+            return _TENANT_LIMIT
+        case InvalidRequest() if error.reason == BODY_TOO_LARGE:
+            return _TOO_LARGE
+        case WorkerLost() if error.reason == NOT_MIGRATABLE:
+            return _NOT_MIGRATABLE
+        case WorkerLost() if not error.retryable:
+            return _WORKER_GONE
+    for cls in type(error).__mro__:
+        if cls in _TABLE:
+            return _TABLE[cls]
+    return _TABLE[Bug]
+
+
+def _body(error: BaseException, row: _Row, headers: Container[bytes]) -> bytes:
+    message, param, code = INTERNAL_MESSAGE, None, row.code
+    if isinstance(error, MeshError) and row is not _TABLE[Bug]:
+        code = _code(error, row)
+        message, param = told(error, headers)
+    details = {"message": message, "type": row.type, "param": param, "code": code}
+    return orjson.dumps({"error": details})
+
+
+def _code(error: MeshError, row: _Row) -> str:
+    if row.code is not None:
+        return row.code
+    return _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
+
+
+def _headers(error: BaseException, row: _Row) -> tuple[tuple[str, str], ...]:
+    retryable = isinstance(error, MeshError) and error.retryable
+    headers = [
+        ("content-type", "application/json"),
+        ("x-should-retry", "true" if retryable else "false"),
+    ]
+    if row.status == 401:
+        headers.append(("www-authenticate", "Bearer"))
+    if isinstance(error, MeshError) and retryable:
+        after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 0.001), RETRY_AFTER_MAX_S)
+        headers.append(("retry-after", str(math.ceil(after_s))))
+        headers.append(("retry-after-ms", str(math.ceil(after_s * 1000))))
+    return tuple(headers)

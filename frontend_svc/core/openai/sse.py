@@ -1,0 +1,122 @@
+"""Server-sent events of one answer: `data: {chunk}` lines as OpenAI streams them.
+
+A `ChunkWriter` is made once per request. All of a content chunk but its text is serialised then,
+so a token costs one concatenation. With `include_usage` every chunk carries `"usage":null` and one
+more chunk, with no choices, carries the counts.
+
+The order of a stream is role? content* finish usage? DONE, or anything cut short by `error`;
+calling out of order is our bug and asserted. Invariants: exactly one chunk has a finish reason;
+nothing with content follows it; an error is the last event and no `DONE` follows it.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import orjson
+
+from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.openai.bodies import FinishWord, usage_value
+from frontend_svc.core.openai.errors import error_event
+
+DONE = b"data: [DONE]\n\n"
+# A comment, which clients skip: keeps proxies from closing a stream in a long prefill.
+KEEP_ALIVE = b": keep-alive\n\n"
+
+# Stands for the place of the text in a template; JSON has no such character unescaped.
+_HOLE = "\x00"
+_HOLE_JSON = orjson.dumps(_HOLE)
+
+
+def event(chunk: bytes) -> bytes:
+    """The event of a chunk that is JSON already."""
+    return b"data: " + chunk + b"\n\n"
+
+
+class Kind(StrEnum):
+    """Which API's chunks."""
+
+    CHAT = "chat.completion.chunk"
+    COMPLETION = "text_completion"
+
+
+class ChunkWriter:
+    """Writes the events of one answer; `created` is Unix seconds, the same on every chunk."""
+
+    __slots__ = (
+        "_after_text",
+        "_before_text",
+        "_failed",
+        "_finished",
+        "_fixed",
+        "_include_usage",
+        "_kind",
+    )
+
+    def __init__(
+        self, kind: Kind, answer_id: str, model: str, created: int, *, include_usage: bool = False
+    ) -> None:
+        self._kind = kind
+        self._include_usage = include_usage
+        self._fixed = {
+            "id": answer_id,
+            "object": kind.value,
+            "created": created,
+            "model": model,
+            "system_fingerprint": None,
+        }
+        self._finished = False
+        self._failed = False
+        # From the right: nothing after the hole is the caller's, while an id may look like one.
+        template = self._event([self._choice(_HOLE, None)], None)
+        self._before_text, _, self._after_text = template.rpartition(_HOLE_JSON)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a finish reason or an error was written."""
+        return self._finished
+
+    def content(self, text: str) -> bytes:
+        """One chunk of text. Raises TypeError for a lone surrogate, which no UTF-8 text has."""
+        assert not self._finished, "content after the end"
+        return b"".join((self._before_text, orjson.dumps(text), self._after_text))
+
+    def role(self) -> bytes:
+        """The first chunk of a chat answer, which names the role; completions have none."""
+        assert self._kind is Kind.CHAT, "only chat has roles"
+        assert not self._finished, "a role after the end"
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return self._event([_chat_choice(delta, None)], None)
+
+    def finish(self, reason: FinishWord) -> bytes:
+        """The chunk with the finish reason."""
+        assert not self._finished, "a stream finishes once"
+        self._finished = True
+        return self._event([self._choice(None, reason)], None)
+
+    def usage(self, usage: CompletionUsage) -> bytes:
+        """The chunk with the counts, after `finish`; empty unless the client asked for it."""
+        assert self._finished, "the counts come after the finish reason"
+        assert not self._failed, "an error is the last event"
+        return self._event([], usage) if self._include_usage else b""
+
+    def error(self, error: BaseException) -> bytes:
+        """The last event of an answer that failed; no `DONE` may follow it."""
+        assert not self._finished, "an error after the end"
+        self._finished = self._failed = True
+        return error_event(error)
+
+    def _choice(self, text: str | None, reason: FinishWord | None) -> dict[str, object]:
+        if self._kind is Kind.CHAT:
+            return _chat_choice({} if text is None else {"content": text}, reason)
+        return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
+
+    def _event(self, choices: list[dict[str, object]], usage: CompletionUsage | None) -> bytes:
+        chunk: dict[str, object] = {**self._fixed, "choices": choices}
+        if self._include_usage:
+            chunk["usage"] = None if usage is None else usage_value(usage)
+        return event(orjson.dumps(chunk))
+
+
+def _chat_choice(delta: dict[str, str | None], reason: FinishWord | None) -> dict[str, object]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}

@@ -1,0 +1,1 @@
+"""Decisions about routers and workers: circuit breaker, router choice. Pure."""

@@ -1,0 +1,1 @@
+"""One request: state machine, retries, migration and output blocks. Pure."""

@@ -1,0 +1,1 @@
+"""Chat templates, detokenization and stop strings. Pure."""

@@ -1,0 +1,1 @@
+"""The HTTP routes: OpenAI API, health and metrics."""

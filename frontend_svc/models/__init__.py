@@ -1,0 +1,1 @@
+"""The served models: catalog, tokenizers and model card artifacts."""

@@ -1,0 +1,1 @@
+"""Clients of routers and workers, and monitors of their behaviour."""

@@ -1,0 +1,89 @@
+"""Tells whether the router's predictions of cached tokens come true; `core/drift.py` judges.
+
+Only what was predicted is judged: a request placed by a router at its first try, on a worker that
+publishes KV events, whose engine said what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from common.registry.instances import Instance, Snapshot
+from frontend_svc.core.peers.hit_drift import WINDOW_S, Drift, Source
+from frontend_svc.core.request.machine import Outcome
+from frontend_svc.metrics import KvStanding
+
+log = structlog.get_logger()
+
+
+class KvWatch:
+    """Sees every answer's end. clock: monotonic seconds; ratio_max: see `Drift`."""
+
+    def __init__(
+        self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
+    ) -> None:
+        self._snapshot = snapshot
+        self._clock = clock
+        self._drift = Drift(ratio_max)
+
+    def ended(self, outcome: Outcome) -> None:
+        """A request ended, however."""
+        compared = _compared(outcome)
+        if compared is None:
+            return
+        source, predicted, actual = compared
+        worker = self._snapshot().instances.get(source[0])
+        if worker is None or worker.kv_index != "events":
+            return
+        report = self._drift.observe(source, predicted, actual, self._clock())
+        if report is not None:
+            log.warning(
+                "kv_drift",
+                worker=_name(worker),
+                worker_id=worker.id,
+                dp_rank=source[1],
+                model=worker.model,
+                drift=round(report.ratio, 4),
+                window_s=WINDOW_S,
+            )
+
+    def follow(self, snapshot: Snapshot) -> None:
+        """The mesh's members changed."""
+        self._drift.keep(snapshot.instances)
+
+    def degraded(self) -> list[str]:
+        """The sources whose predictions are wrong too often now, and how much, for people."""
+        return [
+            f"worker {one.worker} rank {one.dp_rank}: predicted and actual cached tokens of "
+            f"{one.model} differ by {one.standing.ratio:.1%} over {WINDOW_S:g} s"
+            for one in self.standings()
+            if one.standing.is_degraded
+        ]
+
+    def standings(self) -> list[KvStanding]:
+        """All sources of workers that are there."""
+        instances = self._snapshot().instances
+        return [
+            KvStanding(worker.model, _name(worker), standing.source[1], standing)
+            for standing in self._drift.standings(self._clock())
+            if (worker := instances.get(standing.source[0])) is not None
+        ]
+
+
+def _compared(outcome: Outcome) -> tuple[Source, int, int] | None:
+    """Whose prediction it was, and both numbers; None when there is nothing to compare."""
+    placed, details = outcome.placed, outcome.usage.prompt_tokens_details
+    if placed is None or placed.is_unrouted or outcome.attempts != 1 or outcome.error is not None:
+        return None
+    if details is None or details.cached_tokens is None:
+        return None
+    rank = (placed.worker_id, placed.dp_rank)
+    if placed.prefill is not None:
+        rank = (placed.prefill.worker_id, placed.prefill.dp_rank)
+    return rank, placed.predicted_cached_tokens, details.cached_tokens
+
+
+def _name(worker: Instance) -> str:
+    return worker.stable_name or str(worker.id)

@@ -1,0 +1,1 @@
+"""Runs requests: joins a request machine with the router, the workers and the client."""

@@ -1,0 +1,288 @@
+"""`make demo`: a disaggregated mesh, a conversation of two turns, and its trace with the handoff.
+
+Everything is real but the engine: processes, sockets, the OpenAI SDK, a registry, and an OTLP
+receiver that the services' exporters send to. The last line is one JSON object; the exit status is
+1 when any part of it is missing or wrong, 128 + n after signal n. Nothing is left of it on disk.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from common.runtime.free_ports import free_ports
+from meshctl.process.child import on_leash
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWERS = 2
+# For a machine that has much else to do; it takes a second or two.
+CONSUL_READY_S = 40.0
+CONSUL_END_S = 10.0
+READY_S = 90
+MESH_S = 150.0
+# Beyond what the services of a mesh may take to drain.
+MESH_END_S = 60.0
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A span as it arrived, and who sent it."""
+
+    service: str
+    span: trace_pb2.Span
+
+    def attribute(self, name: str) -> str:
+        """An attribute as text; "" when it is not there."""
+        for one in self.span.attributes:
+            if one.key == name:
+                kind = one.value.WhichOneof("value")
+                return str(getattr(one.value, kind)) if kind is not None else ""
+        return ""
+
+    @property
+    def span_id(self) -> str:
+        """16 hex digits."""
+        return self.span.span_id.hex()
+
+
+@dataclass(slots=True)
+class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """An OTLP gRPC receiver that keeps what it gets."""
+
+    received: list[Received] = field(default_factory=list)
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        """Takes spans in."""
+        for resource in request.resource_spans:
+            names = [a.value.string_value for a in resource.resource.attributes
+                     if a.key == "service.name"]  # fmt: skip
+            service = names[0] if names else "?"
+            for scope in resource.scope_spans:
+                self.received += [Received(service, span) for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@contextmanager
+def receiver() -> Iterator[tuple[Receiver, str]]:
+    """A running receiver, and the endpoint for exporters."""
+    server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
+    servicer = Receiver()
+    add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(servicer, server)  # type: ignore[no-untyped-call]  # generated without types
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield servicer, f"http://127.0.0.1:{port}"
+    finally:
+        server.stop(1.0).wait()
+
+
+@contextmanager
+def consul_agent(folder: Path) -> Iterator[str]:
+    """A Consul dev agent of our own on free ports; its URL. RuntimeError without a binary."""
+    binary = shutil.which("consul") or str(ROOT / ".tools/bin/consul")
+    if not Path(binary).exists():
+        fetched = subprocess.run(
+            [ROOT / "deploy/consul_get.sh", ROOT / ".tools"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if fetched.returncode != 0:
+            raise RuntimeError(
+                "no consul on PATH, and deploy/consul_get.sh could not get one: "
+                + fetched.stderr.strip()[-300:]
+            )
+    names = ("http", "dns", "grpc", "server", "serf-lan", "serf-wan")
+    first = free_ports(len(names))
+    flags = [f"-{name}-port={first + offset}" for offset, name in enumerate(names)]
+    url = f"http://127.0.0.1:{first + names.index('http')}"
+    path = folder / "consul.log"
+    with path.open("wb") as log:
+        agent = subprocess.Popen(
+            on_leash([binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]),
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        if not _leads(url, agent):
+            raise RuntimeError(f"the Consul agent did not start: {path.read_text()[-500:]}")
+        yield url
+    finally:
+        agent.send_signal(signal.SIGINT)
+        try:
+            agent.wait(CONSUL_END_S)
+        except subprocess.TimeoutExpired:
+            agent.kill()
+            agent.wait()
+
+
+def _leads(url: str, agent: subprocess.Popen[bytes]) -> bool:
+    """Waits until the agent has elected itself: before that it answers, but takes nothing in."""
+    deadline = time.monotonic() + CONSUL_READY_S
+    while time.monotonic() < deadline and agent.poll() is None:
+        with suppress(httpx.HTTPError):
+            leader = httpx.get(f"{url}/v1/status/leader", trust_env=False, timeout=1.0)
+            if leader.text.strip('"\n '):
+                return True
+        time.sleep(0.05)
+    return False
+
+
+class _Interrupted(Exception):
+    """A signal came."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _until_a_signal() -> Iterator[None]:
+    """A signal ends the body by _Interrupted; after the body none can cut the cleaning up short.
+
+    For a process that ends with it: signals stay ignored.
+    """
+    # `nohup` is to outlive its terminal.
+    numbers = [one for one in _SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
+
+    def ignore() -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def on_signal(number: int, _frame: object) -> None:
+        ignore()
+        raise _Interrupted(number)
+
+    for number in numbers:
+        signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        ignore()
+
+
+def demo(registry: str, environ: Mapping[str, str]) -> int:
+    """Runs the demo and returns the exit status."""
+    with tempfile.TemporaryDirectory(prefix="kvmesh-demo-") as name:
+        try:
+            return _demo(registry, environ, Path(name))
+        except _Interrupted as error:
+            print(f"demo: ended by {signal.Signals(error.number).name}", file=sys.stderr)
+            return 128 + error.number
+
+
+def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
+    with ExitStack() as stack, _until_a_signal():
+        spans, endpoint = stack.enter_context(receiver())
+        env = {
+            **environ,
+            "PYTHONPATH": f"{ROOT}/protos{os.pathsep}{ROOT}",
+            "KVMESH_OTLP_ENDPOINT": endpoint,
+            "KVMESH_TRACE_SAMPLE_RATIO": "1.0",
+            "KVMESH_REGISTRY": registry,
+            "KVMESH_REGISTRY_PATH": str(folder / "registry"),
+        }
+        if registry == "consul":
+            try:
+                env["KVMESH_CONSUL_URL"] = stack.enter_context(consul_agent(folder))
+            except RuntimeError as error:
+                print(f"no Consul: {error}", file=sys.stderr)
+                return _report([], [])
+            print(f"consul at {env['KVMESH_CONSUL_URL']}")
+        out = folder / "turns.json"
+        command = [
+            *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
+            *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
+            *("--ready-s", str(READY_S)),
+            *("--once", "--then", sys.executable, "-m", "meshctl.commands.demo_client", str(out)),
+        ]
+        status = _run(command, env)
+        turns = json.loads(out.read_text()) if out.exists() else []
+        if status != 0:
+            _print_logs(folder / "logs")
+        return _report(turns, spans.received) or status
+
+
+def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """The exit status of a mesh that has ended, whatever ends the waiting for it."""
+    mesh = subprocess.Popen(on_leash(command), env=env, cwd=ROOT)
+    try:
+        return mesh.wait(MESH_S)
+    finally:
+        # Nothing happens if it has ended.
+        mesh.terminate()
+        try:
+            mesh.wait(MESH_END_S)
+        except subprocess.TimeoutExpired:
+            mesh.kill()
+            mesh.wait()
+
+
+def _print_logs(folder: Path) -> None:
+    for log in sorted(folder.glob("*.log")):
+        print(f"--- {log.name}\n{log.read_text()[-2000:]}")
+
+
+# Any: the turns as the client wrote them.
+def _report(turns: list[dict[str, Any]], received: list[Received]) -> int:
+    """Prints the trace of the last turn and the JSON line; 1 when something is missing."""
+    last = turns[-1]["request_id"] if turns else ""
+    roots = [r for r in received if r.span.name == "http-request"]
+    root = next((r for r in roots if r.attribute("request_id") == last), None)
+    spans = [] if root is None else [r for r in received if r.span.trace_id == root.span.trace_id]
+    generates = [r for r in spans if r.span.name == "engine.generate"]
+    prefill = next((r for r in generates if r.attribute("disagg_role") == "prefill"), None)
+    decode = next((r for r in generates if r.attribute("disagg_role") == "decode"), None)
+    linked = decode.span.links[0].span_id.hex() if decode is not None and decode.span.links else ""
+    if root is not None:
+        print(f"\ntrace {root.span.trace_id.hex()} of the second turn, as received:")
+        _print_tree(root, spans, depth=0)
+    if decode is not None and prefill is not None and linked == prefill.span_id:
+        print(
+            f"decode's engine.generate {decode.span_id} is linked to prefill's engine.generate "
+            f"{linked}"
+        )
+    facts = {
+        "answers": sum(1 for turn in turns if turn["text"]),
+        "kv_hit_tokens": turns[-1]["cached_tokens"] if turns else 0,
+        "decode_span": decode.span_id if decode is not None else "",
+        "linked_span": linked,
+        "prefill_span": prefill.span_id if prefill is not None else "",
+    }
+    good = facts["answers"] == ANSWERS and all(facts.values()) and linked == facts["prefill_span"]
+    print(json.dumps(facts), flush=True)
+    return 0 if good else 1
+
+
+def _print_tree(one: Received, spans: list[Received], depth: int) -> None:
+    span = one.span
+    ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
+    notes = [one.attribute(n) for n in ("disagg_role", "finish_reason") if one.attribute(n)]
+    notes += [f"linked to {link.span_id.hex()}" for link in span.links]
+    print(f"  {'   ' * depth}{one.service:9s} {span.name}  {one.span_id}  {ms:.1f} ms  "
+          + ", ".join(notes))  # fmt: skip
+    children = [r for r in spans if r.span.parent_span_id == span.span_id]
+    for child in sorted(children, key=lambda r: r.span.start_time_unix_nano):
+        _print_tree(child, spans, depth + 1)

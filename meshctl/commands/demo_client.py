@@ -1,0 +1,159 @@
+"""The demo's client: two turns of a conversation through the OpenAI SDK, and why they went where.
+
+usage: python -m meshctl.commands.demo_client OUT.json   (OPENAI_BASE_URL, REGISTRY flags by
+environment)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from common.registry.instances import Instance
+from common.registry.open import open_registry
+from common.registry.registry import Registry
+from common.rpc import channel as rpc
+from common.runtime import env
+from common.runtime.config import ServiceConfig
+from kvmesh.router.v1 import router_pb2, router_pb2_grpc
+
+MODEL = "sim"
+# Long enough for several KV blocks, so that the second turn has something to hit.
+SYSTEM = (
+    "You are the voice of a small mesh of services. You answer with words that follow from the "
+    "words before them, and whoever knows the words before can check every one of yours. Keep "
+    "your answers short, be kind to the people who read them, and do not repeat yourself."
+)
+QUESTIONS = ("What is a prefix cache good for?", "And who else should know about it?")
+# A person reads before answering; meanwhile events have long reached the router.
+READING_S = 0.6
+TIMEOUT_S = 15.0
+FOUND_S = 15.0
+REPORTS_S = 30.0
+
+
+def main() -> None:
+    """Runs the conversation and writes what came of it."""
+    # A Ctrl-C is for the demo to tell of.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    asyncio.run(_await_reports())
+    client = OpenAI()
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
+    turns = []
+    for question in QUESTIONS:
+        messages.append({"role": "user", "content": question})
+        print(f"\nuser       {question}\nassistant ", end="", flush=True)
+        text, usage, request_id = _ask(client, messages)
+        print()
+        messages.append({"role": "assistant", "content": text})
+        explained = asyncio.run(_explain(request_id))
+        for reason in explained["reasons"]:
+            print(f"  routing  {reason}")
+        print(
+            f"  cache    predicted {explained['predicted_cached_tokens']}, actual "
+            f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens"
+        )
+        turns.append({"text": text, "request_id": request_id, **usage, **explained})
+        time.sleep(READING_S)
+    Path(sys.argv[1]).write_text(json.dumps(turns))
+
+
+def _ask(
+    client: OpenAI, messages: list[ChatCompletionMessageParam]
+) -> tuple[str, dict[str, int], str]:
+    """The streamed answer, its token counts, and the id of the request in the mesh."""
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=messages,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    pieces, usage, answer_id = [], {"prompt_tokens": 0, "cached_tokens": 0}, ""
+    for chunk in stream:
+        answer_id = chunk.id
+        if chunk.choices and chunk.choices[0].delta.content:
+            pieces.append(chunk.choices[0].delta.content)
+            print(pieces[-1], end="", flush=True)
+        if chunk.usage is not None:
+            details = chunk.usage.prompt_tokens_details
+            usage["prompt_tokens"] = chunk.usage.prompt_tokens
+            usage["cached_tokens"] = (details.cached_tokens or 0) if details is not None else 0
+    return "".join(pieces), usage, answer_id.removeprefix("chatcmpl-")
+
+
+@asynccontextmanager
+async def _router() -> AsyncIterator[router_pb2_grpc.RouterServiceStub]:
+    environ = env.environ()
+    registry = open_registry(
+        ServiceConfig(
+            registry="consul" if environ.get("KVMESH_REGISTRY") == "consul" else "file",
+            registry_path=Path(environ["KVMESH_REGISTRY_PATH"]),
+            consul_url=environ.get("KVMESH_CONSUL_URL", "http://127.0.0.1:8500"),
+        )
+    )
+    try:
+        router = await find_router(registry)
+    finally:
+        await registry.close()
+    async with rpc.channel(router.address) as channel:
+        yield router_pb2_grpc.RouterServiceStub(channel)
+
+
+async def find_router(registry: Registry, within_s: float = FOUND_S) -> Instance:
+    """A router, once one is shown. Raises SystemExit when that takes longer than `within_s`.
+
+    Who asks Consul for the first time sees those only whose last check went well: on a busy machine
+    a router that serves is missing now and then.
+    """
+    try:
+        async with asyncio.timeout(within_s), registry.watch("default") as watch:
+            while not (routers := watch.current.of("router")):
+                await watch.next()
+    except TimeoutError:
+        raise SystemExit(f"the registry showed no router for {within_s:g} s") from None
+    return routers[0]
+
+
+async def _await_reports() -> None:
+    """Returns once the router hears of every worker through the indexer.
+
+    A mesh serves before that, by load alone; this conversation is about the cache.
+    """
+    deadline = time.monotonic() + REPORTS_S
+    async with _router() as stub:
+        while time.monotonic() < deadline:
+            books: router_pb2.DumpResponse = await rpc.unary(
+                stub.Dump, router_pb2.DumpRequest(), timeout_s=TIMEOUT_S
+            )
+            if books.workers and all(w.HasField("report_age_ms") for w in books.workers):
+                return
+            await asyncio.sleep(0.05)
+    raise SystemExit(f"the router heard nothing of some worker for {REPORTS_S:g} s")
+
+
+# Any: a JSON tree.
+async def _explain(request_id: str) -> dict[str, Any]:
+    """What the router says about its decision."""
+    async with _router() as stub:
+        answer: router_pb2.ExplainResponse = await rpc.unary(
+            stub.Explain, router_pb2.ExplainRequest(request_id=request_id), timeout_s=TIMEOUT_S
+        )
+    return {
+        "reasons": list(answer.decision.reasons),
+        "predicted_cached_tokens": answer.decision.predicted_cached_tokens,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""`meshctl status`: who is in the mesh, whether each answers, its load and KV use.
+
+What it shows comes from discovery and from the processes themselves, never from a cache.
+
+Exit status: 0 when everybody serves; 1 when somebody does not, or nobody is there; 2 when nobody
+could be asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.errors import MeshError
+from common.registry.instances import Instance
+from common.registry.open import open_registry
+from common.rpc import channel as rpc
+from common.runtime.config import ServiceConfig
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.types.v1 import load_pb2
+from meshctl.view.members import members, where
+
+TIMEOUT_S = 1.0
+NOT_ASKED = 2
+UNAUTHENTICATED = "unauthenticated"
+
+# As `meshctl up` starts and shows them.
+_SERVICES = ("frontend", "router", "indexer", "worker")
+_ROLES = ("aggregated", "prefill", "decode")
+_HEADER = (
+    "SERVICE",
+    "NAME",
+    "ID",
+    "ADDRESS",
+    "MODEL",
+    "ROLE",
+    "HEALTH",
+    "RUNNING",
+    "WAITING",
+    "KV",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One instance, as asked now. loads: empty for all but workers that answered."""
+
+    instance: Instance
+    health: str
+    loads: tuple[load_pb2.Load, ...] = ()
+
+    @property
+    def kv(self) -> float | None:
+        """Share of KV blocks in use by running requests."""
+        total = sum(load.kv_total_blocks for load in self.loads)
+        used = sum(load.kv_used_blocks for load in self.loads)
+        return used / total if total else None
+
+    def facts(self) -> dict[str, str | int | float | None]:
+        """The row for programs: None for what it has not, the id as text, since it exceeds 2^53."""
+        one = self.instance
+        return {
+            "service": one.service,
+            "name": one.stable_name or None,
+            "id": str(one.id),
+            "address": one.address,
+            "model": one.model or None,
+            "role": one.role if one.service == "worker" else None,
+            "health": self.health,
+            "running": sum(load.running for load in self.loads) if self.loads else None,
+            "waiting": sum(load.waiting for load in self.loads) if self.loads else None,
+            "kv": self.kv,
+        }
+
+    def cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        facts = self.facts() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
+        return tuple("-" if value is None else str(value) for value in facts.values())
+
+
+async def gather(config: ServiceConfig) -> list[Row]:
+    """Asks discovery, then every instance at once. Raises Unavailable, InvalidRequest."""
+    security = rpc.security_of(config)
+    registry = open_registry(config)
+    try:
+        snapshot = await members(registry, config)
+    finally:
+        await registry.close()
+    instances = sorted(snapshot.instances.values(), key=_place)
+    return list(await asyncio.gather(*(_ask(i, security) for i in instances)))
+
+
+def _place(one: Instance) -> tuple[int, int, list[str | int]]:
+    """Its place in the table; those without a name stay in the order of registration."""
+    parts = re.split(r"([0-9]+)", one.stable_name)
+    natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
+    return _SERVICES.index(one.service), _ROLES.index(one.role), natural
+
+
+async def _ask(instance: Instance, security: rpc.Security) -> Row:
+    async with rpc.channel(instance.address, security=security) as channel:
+        metadata = rpc.call_metadata(security)
+        try:
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
+            answer = await stub.Check(
+                health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, metadata=metadata
+            )
+            health = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status).lower()
+            if instance.service != "worker":
+                return Row(instance, health)
+            load = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
+                engine_pb2.GetLoadRequest(), timeout=TIMEOUT_S, metadata=metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            return Row(instance, error.code().name.lower())
+        return Row(instance, health, tuple(load.loads))
+
+
+def token_hint(rows: Iterable[Row], config: ServiceConfig) -> str:
+    """What to do for those that do not know us; "" if all do."""
+    if all(row.health != UNAUTHENTICATED for row in rows):
+        return ""
+    what = "is another than theirs" if config.mesh_token else "is not set here"
+    return (
+        f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {what}; set it to what the mesh was"
+        " started with\n"
+    )
+
+
+def status(config: ServiceConfig, *, as_json: bool) -> int:
+    """Prints the table and returns the exit status."""
+    try:
+        rows = asyncio.run(gather(config))
+    except MeshError as error:
+        sys.stderr.write(f"meshctl: {error.message}\n")
+        return NOT_ASKED
+    if as_json:
+        sys.stdout.write(json.dumps([row.facts() for row in rows]) + "\n")
+    elif not rows:
+        said = f"nobody is registered in namespace {config.namespace!r} of {where(config)}"
+        sys.stdout.write(f"{said}\n")
+    else:
+        table = [_HEADER, *(row.cells() for row in rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
+        for line in table:
+            cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            sys.stdout.write("  ".join(cells).rstrip() + "\n")
+    sys.stderr.write(token_hint(rows, config))
+    return 0 if rows and all(row.health == "serving" for row in rows) else 1

@@ -1,0 +1,316 @@
+"""`meshctl up`: starts a mesh on this host, shows it, and keeps it running until it is stopped.
+
+Exit status: 0 after a stop that was asked for; 1 when the mesh did not become ready, a service was
+given up or did not end well; 2 when nothing was started; that of the sample or the command with
+--once; 128 + n upon a second signal n (see stop_requests.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import SystemRandom
+
+import httpx
+
+from common.errors import MeshError
+from common.registry.open import open_registry
+from common.registry.registry import Registry
+from common.runtime.config import ServiceConfig
+from common.runtime.tasks import TaskGroup
+from meshctl.options import UpOptions
+from meshctl.process.child import ProcessLauncher, on_leash
+from meshctl.process.stop_requests import Asked, StopRequests
+from meshctl.process.supervise import State, Supervisor
+from meshctl.services import http_ports, mesh_services
+from meshctl.view import frontend as gateway
+from meshctl.view.members import members, where
+from meshctl.view.screen import YELLOW, Screen, hints, http_url, table, wants_colour
+
+SAMPLE_PROMPT = "Say hello to the mesh."
+SAMPLE_TOKENS = 32
+# A command that was asked to end gets this long.
+COMMAND_END_S = 5.0
+# Who is there already is worth a look, not a wait.
+LOOK_S = 2.0
+TITLES_MAX = 8
+NOT_STARTED = 2
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class CannotStart(Exception):
+    """Why nothing was started, and what to do about it."""
+
+
+def up(options: UpOptions, environ: Mapping[str, str]) -> int:
+    """Runs the command and returns the exit status."""
+    launcher = ProcessLauncher(options.log_dir, environ)
+    screen = Screen(
+        sys.stdout,
+        sys.stderr,
+        colour=wants_colour(sys.stdout, environ),
+        clock=time.monotonic,
+        tail=launcher.tail,
+        log=launcher.log_path,
+    )
+    try:
+        with _only_one(options.log_dir):
+            check_ports(options.http_host, http_ports(options.mesh))
+            return asyncio.run(_Up(options, environ, launcher, screen).run())
+    except CannotStart as error:
+        screen.complain(f"{error}; nothing was started")
+        return NOT_STARTED
+
+
+def check_ports(host: str, ports: list[int]) -> None:
+    """Raises CannotStart for a port that a frontend could not bind. Port 0 can always be."""
+    for port in filter(None, ports):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            # As servers do: connections that linger from the run before do not count.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+                probe.listen(1)
+            except OSError as error:
+                raise CannotStart(_port_problem(host, port, error)) from error
+
+
+def _port_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; free it, or choose another with --http-port"
+    return f"port {port} of {host} cannot be bound: {error.strerror}"
+
+
+@contextmanager
+def _only_one(log_dir: Path) -> Iterator[None]:
+    """Holds the folder: a second mesh in it would mix up logs and take over stable names."""
+    path = log_dir / ".lock"
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise CannotStart(f"--log-dir {log_dir} cannot be used: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            raise CannotStart(
+                f"meshctl (pid {holder}) runs a mesh with its logs in {log_dir}; for a second one"
+                " choose another --log-dir, --http-port and --namespace"
+            ) from None
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d\n" % os.getpid(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+async def look_around(registry: Registry, config: ServiceConfig) -> str:
+    """What whoever starts a mesh should know of its registry; "" if there is nothing."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            found = tuple((await members(registry, config)).instances.values())
+    except MeshError as error:
+        return f"{error.message}; services wait for it a while"
+    except TimeoutError:
+        return f"no answer from {where(config)} for {LOOK_S:g} s; services wait for it a while"
+    if not found:
+        return ""
+    titles = ", ".join(sorted(one.stable_name or one.service for one in found)[:TITLES_MAX])
+    titles += ", ..." if len(found) > TITLES_MAX else ""
+    return (
+        f"namespace {config.namespace!r} has {_many(len(found), 'service')} already ({titles}):"
+        " this mesh joins them, and of two with one name only the newer is seen; for a mesh of its"
+        " own choose another --namespace"
+    )
+
+
+def _open_registry(config: ServiceConfig) -> Registry:
+    try:
+        return open_registry(config)
+    except MeshError as error:
+        raise CannotStart(f"--registry {config.registry}: {error.message}") from error
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the exit status will be made of. forced: the second signal."""
+
+    session: int = 0
+    forced: int | None = None
+
+
+class _Up:
+    def __init__(
+        self,
+        options: UpOptions,
+        environ: Mapping[str, str],
+        launcher: ProcessLauncher,
+        screen: Screen,
+    ) -> None:
+        self._options = options
+        self._environ = environ
+        self._launcher = launcher
+        self._screen = screen
+        self._outcome = _Outcome()
+
+    async def run(self) -> int:
+        registry = _open_registry(self._options.config)
+        supervisor = Supervisor(
+            mesh_services(self._options.mesh),
+            self._launcher,
+            registry,
+            namespace=self._options.mesh.namespace,
+            tell=self._screen.event,
+            clock=time.monotonic,
+            rng=SystemRandom(),
+            start_s=self._options.ready_s,
+        )
+        self._own_signals(supervisor)
+        mesh = self._options.mesh
+        kinds = {
+            "frontend": mesh.frontends,
+            "router": mesh.routers,
+            "indexer": mesh.indexers,
+            "worker": mesh.workers,
+            "prefill worker": mesh.prefill,
+            "decode worker": mesh.decode,
+        }
+        counted = ", ".join(_many(count, noun) for noun, count in kinds.items() if count)
+        self._screen.say(f"starting {counted} ({mesh.engine}); logs in {self._options.log_dir}")
+        try:
+            if news := await look_around(registry, self._options.config):
+                self._screen.step("mesh", "note", news, colour=YELLOW)
+            async with TaskGroup() as group:
+                group.create_task(supervisor.run())
+                session = group.create_task(self._session(supervisor))
+                await supervisor.stopping()
+                session.cancel()
+        finally:
+            await registry.close()
+        return self._status(supervisor)
+
+    def _status(self, supervisor: Supervisor) -> int:
+        if self._outcome.forced is not None:
+            return 128 + self._outcome.forced
+        return self._outcome.session or (0 if supervisor.clean else 1)
+
+    def _own_signals(self, supervisor: Supervisor) -> None:
+        requests = StopRequests()
+
+        def on_signal(number: signal.Signals) -> None:
+            match requests.heard(number, time.monotonic()):
+                case Asked.STOP:
+                    self._screen.step("mesh", "draining", f"upon {number.name}; once more to kill")
+                    supervisor.stop()
+                case Asked.KILL:
+                    self._outcome.forced = number
+                    self._screen.step("mesh", "killed", f"upon {number.name}")
+                    supervisor.kill()
+
+        for number in _SIGNALS:
+            # `nohup meshctl up` is to outlive its terminal.
+            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+
+    async def _session(self, supervisor: Supervisor) -> None:
+        """From the start to the moment from which on there is nothing to do but to keep it up."""
+        async with gateway.client() as http:
+            url = await self._await_ready(supervisor, http)
+            if url is None:
+                self._outcome.session = 1
+                supervisor.stop()
+                return
+            # Whoever waits for the end has no use for what to do until then.
+            advice = [] if self._options.once else [*hints(url, self._model), ""]
+            for line in ["", *table(supervisor.children), "", *advice]:
+                self._screen.say(line)
+            status = 0
+            if self._options.sample:
+                status = await self._sample(http, url)
+            if self._options.then:
+                status = await self._run(url) or status
+            if self._options.once:
+                self._outcome.session = status
+                supervisor.stop()
+
+    @property
+    def _model(self) -> str:
+        return self._options.mesh.model_name
+
+    async def _await_ready(self, supervisor: Supervisor, http: httpx.AsyncClient) -> str | None:
+        """The URL of the first frontend once every frontend serves the model, None if not."""
+        missing = ""
+        try:
+            async with asyncio.timeout(self._options.ready_s):
+                while True:
+                    await supervisor.all_ready()
+                    urls = [url for child in supervisor.children if (url := http_url(child.line))]
+                    found = [await gateway.why_not_serving(http, url, self._model) for url in urls]
+                    missing = next(filter(None, found), "" if urls else "no frontend has a URL")
+                    if not missing:
+                        self._screen.step("mesh", "ready", f"{self._model} is served")
+                        return urls[0]
+                    await asyncio.sleep(gateway.POLL_S)
+        except TimeoutError:
+            self._complain_unready(supervisor, missing)
+            return None
+
+    def _complain_unready(self, supervisor: Supervisor, missing: str) -> None:
+        late = [child for child in supervisor.children if child.state is not State.READY]
+        what = ", ".join(f"{child.spec.name} is {child.state}" for child in late) or missing
+        self._screen.complain(f"not ready within {self._options.ready_s:g} s: {what}")
+        for child in late:
+            self._screen.why(child.spec.name)
+
+    async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
+        body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)
+        self._screen.say(f"> {SAMPLE_PROMPT}")
+        try:
+            async with aclosing(gateway.chat(http, url, body)) as pieces:
+                async for piece in pieces:
+                    self._screen.piece(piece)
+        except gateway.GatewayError as error:
+            self._screen.say()
+            self._screen.complain(f"the sample request failed: {error}")
+            return 1
+        self._screen.say()
+        return 0
+
+    async def _run(self, url: str) -> int:
+        """Runs --then; it shares our terminal, and ends when the mesh is stopped."""
+        environ = {"OPENAI_API_KEY": "unused", **self._environ, "OPENAI_BASE_URL": f"{url}/v1"}
+        command = on_leash(self._options.then)
+        process = await asyncio.create_subprocess_exec(*command, env=environ)
+        try:
+            status = await process.wait()
+        except asyncio.CancelledError:
+            process.terminate()
+            try:
+                async with asyncio.timeout(COMMAND_END_S):
+                    await process.wait()
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            raise
+        if status != 0:
+            self._screen.complain(f"{self._options.then[0]} ended with {status}")
+        return status if status >= 0 else 128 - status
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

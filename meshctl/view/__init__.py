@@ -1,0 +1,1 @@
+"""Terminal output, and what it shows: members and frontend state."""

@@ -1,0 +1,24 @@
+"""Who is registered, and where that was looked up."""
+
+from __future__ import annotations
+
+from common.errors import Unavailable
+from common.registry.instances import Snapshot
+from common.registry.registry import Registry
+from common.runtime.config import ServiceConfig
+
+
+async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
+    """The members of the configured namespace now. Raises Unavailable if nobody can say."""
+    snapshot = await registry.snapshot(config.namespace)
+    if not snapshot.revision:
+        raise Unavailable(f"cannot reach {where(config)}")
+    return snapshot
+
+
+def where(config: ServiceConfig) -> str:
+    """The registry in words."""
+    if config.registry == "consul":
+        return f"Consul at {config.consul_url}"
+    path = config.registry_path.resolve()
+    return f"the registry {path}" + ("" if path.is_dir() else " (there is no such folder)")

@@ -1,0 +1,243 @@
+"""Who may be chosen at all: pins, allow-list, taints, adapters, sessions, failed workers (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
+from common.request.preprocessed import RoutingHints
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.query import Query
+
+# What a worker is wanted for: the whole request, or one leg of a pair.
+Leg = Literal["whole", "prefill", "decode"]
+# required: a request for an adapter runs where that is resident; preferred: there if somebody who
+# has it may serve, else anywhere, since engines may load adapters when they are asked for.
+LoraResidency = Literal["required", "preferred"]
+
+_ROUTING = "query.routing"
+# Hint to callers whom nobody can serve just now: about the time discovery takes to show a worker.
+RETRY_AFTER_S = 1.0
+
+
+class Excluded(NamedTuple):
+    """A candidate that a filter took out, and why. A tuple, since one pin makes many."""
+
+    candidate: Candidate
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Filter:
+    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error; without one it is
+    a wish, which nobody's staying puts aside.
+    """
+
+    keeps: Callable[[Candidate], bool]
+    why: str
+    nobody: Callable[[], MeshError] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Where the request's session is bound for a leg. is_hard: it must run there."""
+
+    placement: Placement
+    is_hard: bool
+
+
+def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
+    """The worker that a request pins for a leg; None if it pins none.
+
+    The whole request and the decode leg go by backend_instance_id or decode_worker_id, which must
+    agree (else InvalidRequest); the prefill leg goes by prefill_worker_id.
+    """
+    if routing is None:
+        return None
+    if leg == "prefill":
+        return routing.prefill_worker_id
+    backend, decode = routing.backend_instance_id, routing.decode_worker_id
+    if backend is not None and decode is not None and backend != decode:
+        raise InvalidRequest(
+            f"backend_instance_id {backend} and decode_worker_id {decode} pin different workers",
+            f"{_ROUTING}.decode_worker_id",
+        )
+    return decode if backend is None else backend
+
+
+def eligible(
+    query: Query,
+    candidates: Sequence[Candidate],
+    leg: Leg = "whole",
+    *,
+    tie: Tie | None = None,
+    residency: LoraResidency = "required",
+    has_room: Callable[[Candidate], bool] | None = None,
+) -> tuple[Sequence[Candidate], list[Excluded]]:
+    """The candidates that may serve the query's leg, and the others with the reason.
+
+    has_room: if given, the only wish: others than the wished for may serve if these have no room.
+    Raises Unavailable or InvalidRequest, with a reason that names the filter that left nobody, and
+    the field that asked for it.
+    """
+    if query.routing is None and not query.excluded_worker_ids:
+        return candidates, []
+    excluded: list[Excluded] = []
+    for rule in _filters(query, leg, tie, residency, has_room):
+        kept = [c for c in candidates if rule.keeps(c)]
+        if not kept:
+            if rule.nobody is None:
+                continue
+            raise rule.nobody()
+        if len(kept) < len(candidates):
+            excluded += [Excluded(c, rule.why) for c in candidates if not rule.keeps(c)]
+        candidates = kept
+    return candidates, excluded
+
+
+def all_busy(model: str, leg: Leg) -> Overloaded:
+    """The error where all who may serve the leg are above a busy threshold."""
+    role = "" if leg == "whole" else f"{leg} "
+    return Overloaded(
+        RETRY_AFTER_S,
+        f"every {role}worker of {model!r} that may serve the request is busy",
+        reason="ALL_WORKERS_BUSY",
+        metadata={"model": model, "leg": leg},
+    )
+
+
+def _filters(
+    query: Query,
+    leg: Leg,
+    tie: Tie | None,
+    residency: LoraResidency,
+    has_room: Callable[[Candidate], bool] | None,
+) -> list[_Filter]:
+    """In the order in which an empty result is best explained; wishes come last."""
+    rules: list[_Filter] = []
+    wishes: list[_Filter] = []
+    if (routing := query.routing) is not None:
+        rules += _hint_filters(query.model, routing, leg)
+        if routing.lora_name:
+            by_adapter = _adapter_filter(query.model, routing.lora_name, leg, residency)
+            (wishes if by_adapter.nobody is None else rules).append(by_adapter)
+    if left_out := query.excluded_worker_ids:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id not in left_out,
+                "excluded: it failed this request before",
+                lambda: _nobody(query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"),
+            )
+        )
+    if tie is not None:
+        by_session = _session_filter(query.model, tie, leg)
+        (rules if tie.is_hard else wishes).append(by_session)
+    if has_room is not None:
+        wishes = [_Filter(has_room, "has no room, and others have")]
+    return rules + wishes
+
+
+def _adapter_filter(model: str, lora: str, leg: Leg, residency: LoraResidency) -> _Filter:
+    def nobody() -> MeshError:
+        who = f"worker that has the adapter {lora!r}"
+        return _nobody(model, leg, "NO_ADAPTER_WORKER", who, "lora_name")
+
+    return _Filter(
+        lambda c: lora in c.instance.loras,
+        "does not have the adapter",
+        nobody if residency == "required" else None,
+    )
+
+
+def _session_filter(model: str, tie: Tie, leg: Leg) -> _Filter:
+    worker_id, rank = tie.placement
+
+    def nobody() -> MeshError:
+        who = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
+        return _nobody(model, leg, "SESSION_WORKER_NOT_ELIGIBLE", who, "session_control.session_id")
+
+    return _Filter(
+        lambda c: c.placement == tie.placement,
+        "the session is bound to another place",
+        nobody if tie.is_hard else None,
+    )
+
+
+def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
+    rules = []
+    if (pin := pinned_worker(routing, leg)) is not None:
+        field = _pin_field(routing, leg)
+        who = f"worker is {pin}, as {field} asks"
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id == pin,
+                "the request pins another worker",
+                lambda: _nobody(model, leg, "PINNED_WORKER_GONE", who, field),
+            )
+        )
+    rank_field = "prefill_dp_rank" if leg == "prefill" else "dp_rank"
+    rank: int | None = getattr(routing, rank_field)
+    if rank is not None:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.dp_rank == rank,
+                "the request pins another rank",
+                lambda: InvalidRequest(
+                    f"no eligible worker has the data-parallel rank {rank}",
+                    f"{_ROUTING}.{rank_field}",
+                    reason="NO_SUCH_RANK",
+                ),
+            )
+        )
+    if (allowed := routing.allowed_worker_ids) is not None:
+        rules.append(
+            _Filter(
+                lambda c: c.placement.worker_id in allowed,
+                "not in allowed_worker_ids",
+                lambda: _nobody(
+                    model,
+                    leg,
+                    "NO_ALLOWED_WORKER",
+                    "worker of allowed_worker_ids",
+                    "allowed_worker_ids",
+                ),
+            )
+        )
+    constraints = routing.routing_constraints
+    if constraints is not None and constraints.required_taints:
+        taints = frozenset(constraints.required_taints)
+        rules.append(
+            _Filter(
+                lambda c: taints <= c.instance.taints,
+                "lacks a required taint",
+                lambda: _nobody(
+                    model,
+                    leg,
+                    "NO_TAINTED_WORKER",
+                    f"worker has all of required_taints {sorted(taints)}",
+                    "routing_constraints.required_taints",
+                ),
+            )
+        )
+    return rules
+
+
+def _pin_field(routing: RoutingHints, leg: Leg) -> str:
+    """Which of the fields of `pinned_worker` pins it."""
+    if leg == "prefill":
+        return "prefill_worker_id"
+    return "decode_worker_id" if routing.backend_instance_id is None else "backend_instance_id"
+
+
+def _nobody(model: str, leg: Leg, reason: str, who: str, asked_by: str = "") -> Unavailable:
+    """asked_by: the field of the routing hints that leaves nobody. One who will do may yet come."""
+    role = "" if leg == "whole" else f"{leg} "
+    return Unavailable(
+        f"nobody can serve {model!r}: no {role}{who}",
+        RETRY_AFTER_S,
+        field=f"{_ROUTING}.{asked_by}" if asked_by else None,
+        reason=reason,
+        metadata={"model": model, "leg": leg},
+    )

@@ -1,0 +1,781 @@
+"""The load book: what this router believes each worker has to do (pure).
+
+A *booking* is the charge of one attempt of one request: prompt tokens to compute and KV blocks to
+hold. It is made with the decision, changed as the frontend tells of progress, and ends with `free`,
+or because nobody claims it any more.
+
+Invariants (asserted): no sum is ever negative; the sums of a rank are exactly those of the bookings
+on it; a booking is owned by an open session of its frontend here, or else held by a peer router, or
+else orphaned with a deadline.
+
+A booking is a *lease*: whoever has a session renews it by announcing it again, at any revision. One
+that an open session has not renewed for `expiry_s` is forgotten by both, and ends.
+
+A booking's revision is 1 when it is made and grows by 1 with each change: prefill done (the first
+time) and each word of output blocks. The frontend counts likewise, and announces the same number.
+Its *generation* is that of the session that had it last: a frontend has one session at a time, so
+the latest is right wherever it is open, and one that claims less has only not ended yet.
+
+Bookings of a worker that left stay until they are freed. They weigh on nobody, since only ranks of
+the fleet are ever asked for; but should discovery merely have blinked, the load is still known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
+
+from common.errors import InvalidRequest, Overloaded
+from common.kv.load import Load
+from router_svc.core.fleet import Placement
+
+# An orphan is counted this long; a frontend that lives announces it again within 200 ms.
+ORPHAN_S = 3.0
+# A report older than this says nothing any more.
+REPORT_MAX_AGE_S = 0.5
+BOOKINGS_MAX = 262_144
+# No count or revision that somebody tells is above this, so that those of a full book can be summed
+# and go on growing in 64 bits.
+NUMBER_MAX = 1 << 44
+# A booking that nobody announces for so long is forgotten; frontends announce theirs each 100 s.
+EXPIRY_S = 300.0
+# How often such ones are looked for: some 10 ms for the fullest book.
+EXPIRY_LOOK_S = 30.0
+# Blocks are weighed in parts of 1 / 2^16, as integers, so that sums stay exact.
+_WEIGHT_BITS = 16
+_HALF = 1 << (_WEIGHT_BITS - 1)
+
+
+class BookingKey(NamedTuple):
+    """What a booking is known by, whatever router holds it: (frontend incarnation, id, try)."""
+
+    frontend_id: int
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """A charge. Tokens and blocks are counts; `prefill` None means that prefill is on `worker`.
+
+    prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
+    decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
+    request weighs less.
+
+    session_id: the client session that the request is of, empty if of none; session_revision: of
+    the bond that it made or kept, from 1 (see `affinity.Bond`); lora_name: the session's adapter.
+    """
+
+    key: BookingKey
+    model: str
+    worker: Placement
+    prefill: Placement | None = None
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    revision: int = 1
+    decay: float = 1.0
+    generation: int = 0
+    session_id: str = ""
+    session_revision: int = 0
+    lora_name: str = ""
+
+    @property
+    def session(self) -> tuple[str, str, str]:
+        """What its session is known by."""
+        return self.model, self.session_id, self.lora_name
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Of two about the same booking, the greater is newer."""
+        return self.generation, self.revision
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise InvalidRequest(
+                f"decay_fraction must be within 0..1, not {self.decay}", "decay_fraction"
+            )
+        for name in ("prefill_tokens", "decode_blocks"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative", name)
+        if self.revision < 1:
+            raise InvalidRequest("revision counts from 1", "revision")
+
+
+class Peers(Protocol):
+    """The other routers, as far as the book needs them: see `router_svc/core/replication.py`."""
+
+    def hold(self, key: BookingKey) -> bool:
+        """Whether one of them says that the booking is its own."""
+
+    def changed(self, key: BookingKey) -> None:
+        """A booking of ours was made, changed or given up, or anybody's was freed by our word."""
+
+
+class SessionHello(NamedTuple):
+    """Whose session it is, and which: counts those of the frontend, from 1; 0: it does not say."""
+
+    frontend_id: int
+    generation: int
+
+
+class _NoPeers:
+    """A router on its own."""
+
+    def hold(self, key: BookingKey) -> bool:
+        return False
+
+    def changed(self, key: BookingKey) -> None:
+        """Nobody is to be told."""
+
+
+class Uses(Protocol):
+    """Who wants to know which client sessions have bookings: see `router_svc/core/sessions.py`."""
+
+    def began(self, booking: Booking) -> None:
+        """A booking of a session is in the book, whoever has it."""
+
+    def ended(self, booking: Booking, *, is_own: bool) -> None:
+        """It is no more. is_own: peers were told of it by us."""
+
+
+class _NoUses:
+    """A book on its own."""
+
+    def began(self, booking: Booking) -> None:
+        """Nobody wants to know."""
+
+    def ended(self, booking: Booking, *, is_own: bool) -> None:
+        """Nobody wants to know."""
+
+
+class Totals(NamedTuple):
+    """Prompt tokens to compute, KV blocks held, requests running or waiting.
+
+    A tuple, because every decision reads one of each rank.
+    """
+
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    requests: int = 0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """block_weight: in parts of 1 / 2^_WEIGHT_BITS blocks."""
+
+    prefill_tokens: int = 0
+    block_weight: int = 0
+    requests: int = 0
+
+    def add(self, prefill_tokens: int, block_weight: int, requests: int) -> None:
+        self.prefill_tokens += prefill_tokens
+        self.block_weight += block_weight
+        self.requests += requests
+        assert self.prefill_tokens >= 0, "prefill tokens of a rank went negative"
+        assert self.block_weight >= 0, "decode blocks of a rank went negative"
+        assert self.requests >= 0, "requests of a rank went negative"
+
+    @property
+    def decode_blocks(self) -> int:
+        """The sum of fractional weights, rounded: as NVIDIA Dynamo documents it."""
+        return (self.block_weight + _HALF) >> _WEIGHT_BITS
+
+
+@dataclass(slots=True)
+class _Rank:
+    """`newer` sums the bookings made since the last report: `report_count` tells which those are.
+
+    A counter, because two things may happen at the same `now`.
+
+    estimate: what `LoadBook.load` answers until `estimated_until`, or until one of the others
+    changes; None: to be computed.
+    """
+
+    booked: _Sums = field(default_factory=_Sums)
+    newer: _Sums = field(default_factory=_Sums)
+    report: Load | None = None
+    reported_at: float = 0.0
+    report_count: int = 0
+    estimate: Totals | None = None
+    estimated_until: float = math.inf
+
+    @property
+    def is_blank(self) -> bool:
+        return self.report is None and self.booked.requests == 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A booking in the book, of a session, orphaned, or (both None) held by a peer.
+
+    is_own: a session here had it last, so that it is for this router to tell its peers of it.
+    """
+
+    booking: Booking
+    session: int | None
+    orphaned_until: float | None
+    prefill_done: bool
+    is_own: bool = False
+    renewed_at: float = 0.0
+    # How many reports the ranks had seen when it was booked there.
+    worker_mark: int = 0
+    prefill_mark: int = 0
+
+
+class LoadBook:
+    """All bookings, and their sums per (worker, rank). Times are seconds of one clock."""
+
+    def __init__(self, bookings_max: int = BOOKINGS_MAX, expiry_s: float = EXPIRY_S) -> None:
+        self._bookings_max = bookings_max
+        self._expiry_s = expiry_s
+        self._expiry_looked_at = -math.inf
+        self.expired = 0  # Bookings that ended because nobody renewed them.
+        self._entries: dict[BookingKey, _Entry] = {}
+        self._of_frontend: dict[int, set[BookingKey]] = {}
+        self._ranks: dict[Placement, _Rank] = {}
+        self._sessions: dict[int, SessionHello] = {}  # In order of opening.
+        self._next_session = 1
+        self._latest: dict[int, int] = {}  # The latest generation of who has a session here.
+        self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
+        self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
+        self._orphan_count = 0
+        self._peers: Peers = _NoPeers()
+        self.uses: Uses = _NoUses()
+        # Called with each rank that may have less to do than before; must not call back.
+        self.relieved: Callable[[Placement], None] = _nobody_waits
+        # Called with a session that a later one has superseded.
+        self.session_over: Callable[[int], object] = _nobody_asked
+
+    def join(self, peers: Peers) -> None:
+        """Share the book with other routers; to be called before anything is booked."""
+        assert not self._entries, "peers are told of every booking from the first on"
+        self._peers = peers
+
+    # Bookings.
+
+    def book(self, booking: Booking, session: int | None, now: float) -> bool:
+        """Add a booking; False if its key is there already, which adopts it and changes no load.
+
+        session: the one that asked. None (a caller without a session) stands for the newest open
+        session of its frontend; where there is none, the booking is an orphan from the start.
+        Raises Overloaded when the book is full.
+        """
+        entry = self._entries.get(booking.key)
+        if entry is not None:
+            self._own(entry, session, now)
+            return False
+        self._own(self._add(booking, now, prefill_done=False), session, now)
+        return True
+
+    def announce(self, booking: Booking, session: int | None, now: float) -> bool:
+        """Take over a booking made elsewhere or by an earlier session, and adopt it.
+
+        The newest wins; False if ours was as new. Raises Overloaded when full.
+        """
+        entry = self._entries.get(booking.key)
+        booking = self._of_session(booking, session)
+        is_new = entry is None or booking.age > entry.booking.age
+        if entry is None:
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+        elif is_new:
+            self._replace(entry, booking)
+        self._own(entry, session, now)
+        return is_new
+
+    def mark_prefill_done(self, key: BookingKey) -> bool:
+        """Prefill is over: its tokens leave the load, once. False for a key that is not our own."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_own:
+            return False
+        if not entry.prefill_done:
+            self._charge(entry, -1)
+            entry.prefill_done = True
+            entry.booking = _changed(entry.booking, prefill_tokens=0)
+            self._charge(entry, +1)
+            self._discard_blank(entry.booking.prefill)
+            self._tell(entry)
+            self.relieved(entry.booking.prefill or entry.booking.worker)
+        return True
+
+    def add_output_blocks(
+        self, key: BookingKey, blocks: int, decay_fraction: float | None = None
+    ) -> bool:
+        """The answer grew by `blocks`; False for a key that is not our own.
+
+        decay_fraction: share of the expected output still to come, 0..1. Each block of the booking
+        weighs that much from now on; the weights of a rank are summed, then rounded. None leaves
+        the weight as it is.
+        Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
+        """
+        if blocks < 1:
+            raise InvalidRequest(f"blocks must be at least 1, not {blocks}", "blocks")
+        if decay_fraction is not None and not 0.0 <= decay_fraction <= 1.0:
+            raise InvalidRequest(
+                f"decay_fraction must be within 0..1, not {decay_fraction}", "decay_fraction"
+            )
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_own:
+            return False  # Whoever has it now hears, or has heard, all of this.
+        self._charge(entry, -1)
+        booking = entry.booking
+        entry.booking = _changed(
+            booking,
+            decode_blocks=booking.decode_blocks + blocks,
+            decay=booking.decay if decay_fraction is None else decay_fraction,
+        )
+        self._charge(entry, +1)
+        self._tell(entry)
+        if entry.booking.decay < booking.decay:
+            self.relieved(booking.worker)
+        return True
+
+    def free(self, key: BookingKey) -> bool:
+        """The booking ended, in whatever state it was; False if the key is not known."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._drop(entry)
+        self._peers.changed(key)  # An orphan of theirs ends with it.
+        return entry is not None
+
+    def get(self, key: BookingKey) -> Booking | None:
+        """The booking as it is now."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry.booking
+
+    def keys(self) -> list[BookingKey]:
+        """Those of all bookings."""
+        return list(self._entries)
+
+    def __iter__(self) -> Iterator[Booking]:
+        return (entry.booking for entry in self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def orphan_count(self) -> int:
+        """Bookings that nobody owns at the moment."""
+        return self._orphan_count
+
+    # Peers.
+
+    def own(self, key: BookingKey) -> Booking | None:
+        """The booking, if it is this router that tells the others of it."""
+        entry = self._entries.get(key)
+        return entry.booking if entry is not None and entry.is_own else None
+
+    def heard(self, booking: Booking, now: float) -> None:
+        """A peer holds it: the newest wins, and an orphan of ours is the peer's.
+
+        What an open session here owns stays with it, unless the peer has it of a later one. Raises
+        Overloaded when the book is full.
+        """
+        entry = self._entries.get(booking.key)
+        if entry is None:
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+        elif booking.age > entry.booking.age:
+            self._replace(entry, booking)
+            self._tell(entry)
+        session = entry.session
+        if session is None or self._sessions[session].generation < entry.booking.generation:
+            self._hand_over(entry)
+
+    def expect(self, booking: Booking, now: float) -> None:
+        """A peer's snapshot has it: an orphan, until the peer tells of it as it does later on.
+
+        Raises Overloaded when the book is full.
+        """
+        if booking.key not in self._entries:
+            entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
+            self._release(entry, now)
+
+    def expect_longer(self, key: BookingKey, now: float) -> None:
+        """That peer still lives and has not told of it yet: the orphan's time begins anew."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.orphaned_until is not None and not entry.is_own:
+            self._release(entry, now)
+
+    def ended(self, key: BookingKey) -> None:
+        """A peer's booking ended; also here, unless a session here or another peer has it."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.session is None and not self._peers.hold(key):
+            self._drop(entry)
+            self._tell(entry)
+
+    def lost(self, key: BookingKey, now: float) -> None:
+        """The peer that held it was lost, or gave it up: an orphan, unless another holds it too."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.session is None and entry.orphaned_until is None:
+            self._release(entry, now)
+
+    # Owners.
+
+    def open_session(self, frontend_id: int, generation: int = 0, now: float = 0.0) -> int:
+        """A frontend connected; the number of its session, never used again.
+
+        generation: which of its sessions, at whatever router, it is; those before are over. 0: it
+        does not say, and `now` does not matter.
+        """
+        hello = SessionHello(frontend_id, generation)
+        self.superseded(hello, now)
+        self._latest.setdefault(frontend_id, generation)
+        session = self._next_session
+        self._next_session += 1
+        self._sessions[session] = hello
+        return session
+
+    def end_session(self, session: int, now: float) -> int:
+        """The session is over: orphan its bookings; how many there were.
+
+        Where discovery has lost the frontend already, they are freed instead.
+        """
+        frontend_id = self._sessions.pop(session).frontend_id
+        count = self._release_all(session, frontend_id, now)
+        if self._newest_session(frontend_id) is None:
+            del self._latest[frontend_id]
+            if frontend_id in self._absent_frontends:
+                self._absent_frontends.discard(frontend_id)
+                self.frontend_left(frontend_id)
+        return count
+
+    def sessions(self) -> Iterator[SessionHello]:
+        """Those open here that say which they are."""
+        return (hello for hello in self._sessions.values() if hello.generation)
+
+    def superseded(self, hello: SessionHello, now: float) -> None:
+        """A frontend has that session, here or at a peer: what earlier ones here have is orphaned.
+
+        Its end may be seen here much later, for nobody says goodbye through a link that is cut.
+        """
+        before = self._latest.get(hello.frontend_id, hello.generation)
+        if before >= hello.generation:
+            return
+        self._latest[hello.frontend_id] = hello.generation
+        for session, (frontend_id, generation) in self._sessions.items():
+            if frontend_id == hello.frontend_id and generation >= before:
+                self._release_all(session, frontend_id, now)
+                self.session_over(session)
+
+    def is_superseded(self, session: int) -> bool:
+        """Whether its frontend has a later one, so that nothing it asks counts any more."""
+        frontend_id, generation = self._sessions[session]
+        return generation < self._latest[frontend_id]
+
+    def frontend_left(self, frontend_id: int) -> int:
+        """Discovery lost a frontend: free its orphans at once; how many there were.
+
+        What an open session of it owns stays until that ends: the stream is the better witness.
+        """
+        if frontend_id in self._latest:
+            self._absent_frontends.add(frontend_id)
+        orphans = [
+            key
+            for key in self._of_frontend.get(frontend_id, ())
+            if self._entries[key].orphaned_until is not None
+        ]
+        for key in orphans:
+            self._end(self._entries[key])
+        return len(orphans)
+
+    def frontend_joined(self, frontend_id: int) -> None:
+        """Discovery shows the frontend (again)."""
+        self._absent_frontends.discard(frontend_id)
+
+    def expire(self, now: float) -> int:
+        """Free the orphans whose time is over, and bookings that nobody renews; how many.
+
+        To be called before reading any load.
+        """
+        freed = self._expire_forgotten(now) if now >= self._expiry_looked_at + EXPIRY_LOOK_S else 0
+        while self._orphans and self._orphans[0][0] <= now:
+            deadline, key = self._orphans.popleft()
+            entry = self._entries.get(key)
+            if entry is not None and entry.orphaned_until == deadline:
+                self._end(entry)
+                freed += 1
+        return freed
+
+    # Load.
+
+    def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+        """What a worker says of one rank; replaces what it said before."""
+        rank = self._rank(Placement(worker_id, dp_rank))
+        rank.report = load
+        rank.reported_at = now
+        rank.report_count += 1
+        rank.newer = _Sums()
+        rank.estimate = None
+        self.relieved(Placement(worker_id, dp_rank))
+
+    def worker_left(self, worker_id: int) -> None:
+        """Discovery lost a worker: what it reported is void."""
+        for placement in [p for p in self._ranks if p.worker_id == worker_id]:
+            self._ranks[placement].report = None
+            self._ranks[placement].estimate = None
+            self._discard_blank(placement)
+
+    def load(self, placement: Placement, now: float) -> Totals:
+        """The estimate, per field: max(last report + bookings newer than it, bookings).
+
+        A report counts waiting tokens, KV blocks in use, and requests running or waiting; one older
+        than REPORT_MAX_AGE_S counts nothing.
+        """
+        rank = self._ranks.get(placement)
+        if rank is None:
+            return _NO_LOAD
+        estimate = rank.estimate
+        if estimate is None or now > rank.estimated_until:
+            estimate = rank.estimate = _estimate(rank, now)
+        return estimate
+
+    def fades_at(self, placement: Placement, now: float) -> float:
+        """When a rank's estimate goes down by itself, its report being too old: inf if never."""
+        self.load(placement, now)
+        rank = self._ranks.get(placement)
+        return math.inf if rank is None else rank.estimated_until
+
+    @property
+    def orphan_until(self) -> float:
+        """When the next orphan's time is over, at the earliest: inf if there is none."""
+        return self._orphans[0][0] if self._orphans else math.inf
+
+    def report_age_s(self, placement: Placement, now: float) -> float | None:
+        """Seconds since the rank's last report; None if there is none."""
+        rank = self._ranks.get(placement)
+        return None if rank is None or rank.report is None else now - rank.reported_at
+
+    def stale_reports(self, now: float) -> int:
+        """Ranks whose last report is too old to count."""
+        return sum(
+            rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
+            for rank in self._ranks.values()
+        )
+
+    # Inside.
+
+    def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _Entry:
+        """A new entry, at first an orphan; whose it is, the caller has to say."""
+        if len(self._entries) >= self._bookings_max:
+            raise Overloaded(
+                1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
+            )
+        entry = _Entry(booking, None, now, prefill_done, renewed_at=now)
+        self._mark(entry)
+        self._entries[booking.key] = entry
+        self._of_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
+        self._orphan_count += 1
+        self._charge(entry, +1)
+        self._discard_blank(booking.prefill)
+        if booking.session_id:
+            self.uses.began(booking)
+        return entry
+
+    def _replace(self, entry: _Entry, booking: Booking) -> None:
+        """Newer facts about the same booking, whoever has it."""
+        if replace(entry.booking, revision=booking.revision, generation=booking.generation) == (
+            booking
+        ):
+            entry.booking = booking
+            return
+        self._charge(entry, -1)
+        old, entry.booking = entry.booking, booking
+        entry.prefill_done = booking.prefill_tokens == 0
+        self._mark(entry)
+        self._charge(entry, +1)
+        for placement in (old.worker, old.prefill, booking.prefill):
+            self._discard_blank(placement)
+        if booking.session != old.session:
+            if booking.session_id:
+                self.uses.began(booking)
+            if old.session_id:
+                self.uses.ended(old, is_own=entry.is_own)
+        self._relieve(old)
+        self._relieve(booking)
+
+    def _drop(self, entry: _Entry) -> None:
+        key = entry.booking.key
+        del self._entries[key]
+        self._charge(entry, -1)
+        if entry.orphaned_until is not None:
+            self._orphan_count -= 1
+        mates = self._of_frontend[key.frontend_id]
+        mates.remove(key)
+        if not mates:
+            del self._of_frontend[key.frontend_id]
+        self._discard_blank(entry.booking.worker)
+        self._discard_blank(entry.booking.prefill)
+        if entry.booking.session_id:
+            self.uses.ended(entry.booking, is_own=entry.is_own)
+        self._relieve(entry.booking)
+
+    def _relieve(self, booking: Booking) -> None:
+        self.relieved(booking.worker)
+        if booking.prefill is not None:
+            self.relieved(booking.prefill)
+
+    def _expire_forgotten(self, now: float) -> int:
+        """End those that a session here has and has not renewed in time."""
+        self._expiry_looked_at = now
+        forgotten = [
+            entry
+            for entry in self._entries.values()
+            if entry.session is not None and now - entry.renewed_at >= self._expiry_s
+        ]
+        for entry in forgotten:
+            self._end(entry)
+        self.expired += len(forgotten)
+        return len(forgotten)
+
+    def _end(self, entry: _Entry) -> None:
+        """By time or discovery, which tell peers by themselves of what is not ours."""
+        self._drop(entry)
+        self._tell(entry)
+
+    def _tell(self, entry: _Entry) -> None:
+        if entry.is_own:
+            self._peers.changed(entry.booking.key)
+
+    def _own(self, entry: _Entry, session: int | None, now: float) -> None:
+        """Make `session`, or the frontend's newest one, the owner; without any, release it.
+
+        What a later session has, here or elsewhere, stays its own.
+        """
+        owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
+        if owner is not None:
+            booking = self._of_session(entry.booking, owner)
+            if booking.generation < entry.booking.generation:
+                return
+            entry.booking = booking
+        entry.is_own, entry.renewed_at = True, now
+        if owner is None or self.is_superseded(owner):
+            self._release(entry, now)
+        else:
+            if entry.orphaned_until is not None:
+                self._orphan_count -= 1
+            entry.session, entry.orphaned_until = owner, None
+        self._tell(entry)
+
+    def _release(self, entry: _Entry, now: float) -> None:
+        """No session here has it: a peer holds it, or it is an orphan (anew)."""
+        if self._peers.hold(entry.booking.key):
+            self._hand_over(entry)
+            return
+        if entry.orphaned_until is None:
+            self._orphan_count += 1
+        entry.session, entry.orphaned_until = None, now + ORPHAN_S
+        self._orphans.append((entry.orphaned_until, entry.booking.key))
+
+    def _release_all(self, session: int, frontend_id: int, now: float) -> int:
+        mine = [
+            entry
+            for key in self._of_frontend.get(frontend_id, ())
+            if (entry := self._entries[key]).session == session
+        ]
+        for entry in mine:
+            self._release(entry, now)
+        return len(mine)
+
+    def _hand_over(self, entry: _Entry) -> None:
+        """To the peer that holds it: no longer ours, no orphan."""
+        if entry.orphaned_until is not None:
+            self._orphan_count -= 1
+        entry.session = entry.orphaned_until = None
+        if entry.is_own:
+            entry.is_own = False
+            self._peers.changed(entry.booking.key)
+
+    def _newest_session(self, frontend_id: int) -> int | None:
+        sessions = reversed(self._sessions.items())
+        return next((s for s, about in sessions if about.frontend_id == frontend_id), None)
+
+    def _of_session(self, booking: Booking, session: int | None) -> Booking:
+        generation = 0 if session is None else self._sessions[session].generation
+        return (
+            booking if booking.generation == generation else replace(booking, generation=generation)
+        )
+
+    def _charge(self, entry: _Entry, sign: int) -> None:
+        """Add (+1) or take away (-1) what the entry weighs as it is now."""
+        booking = entry.booking
+        blocks = booking.decode_blocks << _WEIGHT_BITS
+        if booking.decay != 1.0:
+            blocks = round(blocks * booking.decay)
+        tokens = 0 if entry.prefill_done else booking.prefill_tokens
+        if booking.prefill is None:
+            self._charge_rank(booking.worker, entry.worker_mark, sign * tokens, sign * blocks, sign)
+            return
+        self._charge_rank(booking.worker, entry.worker_mark, 0, sign * blocks, sign)
+        if not entry.prefill_done:
+            self._charge_rank(booking.prefill, entry.prefill_mark, sign * tokens, 0, sign)
+
+    def _charge_rank(
+        self, placement: Placement, mark: int, tokens: int, block_weight: int, requests: int
+    ) -> None:
+        rank = self._ranks[placement]
+        rank.estimate = None
+        rank.booked.add(tokens, block_weight, requests)
+        if mark == rank.report_count:
+            rank.newer.add(tokens, block_weight, requests)
+
+    def _mark(self, entry: _Entry) -> None:
+        """Its ranks' next reports will be the first ones that can count it."""
+        booking = entry.booking
+        entry.worker_mark = self._rank(booking.worker).report_count
+        if booking.prefill is not None:
+            entry.prefill_mark = self._rank(booking.prefill).report_count
+
+    def _rank(self, placement: Placement) -> _Rank:
+        rank = self._ranks.get(placement)
+        if rank is None:
+            rank = self._ranks[placement] = _Rank()
+        return rank
+
+    def _discard_blank(self, placement: Placement | None) -> None:
+        """Forget a rank that carries nothing, so that the book does not grow with churn."""
+        if placement is not None and (rank := self._ranks.get(placement)) and rank.is_blank:
+            del self._ranks[placement]
+
+
+_NO_LOAD = Totals()
+
+
+def _estimate(rank: _Rank, now: float) -> Totals:
+    """The load of a rank, and until when it holds if nothing happens."""
+    booked, newer, report = rank.booked, rank.newer, rank.report
+    expires_at = rank.reported_at + REPORT_MAX_AGE_S
+    if report is None or now > expires_at:
+        rank.estimated_until = math.inf
+        return Totals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
+    rank.estimated_until = expires_at
+    return Totals(
+        max(report.waiting_tokens + newer.prefill_tokens, booked.prefill_tokens),
+        max(report.kv_used_blocks + newer.decode_blocks, booked.decode_blocks),
+        max(report.running + report.waiting + newer.requests, booked.requests),
+    )
+
+
+def _changed(
+    booking: Booking,
+    *,
+    prefill_tokens: int | None = None,
+    decode_blocks: int | None = None,
+    decay: float | None = None,
+) -> Booking:
+    return replace(
+        booking,
+        prefill_tokens=booking.prefill_tokens if prefill_tokens is None else prefill_tokens,
+        decode_blocks=booking.decode_blocks if decode_blocks is None else decode_blocks,
+        decay=booking.decay if decay is None else decay,
+        revision=booking.revision + 1,
+    )
+
+
+def _nobody_waits(placement: Placement) -> None:
+    """A book without anybody who waits for load to go down."""
+
+
+def _nobody_asked(session: int) -> None:
+    """A book without questions that wait."""

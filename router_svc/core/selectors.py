@@ -1,0 +1,373 @@
+"""Choosing one of the candidates that may be chosen (pure).
+
+A selector is stateless: what it needs of the past (the last choice, the loads, recent misses)
+stands in the View. Ties are broken uniformly at random.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from random import Random
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, overload
+
+from common.errors import InvalidRequest
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance
+from common.request.preprocessed import RoutingConstraints
+from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, Terms, draw
+from router_svc.core.eligibility import Leg, pinned_worker
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.load_tracker import LoadBook, Totals
+from router_svc.core.query import Query, block_size_of, decode_charge
+from router_svc.core.recent_prefill import RecentMisses
+
+# By worker id and rank: a Placement and a Source are equal tuples.
+Matches = Mapping[tuple[int, int], Matched]
+NO_MATCHES: Matches = MappingProxyType({})
+_placement = attrgetter("placement")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a selector may look at.
+
+    last: the placement chosen before for the same model and leg, None at first.
+    matches: what placements hold of the prompt; those absent hold nothing.
+    knobs: those of this request and leg. misses: what ranks had to compute lately.
+    """
+
+    book: LoadBook
+    now: float
+    last: Placement | None = None
+    matches: Matches = field(default_factory=lambda: NO_MATCHES)
+    leg: Leg = "whole"
+    knobs: CostKnobs = DEFAULT_KNOBS
+    misses: RecentMisses | None = None
+
+    def load(self, placement: Placement) -> Totals:
+        """The estimated load of one rank."""
+        return self.book.load(placement, self.now)
+
+    def overlap(self, placement: Placement) -> int:
+        """Leading blocks of the prompt that the rank holds, on whatever tier."""
+        row = self.matches.get(placement)
+        return 0 if row is None else row.disk_blocks
+
+
+class Scored(NamedTuple):
+    """A candidate with its cost in the selector's unit; lower is better.
+
+    terms: what the cost is made of, None where the selector does not say.
+    """
+
+    candidate: Candidate
+    cost: float
+    load: Totals
+    terms: Terms | None = None
+
+
+# The fields of `Terms`.
+_Parts = tuple[float, float, float, float, float, float]
+
+
+class Prices(Sequence[Scored]):
+    """Candidates with their costs, in columns: of many that are priced few are looked at singly.
+
+    parts: of each cost, or None where the selector does not say.
+    """
+
+    __slots__ = ("candidates", "costs", "loads", "parts")
+
+    def __init__(
+        self,
+        candidates: Sequence[Candidate],
+        costs: Sequence[float],
+        loads: Sequence[Totals],
+        parts: Sequence[_Parts | None] | None = None,
+    ) -> None:
+        self.candidates = candidates
+        self.costs = costs
+        self.loads = loads
+        self.parts = parts
+
+    @classmethod
+    def of(cls, scored: Sequence[Scored]) -> Prices:
+        """The same in columns."""
+        if isinstance(scored, Prices):
+            return scored
+        candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
+        return cls(candidates, costs, loads, parts)
+
+    def terms(self, at: int) -> Terms | None:
+        """What the cost of one is made of."""
+        parts = None if self.parts is None else self.parts[at]
+        return None if parts is None else Terms._make(parts)
+
+    def __len__(self) -> int:
+        return len(self.costs)
+
+    @overload
+    def __getitem__(self, at: int) -> Scored: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Scored]: ...
+
+    def __getitem__(self, at: int | slice) -> Scored | list[Scored]:
+        if isinstance(at, slice):
+            return [self[n] for n in range(*at.indices(len(self)))]
+        return Scored(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a selector answers: the chosen one, why, and all it has put a price on."""
+
+    candidate: Candidate
+    reason: str
+    scored: Sequence[Scored] = ()
+
+
+class WorkerSelector(Protocol):
+    """The policy. `name` labels metrics and explanations."""
+
+    @property
+    def name(self) -> str: ...
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        """One of `candidates`, which are never empty and stand in order of placement.
+
+        May raise a MeshError for queries that it cannot serve; whatever else it raises fails the
+        query with a Bug (SELECTOR_FAILED) that names the selector.
+        """
+
+
+class Kv:
+    """The candidate with the least cost, of work that its cache saves among others; see `cost`.
+
+    Where nobody publishes what its cache holds, no overlap counts and load alone decides.
+    """
+
+    name = "kv"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        scored = price(query, candidates, view)
+        blind = not view.matches and not _any_publishes(candidates)
+        reason = "least cost by load: no worker publishes KV events" if blind else "least cost"
+        if view.knobs.router_temperature == 0 or len(scored) == 1:
+            return cheapest(scored, rng, reason)
+        temperature = view.knobs.router_temperature
+        at = draw(scored.costs, temperature, rng.random())
+        return Choice(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
+
+
+class RoundRobin:
+    """Each candidate in turn."""
+
+    name = "round_robin"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        last = view.last
+        if last is None:
+            return Choice(candidates[0], "first of the round")
+        after = bisect_right(candidates, last, key=_placement)
+        return Choice(candidates[after % len(candidates)], "next in the round")
+
+
+class RandomChoice:
+    """Each candidate with equal chance."""
+
+    name = "random"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        return Choice(candidates[rng.randrange(len(candidates))], "drawn at random")
+
+
+class LeastLoaded:
+    """The candidate with the least estimated load, in blocks; see `load_cost`."""
+
+    name = "least_loaded"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        return cheapest(_by_load(query, candidates, view), rng, "least load")
+
+
+class PowerOfTwo:
+    """The less loaded of two candidates drawn at random."""
+
+    name = "power_of_two"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        drawn = rng.sample(candidates, 2) if len(candidates) > 2 else candidates
+        return cheapest(_by_load(query, drawn, view), rng, "less load of two drawn")
+
+
+class Direct:
+    """The worker that the request pins, on the least loaded of its ranks; no pin is an error."""
+
+    name = "direct"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        if pinned_worker(query.routing, view.leg) is None:
+            name = "prefill_worker_id" if view.leg == "prefill" else "backend_instance_id"
+            either = "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
+            raise InvalidRequest(
+                f"this router places by pins only: name a worker in {either}",
+                f"query.routing.{name}",
+                reason="PIN_REQUIRED",
+            )
+        return cheapest(_by_load(query, candidates, view), rng, "pinned by the request")
+
+
+SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
+    {
+        selector.name: selector
+        for selector in (Kv, RoundRobin, RandomChoice, LeastLoaded, PowerOfTwo, Direct)
+    }
+)
+
+
+def _any_publishes(candidates: Sequence[Candidate]) -> bool:
+    for candidate in candidates:  # noqa: SIM110 -- a generator takes twice as long.
+        if candidate.instance.kv_index == "events":
+            return True
+    return False
+
+
+def price(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
+    """Every candidate with its cost; the formula and its names stand in `cost`.
+
+    Written for speed: it is most of a decision.
+    """
+    knobs, book, now, matches = view.knobs, view.book, view.now, view.matches
+    placements = [c.placement for c in candidates]
+    loads = [book.load(placement, now) for placement in placements]
+    is_decode = view.leg == "decode"
+    fades = knobs.track_prefill_tokens and knobs.overlap_score_credit_decay > 0
+    least_queued = min([load[0] for load in loads]) if fades else 0
+    full_credit, reuses = knobs.overlap_score_credit, knobs.assume_kv_reuse
+    scale, request_weight = knobs.prefill_load_scale, knobs.decode_active_request_weight
+    total_tokens, block_size = query.total_tokens, query.block_size
+    blocks = -(-total_tokens // block_size) if block_size else 0
+    costs: list[float] = []
+    parts: list[_Parts] = []
+    for candidate, placement, load, misses, factor in zip(
+        candidates,
+        placements,
+        loads,
+        _miss_terms(query, candidates, placements, view),
+        _taint_factors(query, candidates),
+        strict=True,
+    ):
+        queued, held, requests = load
+        if not query.block_size:
+            block_size = block_size_of(query, candidate.instance.block_size)
+            blocks = -(-total_tokens // block_size)
+        credit = 0.0
+        if (row := matches.get(placement)) is not None:
+            _, on_device, _, anywhere = row
+            credit = full_credit * on_device
+            if fades and blocks:
+                excess = (queued - least_queued) / block_size / blocks
+                credit /= 1.0 + knobs.overlap_score_credit_decay * excess
+            if anywhere > on_device and not is_decode:
+                credit += _lower_tiers_credit(row, knobs)
+            if reuses:
+                held -= min(held, anywhere)
+        prefill, decode = 0.0, float(held + blocks)
+        if is_decode:
+            decode = decode - credit if decode > credit else 0.0
+        elif (work := (queued + total_tokens) / block_size) > credit:
+            prefill = scale * (work - credit)
+        active = request_weight * (requests + 1)
+        costs.append((prefill + decode + active + misses) * factor)
+        parts.append((prefill, decode, active, misses, credit, factor))
+    return Prices(candidates, costs, loads, parts)
+
+
+def _lower_tiers_credit(row: Matched, knobs: CostKnobs) -> float:
+    """The credit of the blocks that are held beyond the device."""
+    on_host, on_disk = row.host_blocks - row.device_blocks, row.disk_blocks - row.host_blocks
+    return knobs.host_cache_hit_weight * on_host + knobs.disk_cache_hit_weight * on_disk
+
+
+def _miss_terms(
+    query: Query, candidates: Sequence[Candidate], placements: Sequence[Placement], view: View
+) -> list[float]:
+    """The `misses` term of each candidate."""
+    weight = view.knobs.recent_miss_weight
+    if view.misses is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
+        return [0.0] * len(candidates)
+    missed = view.misses.read(placements, view.now)
+    blocks = decode_charge(query, block_size_of(query, candidates[0].instance.block_size))
+    beside = sum(missed) / len(missed) + blocks
+    return [weight * blocks * m / (m + beside) for m in missed]
+
+
+def load_cost(load: Totals, block_size: int, taint_factor: float) -> float:
+    """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
+
+    A request counts one block besides its own, so that requests of unknown length count too; the
+    1 lets a preferred taint decide among the idle.
+    """
+    work = load.prefill_tokens / block_size + load.decode_blocks + load.requests
+    return (1.0 + work) * taint_factor
+
+
+def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | None) -> float:
+    """exp(-tanh(sum of weights of the preferred taints that the worker has)), in [1/e, e].
+
+    Formula: as NVIDIA Dynamo 1.6 documents it.
+    """
+    if constraints is None or not constraints.preferred_taints:
+        return 1.0
+    weights = constraints.preferred_taints.items()
+    return math.exp(-math.tanh(sum(w for taint, w in weights if taint in worker.taints)))
+
+
+def cheapest(scored: Sequence[Scored], rng: Random, reason: str) -> Choice:
+    """The lowest cost; one of several at random."""
+    prices = Prices.of(scored)
+    costs = prices.costs
+    least = min(costs)
+    ties = [at for at, cost in enumerate(costs) if cost == least]
+    chosen = ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
+    if len(ties) > 1:
+        reason = f"{reason}, drawn among {len(ties)} equals"
+    return Choice(prices.candidates[chosen], reason, prices)
+
+
+def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
+    loads = [view.load(c.placement) for c in candidates]
+    costs = [
+        load_cost(load, block_size_of(query, c.instance.block_size), factor)
+        for c, load, factor in zip(
+            candidates, loads, _taint_factors(query, candidates), strict=True
+        )
+    ]
+    return Prices(candidates, costs, loads)
+
+
+def _taint_factors(query: Query, candidates: Sequence[Candidate]) -> list[float]:
+    constraints = query.routing.routing_constraints if query.routing else None
+    if constraints is None or not constraints.preferred_taints:
+        return [1.0] * len(candidates)
+    return [preferred_taint_factor(c.instance, constraints) for c in candidates]

@@ -1,0 +1,308 @@
+"""The router's messages to and from its core's types: translation, no decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from common.errors import InvalidRequest
+from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from common.wire.preprocessed import part_from_proto, part_to_proto
+from kvmesh.router.v1 import router_pb2
+from router_svc.core.explain import Considered
+from router_svc.core.fleet import Fleet, Placement
+from router_svc.core.load_tracker import NUMBER_MAX, Booking, BookingKey, SessionHello, Totals
+from router_svc.core.query import Query
+from router_svc.core.replication import Frame
+from router_svc.core.router import Decision, PotentialLoad
+from router_svc.core.sessions import (
+    SESSION_ID_CHARS_MAX,
+    Binding,
+    Bond,
+    SessionName,
+    ToldBond,
+)
+
+REQUEST_ID_CHARS_MAX = 256
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+
+def query_from_proto(message: router_pb2.Query) -> Query:
+    """The query; token ids are counted, not hashed. InvalidRequest names the field at fault."""
+    total_tokens = message.total_tokens
+    counted = len(message.token_ids)
+    if counted:
+        if total_tokens not in (0, counted):
+            raise InvalidRequest(
+                f"query.total_tokens is {total_tokens}, but there are {counted} token_ids",
+                "query.total_tokens",
+            )
+        total_tokens = counted
+    return Query(
+        message.model,
+        total_tokens,
+        message.prefix_hashes,
+        message.hash_scheme,
+        message.block_size,
+        part_from_proto(RoutingHints, message.routing, "query.routing")
+        if message.HasField("routing")
+        else None,
+        part_from_proto(RouterConfigOverride, message.config_override, "query.config_override")
+        if message.HasField("config_override")
+        else None,
+        frozenset(message.excluded_worker_ids),
+        message.waited_ms / 1000,
+        message.expected_output_tokens if message.HasField("expected_output_tokens") else None,
+        message.strict_priority,
+    )
+
+
+def key_from_proto(message: router_pb2.BookingKey, frontend_id: int, field: str) -> BookingKey:
+    """The key of a booking of `frontend_id`; InvalidRequest where it names no request."""
+    request_id = message.request_id
+    if not 0 < len(request_id) <= REQUEST_ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"{field}.request_id must have 1 to {REQUEST_ID_CHARS_MAX} characters, "
+            f"not {len(request_id)}",
+            f"{field}.request_id",
+        )
+    return BookingKey(frontend_id, request_id, message.attempt)
+
+
+def booking_from_proto(message: router_pb2.Booking, frontend_id: int, field: str) -> Booking:
+    """An announced booking, which must be its announcer's own. InvalidRequest names the field."""
+    if message.frontend_id != frontend_id:
+        raise InvalidRequest(
+            f"{field}.frontend_id is {message.frontend_id}, but the session is of {frontend_id}",
+            f"{field}.frontend_id",
+        )
+    if not message.HasField("worker"):
+        raise InvalidRequest(f"{field}.worker is required", f"{field}.worker")
+    if not message.model:
+        raise InvalidRequest(f"{field}.model is required", f"{field}.model")
+    _check_number(message.revision, 1, f"{field}.revision")
+    _check_number(message.prefill_tokens, 0, f"{field}.prefill_tokens")
+    _check_number(message.decode_blocks, 0, f"{field}.decode_blocks")
+    if message.session_id:
+        _check_session_id(message.session_id, field)
+        _check_number(message.session_revision, 1, f"{field}.session_revision")
+    return Booking(
+        key_from_proto(message.key, frontend_id, f"{field}.key"),
+        message.model,
+        _placement(message.worker),
+        _placement(message.prefill) if message.HasField("prefill") else None,
+        message.prefill_tokens,
+        message.decode_blocks,
+        message.revision,
+        message.decay_fraction if message.HasField("decay_fraction") else 1.0,
+        message.generation,
+        message.session_id,
+        message.session_revision,
+        message.lora_name,
+    )
+
+
+def peer_booking_from_proto(message: router_pb2.Booking, field: str) -> Booking:
+    """A booking that a router tells of, of whatever frontend. InvalidRequest names the field."""
+    if not message.frontend_id:
+        raise InvalidRequest(f"{field}.frontend_id is required", f"{field}.frontend_id")
+    return booking_from_proto(message, message.frontend_id, field)
+
+
+def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
+    """What a peer tells; entries that cannot be are refused by the name of their field.
+
+    Raises InvalidRequest where it is the frame that is wrong.
+    """
+    if not message.sequence:
+        raise InvalidRequest("sequence counts from 1", "sequence")
+    refused: list[InvalidRequest] = []
+    refused_bonds: list[InvalidRequest] = []
+    return Frame(
+        message.sequence,
+        tuple(_sound(peer_booking_from_proto, message.upserts, "upserts", refused)),
+        tuple(_sound(_key_of, message.removals, "removals", refused)),
+        message.digest,
+        message.begins_all,
+        message.ends_all,
+        tuple(SessionHello(one.frontend_id, one.generation) for one in message.sessions),
+        tuple(_sound(bond_from_proto, message.bindings, "bindings", refused_bonds)),
+        tuple(_sound(_key_of, message.released, "released", refused)),
+        tuple(refused),
+        tuple(refused_bonds),
+    )
+
+
+def snapshot_from_proto(
+    message: router_pb2.SyncResponse,
+) -> tuple[list[Booking], list[ToldBond], list[InvalidRequest]]:
+    """A part of a peer's snapshot, and what is wrong with entries that are left out of it."""
+    refused: list[InvalidRequest] = []
+    bookings = _sound(peer_booking_from_proto, message.snapshot, "snapshot", refused)
+    bonds = _sound(bond_from_proto, message.snapshot_bindings, "snapshot_bindings", refused)
+    return list(bookings), list(bonds), refused
+
+
+def bond_from_proto(message: router_pb2.SessionBinding, field: str) -> ToldBond:
+    """What a router knows of a client session. InvalidRequest names the field at fault."""
+    if not message.model:
+        raise InvalidRequest(f"{field}.model is required", f"{field}.model")
+    _check_session_id(message.session_id, field)
+    _check_number(message.revision, 1, f"{field}.revision")
+    binding = None
+    if message.HasField("worker"):
+        prefill = _placement(message.prefill) if message.HasField("prefill") else None
+        binding = Binding(_placement(message.worker), prefill)
+    session = SessionName(message.model, message.session_id, message.lora_name)
+    key = key_from_proto(message.bound_by, message.frontend_id, f"{field}.bound_by")
+    return ToldBond(Bond(session, binding, message.revision, key), message.idle_ms / 1000)
+
+
+def bond_to_proto(told: ToldBond) -> router_pb2.SessionBinding:
+    bond, idle_s = told
+    message = router_pb2.SessionBinding(
+        **bond.session._asdict(),
+        revision=bond.revision,
+        bound_by=router_pb2.BookingKey(request_id=bond.key.request_id, attempt=bond.key.attempt),
+        frontend_id=bond.key.frontend_id,
+        idle_ms=max(0, int(idle_s * 1000)),
+    )
+    if bond.binding is not None:
+        message.worker.CopyFrom(placement_to_proto(bond.binding.worker))
+        if bond.binding.prefill is not None:
+            message.prefill.CopyFrom(placement_to_proto(bond.binding.prefill))
+    return message
+
+
+def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
+    return router_pb2.SyncRequest(
+        router_id=router_id,
+        sequence=frame.sequence,
+        upserts=map(booking_to_proto, frame.upserts),
+        removals=map(_key_to_proto, frame.removals),
+        released=map(_key_to_proto, frame.released),
+        digest=frame.digest,
+        begins_all=frame.begins_all,
+        ends_all=frame.ends_all,
+        sessions=(router_pb2.SessionHello(**one._asdict()) for one in frame.sessions),
+        bindings=map(bond_to_proto, frame.bonds),
+    )
+
+
+def booking_to_proto(booking: Booking) -> router_pb2.Booking:
+    key = booking.key
+    return router_pb2.Booking(
+        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
+        frontend_id=key.frontend_id,
+        model=booking.model,
+        worker=placement_to_proto(booking.worker),
+        prefill=None if booking.prefill is None else placement_to_proto(booking.prefill),
+        prefill_tokens=booking.prefill_tokens,
+        decode_blocks=booking.decode_blocks,
+        revision=booking.revision,
+        decay_fraction=None if booking.decay == 1.0 else booking.decay,
+        generation=booking.generation,
+        session_id=booking.session_id,
+        session_revision=booking.session_revision,
+        lora_name=booking.lora_name,
+    )
+
+
+def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
+    """The decision, with the addresses that discovery shows for its workers."""
+    message = router_pb2.Decision(
+        worker=placement_to_proto(decision.worker),
+        overlap_blocks=decision.overlap_blocks,
+        reasons=decision.reasons,
+        predicted_cached_tokens=decision.predicted_cached_tokens,
+        queued_ms=round(decision.queued_s * 1000),
+        charged_prefill_tokens=decision.prefill_tokens,
+        charged_decode_blocks=decision.decode_blocks,
+        session_revision=decision.session_revision,
+        worker_address=fleet.address(decision.worker.worker_id),
+    )
+    if decision.prefill is not None:
+        message.prefill.CopyFrom(placement_to_proto(decision.prefill))
+        message.prefill_address = fleet.address(decision.prefill.worker_id)
+    if decision.bootstrap is not None:
+        part_to_proto(decision.bootstrap, message.bootstrap)
+    return message
+
+
+def candidates_to_proto(rows: Iterable[Considered]) -> list[router_pb2.Candidate]:
+    return [_candidate_to_proto(row) for row in rows]
+
+
+def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
+    return _load_to_proto(row.placement, row.load)
+
+
+def placement_to_proto(placement: Placement) -> router_pb2.Placement:
+    return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
+
+
+def _sound(
+    parse: Callable[[M, str], T], entries: Iterable[M], field: str, refused: list[InvalidRequest]
+) -> Iterator[T]:
+    for entry in entries:
+        try:
+            yield parse(entry, field)
+        except InvalidRequest as error:
+            refused.append(error)
+
+
+def _check_session_id(session_id: str, field: str) -> None:
+    if not 0 < len(session_id) <= SESSION_ID_CHARS_MAX:
+        raise InvalidRequest(
+            f"{field}.session_id must have 1 to {SESSION_ID_CHARS_MAX} characters, "
+            f"not {len(session_id)}",
+            f"{field}.session_id",
+        )
+
+
+def _check_number(number: int, least: int, field: str) -> None:
+    if not least <= number <= NUMBER_MAX:
+        raise InvalidRequest(f"{field} must be {least} to {NUMBER_MAX}, not {number}", field)
+
+
+def _key_of(message: router_pb2.Booking, field: str) -> BookingKey:
+    return key_from_proto(message.key, message.frontend_id, f"{field}.key")
+
+
+def _key_to_proto(key: BookingKey) -> router_pb2.Booking:
+    return router_pb2.Booking(
+        key=router_pb2.BookingKey(request_id=key.request_id, attempt=key.attempt),
+        frontend_id=key.frontend_id,
+    )
+
+
+def _placement(message: router_pb2.Placement) -> Placement:
+    return Placement(message.worker_id, message.dp_rank)
+
+
+def _candidate_to_proto(row: Considered) -> router_pb2.Candidate:
+    age_s, standing = row.report_age_s, row.standing
+    return router_pb2.Candidate(
+        worker=placement_to_proto(row.placement),
+        cost=row.cost,
+        overlap_blocks=row.overlap_blocks,
+        load=_load_to_proto(row.placement, row.load),
+        report_age_ms=None if age_s is None else round(age_s * 1000),
+        excluded_reason=row.excluded_why,
+        leg=row.leg,
+        terms=None if row.terms is None else row.terms._asdict(),
+        source_state=standing.state,
+        source_reason=standing.reason,
+        source_age_ms=None if standing.age_s is None else round(standing.age_s * 1000),
+    )
+
+
+def _load_to_proto(placement: Placement, load: Totals) -> router_pb2.PotentialLoad:
+    return router_pb2.PotentialLoad(
+        worker=placement_to_proto(placement),
+        potential_prefill_tokens=load.prefill_tokens,
+        potential_decode_blocks=load.decode_blocks,
+        active_requests=load.requests,
+    )

@@ -1,0 +1,768 @@
+"""The feed of an index against a naive model of a publisher and an unkind network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.errors import InvalidRequest
+from common.kv.events import (
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+    Tier,
+)
+from common.kv.index_feed import (
+    LOAD_ONLY,
+    RETRY_S,
+    STALE_S,
+    Applied,
+    Changed,
+    Demand,
+    IndexFeed,
+    Replaced,
+    exhaust,
+)
+
+PARTITION = Partition("m", 16, 1)
+SOURCE = Source(7, 0)
+EPOCH = 3
+LEAVES = 64
+
+
+def array(keys: Iterable[int]) -> Hashes:
+    return np.array(list(keys), dtype=np.uint64)
+
+
+def path(block: int) -> list[int]:
+    """Blocks form a binary tree: the parent of n is n // 2, the root is 1."""
+    blocks = [block]
+    while blocks[-1] > 1:
+        blocks.append(blocks[-1] // 2)
+    return blocks[::-1]
+
+
+def stored(*keys: int, tier: Tier = Tier.DEVICE) -> Event:
+    return Event(EventKind.STORED, array(keys), tier)
+
+
+def removed(*keys: int) -> Event:
+    return Event(EventKind.REMOVED, array(keys))
+
+
+def batch(sequence: int, *events: Event, epoch: int = EPOCH, source: Source = SOURCE) -> EventBatch:
+    return EventBatch(source, epoch, sequence, events)
+
+
+def chunk(
+    sequence: int, *keys: int, epoch: int = EPOCH, first: bool = False, last: bool = False
+) -> SnapshotChunk:
+    return SnapshotChunk(SOURCE, epoch, sequence, array(keys), first=first, last=last)
+
+
+def claimed(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
+    index, claims = feed.claims(source)
+    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+
+
+def depth(feed: IndexFeed, *chain: int) -> int:
+    rows = feed.match(PARTITION, array(chain))
+    return rows[0].device_blocks if rows else 0
+
+
+def announced(sequence: int = 0, *, epoch: int = EPOCH, **knobs: float) -> IndexFeed:
+    feed = IndexFeed(**knobs)  # type: ignore[arg-type]
+    feed.announce(PARTITION, SourceState(SOURCE, epoch, sequence), 0.0)
+    return feed
+
+
+def give(feed: IndexFeed, *items: EventBatch | SnapshotChunk, now: float = 0.0) -> None:
+    for item in items:
+        exhaust(feed.apply(item, now) if isinstance(item, EventBatch) else feed.load(item, now))
+
+
+def demands(feed: IndexFeed) -> list[tuple[int, int]]:
+    """(epoch, from_sequence) of the demands made since this was asked last."""
+    return [(n.epoch, n.from_sequence) for n in feed.take_news() if isinstance(n, Demand)]
+
+
+# The order of things.
+
+
+@pytest.mark.row("S1-28")
+def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 4)))
+    assert feed.status(SOURCE) == SourceStatus("exact")
+    assert depth(feed, 1, 2, 4, 8) == 3
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 1)
+    assert demands(feed) == []
+
+
+def test_a_duplicate_changes_nothing() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), batch(2, removed(1)), batch(1, stored(1)))
+    assert claimed(feed) == set()
+    assert feed.position(SOURCE).sequence == 2
+    assert feed.counters.duplicates == 1
+
+
+def test_a_gap_hides_the_source_and_demands_what_is_missing() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), batch(3, stored(4)))
+    assert feed.status(SOURCE).state == "gapped"
+    assert depth(feed, 1) == 0
+    assert demands(feed) == [(EPOCH, 2)]
+    give(feed, batch(2, stored(2)))
+    assert feed.status(SOURCE).state == "exact"
+    assert depth(feed, 1, 2, 4) == 3
+
+
+def test_a_demand_is_made_once_and_again_only_when_it_brings_nothing() -> None:
+    feed = announced()
+    give(feed, batch(2), batch(3), batch(4))
+    assert demands(feed) == [(EPOCH, 1)]
+    feed.tick(RETRY_S / 2)
+    give(feed, batch(5), now=RETRY_S / 2)
+    feed.tick(RETRY_S * 0.9)
+    assert demands(feed) == []
+    feed.tick(RETRY_S)
+    assert demands(feed) == [(EPOCH, 1)]
+
+
+def test_a_publisher_the_index_does_not_know_is_asked_from_its_first_batch() -> None:
+    feed = announced(40)
+    assert demands(feed) == [(EPOCH, 1)]
+    assert feed.status(SOURCE).state == "gapped"
+
+
+def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    feed.lose(SOURCE, 1.0, "stream ended")
+    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 3), 2.0)
+    assert demands(feed) == [(EPOCH, 2)]
+    give(feed, batch(2, stored(2)), batch(3, stored(4)))
+    assert claimed(feed) == {1, 2, 4}
+    assert feed.status(SOURCE).state == "exact"
+
+
+def test_a_publisher_that_went_backwards_is_read_anew() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), batch(2, stored(2)))
+    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 1), 0.0)
+    assert claimed(feed) == set()
+    assert demands(feed) == [(EPOCH, 1)]
+
+
+def test_clearing_is_a_barrier_inside_a_batch() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1, 2), Event(EventKind.CLEARED), stored(1)))
+    assert claimed(feed) == {1}
+    assert depth(feed, 1, 2) == 1
+
+
+def test_an_absent_block_does_not_stop_the_rest_of_a_removal() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 3)), batch(2, removed(9, 3, 2)))
+    assert claimed(feed) == {1}
+
+
+@pytest.mark.row("S1-28")
+def test_an_unannounced_source_is_refused_by_name() -> None:
+    feed = announced()
+    with pytest.raises(InvalidRequest) as refused:
+        give(feed, batch(1, source=Source(7, 5)))
+    assert refused.value.field == "dp_rank"
+    with pytest.raises(InvalidRequest):
+        feed.follow(None, Source(9), SourceStatus("exact"), 0.0)
+
+
+# Snapshots.
+
+
+def test_a_snapshot_is_swapped_in_whole_and_what_came_meanwhile_is_applied() -> None:
+    feed = announced(10)
+    give(feed, chunk(10, 1, 2, first=True), batch(11, stored(5)), batch(12, removed(4)))
+    assert claimed(feed) == set()
+    assert depth(feed, 1) == 0
+    give(feed, chunk(10, 4, last=True))
+    assert claimed(feed) == {1, 2, 5}
+    assert feed.position(SOURCE).sequence == 12
+    assert feed.status(SOURCE).state == "exact"
+    news = [type(n) for n in feed.take_news() if isinstance(n, Applied | Replaced)]
+    assert news == [Replaced, Replaced, Applied, Applied]
+
+
+def test_a_snapshot_read_while_its_source_went_on_comes_out_right() -> None:
+    """1, 2, 4 were held at 10; then 4 went and 5 and 3 came, while parts were being read."""
+    feed = announced(10)
+    give(feed, chunk(10, 1, first=True))
+    give(feed, batch(11, removed(4)), batch(12, stored(5)), batch(13, stored(3)))
+    give(feed, chunk(10, 2, 5, last=True))  # 4 is missing, 5 is early, 3 is late
+    assert claimed(feed) == {1, 2, 5, 3}
+
+
+def test_the_old_set_goes_on_counting_until_a_snapshot_nobody_needed_is_complete() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), chunk(1, 1, first=True))
+    assert depth(feed, 1) == 1
+    give(feed, chunk(1, 2, last=True))
+    assert depth(feed, 1, 2) == 2
+
+
+def test_a_snapshot_older_than_what_is_here_is_ignored() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), batch(2, stored(2)))
+    give(feed, chunk(1, 1, first=True, last=True))
+    assert claimed(feed) == {1, 2}
+    assert feed.counters.chunks_ignored == 1
+
+
+def test_a_snapshot_that_begins_again_forgets_its_first_beginning() -> None:
+    feed = announced(5)
+    give(feed, chunk(5, 1, 2, first=True), chunk(6, 1, 3, first=True), chunk(5, 9, last=True))
+    give(feed, chunk(6, 7, last=True))
+    assert claimed(feed) == {1, 3, 7}
+
+
+def test_an_empty_snapshot_is_one_too() -> None:
+    feed = announced(5)
+    give(feed, chunk(5, first=True, last=True))
+    assert feed.status(SOURCE).state == "exact"
+
+
+def test_a_buffer_over_its_cap_is_dropped_and_a_snapshot_demanded() -> None:
+    feed = announced(buffer_blocks_max=180)
+    give(feed, batch(2, stored(*range(50))))
+    assert demands(feed) == [(EPOCH, 1)]
+    give(feed, batch(3, stored(*range(50, 100))))
+    assert feed.counters.overflows == 1
+    assert demands(feed) == [(EPOCH, 1)]
+    give(feed, chunk(3, 1, first=True, last=True))
+    assert feed.status(SOURCE).state == "exact"
+
+
+def test_live_batches_that_overflow_give_up_the_snapshot_being_gathered() -> None:
+    feed = announced(1, buffer_blocks_max=100)
+    assert demands(feed) == [(EPOCH, 1)]
+    give(feed, chunk(1, 1, first=True), batch(2, stored(*range(100))), chunk(1, 2, last=True))
+    assert demands(feed) == [(EPOCH, 1)]
+    assert claimed(feed) == set()
+
+
+# Trust.
+
+
+def test_a_lost_source_counts_for_ten_more_seconds() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    feed.lose(SOURCE, 100.0, "its stream ended")
+    assert feed.status(SOURCE) == SourceStatus("stale", "its stream ended")
+    feed.tick(100.0 + STALE_S - 0.1)
+    assert depth(feed, 1) == 1
+    feed.tick(100.0 + STALE_S)
+    assert depth(feed, 1) == 0
+    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 1), 200.0)
+    assert depth(feed, 1) == 1
+
+
+def test_losing_twice_does_not_lengthen_the_grace() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    feed.lose(SOURCE, 100.0, "its stream ended")
+    feed.lose(SOURCE, 105.0, "the indexer is gone")
+    feed.tick(100.0 + STALE_S)
+    assert not feed.counts(SOURCE)
+
+
+def test_a_gapped_source_does_not_count_when_stale_and_makes_no_demands() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)), batch(3))
+    feed.take_news()
+    feed.lose(SOURCE, 0.0, "its stream ended")
+    feed.tick(10 * RETRY_S)
+    assert depth(feed, 1) == 0
+    assert demands(feed) == []
+
+
+def test_a_degraded_source_counts_until_its_cache_is_cleared() -> None:
+    feed = announced()
+    feed.set_degraded(SOURCE, True, 0.0)
+    give(feed, batch(1, stored(1)))
+    assert feed.status(SOURCE).state == "degraded"
+    assert depth(feed, 1) == 1
+    give(feed, batch(2, Event(EventKind.CLEARED)))
+    assert feed.status(SOURCE).state == "exact"
+
+
+def test_a_source_that_is_gone_matches_nothing_and_is_swept_away() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(*range(1, 3000))))
+    feed.forget(SOURCE, "its worker left")
+    assert depth(feed, 1) == 0
+    assert SOURCE not in feed
+    assert feed.blocks == 0
+    assert feed.used_bytes > 0, "the rest is done off the request path"
+    while feed.sweep(500):
+        pass
+    assert feed.used_bytes == 0
+    assert feed.take_news()[-1] == Changed(
+        SOURCE, PARTITION, SourceStatus("gone", "its worker left")
+    )
+
+
+def test_a_load_only_source_claims_nothing_and_asks_for_nothing_until_it_is_admitted() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    feed.make_load_only(SOURCE, 0.0)
+    feed.take_news()
+    give(feed, batch(2, stored(2)), chunk(2, 1, 2, first=True, last=True))
+    assert claimed(feed) == set()
+    assert feed.status(SOURCE) == LOAD_ONLY
+    assert feed.position(SOURCE).sequence == 2
+    assert feed.take_news() == [], "what is not claimed is not copied either"
+    feed.admit(SOURCE, 0.0)
+    assert demands(feed) == [(EPOCH, 1)]
+    give(feed, chunk(2, 1, 2, first=True, last=True))
+    assert depth(feed, 1, 2) == 2
+
+
+def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None:
+    """Behind what its publisher could replay it asked for snapshots it had no use for, for ever."""
+    feed = announced(1)
+    feed.make_load_only(SOURCE, 0.0)
+    feed.take_news()
+    give(feed, batch(2000, stored(1, 2)), batch(1999, stored(1)))
+    assert feed.position(SOURCE).sequence == 2000
+    give(feed, chunk(2005, 1, 2, 3, first=True), chunk(2005, 4, last=True))
+    assert feed.position(SOURCE).sequence == 2005
+    give(feed, batch(7, stored(1), epoch=EPOCH + 1))
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH + 1, 7)
+    for now in range(20):
+        feed.tick(float(now))
+    assert feed.status(SOURCE) == LOAD_ONLY
+    assert feed.take_news() == []
+    assert claimed(feed) == set()
+
+
+def test_how_much_a_load_only_source_holds_is_followed() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 4)), chunk(2, 1, 2, first=True), batch(3, stored(4, 5)))
+    assert feed.kept_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
+    feed.make_load_only(SOURCE, 0.0)
+    assert feed.kept_blocks_of(SOURCE) == 0
+    give(feed, chunk(3, 1, 2, 3, first=True), chunk(3, 4, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 4
+    give(feed, batch(4, stored(5, 6), removed(4)))
+    assert feed.withheld_blocks_of(SOURCE) == 5
+    give(feed, batch(5, Event(EventKind.CLEARED), stored(1)))
+    assert feed.withheld_blocks_of(SOURCE) == 1
+    feed.admit(SOURCE, 0.0)
+    assert feed.withheld_blocks_of(SOURCE) == 0
+
+
+def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_it_goes_on() -> None:
+    feed = announced(100)
+    give(feed, chunk(100, *range(300), first=True))
+    feed.make_load_only(SOURCE, 0.0)
+    assert feed.withheld_blocks_of(SOURCE) == 300
+    give(feed, batch(101, stored(2000)), chunk(100, *range(300, 600)))
+    give(feed, batch(102, stored(2001)), chunk(100, *range(600, 1000), last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 1002
+    assert feed.position(SOURCE).sequence == 102
+    assert feed.counters.chunks_ignored == 0
+    give(feed, chunk(999, 1, 2, epoch=EPOCH - 1, first=True, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 1002, "of an older epoch"
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 102)
+
+
+def test_a_snapshot_being_gathered_is_estimated_instead_of_the_claims_that_it_replaces() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(*range(1, 50))), chunk(2, 1, 2, first=True))
+    feed.make_load_only(SOURCE, 0.0)
+    give(feed, chunk(2, 3, last=True))
+    assert feed.withheld_blocks_of(SOURCE) == 3
+
+
+def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
+    feed = announced()
+    give(feed, batch(1, stored(1)))
+    steps = feed.apply(batch(2, stored(*range(2, 5000))), 0.0)
+    states = [feed.status(SOURCE).state for _ in steps]
+    assert len(states) > 3
+    assert set(states) == {"exact"}
+    assert feed.position(SOURCE).sequence == 2
+
+
+def test_a_copy_that_has_less_than_it_was_sent_is_gapped_and_asks_for_it() -> None:
+    copy, exact = IndexFeed(), SourceStatus("exact")
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    assert copy.status(SOURCE).state == "gapped"
+    assert demands(copy) == [(EPOCH, 1)]
+    give(copy, chunk(2, 1, first=True, last=True))
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    assert copy.status(SOURCE) == exact
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
+    assert copy.status(SOURCE) == exact, "more than that is fine: the other lags"
+    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
+    assert copy.status(SOURCE) == exact
+    assert claimed(copy) == set(), "of an older epoch"
+
+
+def test_every_word_of_a_publisher_is_heard() -> None:
+    feed = announced()
+    feed.heard(SOURCE, 5.0)
+    assert feed.heard_at(SOURCE) == 5.0
+    feed.set_degraded(SOURCE, True, 6.0)
+    assert feed.heard_at(SOURCE) == 6.0
+    feed.heard(Source(999), 7.0)
+
+
+def test_batches_that_wait_are_counted_as_used() -> None:
+    feed = announced()
+    give(feed, batch(2, stored(*range(1000))))
+    assert 8000 < feed.used_bytes < 10_000
+    feed.lose(SOURCE, 0.0, "gone")
+    assert feed.used_bytes == 0
+
+
+def test_partitions_never_match_each_other() -> None:
+    feed, other = announced(), Partition("other", 16, 1)
+    feed.announce(other, SourceState(Source(8), 1, 0), 0.0)
+    give(feed, batch(1, stored(1)), batch(1, stored(1, 2), epoch=1, source=Source(8)))
+    assert [row.source for row in feed.match(PARTITION, array([1, 2]))] == [SOURCE]
+    assert [row.source for row in feed.match(other, array([1, 2]))] == [Source(8)]
+    assert feed.match(Partition("third", 16, 1), array([1])) == []
+
+
+def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
+    feed, other = announced(), Partition("m", 32, 1)
+    give(feed, batch(1, stored(1)))
+    feed.announce(other, SourceState(SOURCE, EPOCH, 0), 0.0)
+    assert depth(feed, 1) == 0
+    give(feed, batch(1, stored(1)))
+    assert len(feed.match(other, array([1]))) == 1
+
+
+# A replica.
+
+
+def test_a_replica_believes_its_index_about_gaps() -> None:
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    give(feed, batch(1, stored(1)))
+    assert depth(feed, 1) == 1
+    feed.follow(None, SOURCE, SourceStatus("gapped", "batches are missing"), 0.0)
+    assert depth(feed, 1) == 0
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert depth(feed, 1) == 1
+    feed.follow(None, SOURCE, SourceStatus("gone", "left"), 0.0)
+    assert SOURCE not in feed
+
+
+def test_a_replica_of_a_stale_source_counts_it_for_the_grace() -> None:
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    give(feed, batch(1, stored(1)))
+    feed.follow(None, SOURCE, SourceStatus("stale", "stream ended"), 5.0)
+    feed.tick(5.0 + STALE_S - 0.1)
+    assert depth(feed, 1) == 1
+    feed.tick(5.0 + STALE_S)
+    assert depth(feed, 1) == 0
+
+
+def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_stood() -> None:
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
+    feed.lose_all(0.0, "the stream ended")
+    assert feed.positions() == [SourceState(SOURCE, EPOCH, 1)]
+    # What it missed comes first, and then how far it is to be trusted.
+    give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "exact"
+    assert claimed(feed) == {1, 2, 4, 8}
+    assert demands(feed) == []
+
+
+def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
+    """It would subscribe again because of it, and be promised the snapshot again, for ever."""
+    feed = IndexFeed()
+    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
+    feed.lose_all(0.0, "the stream ended")
+    feed.follow(None, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    assert demands(feed) == []
+    assert feed.match(PARTITION, array([1])) == []
+    give(feed, chunk(4, 1, 8, first=True, last=True))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "exact"
+    assert claimed(feed) == {1, 8}
+    assert demands(feed) == []
+
+
+def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_indexs_word() -> (
+    None
+):
+    feed = IndexFeed(buffer_blocks_max=100)
+    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    give(feed, chunk(3, 1, first=True), batch(4, stored(*range(100))), chunk(3, 2, last=True))
+    assert feed.counters.overflows == 1
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "gapped"
+    feed.lose_all(0.0, "it subscribes again")
+    give(feed, chunk(4, 1, 2, first=True, last=True))
+    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    assert feed.status(SOURCE).state == "exact"
+
+
+# What Dynamo's index gets wrong (reference, section 11).
+
+
+def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
+    """Defect 10. Engines name blocks as they like; what is published here are prefix hashes."""
+    feed, other = announced(), Source(8)
+    feed.announce(PARTITION, SourceState(other, 1, 0), 0.0)
+    give(feed, batch(1, stored(1, 2)), batch(1, stored(1, 2), epoch=1, source=other))
+    give(feed, batch(2, stored(4), epoch=1, source=other))
+    rows = feed.match(PARTITION, array([1, 2, 4]))
+    assert [(row.source, row.device_blocks) for row in rows] == [(other, 3), (SOURCE, 2)]
+    give(feed, batch(3, removed(4, 2, 1), epoch=1, source=other))
+    assert [row.source for row in feed.match(PARTITION, array([1, 2, 4]))] == [SOURCE]
+
+
+def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
+    """Defect 11: the publisher withdraws the tail with the middle, and announces both again."""
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 4, 8)))
+    give(feed, batch(2, removed(8, 4, 2)))
+    assert depth(feed, 1, 2, 4, 8) == 1
+    give(feed, batch(3, stored(2, 4, 8)))
+    assert depth(feed, 1, 2, 4, 8) == 4
+
+
+def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
+    """Defect 12: a new epoch begins with an empty set, whatever its sequence."""
+    feed = announced()
+    give(feed, *(batch(n, stored(n)) for n in range(1, 20)))
+    give(feed, batch(1, stored(1, 2), epoch=EPOCH + 1))
+    assert claimed(feed) == {1, 2}
+    assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH + 1, 1)
+    give(feed, batch(20, stored(77)))
+    assert claimed(feed) == {1, 2}, "what is left of the old epoch does not matter"
+
+
+def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
+    """Defect 13."""
+    feed = announced()
+    give(feed, batch(1, stored(1, 2, 4)))
+    now = 0.0
+    for sequence in range(3, 50):
+        now += 1.0
+        give(feed, batch(sequence, stored(sequence)), now=now)
+        feed.tick(now)
+        assert feed.match(PARTITION, array([1, 2, 4])) == []
+    assert len(demands(feed)) > 10
+
+
+# A model.
+
+blocks = st.integers(1, LEAVES - 1)
+Message = EventBatch | SnapshotChunk
+
+
+class Publisher:
+    """What a worker's publisher does: a closed set, a short ring, exact snapshots."""
+
+    def __init__(self) -> None:
+        self.epoch, self.sequence = 1, 0
+        self.held: set[int] = set()
+        self.ring: deque[EventBatch] = deque(maxlen=2)
+        self.history = {(1, 0): frozenset[int]()}
+
+    @property
+    def state(self) -> SourceState:
+        return SourceState(SOURCE, self.epoch, self.sequence)
+
+    def publish(self, *events: Event) -> EventBatch:
+        self.sequence += 1
+        made = batch(self.sequence, *events, epoch=self.epoch)
+        self.ring.append(made)
+        self.history[self.epoch, self.sequence] = frozenset(self.held)
+        return made
+
+    def store(self, block: int) -> Event:
+        new = [b for b in path(block) if b not in self.held]
+        self.held.update(new)
+        return stored(*new)
+
+    def remove(self, block: int) -> Event:
+        gone = sorted((b for b in self.held if block in path(b)), reverse=True)
+        self.held.difference_update(gone)
+        return removed(*gone)
+
+    def clear(self) -> Event:
+        self.held.clear()
+        return Event(EventKind.CLEARED)
+
+    def reset(self) -> None:
+        self.epoch, self.sequence = self.epoch + 1, 0
+        self.held.clear()
+        self.ring.clear()
+        self.history[self.epoch, 0] = frozenset()
+
+    def answer(self, demand: Demand) -> Iterator[Message]:
+        """A replay if the ring has it, else a snapshot in parts of two blocks."""
+        first = demand.from_sequence
+        if demand.epoch == self.epoch and self.ring and self.ring[0].sequence <= first:
+            yield from (one for one in self.ring if one.sequence >= first)
+            return
+        keys = sorted(self.held)
+        starts = range(0, max(1, len(keys)), 2)
+        for start in starts:
+            part = array(keys[start : start + 2])
+            is_last = start == starts[-1]
+            yield SnapshotChunk(
+                SOURCE, self.epoch, self.sequence, part, first=start == 0, last=is_last
+            )
+
+
+class FeedMachine(RuleBasedStateMachine):
+    """Batches are lost, repeated and reordered; engines restart; streams break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.publisher = Publisher()
+        self.feed = IndexFeed(buffer_blocks_max=120)
+        self.wire: list[Message] = []
+        self.now = 0.0
+        self.stood = (0, 0)
+        self.feed.announce(PARTITION, self.publisher.state, self.now)
+
+    @rule(
+        many=st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), blocks, blocks)),
+        ahead=st.integers(0, 6),
+    )
+    def publishes(self, many: list[tuple[str, int, int]], ahead: int) -> None:
+        publisher = self.publisher
+        for what, block, other in many[:5]:
+            match what:
+                case "store":
+                    first = publisher.store(block)
+                case "remove":
+                    first = publisher.remove(block)
+                case _:
+                    first = publisher.clear()
+            second = publisher.store(other)
+            made = publisher.publish(first, second)
+            # Live batches do not wait for parts of a snapshot.
+            self.wire.insert(len(self.wire) - min(ahead, len(self.wire)), made)
+
+    @rule(block=blocks)
+    def begins_an_epoch(self, block: int) -> None:
+        self.publisher.reset()
+        self.wire.append(self.publisher.publish(self.publisher.store(block)))
+
+    @rule(count=st.integers(1, 12))
+    def delivers(self, count: int) -> None:
+        while self.wire and count:
+            give(self.feed, self.wire.pop(0), now=self.now)
+            self.answers()
+            count -= 1
+
+    @precondition(lambda self: self.batches_on_the_wire())
+    @rule(where=st.integers(0, 99))
+    def loses(self, where: int) -> None:
+        del self.wire[self.pick(where)]
+
+    @precondition(lambda self: self.batches_on_the_wire())
+    @rule(where=st.integers(0, 99), to=st.integers(0, 99))
+    def repeats(self, where: int, to: int) -> None:
+        self.wire.insert(to % len(self.wire), self.wire[self.pick(where)])
+
+    @precondition(lambda self: self.batches_on_the_wire())
+    @rule(where=st.integers(0, 99), to=st.integers(0, 99))
+    def moves(self, where: int, to: int) -> None:
+        self.wire.insert(to % len(self.wire), self.wire.pop(self.pick(where)))
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now += RETRY_S
+        self.feed.tick(self.now)
+        self.answers()
+        self.feed.sweep(1000)
+
+    @rule(missed=st.integers(0, 4), block=blocks)
+    def the_stream_breaks(self, missed: int, block: int) -> None:
+        self.wire.clear()
+        self.feed.lose(SOURCE, self.now, "stream ended")
+        for number in range(missed):
+            self.publisher.publish(self.publisher.store((block + number) % LEAVES or 1))
+        self.what_counts_was_held_by_the_publisher_where_it_stands()
+        self.feed.announce(PARTITION, self.publisher.state, self.now)
+        self.answers()
+
+    def batches_on_the_wire(self) -> list[int]:
+        """Where they are; parts of a snapshot are never lost alone, a stream breaks as a whole."""
+        return [i for i, message in enumerate(self.wire) if isinstance(message, EventBatch)]
+
+    def pick(self, number: int) -> int:
+        places = self.batches_on_the_wire()
+        return places[number % len(places)]
+
+    def answers(self) -> None:
+        for news in self.feed.take_news():
+            if isinstance(news, Demand):
+                # Amid what is under way: live batches do not wait for parts of a snapshot.
+                # A snapshot that is asked for again begins again.
+                waiting = [m for m in self.wire if isinstance(m, EventBatch)]
+                self.wire = []
+                for answer in self.publisher.answer(news):
+                    self.wire += [answer, *waiting[:1]]
+                    del waiting[:1]
+                self.wire += waiting
+
+    @invariant()
+    def what_counts_was_held_by_the_publisher_where_it_stands(self) -> None:
+        at = self.feed.position(SOURCE)
+        assert (at.epoch, at.sequence) >= self.stood, "it never goes backwards"
+        self.stood = (at.epoch, at.sequence)
+        if self.feed.counts(SOURCE):
+            assert self.feed.status(SOURCE).state in ("exact", "stale")
+            assert claimed(self.feed) == self.publisher.history[at.epoch, at.sequence]
+        else:
+            assert self.feed.match(PARTITION, array([1])) == []
+
+    def teardown(self) -> None:
+        self.the_stream_breaks(0, 1)
+        while self.wire:
+            self.delivers(1)
+        assert self.feed.status(SOURCE).state == "exact"
+        assert claimed(self.feed) == self.publisher.held
+        for block in range(LEAVES // 2, LEAVES):
+            chain = path(block)
+            held = sum(b in self.publisher.held for b in chain)
+            assert depth(self.feed, *chain) == held
+        while self.feed.sweep(1000):
+            pass
+        index, claims = self.feed.claims(SOURCE)
+        assert len(index) == index.blocks == claims.blocks == len(self.publisher.held)
+
+
+FeedMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, database=None
+)
+TestFeed = pytest.mark.slow(FeedMachine.TestCase)

@@ -1,0 +1,1186 @@
+"""The slot machine of the token plane: rules (a) to (i), one by one and under random runs."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    PromptTooLong,
+    WorkerLost,
+)
+from common.kv.load import Load
+from common.request.preprocessed import (
+    FinishReason,
+    OutputOptions,
+    PreprocessedRequest,
+    SamplingOptions,
+    StopConditions,
+    TokenIds,
+    TokenLogprob,
+    TopLogprob,
+)
+from common.request.token_stream import (
+    CREDIT_BYTES,
+    FRAME_BYTES,
+    HEARTBEAT_S,
+    MISSED_HEARTBEATS,
+    PART_BYTES,
+    PROMPT_BYTES_MAX,
+    AbortSlot,
+    Chunk,
+    FrontendLink,
+    Hello,
+    HelloAck,
+    Order,
+    PromptPart,
+    Rejected,
+    Start,
+    Stop,
+    Submit,
+    Terminal,
+    ToFrontend,
+    ToWorker,
+    WorkerLink,
+)
+from common.wire.token_stream import (
+    to_frontend_from_proto,
+    to_frontend_to_proto,
+    to_worker_from_proto,
+    to_worker_to_proto,
+)
+from kvmesh.engine.v1 import engine_pb2
+
+WORKER = 7
+# What a frame may have beyond FRAME_BYTES: control entries, and estimates that were a little low.
+SLACK_BYTES = 16 << 10
+
+
+def order(tokens: int = 3, request_id: str = "r", timeout_s: float | None = None) -> Order:
+    request = PreprocessedRequest(
+        model="m",
+        token_ids=TokenIds.of(range(tokens)),
+        stop_conditions=StopConditions(),
+        sampling_options=SamplingOptions(),
+        output_options=OutputOptions(),
+    )
+    return Order(request_id, timeout_s=timeout_s, request=request)
+
+
+def prompt_of(one: Order) -> bytes:
+    assert one.request is not None
+    return one.request.token_ids.le
+
+
+def logprob(token: int, top: int = 0) -> TokenLogprob:
+    return TokenLogprob(token, -0.5, tuple(TopLogprob(token, -0.5) for _ in range(top)))
+
+
+@dataclass(slots=True)
+class Heard:
+    """A sink that writes down what it hears and objects to what may not come."""
+
+    is_accepted: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    chunks: list[bytes] = field(default_factory=list)
+    end: Terminal | MeshError | None = None
+    how: str = ""
+
+    def accepted(self) -> None:
+        assert not self.is_accepted
+        assert not self.how
+        self.is_accepted = True
+
+    def rejected(self, error: MeshError) -> None:
+        assert not self.is_accepted
+        self._ended("rejected", error)
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        assert self.is_accepted
+        assert not self.how
+        assert token_ids
+        assert len(logprobs) in (0, len(token_ids))
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+
+    def chunk(self, json: bytes) -> None:
+        assert self.is_accepted
+        assert not self.how
+        self.chunks.append(json)
+
+    def terminal(self, terminal: Terminal) -> None:
+        assert self.is_accepted
+        self._ended("terminal", terminal)
+
+    def lost(self, error: MeshError) -> None:
+        self._ended("lost", error)
+
+    def _ended(self, how: str, end: Terminal | MeshError) -> None:
+        assert not self.how, f"{self.how}, then {how}"
+        self.how, self.end = how, end
+
+
+@dataclass(slots=True)
+class Pair:
+    """Both ends, with nothing between them."""
+
+    frontend: FrontendLink
+    worker: WorkerLink
+    now: float = 0.0
+
+    def to_worker(self) -> list[Start | Stop]:
+        commands: list[Start | Stop] = []
+        while (frame := self.frontend.next_frame(self.now)) is not None:
+            commands += self.worker.receive(frame, self.now)
+        return commands
+
+    def to_frontend(self) -> list[ToFrontend]:
+        frames = []
+        while (frame := self.worker.next_frame(self.now)) is not None:
+            frames.append(frame)
+            self.frontend.receive(frame, self.now)
+        return frames
+
+    def start(self, one: Order | None = None) -> tuple[int, Heard]:
+        """Submits an order, which is accepted, and the frontend knows it."""
+        heard = Heard()
+        slot = self.frontend.submit(one or order(), heard)
+        self.to_worker()
+        self.worker.accept(slot)
+        self.to_frontend()
+        return slot, heard
+
+
+def new_pair(now: float = 0.0) -> Pair:
+    return Pair(FrontendLink(Hello(1, WORKER, 1), now), WorkerLink(WORKER, now), now)
+
+
+def open_pair(now: float = 0.0) -> Pair:
+    pair = new_pair(now)
+    pair.to_worker()
+    pair.to_frontend()
+    assert pair.frontend.is_open
+    return pair
+
+
+def retained(pair: Pair) -> dict[str, object]:
+    """State that both ends keep per slot."""
+    ends = {"frontend": pair.frontend, "worker": pair.worker}
+    names = {
+        "frontend": ("_legs", "_submits", "_parts", "_aborts"),
+        "worker": ("_slots", "_turns", "_accepted", "_rejected"),
+    }
+    kept = {f"{end}{name}": getattr(ends[end], name) for end in ends for name in names[end]}
+    return {name: value for name, value in kept.items() if value}
+
+
+def breaks(rule: str, action: Callable[[], object]) -> str:
+    """The message of the breach of `rule` that `action` raises."""
+    with pytest.raises(InvalidRequest) as raised:
+        action()
+    assert raised.value.reason == "ATTACH_BREACH"
+    assert raised.value.metadata == {"rule": rule}
+    assert f"rule ({rule})" in raised.value.message
+    return raised.value.message
+
+
+# Rule (a)
+
+
+def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
+    pair = new_pair()
+    assert pair.worker.next_frame(0.0) is None, "the worker spoke first"
+    heard = Heard()
+    pair.frontend.submit(order(), heard)
+    first = pair.frontend.next_frame(0.0)
+    assert first is not None
+    assert first.hello == Hello(1, WORKER, 1)
+    commands = pair.worker.receive(first, 0.0)
+    assert [type(command) for command in commands] == [Start]
+    answer = pair.worker.next_frame(0.0)
+    assert answer is not None
+    assert answer.hello_ack == HelloAck(WORKER)
+    pair.frontend.receive(answer, 0.0)
+    assert pair.frontend.is_open
+    assert pair.worker.hello == first.hello
+
+
+def test_rule_a_hello_is_said_once() -> None:
+    pair = open_pair()
+    pair.now = 1.0
+    pair.frontend.submit(order(), Heard())
+    frame = pair.frontend.next_frame(pair.now)
+    assert frame is not None
+    assert frame.hello is None
+    assert all(frame.hello_ack is None for frame in pair.to_frontend())
+
+
+def test_rule_a_a_worker_that_is_not_the_expected_one_refuses() -> None:
+    worker = WorkerLink(8, 0.0)
+    with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
+        worker.receive(ToWorker(hello=Hello(1, WORKER, 1)), 0.0)
+    assert raised.value.reason == "WRONG_WORKER"
+    assert raised.value.metadata == {"rule": "a"}
+
+
+def test_rule_a_a_frontend_notices_another_worker_by_its_answer() -> None:
+    frontend = new_pair().frontend
+    with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
+        frontend.receive(ToFrontend(hello_ack=HelloAck(8)), 0.0)
+    assert raised.value.reason == "WRONG_WORKER"
+    assert not frontend.is_open
+
+
+def test_rule_a_a_missing_or_second_hello_is_a_breach() -> None:
+    pair = new_pair()
+    assert "hello" in breaks("a", lambda: pair.worker.receive(ToWorker(heartbeat=True), 0.0))
+    assert "hello_ack" in breaks("a", lambda: pair.frontend.receive(ToFrontend(accepted=[1]), 0.0))
+    pair = open_pair()
+    hello, ack = Hello(1, WORKER, 1), HelloAck(WORKER)
+    assert "twice" in breaks("a", lambda: pair.worker.receive(ToWorker(hello=hello), 0.0))
+    assert "twice" in breaks("a", lambda: pair.frontend.receive(ToFrontend(hello_ack=ack), 0.0))
+
+
+# Rule (b)
+
+
+def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
+    pair = open_pair()
+    assert [pair.start()[0] for _ in range(2)] == [1, 2]
+    for slot in (1, 2):
+        pair.worker.end(slot, FinishReason.EOS)
+    pair.to_frontend()
+    assert pair.frontend.open_slots == 0
+    assert pair.start()[0] == 3
+    for reused in (0, 1, 3):
+        again = ToWorker(submits=[Submit(reused, order())])
+        breaks("b", functools.partial(pair.worker.receive, again, 0.0))
+
+
+# Rule (c)
+
+
+def test_rule_c_a_slot_is_accepted_then_has_tokens_then_one_end() -> None:
+    pair = open_pair()
+    heard = Heard()
+    slot = pair.frontend.submit(order(5), heard)
+    commands = pair.to_worker()
+    assert commands == [Start(slot, order(5), prompt_of(order(5)))]
+    pair.worker.accept(slot)
+    pair.worker.tokens(slot, [10, 11])
+    pair.to_frontend()
+    pair.worker.tokens(slot, [12])
+    pair.worker.end(slot, FinishReason.EOS, stop_reason_json='"x"')
+    pair.to_frontend()
+    assert heard.token_ids == [10, 11, 12]
+    assert heard.end == Terminal(slot, FinishReason.EOS, stop_reason_json='"x"', total_tokens=3)
+    assert pair.worker.open_slots == pair.frontend.open_slots == 0
+    assert not retained(pair)
+
+
+def test_rule_c_everything_of_a_slot_may_come_in_one_frame() -> None:
+    pair = open_pair()
+    heard = Heard()
+    slot = pair.frontend.submit(order(), heard)
+    pair.to_worker()
+    pair.worker.accept(slot)
+    pair.worker.tokens(slot, [1, 2])
+    pair.worker.end(slot, FinishReason.LENGTH)
+    assert len(pair.to_frontend()) == 1
+    assert (heard.token_ids, heard.how) == ([1, 2], "terminal")
+
+
+def test_rule_c_a_rejected_slot_hears_why_and_nothing_else() -> None:
+    pair = open_pair()
+    heard = Heard()
+    slot = pair.frontend.submit(order(), heard)
+    pair.to_worker()
+    pair.worker.reject(slot, Overloaded(1.0))
+    pair.to_frontend()
+    assert heard.how == "rejected"
+    assert isinstance(heard.end, Overloaded)
+    assert not retained(pair)
+
+
+def test_rule_c_a_slot_ended_before_it_was_accepted_is_accepted_on_the_wire() -> None:
+    pair = open_pair()
+    heard = Heard()
+    slot = pair.frontend.submit(order(), heard)
+    pair.to_worker()
+    pair.worker.end(slot, None, error=DeadlineExceeded())
+    pair.to_frontend()
+    assert heard.is_accepted
+    assert isinstance(heard.end, Terminal)
+    assert isinstance(heard.end.error, DeadlineExceeded)
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (ToFrontend(accepted=[1]), "slot 1 accepted after it was accepted"),
+        (ToFrontend(accepted=[9]), "slot 9 accepted, but it is not open"),
+        (ToFrontend(rejected=[Rejected(1, Overloaded())]), "slot 1 rejected after"),
+        (ToFrontend(rejected=[Rejected(9, Overloaded())]), "slot 9 rejected, but"),
+        (ToFrontend(slot=[9], start=[0], count=[1], token_id=[5]), "slot 9 sent tokens, but"),
+        (ToFrontend(slot=[1], start=[3], count=[1], token_id=[5]), "from 3 came, 2 is next"),
+        (ToFrontend(slot=[1], start=[1], count=[1], token_id=[5]), "from 1 came, 2 is next"),
+        (ToFrontend(slot=[2], start=[0], count=[1], token_id=[5]), "slot 2 sent tokens before"),
+        (ToFrontend(chunks=[Chunk(1, 1, b"{}")]), "chunk 1 came, 0 is next"),
+        (ToFrontend(chunks=[Chunk(1, 0, b""), Chunk(1, 0, b"")]), "chunk 0 came, 1 is next"),
+        (ToFrontend(chunks=[Chunk(9, 0, b"{}")]), "slot 9 sent a chunk, but"),
+        (ToFrontend(chunks=[Chunk(2, 0, b"{}")]), "slot 2 sent a chunk before"),
+        (ToFrontend(terminals=[Terminal(9, FinishReason.EOS)]), "slot 9 ended, but"),
+        (ToFrontend(terminals=[Terminal(2, FinishReason.EOS)]), "slot 2 ended before"),
+        (ToFrontend(terminals=[Terminal(1, FinishReason.EOS, total_tokens=3)]), "3 tokens, 2"),
+        (ToFrontend(terminals=[Terminal(1, FinishReason.EOS, total_tokens=1)]), "1 tokens, 2"),
+    ],
+)
+def test_rule_c_a_frontend_detects_gaps_duplicates_and_wrong_slots(
+    frame: ToFrontend, says: str
+) -> None:
+    pair = open_pair()
+    slot, heard = pair.start()
+    pair.worker.tokens(slot, [1, 2])
+    sent_bytes = pair.to_frontend()[-1].sent_bytes
+    other = pair.frontend.submit(order(), Heard())
+    assert (slot, other) == (1, 2)
+    frame.sent_bytes = sent_bytes
+    assert says in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
+    assert heard.token_ids == [1, 2]
+    assert not heard.how
+
+
+def test_rule_c_a_second_terminal_is_a_breach() -> None:
+    pair = open_pair()
+    slot, _ = pair.start()
+    end = Terminal(slot, FinishReason.EOS)
+    frame = ToFrontend(terminals=[end, end])
+    assert "not open" in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
+
+
+def test_rule_c_our_own_engine_cannot_end_a_slot_twice_or_speak_before_it_is_accepted() -> None:
+    pair = open_pair()
+    slot = pair.frontend.submit(order(), Heard())
+    pair.to_worker()
+    with pytest.raises(AssertionError):
+        pair.worker.tokens(slot, [1])
+    with pytest.raises(AssertionError):
+        pair.worker.chunk(slot, b"{}")
+    pair.worker.end(slot, FinishReason.EOS)
+    with pytest.raises(AssertionError):
+        pair.worker.end(slot, FinishReason.EOS)
+    with pytest.raises(AssertionError):
+        pair.worker.accept(slot)
+    with pytest.raises(AssertionError):
+        pair.worker.reject(slot, Overloaded())
+
+
+def test_rule_c_abort_of_a_finished_or_unknown_slot_is_a_no_op() -> None:
+    pair = open_pair()
+    slot, _ = pair.start()
+    pair.worker.end(slot, FinishReason.EOS)
+    crossing = ToWorker(aborts=[AbortSlot(slot, "client_gone"), AbortSlot(99, "client_gone")])
+    assert pair.worker.receive(crossing, 0.0) == []
+    pair.to_frontend()
+    assert pair.worker.receive(crossing, 0.0) == []
+    pair.frontend.abort(slot, "late")
+    pair.frontend.abort(99, "unknown")
+    assert pair.frontend.next_frame(0.0) is None
+    assert not retained(pair)
+
+
+def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
+    pair = open_pair()
+    slot, heard = pair.start()
+    pair.frontend.abort(slot, "client_gone")
+    pair.frontend.abort(slot, "deadline")
+    assert pair.to_worker() == [Stop(slot, "client_gone")]
+    assert pair.worker.receive(ToWorker(aborts=[AbortSlot(slot, "again")]), 0.0) == []
+    pair.worker.tokens(slot, [1])
+    pair.worker.end(slot, FinishReason.CANCELLED)
+    pair.to_frontend()
+    assert heard.token_ids == [1]
+    assert heard.end == Terminal(slot, FinishReason.CANCELLED, total_tokens=1)
+    assert not retained(pair)
+
+
+def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
+    pair = open_pair()
+    slots = [pair.frontend.submit(order(PART_BYTES // 4), Heard()) for _ in range(10)]
+    for slot in slots:
+        pair.frontend.abort(slot, "client_gone")
+    seen: set[int] = set()
+    while (frame := pair.frontend.next_frame(0.0)) is not None:
+        seen |= {submit.slot for submit in frame.submits}
+        assert {abort.slot for abort in frame.aborts} <= seen
+        commands = pair.worker.receive(frame, 0.0)
+        for slot in [command.slot for command in commands if isinstance(command, Stop)]:
+            pair.worker.end(slot, FinishReason.CANCELLED)
+    assert seen == set(slots)
+    pair.to_frontend()
+    assert not retained(pair)
+
+
+def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() -> None:
+    pair = open_pair()
+    heard = Heard()
+    slot = pair.frontend.submit(order(10 * PART_BYTES // 4), heard)
+    first = pair.frontend.next_frame(0.0)
+    assert first is not None
+    assert first.prompt_parts
+    pair.worker.receive(first, 0.0)
+    late = pair.frontend.next_frame(0.0)  # parts that are under way when the abort is made
+    pair.frontend.abort(slot, "client_gone")
+    last = pair.frontend.next_frame(0.0)
+    assert late is not None
+    assert last is not None
+    assert last.aborts
+    assert not last.prompt_parts, "parts were sent for nothing"
+    assert pair.worker.receive(last, 0.0) == []
+    assert pair.worker.receive(late, 0.0) == [], "a part that comes after the end is dropped"
+    pair.to_frontend()
+    assert pair.worker.receive(late, 0.0) == [], "and one after the Terminal too"
+    assert heard.end == Terminal(slot, FinishReason.CANCELLED)
+    assert not retained(pair)
+
+
+def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
+    pair = open_pair()
+    running, heard = pair.start()
+    submit = Submit(2, order(), prompt_bytes=400_000, error=InvalidRequest("no", "payload"))
+    part = PromptPart(2, PART_BYTES, b"abcd")
+    assert pair.worker.receive(ToWorker(submits=[submit], prompt_parts=[part]), 0.0) == []
+    frame = pair.worker.next_frame(0.0)
+    assert frame is not None
+    assert [(r.slot, r.error.field) for r in frame.rejected] == [(2, "payload")]
+    pair.worker.end(running, FinishReason.EOS)
+    pair.to_frontend()
+    assert heard.how == "terminal"
+
+
+# Rule (d)
+
+
+def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
+    pair = open_pair()
+    slot, heard = pair.start(order(timeout_s=0.5))
+    endless, _ = pair.start(order())
+    assert pair.worker.tick(0.49) == (None, [])
+    assert pair.worker.tick(0.5) == (None, [Stop(slot, "deadline")])
+    assert pair.worker.tick(0.6) == (None, [])
+    assert pair.worker.receive(ToWorker(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
+    pair.worker.end(slot, None, error=DeadlineExceeded())
+    pair.to_frontend()
+    assert heard.how == "terminal"
+    assert pair.worker.open_slots == 1
+    pair.worker.end(endless, FinishReason.EOS)
+
+
+def test_rule_d_a_started_slot_that_nobody_accepted_has_a_deadline_too() -> None:
+    pair = open_pair()
+    slot = pair.frontend.submit(order(timeout_s=0.5), Heard())
+    pair.to_worker()
+    assert pair.worker.tick(0.5) == (None, [Stop(slot, "deadline")])
+
+
+def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
+    pair = open_pair()
+    heard = Heard()
+    pair.frontend.submit(order(PART_BYTES, timeout_s=0.5), heard)
+    frame = pair.frontend.next_frame(0.0)
+    assert frame is not None
+    frame.prompt_parts.clear()
+    pair.worker.receive(frame, 0.0)
+    assert pair.worker.tick(0.5) == (None, [])
+    pair.to_frontend()
+    assert isinstance(heard.end, Terminal)
+    assert isinstance(heard.end.error, DeadlineExceeded)
+    assert pair.worker.open_slots == 0
+
+
+def test_rule_d_a_slot_that_ended_has_no_deadline() -> None:
+    pair = open_pair()
+    slot, _ = pair.start(order(timeout_s=0.5))
+    pair.worker.end(slot, FinishReason.EOS)
+    assert pair.worker.tick(0.6) == (None, [])
+
+
+# Rule (e)
+
+
+def test_rule_e_both_sides_send_a_heartbeat_each_second() -> None:
+    pair = open_pair()
+    load = Load(engine_step=5, running=2)
+    beats: dict[str, list[float]] = {"frontend": [], "worker": []}
+    for step in range(1, 501):
+        now = step / 100
+        to_worker = pair.frontend.next_frame(now)
+        if to_worker is not None:
+            assert to_worker.heartbeat
+            beats["frontend"].append(now)
+            pair.worker.receive(to_worker, now)
+        to_frontend = pair.worker.next_frame(now, lambda: [load])
+        if to_frontend is not None:
+            assert to_frontend.heartbeat == [load]
+            beats["worker"].append(now)
+            pair.frontend.receive(to_frontend, now)
+        assert pair.frontend.tick(now) is None
+        assert pair.worker.tick(now) == (None, [])
+    assert beats == {"frontend": [1, 2, 3, 4, 5], "worker": [1, 2, 3, 4, 5]}
+    assert (pair.frontend.loads, pair.frontend.loads_at) == ([load], 5.0)
+
+
+def test_rule_e_three_missed_heartbeats_mean_the_peer_is_lost() -> None:
+    pair = open_pair(10.0)
+    limit = MISSED_HEARTBEATS * HEARTBEAT_S
+    assert pair.frontend.tick(10.0 + limit) is None
+    assert pair.worker.tick(10.0 + limit) == (None, [])
+    late = 10.0 + limit + 0.01
+    of_worker, (of_frontend, _) = pair.frontend.tick(late), pair.worker.tick(late)
+    for lost in (of_worker, of_frontend):
+        assert isinstance(lost, WorkerLost)
+        assert lost.retryable
+    pair.frontend.lose(WorkerLost(retryable=True))
+    pair.worker.lose()
+    assert pair.frontend.tick(late) is None
+    assert pair.worker.tick(late) == (None, [])
+
+
+def test_rule_e_any_frame_is_a_sign_of_life() -> None:
+    pair = open_pair()
+    slot, _ = pair.start()
+    pair.worker.next_frame(2.9)
+    pair.now = 2.95
+    pair.worker.tokens(slot, [1])
+    pair.to_frontend()
+    pair.to_worker()
+    assert pair.frontend.tick(5.9) is None
+    assert pair.worker.tick(5.9) == (None, [])
+
+
+def test_rule_e_a_long_dial_is_not_silence() -> None:
+    pair = new_pair(0.0)
+    pair.now = 60.0
+    pair.to_worker()
+    assert pair.frontend.tick(60.0) is None
+    assert pair.frontend.tick(63.1) is not None
+
+
+def test_rule_e_the_worker_names_the_pace_and_both_keep_it() -> None:
+    worker = WorkerLink(WORKER, 0.0, heartbeat_s=0.2)
+    pair = Pair(FrontendLink(Hello(1, WORKER, 1), 0.0), worker)
+    pair.to_worker()
+    ack = pair.to_frontend()[0].hello_ack
+    assert ack is not None
+    assert ack.heartbeat_s == 0.2
+    beat = pair.frontend.next_frame(0.2)
+    assert beat is not None
+    assert beat.heartbeat
+    assert pair.frontend.tick(0.61) is not None
+
+
+def test_rule_e_a_pace_without_pauses_is_a_breach() -> None:
+    frontend = new_pair().frontend
+    ack = HelloAck(WORKER, heartbeat_s=0.0)
+    breaks("e", lambda: frontend.receive(ToFrontend(hello_ack=ack), 0.0))
+
+
+# Rule (f)
+
+
+def test_rule_f_a_lost_stream_ends_every_slot_and_is_silent_afterwards() -> None:
+    pair = open_pair()
+    accepted, heard_accepted = pair.start()
+    arriving, started = Heard(), Heard()
+    started_slot = pair.frontend.submit(order(), started)
+    pair.frontend.submit(order(PART_BYTES), arriving)
+    frame = pair.frontend.next_frame(0.0)
+    assert frame is not None
+    frame.prompt_parts.clear()
+    pair.worker.receive(frame, 0.0)
+    unframed = Heard()
+    pair.frontend.abort(pair.frontend.submit(order(), unframed), "client_gone")
+    pair.worker.tokens(accepted, [1])
+    error = WorkerLost(retryable=True)
+    pair.frontend.lose(error)
+    pair.frontend.lose(Conflict("another"))
+    for heard in (heard_accepted, arriving, started, unframed):
+        assert (heard.how, heard.end) == ("lost", error)
+    assert pair.worker.lose() == [accepted, started_slot], "only what runs is closed"
+    assert pair.worker.lose() == []
+    assert not retained(pair)
+    assert not pair.frontend.is_open
+    assert pair.frontend.next_frame(9.0) is None
+    assert pair.worker.next_frame(9.0) is None
+    with pytest.raises(WorkerLost):
+        pair.frontend.submit(order(), Heard())
+
+
+def test_rule_f_generators_that_are_still_closing_speak_to_nobody() -> None:
+    pair = open_pair()
+    slot, heard = pair.start()
+    pair.frontend.submit(order(), Heard())
+    pair.to_worker()
+    pair.worker.lose()
+    pair.worker.tokens(slot, [1])
+    pair.worker.chunk(slot, b"{}")
+    pair.worker.end(slot, FinishReason.CANCELLED)
+    pair.worker.accept(2)
+    pair.worker.reject(2, Overloaded())
+    assert pair.worker.receive(ToWorker(submits=[Submit(3, order())]), 0.0) == []
+    assert pair.worker.next_frame(5.0) is None
+    assert pair.worker.open_slots == 0
+    pair.frontend.lose(WorkerLost(retryable=True))
+    pair.frontend.receive(ToFrontend(slot=[slot], start=[0], count=[1], token_id=[1]), 0.0)
+    pair.frontend.abort(slot, "client_gone")
+    assert heard.token_ids == []
+    assert not retained(pair)
+
+
+def test_rule_f_a_sink_may_submit_elsewhere_while_it_hears_of_the_loss() -> None:
+    first, second = open_pair(), open_pair()
+
+    class Moves(Heard):
+        def lost(self, error: MeshError) -> None:
+            second.frontend.submit(order(), Heard())
+
+    for _ in range(3):
+        first.frontend.submit(order(), Moves())
+    first.frontend.lose(WorkerLost(retryable=True))
+    assert second.frontend.open_slots == 3
+
+
+# Rule (g)
+
+
+def test_rule_g_prompts_travel_in_parts_beside_other_submits() -> None:
+    pair = open_pair()
+    long = order(75 * 1024, "long")  # 300 KiB
+    pair.frontend.submit(long, Heard())
+    pair.frontend.submit(order(2, "short"), Heard())
+    first = pair.frontend.next_frame(0.0)
+    assert first is not None
+    assert [submit.slot for submit in first.submits] == [1, 2]
+    assert len(first.submits[0].prompt) == PART_BYTES
+    commands = pair.worker.receive(first, 0.0)
+    assert [command.slot for command in commands] == [2], "the short one does not wait"
+    starts = pair.to_worker()
+    assert starts == [Start(1, long, prompt_of(long))]
+    assert all(len(part.data) <= PART_BYTES for part in first.prompt_parts)
+    assert not pair.frontend._parts
+
+
+def test_rule_g_long_prompts_take_turns() -> None:
+    pair = open_pair()
+    for _ in range(3):
+        pair.frontend.submit(order(75 * 1024), Heard())
+    order_of_parts: list[int] = []
+    while (frame := pair.frontend.next_frame(0.0)) is not None:
+        order_of_parts += [part.slot for part in frame.prompt_parts]
+    assert order_of_parts == [1, 2, 3] * 4
+
+
+@pytest.mark.parametrize("tokens", [0, 1, PART_BYTES // 4, PART_BYTES // 4 + 1, 75 * 1024])
+def test_rule_g_a_prompt_of_any_length_arrives_whole(tokens: int) -> None:
+    pair = open_pair()
+    pair.frontend.submit(order(tokens), Heard())
+    assert pair.to_worker() == [Start(1, order(tokens), prompt_of(order(tokens)))]
+
+
+def test_rule_g_frames_to_the_worker_keep_their_size() -> None:
+    pair = open_pair()
+    rng = Random(1)
+    for _ in range(60):
+        pair.frontend.submit(order(rng.choice([1, 1, 15_000, 16_384, 20_000, 75_000])), Heard())
+    sizes = []
+    while (frame := pair.frontend.next_frame(0.0)) is not None:
+        sizes.append(to_worker_to_proto(frame).ByteSize())
+        pair.worker.receive(frame, 0.0)
+    assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
+    assert pair.worker.open_slots == 60
+
+
+def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
+    pair = open_pair()
+    body = b"x" * (FRAME_BYTES + 1)
+    for chat_json in (b"{}", body, b"{}"):
+        pair.frontend.submit(Order("r", chat_json=chat_json), Heard())
+    frames = []
+    while (frame := pair.frontend.next_frame(0.0)) is not None:
+        frames.append([submit.slot for submit in frame.submits])
+    assert frames == [[1], [2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("parts", "rule", "says"),
+    [
+        ([PromptPart(1, PART_BYTES + 4, b"abcd")], "g", "out of order"),
+        ([PromptPart(1, PART_BYTES, b"abcd"), PromptPart(1, PART_BYTES, b"abcd")], "g", "order"),
+        ([PromptPart(1, PART_BYTES, b"")], "g", "out of order"),
+        ([PromptPart(1, PART_BYTES, b"a" * (PART_BYTES + 4))], "g", "longer than the Submit"),
+        ([PromptPart(1, PART_BYTES, b"a" * PART_BYTES), PromptPart(1, 0, b"a")], "g", "order"),
+        ([PromptPart(2, 0, b"abcd")], "c", "slot 2 continues a prompt, but was never submitted"),
+    ],
+)
+def test_rule_g_a_worker_detects_parts_that_do_not_fit(
+    parts: list[PromptPart], rule: str, says: str
+) -> None:
+    pair = open_pair()
+    pair.frontend.submit(order(PART_BYTES // 2), Heard())
+    frame = pair.frontend.next_frame(0.0)
+    assert frame is not None
+    frame.prompt_parts[:] = parts
+    assert says in breaks(rule, lambda: pair.worker.receive(frame, 0.0))
+
+
+@pytest.mark.parametrize("prompt_bytes", [4, 8, 13])
+def test_rule_g_a_submit_whose_sizes_contradict_each_other_is_a_breach(prompt_bytes: int) -> None:
+    submit = Submit(1, order(), b"a" * 8, prompt_bytes)
+    worker = open_pair().worker
+    breaks("g", lambda: worker.receive(ToWorker(submits=[submit]), 0.0))
+
+
+def test_rule_g_a_prompt_beyond_all_bounds_is_refused_before_it_is_read() -> None:
+    pair = open_pair()
+    pair.frontend.submit(order(), Heard())
+    submit = Submit(1, order(), b"a" * 8, PROMPT_BYTES_MAX + 4)
+    more = PromptPart(1, 8, b"a" * 8)
+    assert pair.worker.receive(ToWorker(submits=[submit], prompt_parts=[more]), 0.0) == []
+    frame = pair.worker.next_frame(0.0)
+    assert frame is not None
+    assert isinstance(frame.rejected[0].error, PromptTooLong)
+    assert pair.worker.open_slots == 0
+
+
+def test_rule_g_slots_take_turns_so_that_a_small_one_is_in_the_next_frame() -> None:
+    pair = open_pair()
+    large, heard_large = pair.start()
+    small, heard_small = pair.start()
+    truth = list(range(100_000))
+    pair.worker.tokens(large, truth)
+    pair.worker.tokens(small, [42])
+    frame = pair.worker.next_frame(0.0)
+    assert frame is not None
+    assert small in frame.slot
+    pair.frontend.receive(frame, 0.0)
+    assert heard_small.token_ids == [42]
+    pair.to_frontend()
+    assert heard_large.token_ids == truth
+
+
+def test_rule_g_a_slot_with_many_chunks_leaves_room_for_the_others() -> None:
+    pair = open_pair()
+    large, _ = pair.start(Order("large", chat_json=b"{}"))
+    small, heard_small = pair.start(Order("small", chat_json=b"{}"))
+    for _ in range(2000):
+        pair.worker.chunk(large, b"x" * 1000)
+    pair.worker.chunk(small, b"{}")
+    frame = pair.worker.next_frame(0.0)
+    assert frame is not None
+    pair.frontend.receive(frame, 0.0)
+    assert heard_small.chunks == [b"{}"]
+
+
+def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> None:
+    pair = open_pair()
+    plain, heard_plain = pair.start()
+    probable, heard_probable = pair.start()
+    through, heard_through = pair.start(Order("r", chat_json=b"{}"))
+    tokens = [100_000 + i for i in range(30_000)]
+    beside = [logprob(token, top=20) for token in tokens[:3000]]
+    chunks = [b"y" * size for size in (10, 100_000, 3, 200_000, 100_000, 20)]
+    pair.worker.tokens(plain, tokens)
+    pair.worker.tokens(probable, tokens[:3000], beside)
+    for one in chunks:
+        pair.worker.chunk(through, one)
+    for slot in (plain, probable, through):
+        pair.worker.end(slot, FinishReason.LENGTH)
+    sizes = []
+    while (frame := pair.worker.next_frame(0.0)) is not None:
+        sizes.append(to_frontend_to_proto(frame).ByteSize())
+        pair.frontend.receive(frame, 0.0)
+        pair.to_worker()
+    assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
+    assert heard_plain.token_ids == tokens
+    assert (heard_probable.token_ids, heard_probable.logprobs) == (tokens[:3000], beside)
+    assert heard_through.chunks == chunks
+    assert not retained(pair)
+
+
+def test_rule_g_a_chunk_larger_than_a_frame_travels_alone_and_a_large_one_is_not_starved() -> None:
+    pair = open_pair()
+    slots = [pair.start(Order("r", chat_json=b"{}")) for _ in range(30)]
+    giant, large = b"g" * (FRAME_BYTES + 1), b"l" * 200_000
+    for slot, _ in slots[:28]:
+        for _ in range(40):
+            pair.worker.chunk(slot, b"s" * 5000)
+    pair.worker.chunk(slots[28][0], giant)
+    pair.worker.chunk(slots[29][0], large)
+    frames = 0
+    while not (slots[28][1].chunks and slots[29][1].chunks):
+        frame = pair.worker.next_frame(0.0)
+        assert frame is not None
+        if any(chunk.json == giant for chunk in frame.chunks):
+            assert len(frame.chunks) == 1
+        pair.frontend.receive(frame, 0.0)
+        pair.to_worker()
+        frames += 1
+    assert frames <= 6, "a round of all slots is three frames, the large ones have one each"
+
+
+# Rule (h)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        ToFrontend(slot=[1], start=[0], count=[1, 1], token_id=[1, 2]),
+        ToFrontend(slot=[1], start=[0], count=[2], token_id=[1]),
+        ToFrontend(slot=[1], start=[0], count=[1], token_id=[1, 2]),
+        ToFrontend(slot=[1, 1], start=[0, 3], count=[3, 0], token_id=[1, 2, 3]),
+        ToFrontend(token_id=[1]),
+        ToFrontend(slot=[1], start=[0], count=[2], token_id=[1, 2], logprobs=[(1, [logprob(1)])]),
+        ToFrontend(slot=[1], start=[0], count=[1], token_id=[1], logprobs=[(2, [logprob(1)])]),
+        ToFrontend(logprobs=[(1, [logprob(1)])]),
+    ],
+)
+def test_rule_h_arrays_that_do_not_fit_together_are_a_breach(frame: ToFrontend) -> None:
+    pair = open_pair()
+    _, heard = pair.start()
+    breaks("h", lambda: pair.frontend.receive(frame, 0.0))
+    assert heard.token_ids in ([], [1]), "what cannot be told apart is not delivered"
+
+
+def test_rule_h_a_step_of_many_slots_is_one_frame() -> None:
+    pair = open_pair()
+    slots = [pair.start()[0] for _ in range(256)]
+    for slot in slots:
+        pair.worker.tokens(slot, [slot])
+    assert len(pair.to_frontend()) == 1
+
+
+def test_rule_h_logprobs_stay_with_their_tokens_even_where_only_some_have_them() -> None:
+    pair = open_pair()
+    slot, heard = pair.start()
+    pair.worker.tokens(slot, [1, 2])
+    pair.worker.tokens(slot, [3], [logprob(3)])
+    pair.worker.tokens(slot, [])
+    pair.worker.tokens(slot, [4, 5])
+    frames = []
+    while (frame := pair.worker.next_frame(0.0)) is not None:
+        pair.frontend.receive(frame, 0.0)
+        frames.append((frame.token_id, frame.logprobs))
+    assert frames == [([1, 2], []), ([3], [(slot, [logprob(3)])]), ([4, 5], [])]
+    assert heard.token_ids == [1, 2, 3, 4, 5]
+    with pytest.raises(AssertionError):
+        pair.worker.tokens(slot, [6, 7], [logprob(6)])
+
+
+# Rule (i)
+
+
+def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
+    pair = open_pair()
+    slots = [pair.start() for _ in range(5)]
+    truth = list(range(200_000))
+    for slot, _ in slots:
+        pair.worker.tokens(slot, truth)  # 4 MB in all
+    held: list[ToFrontend] = []
+    while (frame := pair.worker.next_frame(pair.now)) is not None:
+        held.append(frame)
+    assert CREDIT_BYTES - 64 <= pair.worker.unacked_bytes <= CREDIT_BYTES + 64
+    assert sum(to_frontend_to_proto(frame).ByteSize() for frame in held) <= CREDIT_BYTES + 4096
+
+    pair.frontend.submit(order(), Heard())
+    pair.frontend.submit(order(), Heard())
+    pair.now = 1.0
+    pair.to_worker()
+    pair.worker.accept(6)
+    pair.worker.reject(7, Overloaded())
+    pair.worker.tokens(6, [1])
+    control = pair.worker.next_frame(pair.now)
+    assert control is not None
+    assert control.accepted == [6]
+    assert [rejected.slot for rejected in control.rejected] == [7]
+    assert control.heartbeat
+    assert not control.slot
+    assert pair.worker.next_frame(pair.now) is None
+
+    for frame in [*held, control]:
+        pair.frontend.receive(frame, pair.now)
+    for _ in range(20):  # it reads again, and acknowledges without being asked
+        pair.to_worker()
+        pair.to_frontend()
+    for _, heard in slots:
+        assert heard.token_ids == truth
+
+
+def test_rule_i_a_frontend_acknowledges_each_quarter_of_the_credit() -> None:
+    pair = open_pair()
+    slot, _ = pair.start()
+    quarter = CREDIT_BYTES // 4
+    pair.worker.tokens(slot, range(quarter // 4 - 100))
+    pair.to_frontend()
+    assert pair.frontend.next_frame(0.0) is None
+    pair.worker.tokens(slot, range(200))
+    sent_bytes = pair.to_frontend()[-1].sent_bytes
+    ack = pair.frontend.next_frame(0.0)
+    assert ack == ToWorker(acked_bytes=sent_bytes)
+    pair.worker.receive(ack, 0.0)
+    assert pair.worker.unacked_bytes == 0
+    pair.worker.receive(ToWorker(acked_bytes=1), 0.0)
+    assert pair.worker.unacked_bytes == 0, "an older acknowledgement takes nothing back"
+
+
+def test_rule_i_counts_that_cannot_be_are_a_breach() -> None:
+    pair = open_pair()
+    slot, _ = pair.start()
+    pair.worker.tokens(slot, [1, 2, 3])
+    pair.to_frontend()
+    sent_bytes = pair.worker.unacked_bytes
+    ack = ToWorker(acked_bytes=sent_bytes + 1)
+    assert "acknowledged" in breaks("i", lambda: pair.worker.receive(ack, 0.0))
+    frame = ToFrontend(sent_bytes=sent_bytes - 1)
+    assert "fell" in breaks("i", lambda: pair.frontend.receive(frame, 0.0))
+
+
+# All rules together
+
+
+@dataclass(slots=True)
+class Job:
+    """One order of a random run, with what is true of it."""
+
+    order: Order
+    heard: Heard
+    plan: str
+    truth: list[int]
+    chunks: list[bytes]
+    beside: bool
+    produced: int = 0
+    stop: str = ""
+    is_aborted: bool = False
+    is_refused: bool = False
+
+
+class Run:
+    """Both ends joined by links that delay and coalesce frames, driven by one seed."""
+
+    def __init__(self, seed: int, jobs: int, *, wire: bool) -> None:
+        self.rng = Random(seed)
+        self.pair = new_pair(100.0)
+        self.wire = wire
+        self.left = jobs
+        self.jobs: dict[int, Job] = {}
+        self.active: list[int] = []
+        self.down: deque[tuple[float, ToWorker]] = deque()
+        self.up: deque[tuple[float, ToFrontend]] = deque()
+        self.stalled_until = 0.0
+
+    def step(self) -> None:
+        rng, pair = self.rng, self.pair
+        pair.now += rng.choice([0.001, 0.01, 0.05])
+        if self.left and rng.random() < 0.4:
+            self.submit()
+        self.abort()
+        if rng.random() < 0.02 and pair.now > self.stalled_until + 0.5:
+            self.stalled_until = pair.now + rng.uniform(0.1, 1.5)
+        self.work()
+        self.send()
+        self.deliver()
+        assert pair.frontend.tick(pair.now) is None
+        lost, late = pair.worker.tick(pair.now)
+        assert lost is None
+        for stop in late:
+            assert self.jobs[stop.slot].order.timeout_s is not None
+            self.obey(stop)
+        assert pair.worker.unacked_bytes <= CREDIT_BYTES + 256
+
+    def submit(self) -> None:
+        rng = self.rng
+        self.left -= 1
+        plan = rng.choice(["finish", "finish", "finish", "fail", "hang", "reject", "chunks"])
+        size = rng.choice([0, 1, 50, 16_384, 16_385, rng.randrange(76_801)])
+        # Nothing but a deadline or an abort ends the ones that hang.
+        timeout_s = rng.uniform(0.05, 3.0) if plan == "hang" or rng.random() < 0.2 else None
+        one = order(size, f"r{self.left}", timeout_s)
+        if plan == "chunks":
+            one = Order(one.request_id, timeout_s=timeout_s, chat_json=b"{}")
+        length = rng.choice([1, 5, 100, 3000, 40_000])
+        first = rng.randrange(150_000)
+        truth = [] if plan == "chunks" else list(range(first, first + length))
+        chunks = [b"c" * rng.choice([10, 300, 70_000]) for _ in range(min(length, 20))]
+        heard = Heard()
+        beside = rng.random() < 0.1 and length <= 3000
+        job = Job(one, heard, plan, truth, chunks if plan == "chunks" else [], beside)
+        slot = self.pair.frontend.submit(one, heard)
+        assert slot not in self.jobs
+        self.jobs[slot] = job
+        if rng.random() < 0.1:
+            self.pair.frontend.abort(slot, "client_gone")
+            job.is_aborted = True
+
+    def abort(self) -> None:
+        rng = self.rng
+        if self.jobs and rng.random() < 0.1:  # any of them: open, ended, aborted before
+            slot = rng.choice(list(self.jobs))
+            self.pair.frontend.abort(slot, "client_gone")
+            job = self.jobs[slot]
+            job.is_aborted = job.is_aborted or not job.heard.how
+
+    def work(self) -> None:
+        for slot in list(self.active):
+            job = self.jobs[slot]
+            if job.stop and self.rng.random() < 0.5:
+                late = DeadlineExceeded() if job.stop == "deadline" else None
+                self.end(slot, None if late else FinishReason.CANCELLED, late)
+            elif self.rng.random() < 0.7:
+                self.produce(slot, job)
+
+    def produce(self, slot: int, job: Job) -> None:
+        worker, rng = self.pair.worker, self.rng
+        if job.plan == "hang":
+            return
+        output: Sequence[object] = job.chunks or job.truth
+        at = job.produced
+        job.produced = min(len(output), at + rng.choice([1, 1, 7, 500, 20_000]))
+        if job.chunks:
+            for one in job.chunks[at : job.produced]:
+                worker.chunk(slot, one)
+        else:
+            tokens = job.truth[at : job.produced]
+            worker.tokens(slot, tokens, [logprob(t, 2) for t in tokens] if job.beside else ())
+        if job.produced == len(output):
+            failed = WorkerLost("engine", retryable=True) if job.plan == "fail" else None
+            self.end(slot, None if failed else FinishReason.LENGTH, failed)
+
+    def end(self, slot: int, finish_reason: FinishReason | None, error: MeshError | None) -> None:
+        self.active.remove(slot)
+        self.pair.worker.end(slot, finish_reason, error=error)
+
+    def send(self) -> None:
+        """A writer whose last write has not returned builds no frame."""
+        rng, pair = self.rng, self.pair
+        while len(self.down) < 3 and rng.random() < 0.8:
+            frame = pair.frontend.next_frame(pair.now)
+            if frame is None:
+                break
+            message = to_worker_to_proto(frame)
+            assert message.ByteSize() <= FRAME_BYTES + SLACK_BYTES
+            if self.wire:
+                data = message.SerializeToString()
+                frame = to_worker_from_proto(engine_pb2.AttachRequest.FromString(data))
+            self.down.append((pair.now + rng.uniform(0, 0.1), frame))
+        while len(self.up) < 3 and rng.random() < 0.8:
+            back = pair.worker.next_frame(pair.now)
+            if back is None:
+                break
+            answer = to_frontend_to_proto(back)
+            assert answer.ByteSize() <= FRAME_BYTES + SLACK_BYTES
+            if self.wire:
+                data = answer.SerializeToString()
+                back = to_frontend_from_proto(engine_pb2.AttachResponse.FromString(data))
+            self.up.append((pair.now + rng.uniform(0, 0.1), back))
+
+    def deliver(self) -> None:
+        pair = self.pair
+        while self.down and self.down[0][0] <= pair.now:
+            for command in pair.worker.receive(self.down.popleft()[1], pair.now):
+                self.obey(command)
+        while pair.now >= self.stalled_until and self.up and self.up[0][0] <= pair.now:
+            pair.frontend.receive(self.up.popleft()[1], pair.now)
+
+    def obey(self, command: Start | Stop) -> None:
+        job = self.jobs[command.slot]
+        if isinstance(command, Stop):
+            if job.is_refused:
+                return
+            assert command.slot in self.active
+            job.stop = command.reason
+            return
+        assert command.order.request_id == job.order.request_id
+        if job.order.request is not None:
+            assert command.prompt == job.order.request.token_ids.le
+        if job.plan == "reject":
+            self.pair.worker.reject(command.slot, Overloaded(1.0))
+            job.is_refused = True
+            return
+        self.pair.worker.accept(command.slot)
+        self.active.append(command.slot)
+
+    def check_ended(self, slot: int, job: Job) -> None:
+        heard = job.heard
+        assert heard.token_ids == job.truth[: len(heard.token_ids)], f"slot {slot}"
+        assert heard.chunks == job.chunks[: len(heard.chunks)], f"slot {slot}"
+        if job.beside:
+            assert [one.token_id for one in heard.logprobs] == heard.token_ids
+        if heard.how == "rejected":
+            assert job.plan == "reject"
+            assert heard.end is not None
+        elif heard.how == "terminal":
+            assert isinstance(heard.end, Terminal)
+            assert heard.end.total_tokens == len(heard.token_ids)
+            if heard.end.finish_reason is FinishReason.LENGTH:
+                assert (heard.token_ids, heard.chunks) == (job.truth, job.chunks)
+            if heard.end.finish_reason is FinishReason.CANCELLED:
+                assert job.is_aborted
+
+    @property
+    def is_quiet(self) -> bool:
+        pair = self.pair
+        return not (self.left or pair.frontend.open_slots or pair.worker.open_slots)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs_deliver_everything_once_and_leave_nothing_behind(seed: int) -> None:
+    run = Run(seed, jobs=40, wire=seed % 2 == 0)
+    started_at = run.pair.now
+    while not run.is_quiet:
+        run.step()
+        assert run.pair.now - started_at < 60, f"seed {seed} does not come to rest"
+    assert len(run.jobs) == 40
+    for slot, job in run.jobs.items():
+        assert job.heard.how in ("rejected", "terminal"), f"seed {seed}, slot {slot}"
+        run.check_ended(slot, job)
+    assert {job.heard.how for job in run.jobs.values()} == {"rejected", "terminal"}
+    while run.down or run.up or run.pair.frontend._aborts:
+        run.step()
+    assert not retained(run.pair), f"seed {seed}"
+    run.pair.now += 1.0
+    run.pair.to_worker()
+    assert run.pair.worker.unacked_bytes == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None:
+    run = Run(1000 + seed, jobs=40, wire=False)
+    for _ in range(run.rng.randrange(20, 200)):
+        run.step()
+    pair = run.pair
+    was_open = [slot for slot, job in run.jobs.items() if not job.heard.how]
+    error = WorkerLost(retryable=True)
+    if seed % 2:  # one side notices first, and the other one goes on for a while
+        pair.frontend.lose(error)
+        run.work()
+        run.send()
+        run.deliver()
+    assert sorted(pair.worker.lose()) == sorted(run.active)
+    run.work()  # engines that are being closed
+    pair.frontend.lose(error)
+    run.deliver()
+    for slot, job in run.jobs.items():
+        assert job.heard.how == "lost" if slot in was_open else job.heard.how != "lost"
+        run.check_ended(slot, job)
+    assert pair.frontend.open_slots == pair.worker.open_slots == 0
+    assert not retained(pair)

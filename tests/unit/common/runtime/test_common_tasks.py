@@ -1,0 +1,150 @@
+"""`common.runtime.tasks`: one error out of a group, and no cancellation lost."""
+# ruff: noqa: PT012 - what a group raises comes out of its end.
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import Unavailable
+from common.runtime.tasks import TaskGroup
+
+
+async def fail_with(error: Exception) -> None:
+    raise error
+
+
+async def test_the_error_of_a_task_comes_out_by_itself() -> None:
+    error = Unavailable("gone")
+    with pytest.raises(Unavailable) as caught:
+        async with TaskGroup() as tasks:
+            tasks.create_task(fail_with(error))
+            await asyncio.Event().wait()
+    assert caught.value is error
+
+
+async def test_an_error_of_the_body_comes_out_by_itself() -> None:
+    error = Unavailable("gone")
+    with pytest.raises(Unavailable) as caught:
+        async with TaskGroup() as tasks:
+            tasks.create_task(asyncio.Event().wait())
+            raise error
+    assert caught.value is error
+
+
+async def test_a_bug_goes_before_an_error_of_the_mesh() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with TaskGroup() as tasks:
+            tasks.create_task(fail_with(Unavailable("gone")))
+            tasks.create_task(fail_with(ZeroDivisionError()))
+
+
+async def test_an_error_ends_the_other_tasks_and_the_body() -> None:
+    ended: list[str] = []
+
+    async def wait_for_ever(name: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(name)
+
+    with pytest.raises(Unavailable):
+        async with TaskGroup() as tasks:
+            tasks.create_task(wait_for_ever("task"))
+            await asyncio.sleep(0)
+            tasks.create_task(fail_with(Unavailable("gone")))
+            await wait_for_ever("body")
+    assert sorted(ended) == ["body", "task"]
+
+
+async def test_what_is_cancelled_ends_its_tasks() -> None:
+    has_ended = asyncio.Event()
+
+    async def child() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            has_ended.set()
+
+    async def parent() -> None:
+        async with TaskGroup() as tasks:
+            tasks.create_task(child())
+
+    task = asyncio.create_task(parent())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.wait({task}, timeout=20.0)
+    assert task.cancelled()
+    assert has_ended.is_set()
+
+
+async def test_an_error_beside_the_bodys_end_leaves_no_cancellation_behind() -> None:
+    with pytest.raises(Unavailable):
+        async with TaskGroup() as tasks:
+            tasks.create_task(fail_with(Unavailable("gone")))
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_an_error_while_the_body_runs_leaves_no_cancellation_behind() -> None:
+    failing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def child() -> None:
+        await failing
+
+    with pytest.raises(Unavailable):
+        async with TaskGroup() as tasks:
+            tasks.create_task(child())
+            await asyncio.sleep(0)
+            failing.set_exception(Unavailable("gone"))
+            await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0
+    await asyncio.sleep(0)
+
+
+async def test_a_group_that_has_failed_takes_no_task() -> None:
+    group = TaskGroup()
+    with pytest.raises(Unavailable):
+        async with group:
+            raise Unavailable("gone")
+    with pytest.raises(RuntimeError, match="is ending"):
+        group.create_task(asyncio.sleep(0))
+
+
+async def test_a_cancellation_while_the_group_ends_with_an_error_is_not_lost() -> None:
+    is_ending = asyncio.Event()
+
+    async def linger() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_ending.set()
+            await asyncio.sleep(0)
+
+    async def follow_for_ever() -> None:
+        while True:
+            try:
+                async with TaskGroup() as tasks:
+                    tasks.create_task(linger())
+                    await asyncio.sleep(0)
+                    raise Unavailable("the peer is gone")
+            except Unavailable:
+                await asyncio.sleep(0)
+
+    task = asyncio.create_task(follow_for_ever())
+    await is_ending.wait()
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=20.0)
+    assert done == {task}
+    assert task.cancelled()
+
+
+async def test_a_timeout_around_the_group_still_is_one() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01), TaskGroup() as tasks:
+            tasks.create_task(asyncio.Event().wait())

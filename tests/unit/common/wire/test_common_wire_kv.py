@@ -1,0 +1,127 @@
+"""Messages of the KV index, there and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from common.errors import InvalidRequest
+from common.kv.events import (
+    CHUNK_BLOCKS,
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    Partition,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    SourceStatus,
+    Tier,
+)
+from common.kv.prefix_index import Matched
+from common.wire import kv as kv_proto
+from kvmesh.indexer.v1 import indexer_pb2 as pb
+
+SOURCE = Source(2**63 - 1, 3)
+
+
+def array(*keys: int) -> Hashes:
+    return np.array(keys, dtype=np.uint64)
+
+
+@pytest.mark.row("S1-29")
+def test_partitions_states_and_statuses_come_back_equal() -> None:
+    partition = Partition("m", 16, 1, 2)
+    assert kv_proto.partition_from_proto(kv_proto.partition_to_proto(partition)) == partition
+    state = SourceState(SOURCE, 4, 2**40, degraded=True)
+    assert kv_proto.state_from_proto(kv_proto.state_to_proto(state)) == state
+    status = SourceStatus("stale", "its stream ended")
+    assert kv_proto.status_from_proto(kv_proto.status_to_proto(status)) == status
+
+
+@pytest.mark.row("S1-29", "S1-33")
+def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
+    events = [
+        Event(EventKind.STORED, array(1, 2**64 - 1), Tier.HOST),
+        Event(EventKind.REMOVED, array(2**63)),
+        Event(EventKind.CLEARED),
+    ]
+    sent = EventBatch(SOURCE, 5, 6, events)
+    read = kv_proto.batch_from_proto(kv_proto.batch_to_proto(sent), SOURCE.worker_id)
+    assert (read.source, read.epoch, read.sequence) == (SOURCE, 5, 6)
+    for one, other in zip(read.events, events, strict=True):
+        assert (one.kind, one.tier) == (other.kind, other.tier)
+        assert one.hashes.tolist() == other.hashes.tolist()
+
+
+def test_parts_of_snapshots_and_answers_come_back_equal() -> None:
+    sent = SnapshotChunk(SOURCE, 5, 6, array(7, 8), Tier.DISK, first=True, last=True)
+    read = kv_proto.chunk_from_proto(kv_proto.chunk_to_proto(sent))
+    assert (read.source, read.epoch, read.sequence, read.tier) == (SOURCE, 5, 6, Tier.DISK)
+    assert (read.first, read.last, read.hashes.tolist()) == (True, True, [7, 8])
+    rows = [Matched(SOURCE, 1, 2, 3), Matched(Source(4), 1, 1, 1)]
+    assert kv_proto.matches_from_proto(kv_proto.matches_to_proto(rows)) == rows
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.EventBatch(), "batch.sequence"),
+        (pb.EventBatch(sequence=1, events=[pb.Event()]), "batch.events.kind"),
+        (
+            pb.EventBatch(sequence=1, events=[pb.Event(kind=pb.EVENT_KIND_STORED, tier=3)]),
+            "batch.events.tier",
+        ),
+        (
+            pb.EventBatch(
+                sequence=1, events=[pb.Event(kind=pb.EVENT_KIND_STORED, prefix_hashes=b"123")]
+            ),
+            "batch.events.prefix_hashes",
+        ),
+        (
+            pb.EventBatch(
+                sequence=1,
+                events=[
+                    pb.Event(
+                        kind=pb.EVENT_KIND_STORED,
+                        prefix_hashes=bytes(8 * (kv_proto.BATCH_BLOCKS_MAX + 1)),
+                    )
+                ],
+            ),
+            "batch.events",
+        ),
+    ],
+)
+def test_a_bad_batch_is_refused_by_the_field_at_fault(message: pb.EventBatch, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        kv_proto.batch_from_proto(message, 1)
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (pb.SnapshotChunk(), "snapshot.source.worker_id"),
+        (
+            pb.SnapshotChunk(prefix_hashes=bytes(8 * (CHUNK_BLOCKS + 1))),
+            "snapshot.prefix_hashes",
+        ),
+        (pb.SnapshotChunk(source=pb.Source(worker_id=1), tier=9), "snapshot.tier"),
+    ],
+)
+def test_a_bad_part_is_refused_by_the_field_at_fault(message: pb.SnapshotChunk, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        kv_proto.chunk_from_proto(message)
+    assert refused.value.field == field
+
+
+def test_a_partition_needs_a_model_and_a_block_size() -> None:
+    with pytest.raises(InvalidRequest, match="model"):
+        kv_proto.partition_from_proto(pb.Partition(block_size=16))
+    with pytest.raises(InvalidRequest, match="block_size"):
+        kv_proto.partition_from_proto(pb.Partition(model="m"))
+
+
+def test_a_state_of_a_newer_peer_is_not_trusted() -> None:
+    assert kv_proto.status_from_proto(pb.SourceStatus(state="odd")).state == "gapped"

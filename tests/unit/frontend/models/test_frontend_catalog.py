@@ -1,0 +1,508 @@
+"""The serving table: adapters as models of their own, and cards that are slow to come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from structlog.testing import capture_logs
+
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel, Unsupported
+from common.kv.hashing import PrefixHasher
+from common.registry.card import Artifact, ModelCard, ModelType
+from common.registry.instances import Instance, Snapshot
+from frontend_svc.core.models.model_watch import Table as Kind
+from frontend_svc.models.catalog import GONE_S, KEPT_MAX, Models
+from kvmesh.engine.v1 import engine_pb2
+from tests.sim.loop import run_virtually
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+KEY = b"secret"
+PROMPT = np.arange(1, 200, dtype=np.uint32)
+Chunks: TypeAlias = AsyncIterator[engine_pb2.GetArtifactResponse]
+
+
+def card(name: str, *, inline: bool = True) -> ModelCard:
+    artifacts = {
+        one: Artifact.of((SIM_MODEL_DIR / one).read_bytes(), inline=inline) for one in FILES
+    }
+    return ModelCard(name=name, artifacts=artifacts, kv_block_size=16)
+
+
+def worker(number: int, of: ModelCard, *loras: str, **meta: str) -> Instance:
+    return Instance(
+        number,
+        "ns",
+        "worker",
+        "",
+        f"127.0.0.1:{number}",
+        model=of.name,
+        card_checksum=of.checksum,
+        loras=frozenset(loras),
+        meta=meta,
+    )
+
+
+def snapshot(*instances: Instance) -> Snapshot:
+    return Snapshot(1, {one.id: one for one in instances})
+
+
+class Table:
+    """Models over cards, a clock, and workers that are asked for what cards lack.
+
+    holding: workers (by id) that do not send anything yet.
+    """
+
+    def __init__(self, *cards: ModelCard) -> None:
+        self.now = 1_000.0
+        self.cards = {one.checksum: one for one in cards}
+        self.fetched: list[str] = []
+        self.holding: dict[int, asyncio.Event] = {}
+        self.models = Models(
+            self.get, now_s=lambda: self.now, mesh_key=KEY, open_artifact=self.opened
+        )
+
+    async def get(self, checksum: str) -> ModelCard:
+        if checksum not in self.cards:
+            raise NotFound(f"no card {checksum}")
+        self.fetched.append(self.cards[checksum].name)
+        return self.cards[checksum]
+
+    @asynccontextmanager
+    async def opened(self, worker: Instance, name: str, offset: int) -> AsyncIterator[Chunks]:
+        async def chunks() -> Chunks:
+            if worker.id in self.holding:
+                await self.holding[worker.id].wait()
+            data = (SIM_MODEL_DIR / name).read_bytes()
+            one = Artifact.of(data)
+            yield engine_pb2.GetArtifactResponse(
+                data=data[offset:], sha256=one.sha256, size=one.size
+            )
+
+        yield chunks()
+
+
+A, B = card("a"), card("b")
+
+
+async def test_an_adapter_is_a_model_of_its_own_with_all_that_its_base_has_but_the_hashes() -> None:
+    table = Table(A)
+    await table.models.follow(snapshot(worker(1, A), worker(2, A, "french", "german")))
+    models = table.models
+    assert models.names() == {"a", "french", "german"}
+    assert [one.name for one in models.all()] == ["a", "french", "german"]
+    base, french, german = models.all()
+    assert models.get("french") is french
+    assert (base.base, french.base) == ("a", "a")
+    assert (base.adapter, french.adapter) == ("", "french")
+    assert (french.tokenizer, french.template, french.card, french.checksum) == (
+        *(base.tokenizer, base.template, base.card, base.checksum),
+    )
+    hashes = [set(one.hasher.prefix_hashes(PROMPT).tolist()) for one in (base, french, german)]
+    assert len(set.union(*hashes)) == 3 * (len(PROMPT) // 16), "no block has two names in common"
+    expected = PrefixHasher(mesh_key=KEY, model="a", block_size=16, lora_name="french")
+    assert hashes[1] == set(expected.prefix_hashes(PROMPT).tolist()), "as workers publish them"
+    assert [w.id for w in models.workers("a")] == [1, 2]
+    assert [w.id for w in models.workers("french")] == [2]
+
+
+async def test_an_adapter_that_just_left_is_unavailable_and_later_unknown_as_a_model_is() -> None:
+    table = Table(A)
+    models = table.models
+    with pytest.raises(UnknownModel):
+        models.get("french")
+    await models.follow(snapshot(worker(1, A), worker(2, A, "french")))
+    first = models.get("french")
+    await models.follow(snapshot(worker(1, A), worker(3, A, "french")))
+    assert models.get("french") is first, "another worker's is the same"
+    await models.follow(snapshot(worker(1, A)))
+    assert models.names() == {"a"}
+    with pytest.raises(Unavailable) as gone:
+        models.get("french")
+    assert gone.value.retry_after_s is not None
+    assert "french" in gone.value.message
+    table.now += GONE_S
+    with pytest.raises(UnknownModel) as unknown:
+        models.get("french")
+    assert "french" in unknown.value.message
+
+
+async def test_an_adapter_comes_and_goes_without_its_workers() -> None:
+    table = Table(A)
+    models = table.models
+    await models.follow(snapshot(worker(1, A)))
+    with capture_logs() as logs:
+        await models.follow(snapshot(worker(1, A, "french")))
+        assert models.get("french").base == "a"
+        await models.follow(snapshot(worker(1, A)))
+    events = [(line["event"], line["model"]) for line in logs]
+    assert ("adapter_added", "french") in events
+    assert ("adapter_removed", "french") in events
+
+
+async def test_an_adapter_leaves_with_its_base_model() -> None:
+    table = Table(A)
+    await table.models.follow(snapshot(worker(1, A, "french")))
+    await table.models.follow(snapshot())
+    for name in ("a", "french"):
+        with pytest.raises(Unavailable):
+            table.models.get(name)
+    assert table.models.names() == frozenset()
+
+
+async def test_a_models_name_is_the_models_and_the_hidden_adapter_is_told_of_once() -> None:
+    table = Table(A, B)
+    here = snapshot(worker(1, A, "b", "french"), worker(2, B))
+    with capture_logs() as logs:
+        await table.models.follow(here)
+        await table.models.follow(here)
+    assert table.models.get("b").adapter == ""
+    assert table.models.get("french").base == "a"
+    assert table.models.hidden == {("b", "a"): "a model has that name"}
+    assert [line["adapter"] for line in logs if line["event"] == "adapter_hidden"] == ["b"]
+    await table.models.follow(snapshot(worker(1, A, "b", "french")))
+    assert table.models.hidden == {}
+    assert table.models.get("b").base == "a", "nobody else has the name any more"
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+async def test_of_two_models_with_one_adapter_the_first_by_name_has_it_in_whatever_order_they_came(
+    order: tuple[int, int],
+) -> None:
+    table = Table(A, B)
+    both = {1: worker(1, A, "french"), 2: worker(2, B, "french")}
+    models = table.models
+    await models.follow(snapshot(both[order[0]]))
+    await models.follow(snapshot(*(both[n] for n in order)))
+    assert models.get("french").base == "a"
+    assert models.hidden == {("french", "b"): "the model 'a' has one of that name"}
+    with capture_logs() as logs:
+        await models.follow(snapshot(both[2]))
+    assert models.get("french").base == "b"
+    assert models.hidden == {}
+    told = {"event": "adapter_added", "model": "french", "base": "b", "log_level": "info"}
+    assert told in logs
+
+
+async def test_a_model_that_is_passed_through_has_no_adapters() -> None:
+    table = Table()
+    talk = ModelCard(name="talk")
+    await table.models.follow(
+        snapshot(replace(worker(1, talk, "french", model_type="Chat"), card_checksum=""))
+    )
+    assert table.models.names() == {"talk"}
+    assert ("french", "talk") in table.models.hidden
+    with pytest.raises(MeshError):
+        table.models.get("french")
+
+
+def test_a_card_that_is_slow_to_come_holds_up_its_own_model_only() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow, A, B)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        lingering = worker(1, slow, "french")
+        first = asyncio.create_task(models.follow(snapshot(lingering, worker(2, A))))
+        await asyncio.sleep(1.0)
+        assert models.names() == {"a"}
+        assert await models.follow(snapshot(lingering, worker(2, A), worker(3, B, "german")))
+        assert models.names() == {"a", "b", "german"}
+        await models.follow(snapshot(lingering, worker(3, B)))
+        assert models.names() == {"b"}
+        assert not first.done()
+        table.holding.pop(1).set()
+        assert await first
+        assert models.names() == {"slow", "french", "b"}
+
+    run_virtually(main())
+
+
+def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        here = snapshot(worker(1, slow))
+        assert not await models.follow(here)
+        assert "tokenizer.json does not come on" in models.not_ready["slow"]
+        del table.holding[1]
+        assert await models.follow(here)
+        assert models.names() == {"slow"}
+
+    run_virtually(main())
+
+
+def test_a_model_whose_card_comes_after_its_workers_left_is_not_served() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        await asyncio.sleep(1.0)
+        assert await models.follow(snapshot())
+        table.holding.pop(1).set()
+        await first
+        assert models.names() == frozenset()
+        assert models.not_ready == {}
+
+    run_virtually(main())
+
+
+def damaged(name: str, **files: bytes) -> ModelCard:
+    """A card with files in place of good ones; `__` in a file's name stands for a dot."""
+    bad = {one.replace("__", "."): Artifact.of(data) for one, data in files.items()}
+    good = card(name)
+    return replace(good, artifacts={**good.artifacts, **bad})
+
+
+def tokenizer_that_panics() -> bytes:
+    """One on which the library panics: that is no Exception."""
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    return json.dumps(raw).encode()
+
+
+def tokens_config(**fields: object) -> bytes:
+    return json.dumps({"chat_template": "{{ bos_token }}", **fields}).encode()
+
+
+SEVERAL_TEMPLATES = json.dumps({"chat_template": [{"name": "default", "template": "x"}]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ({"tokenizer_config__json": SEVERAL_TEMPLATES}, "chat_template must be one template"),
+        ({"chat_template__jinja": b"\xff\xfe"}, "chat_template.jinja is not UTF-8"),
+        ({"tokenizer_config__json": b"[" * 200_000}, "tokenizer_config.json is not JSON"),
+        ({"tokenizer_config__json": tokens_config(bos_token=["<s>"])}, "json: bos_token must be"),
+        ({"tokenizer_config__json": tokens_config(eos_token={"id": 2})}, "json: eos_token must be"),
+        pytest.param(  # slow: the library prints where it panicked
+            {"tokenizer__json": tokenizer_that_panics()}, "PanicException", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["several templates", "not UTF-8", "too deep", "bos no text", "eos no text", "panic"],
+)
+async def test_a_card_that_cannot_be_read_is_its_own_models_trouble(
+    files: dict[str, bytes], why: str
+) -> None:
+    bad = damaged("bad", **files)
+    table = Table(bad, A)
+    assert not await table.models.follow(snapshot(worker(1, bad), worker(2, A)))
+    assert table.models.names() == {"a"}
+    assert why in table.models.not_ready["bad"]
+    assert table.models.loading == frozenset()
+
+
+@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}, None])
+async def test_a_bos_token_is_text_an_object_with_text_or_nothing(bos: object) -> None:
+    config = tokens_config(bos_token=bos, eos_token=None)
+    good = damaged("good", tokenizer_config__json=config)
+    table = Table(good)
+    assert await table.models.follow(snapshot(worker(1, good)))
+    template = table.models.get("good").template
+    assert template is not None
+    rendered = template.render([], template_kwargs={}, now=datetime(2026, 1, 1, tzinfo=UTC))
+    assert rendered == ("" if bos is None else "<s>")
+
+
+async def test_prompts_are_neither_cut_nor_filled_up_whatever_the_tokenizers_file_says() -> None:
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    cut = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    pad = {"pad_id": 0, "pad_type_id": 0, "pad_token": "x", "pad_to_multiple_of": None}
+    raw |= {"truncation": cut, "padding": {**pad, "strategy": {"Fixed": 64}, "direction": "Left"}}
+    odd = damaged("odd", tokenizer__json=json.dumps(raw).encode())
+    table = Table(odd, A)
+    assert await table.models.follow(snapshot(worker(1, odd), worker(2, A)))
+    for text in ("a", "one two three four five six seven"):
+        expected = await table.models.get("a").encode(text, special_tokens=True)
+        assert await table.models.get("odd").encode(text, special_tokens=True) == expected
+
+
+@pytest.mark.parametrize("decoder", ["ByteLevel", "WordPiece"], ids=["by table", "by library"])
+async def test_ids_beyond_a_gap_in_the_vocabulary_are_in_it(decoder: str) -> None:
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    last = max(raw["model"]["vocab"].values())
+    raw["model"]["vocab"] |= {"beyond": last + 100}
+    raw["decoder"] |= {"type": decoder, "prefix": "##", "cleanup": False}
+    gapped = damaged("gapped", tokenizer__json=json.dumps(raw).encode())
+    table = Table(gapped)
+    assert await table.models.follow(snapshot(worker(1, gapped)))
+    model = table.models.get("gapped")
+    assert (model.vocabulary is None) == (decoder == "WordPiece")
+    assert model.tokenizer.token_to_id("beyond") == last + 100
+    assert model.vocab_size == last + 101
+
+
+async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None:
+    table = Table(A, B)
+    read, faults = table.get, [ZeroDivisionError("oh")] * 2
+
+    async def get(checksum: str) -> ModelCard:
+        if checksum == A.checksum and faults:
+            raise faults.pop()
+        return await read(checksum)
+
+    models = Models(get, now_s=lambda: 0.0, mesh_key=KEY)
+    here = snapshot(worker(1, A), worker(2, B))
+    with capture_logs() as logs:
+        for _ in range(2):
+            assert not await models.follow(here)
+            assert models.names() == {"b"}
+            assert "ZeroDivisionError" in models.not_ready["a"]
+        assert await models.follow(here)
+    assert models.names() == {"a", "b"}
+    assert [line["model"] for line in logs if line["event"] == "model_build_failed"] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("offered", "open_for", "closed_for"),
+    [
+        (ModelType.COMPLETIONS, "completions", "chat"),
+        (ModelType.CHAT, "chat", "completions"),
+    ],
+)
+async def test_what_a_card_does_not_offer_is_closed_for_its_model_and_adapters(
+    offered: ModelType, open_for: Kind, closed_for: Kind
+) -> None:
+    one = replace(A, model_type=offered)
+    table = Table(one)
+    await table.models.follow(snapshot(worker(1, one, "french")))
+    for name in ("a", "french"):
+        assert table.models.get_for(name, open_for).name == name
+        with pytest.raises(Unsupported, match=f"'{name}' is not served for {closed_for}"):
+            table.models.get_for(name, closed_for)
+    with pytest.raises(UnknownModel):
+        table.models.get_for("b", open_for)
+
+
+def test_a_model_that_is_being_loaded_is_to_be_asked_for_again_and_so_are_its_adapters() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        here = snapshot(worker(1, slow, "french"))
+        first = asyncio.create_task(models.follow(here))
+
+        def is_told_to_wait() -> None:
+            for name in ("slow", "french"):
+                for ask in (models.get, lambda one: models.engine(one, "chat")):
+                    with pytest.raises(Unavailable, match=name) as told:
+                        ask(name)
+                    assert told.value.reason == "MODEL_LOADING"
+                    assert told.value.retry_after_s == 1.0
+            with pytest.raises(UnknownModel):
+                models.get("german")
+
+        await asyncio.sleep(1.0)
+        assert models.loading == {"slow"}
+        is_told_to_wait()
+        assert not await first, "its worker is silent"
+        assert models.loading == frozenset()
+        is_told_to_wait()
+        del table.holding[1]
+        assert await models.follow(here)
+        assert models.get("french").base == "slow"
+
+    run_virtually(main())
+
+
+def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
+    async def main() -> None:
+        slow = card("slow", inline=False)
+        table = Table(slow)
+        models = table.models
+        table.holding[1] = asyncio.Event()
+        first = asyncio.create_task(models.follow(snapshot(worker(1, slow, "french"))))
+        await asyncio.sleep(1.0)
+        await models.follow(snapshot())
+        assert models.loading == {"slow"}
+        for name in ("slow", "french"):
+            with pytest.raises(UnknownModel):
+                models.get(name)
+        table.holding.pop(1).set()
+        await first
+
+    run_virtually(main())
+
+
+async def at_once(models: Models, to: Snapshot) -> None:
+    """Follows a snapshot for which nothing has to be loaded: it does not even wait."""
+    following = models.follow(to)
+    with pytest.raises(StopIteration) as done:
+        following.send(None)
+    assert done.value.value is True
+
+
+async def test_a_model_whose_worker_is_back_is_served_at_once_and_not_built_anew() -> None:
+    table = Table(A)
+    models = table.models
+    await models.follow(snapshot(worker(1, A, "french")))
+    before = models.get("a")
+    await at_once(models, snapshot())
+    with pytest.raises(Unavailable, match="no worker serves 'a'"):
+        models.get("a")
+    table.now += GONE_S - 1.0
+    await at_once(models, snapshot(worker(2, A, "french")))
+    assert models.get("a") is before
+    assert models.engine("a", "chat").model is before
+    assert models.get("french").tokenizer is before.tokenizer
+    assert (models.loading, table.fetched) == (frozenset(), ["a"])
+    await at_once(models, snapshot(worker(3, A)))
+    assert models.get("a") is before, "also when the next one comes as the last one goes"
+
+
+async def test_a_model_that_comes_back_under_another_card_is_built_from_that() -> None:
+    other = replace(A, context_length=77)
+    table = Table(A, other)
+    models = table.models
+    for card_, length in ((A, A.context_length), (other, 77), (A, A.context_length)):
+        await models.follow(snapshot(worker(1, card_)))
+        assert models.get("a").card.context_length == length
+        await models.follow(snapshot())
+    assert table.fetched == ["a"] * 3, "of each model the last build is kept, and that only"
+
+
+@pytest.mark.slow
+async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() -> None:
+    cards = [card(f"m{n}") for n in range(KEPT_MAX + 1)]
+    table = Table(*cards, B)
+    models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
+    lasting = worker(50, B)
+    await models.follow(snapshot(lasting, *workers))
+    for n in range(len(workers)):  # m0 goes first
+        table.now += 1.0
+        await models.follow(snapshot(lasting, *workers[n + 1 :]))
+    table.fetched.clear()
+    await models.follow(snapshot(lasting, *workers))
+    assert table.fetched == ["m0"]
+    await models.follow(snapshot(lasting))
+    table.now += GONE_S
+    await models.follow(snapshot(lasting, worker(51, B)))
+    table.fetched.clear()
+    await models.follow(snapshot(*workers))
+    assert sorted(table.fetched) == sorted(one.name for one in cards)
+
+
+async def test_a_model_without_a_card_looks_for_one_each_time_it_comes() -> None:
+    talk = ModelCard(name="talk")
+    table = Table()
+    models = table.models
+    comes = snapshot(worker(1, talk, model_type="Chat"))
+    for found in (None, talk):
+        await models.follow(comes)
+        assert models.engine("talk", "chat").card is found
+        await models.follow(snapshot())
+        table.cards[talk.checksum] = talk

@@ -1,0 +1,746 @@
+"""The model watcher: the pure machine, and the serving table that obeys it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from common.errors import (
+    Conflict,
+    InvalidRequest,
+    MeshError,
+    NotFound,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
+from common.registry.card import Artifact, ModelCard, ModelType
+from common.registry.instances import EndpointId, Instance, Snapshot
+from common.runtime.config import ConfigError, read_config
+from frontend_svc.core.models.model_watch import (
+    MODEL_TYPE,
+    PREFIX,
+    Action,
+    Added,
+    Build,
+    Delete,
+    Entry,
+    EntryType,
+    KeyValue,
+    ModelEntry,
+    ModelManager,
+    ModelWatchState,
+    Note,
+    Put,
+    Removed,
+    Table,
+    WatchEvent,
+    card_key,
+    card_missing,
+    card_unreadable,
+    events_between,
+    load_entry,
+    model_watcher,
+    plan,
+)
+from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.sse import Kind
+from frontend_svc.models.catalog import GONE_S, Models
+from router_svc.config import RouterConfig
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+
+ENDPOINT = EndpointId("ns", "worker", "serve")
+
+
+def worker(n: int, model: str = "m", checksum: str = "c1", **meta: str) -> Instance:
+    return Instance(
+        n, "ns", "worker", "", "127.0.0.1:1", model=model, card_checksum=checksum, meta=meta
+    )
+
+
+def key_of(instance: Instance) -> str:
+    return PREFIX + instance.network_name
+
+
+def put(instance: Instance) -> Put:
+    return Put(KeyValue(key_of(instance), instance.to_json()))
+
+
+def delete(instance: Instance) -> Delete:
+    return Delete(key_of(instance))
+
+
+def entry(model_type: EntryType = EntryType.BACKEND, checksum: str = "c1") -> Entry:
+    return Entry(ModelEntry("m", ENDPOINT, model_type), checksum)
+
+
+class Shell:
+    """Executes what the machine asks for, with strings for engines.
+
+    faults: what to raise for a model, as long as it stands there. tables: where models go.
+    """
+
+    def __init__(self, tables: tuple[Table, ...] = ("chat", "completions")) -> None:
+        self.manager: ModelManager[str] = ModelManager()
+        self.state = ModelWatchState(PREFIX, self.manager, object())
+        self.tables = tables
+        self.faults: dict[str, MeshError] = {}
+        self.done: list[Action] = []
+        self.builds = 0
+
+    def feed(self, *events: WatchEvent) -> list[Action]:
+        """What was done upon the events."""
+        return self._run(model_watcher(self.state, events))
+
+    def retry(self) -> list[Action]:
+        return self._run(iter(self.state.retry(tuple(self.state.not_ready))))
+
+    def engines(self, name: str) -> dict[Table, str]:
+        return self.manager.engines(name)
+
+    def _run(self, actions: Iterator[Action]) -> list[Action]:
+        before = len(self.done)
+        for action in actions:
+            self._execute(action)
+        return self.done[before:]
+
+    def _execute(self, action: Action) -> None:
+        self.done.append(action)
+        if isinstance(action, Build):
+            for following in self._build(action):
+                self._execute(following)
+
+    def _build(self, work: Build) -> list[Action]:
+        self.builds += 1
+        name = work.entry.model.name
+        if name in self.faults:
+            return self.state.failed(work, self.faults[name])
+        engines = {t: f"{name}.{t}.{work.entry.checksum}.{self.builds}" for t in self.tables}
+        return self.state.built(work, engines)
+
+
+def notes(actions: list[Action]) -> list[tuple[str, str]]:
+    return [(a.level, a.event) for a in actions if isinstance(a, Note)]
+
+
+# Entries and cards.
+
+
+@pytest.mark.row("S0-01", "S0-02", "S0-03")
+def test_a_model_entry_has_three_fields_and_survives_json() -> None:
+    one = ModelEntry("Qwen/A", ENDPOINT, EntryType.CHAT)
+    assert [f.name for f in fields(ModelEntry)] == ["name", "endpoint", "model_type"]
+    assert json.loads(one.to_json()) == {
+        "name": "Qwen/A",
+        "endpoint": {"namespace": "ns", "component": "worker", "name": "serve"},
+        "model_type": "Chat",
+    }
+    assert ModelEntry.from_json(one.to_json()) == one
+    assert one != replace(one, name="B")
+    with pytest.raises(InvalidRequest, match="name"):
+        ModelEntry.from_json(b'{"model_type": "Chat"}')
+
+
+@pytest.mark.row("S0-04")
+def test_an_unknown_model_type_is_an_error_of_that_entry_only() -> None:
+    assert [t.value for t in EntryType] == ["Backend", "Chat", "Completion"]
+    with pytest.raises(InvalidRequest, match="model_type"):
+        ModelEntry.from_json(entry().model.to_json().replace(b"Backend", b"Realtime"))
+    shell = Shell()
+    done = shell.feed(put(worker(1, "new", model_type="Realtime")), put(worker(2, "m")))
+    assert notes(done) == [("error", "model_event_refused")]
+    assert shell.manager.names() == ("m",)
+
+
+@pytest.mark.row("S0-05")
+def test_only_backend_entries_are_preprocessed() -> None:
+    wanted = {EntryType.BACKEND: True, EntryType.CHAT: False, EntryType.COMPLETION: False}
+    assert {t: entry(t).model.requires_preprocessing() for t in EntryType} == wanted
+
+
+@pytest.mark.row("S0-02", "S0-03")
+def test_an_entry_says_what_the_instance_serves_and_where() -> None:
+    assert Entry.of(worker(1, "Qwen/A", "c7")) == Entry(
+        ModelEntry("Qwen/A", ENDPOINT, EntryType.BACKEND), "c7"
+    )
+    assert Entry.of(worker(1, model_type="Chat")).model.model_type is EntryType.CHAT
+    with pytest.raises(InvalidRequest) as refused:
+        Entry.of(worker(1, model_type="Realtime"))
+    assert refused.value.field == f"meta.{MODEL_TYPE}"
+
+
+@pytest.mark.row("S0-17")
+def test_an_entry_that_is_not_there_is_an_error_that_names_the_key() -> None:
+    with pytest.raises(NotFound, match=r"models/ns\.worker\.serve-1"):
+        load_entry("models/ns.worker.serve-1", [])
+
+
+@pytest.mark.row("S0-18")
+def test_the_first_of_several_values_is_the_entry() -> None:
+    values = [worker(1, "first").to_json(), worker(2, "second").to_json()]
+    assert load_entry("k", values).model.name == "first"
+
+
+@pytest.mark.row("S0-19")
+@pytest.mark.parametrize(
+    ("raw", "shown"), [(b"{not json", "{not json"), (b"\xff\xfe", "<not UTF-8>")]
+)
+def test_an_unreadable_entry_is_an_error_with_key_and_text(raw: bytes, shown: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        load_entry("models/x", [raw])
+    assert "models/x" in refused.value.message
+    assert shown in refused.value.message
+
+
+@pytest.mark.row("S0-06", "S0-07", "S0-08")
+def test_an_absent_card_and_a_failed_store_are_told_apart_and_name_the_key() -> None:
+    assert card_key(entry(checksum="c7")) == "cards/c7"
+    missing = card_missing(entry(checksum="c7"))
+    assert "'m'" in missing.message
+    assert "cards/c7" in missing.message
+    failed = card_unreadable(entry(checksum="c7"), Unavailable("no leader"))
+    assert "cards/c7" in failed.message
+    assert "no leader" in failed.message
+    assert failed.message != missing.message
+    assert not isinstance(failed, NotFound)
+    assert "ValueError: x" in card_unreadable(entry(), ValueError("x")).message
+
+
+# The tables.
+
+
+@pytest.mark.row("S0-23")
+def test_the_manager_keeps_two_tables_and_removing_the_absent_is_an_ignorable_error() -> None:
+    manager: ModelManager[str] = ModelManager()
+    assert not manager.has_model_any("m")
+    manager.add_chat_completions_model("m", "chat engine")
+    assert manager.has_model_any("m")
+    manager.add_completions_model("m", "text engine")
+    manager.add_completions_model("n", "another")
+    assert manager.engines("m") == {"chat": "chat engine", "completions": "text engine"}
+    assert manager.engine("n", "chat") is None
+    assert manager.names() == ("m", "n")
+    with pytest.raises(Conflict, match="chat"):
+        manager.add_chat_completions_model("m", "a second")
+    with pytest.raises(Conflict, match="completions"):
+        manager.add_completions_model("m", "a second")
+    manager.remove_chat_completions_model("m")
+    assert manager.has_model_any("m")
+    with pytest.raises(NotFound):
+        manager.remove_chat_completions_model("m")
+    manager.remove_completions_model("m")
+    with pytest.raises(NotFound):
+        manager.remove_completions_model("m")
+    assert manager.names() == ("n",)
+
+
+# The loop.
+
+
+@pytest.mark.row("S0-22", "S0-24")
+def test_the_watcher_ends_with_its_events_and_keeps_its_state() -> None:
+    shell = Shell()
+    assert (shell.state.prefix, shell.state.manager) == (PREFIX, shell.manager)
+    assert shell.state.drt is not None
+    assert list(model_watcher(shell.state, [])) == []
+    shell.feed(put(worker(1)))
+    shell.feed(delete(worker(1)))
+    assert shell.manager.names() == ()
+
+
+@pytest.mark.row("S0-25")
+def test_there_are_two_kinds_of_events_and_a_delete_has_only_the_key() -> None:
+    assert set(get_args(WatchEvent)) == {Put, Delete}
+    assert [f.name for f in fields(Delete)] == ["key"]
+    assert [f.name for f in fields(Put)] == ["kv"]
+    assert [f.name for f in fields(KeyValue)] == ["key", "value"]
+
+
+@pytest.mark.row("S0-26")
+def test_a_bad_value_is_one_error_and_the_next_event_works() -> None:
+    shell = Shell()
+    done = shell.feed(Put(KeyValue(PREFIX + "bad", b"{oops")), put(worker(1)))
+    (note,) = (a for a in done if isinstance(a, Note))
+    assert (note.level, note.event) == ("error", "model_event_refused")
+    assert note.fields["key"] == PREFIX + "bad"
+    assert note.fields["value"] == "{oops"
+    assert "oops" in str(note.fields["error"])
+    assert done[-1] == Added("m", ("chat", "completions"))
+
+
+@pytest.mark.row("S0-27")
+def test_a_known_name_leaves_the_pipelines_alone() -> None:
+    shell = Shell()
+    shell.feed(put(worker(1)))
+    before = shell.engines("m")
+    done = shell.feed(put(worker(2)))
+    assert notes(done) == [("debug", "model_known_already")]
+    assert {t: id(e) for t, e in shell.engines("m").items()} == {
+        t: id(e) for t, e in before.items()
+    }
+    assert shell.builds == 1
+
+
+@pytest.mark.row("S0-28", "S0-46")
+def test_a_failed_put_is_told_keeps_its_entry_and_is_tried_again() -> None:
+    shell = Shell()
+    shell.faults["m"] = Unavailable("the store is away")
+    done = shell.feed(put(worker(1)), put(worker(2, "n")))
+    assert notes(done) == [("error", "model_not_ready")]
+    assert shell.manager.names() == ("n",)
+    assert shell.state.not_ready == {"m": "the store is away"}
+    # As before: asked again, but not said again.
+    assert notes(shell.retry()) == []
+    assert shell.builds == 3
+    shell.faults["m"] = Unavailable("something else")
+    assert notes(shell.retry()) == [("error", "model_not_ready")]
+    del shell.faults["m"]
+    assert shell.retry()[-1] == Added("m", ("chat", "completions"))
+    assert shell.state.not_ready == {}
+    assert shell.retry() == []
+
+
+@pytest.mark.row("S0-28")
+def test_a_new_name_is_built_and_added() -> None:
+    shell = Shell()
+    assert shell.feed(put(worker(1))) == [
+        Build(key_of(worker(1)), entry()),
+        Added("m", ("chat", "completions")),
+    ]
+
+
+@pytest.mark.row("S0-29", "S0-33")
+def test_a_delete_tells_the_name_it_removed_and_an_unknown_key_is_an_error() -> None:
+    shell = Shell()
+    shell.feed(put(worker(1, "Qwen/A")))
+    done = shell.feed(Delete(PREFIX + "nobody"), delete(worker(1, "Qwen/A")))
+    assert notes(done) == [("error", "model_event_refused")]
+    assert done[-1] == Removed("Qwen/A")
+    assert shell.state.handle_put(put(worker(2, "B")).kv) == [
+        Build(key_of(worker(2)), Entry.of(worker(2, "B")))
+    ]
+
+
+@pytest.mark.row("S0-30")
+def test_a_model_goes_with_its_last_instance_and_not_before() -> None:
+    shell = Shell()
+    crowd = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
+    shell.feed(*map(put, crowd))
+    before = shell.engines("Name/That.No-Key:Has")
+    assert shell.feed(delete(crowd[0]), delete(crowd[2])) == []
+    assert shell.engines("Name/That.No-Key:Has") == before != {}
+    assert shell.feed(delete(crowd[1])) == [Removed("Name/That.No-Key:Has")]
+    assert shell.manager.names() == ()
+
+
+@pytest.mark.row("S0-31")
+def test_the_prefix_is_taken_off_once() -> None:
+    shell = Shell()
+    assert shell.state.instance_name(PREFIX + PREFIX + "x") == PREFIX + "x"
+    assert shell.state.instance_name("x") == "x"
+    raw = worker(1, "m").to_json(), worker(2, "n").to_json()
+    shell.feed(Put(KeyValue(PREFIX + "x", raw[0])), Put(KeyValue(PREFIX + PREFIX + "x", raw[1])))
+    assert shell.feed(Delete(PREFIX + PREFIX + "x")) == [Removed("n")]
+    assert shell.manager.names() == ("m",)
+
+
+@pytest.mark.row("S0-32")
+@pytest.mark.parametrize("tables", [("chat",), ("completions",), ("chat", "completions")])
+def test_a_delete_empties_both_tables_wherever_the_model_was(tables: tuple[Table, ...]) -> None:
+    shell = Shell(tables)
+    shell.feed(put(worker(1)))
+    assert tuple(shell.engines("m")) == tables
+    assert shell.feed(delete(worker(1))) == [Removed("m")]
+    assert not shell.manager.has_model_any("m")
+
+
+def test_a_worker_with_another_card_is_refused_visibly_and_takes_over_when_it_is_alone() -> None:
+    shell = Shell()
+    first, other = worker(1, checksum="c1"), worker(2, checksum="c2")
+    shell.feed(put(first))
+    assert notes(shell.feed(put(other))) == [("error", "model_card_refused")]
+    assert shell.feed(delete(first)) == [
+        Removed("m"),
+        Build(key_of(other), entry(checksum="c2")),
+        Added("m", ("chat", "completions")),
+    ]
+
+
+def test_a_worker_that_changes_its_model_leaves_the_old_one() -> None:
+    shell = Shell()
+    shell.feed(put(worker(1, "old")))
+    done = shell.feed(put(worker(1, "new")))
+    assert [a for a in done if not isinstance(a, Build)] == [
+        Removed("old"),
+        Added("new", ("chat", "completions")),
+    ]
+    assert shell.manager.names() == ("new",)
+
+
+def test_a_model_whose_workers_left_while_it_was_built_is_not_added() -> None:
+    shell = Shell()
+    (work,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(work, Build)
+    assert shell.state.handle_delete(key_of(worker(1))) == []
+    assert shell.state.built(work, {"chat": "late"}) == []
+    assert shell.manager.names() == ()
+    assert shell.retry() == []
+
+
+def test_what_comes_while_a_model_is_built_is_built_after_it_was_given_up() -> None:
+    shell = Shell()
+    (work,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(work, Build)
+    other = worker(2, checksum="c2")
+    shell.state.handle_put(put(other).kv)
+    shell.state.handle_delete(key_of(worker(1)))
+    assert shell.state.failed(work, Unavailable("away")) == [
+        Build(key_of(other), entry(checksum="c2"))
+    ]
+    # The outcome of the first is of no interest any more.
+    assert shell.state.failed(work, Unavailable("away")) == []
+    assert notes(shell.state.built(work, {"chat": "late"})) == [("info", "model_build_outdated")]
+    assert shell.manager.names() == ()
+
+
+# handle_put: what is built.
+
+
+@pytest.mark.row("S0-34")
+def test_a_build_names_the_endpoint_whose_instances_serve_the_model() -> None:
+    (work,) = Shell().state.handle_put(put(worker(1)).kv)
+    assert isinstance(work, Build)
+    assert work.endpoint == ENDPOINT
+
+
+@pytest.mark.row("S0-35")
+def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_told() -> None:
+    manager: ModelManager[str] = ModelManager()
+    state = ModelWatchState(PREFIX, manager, None)
+    done = list(model_watcher(state, [put(worker(1))]))
+    assert "discovery client" in state.not_ready["m"]
+    assert ("error", "model_not_ready") in notes(done)
+    assert not any(isinstance(a, Build) for a in done)
+    assert manager.names() == ()
+
+
+@pytest.mark.row("S0-37")
+def test_token_ids_without_a_card_are_an_error() -> None:
+    with pytest.raises(InvalidRequest, match="missing model deployment card") as refused:
+        plan(entry(checksum=""), None)
+    assert refused.value.field == "card_checksum"
+    with pytest.raises(InvalidRequest, match="it is gone"):
+        plan(entry(), None, "it is gone")
+
+
+@pytest.mark.row("S0-39", "S0-40")
+def test_token_ids_make_two_pipelines_in_this_order_there_and_back() -> None:
+    chat, completions = plan(entry(), ModelCard(name="m"))
+    assert (chat.table, completions.table) == ("chat", "completions")
+    for each in (chat, completions):
+        assert each.stages == ("frontend", "preprocessor", "backend", "router")
+        assert each.backward == ("router", "backend", "preprocessor", "frontend")
+        assert not each.is_pass_through
+
+
+@pytest.mark.row("S0-42", "S0-43", "S0-36")
+@pytest.mark.parametrize(
+    ("model_type", "table", "order"),
+    [
+        (EntryType.CHAT, "chat", "chat_json"),
+        (EntryType.COMPLETION, "completions", "completion_json"),
+    ],
+)
+def test_pass_through_workers_need_no_card_and_serve_one_table(
+    model_type: EntryType, table: Table, order: str
+) -> None:
+    for card in (None, ModelCard(name="m")):
+        (only,) = plan(entry(model_type), card)
+        assert (only.table, only.order, only.answer) == (table, order, "chunk")
+        assert only.stages == ("frontend", "router")
+        assert only.is_pass_through
+
+
+@pytest.mark.row("S0-44")
+def test_each_pipeline_states_what_goes_in_and_what_comes_out() -> None:
+    text = ModelCard(name="m", model_input="text")
+    by_tokens, by_text = plan(entry(), ModelCard(name="m")), plan(entry(), text)
+    for chat, completions in (by_tokens, by_text):
+        assert (chat.request, chat.chunk) == (ChatRequest, Kind.CHAT)
+        assert (completions.request, completions.chunk) == (CompletionRequest, Kind.COMPLETION)
+    assert {(p.order, p.answer) for p in by_tokens} == {("request", "tokens")}
+    assert [(p.order, p.answer) for p in by_text] == [
+        ("chat_json", "chunk"),
+        ("completion_json", "chunk"),
+    ]
+
+
+def test_a_card_decides_which_kinds_its_model_does() -> None:
+    (only,) = plan(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
+    assert only.table == "completions"
+    with pytest.raises(InvalidRequest, match="neither") as refused:
+        plan(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
+    assert refused.value.field == "model_type"
+
+
+@pytest.mark.row("S0-41")
+@pytest.mark.parametrize("name", ["random", "round_robin", "least_loaded"])
+def test_the_placement_policy_is_configured(name: str) -> None:
+    config, _ = read_config(RouterConfig, "ROUTER", {"KVMESH_ROUTER_SELECTOR": name}, [])
+    assert config.selector == name
+    with pytest.raises(ConfigError, match="no_such_policy"):
+        read_config(RouterConfig, "ROUTER", {}, ["--selector", "no_such_policy"])
+
+
+@pytest.mark.row("S0-45")
+@pytest.mark.parametrize("taken", ["chat", "completions"])
+def test_a_model_that_does_not_fit_both_tables_is_added_to_none(taken: Table) -> None:
+    shell = Shell()
+    (work,) = shell.state.handle_put(put(worker(1)).kv)
+    assert isinstance(work, Build)
+    if taken == "chat":
+        shell.manager.add_chat_completions_model("m", "somebody else's")
+    else:
+        shell.manager.add_completions_model("m", "somebody else's")
+    done = shell.state.built(work, {"chat": "new", "completions": "new"})
+    assert notes(done) == [("error", "model_not_ready")]
+    assert shell.engines("m") == {taken: "somebody else's"}
+    assert taken in shell.state.not_ready["m"]
+
+
+# From snapshots to events.
+
+
+def snapshot(*instances: Instance, revision: int = 1) -> Snapshot:
+    return Snapshot(revision, {i.id: i for i in instances})
+
+
+def test_departures_come_before_arrivals_and_only_workers_with_a_model_count() -> None:
+    router = Instance(9, "ns", "router", "", "127.0.0.1:1")
+    gone, kept, idle = worker(1), worker(2), worker(3, "", "")
+    changed = replace(kept, taints=frozenset({"slow"}))
+    come = worker(4)
+    events = list(events_between(snapshot(gone, kept, router), snapshot(changed, come, idle)))
+    assert events == [delete(gone), put(changed), put(come)]
+    stopped = replace(kept, model="", card_checksum="")
+    assert list(events_between(snapshot(kept), snapshot(stopped))) == [delete(kept)]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> list[dict[int, tuple[str, str]]]:
+    step = st.dictionaries(
+        st.integers(1, 4),
+        st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["c1", "c2"])),
+        max_size=4,
+    )
+    return draw(st.lists(step, max_size=6))
+
+
+@given(histories(), st.sets(st.integers(0, 5)))
+@settings(max_examples=60, deadline=None)
+def test_whatever_happens_the_table_is_what_the_last_snapshot_offers(
+    history: list[dict[int, tuple[str, str]]], faulty_steps: set[int]
+) -> None:
+    shell, seen = Shell(), Snapshot()
+    for n, step in enumerate(history):
+        following = snapshot(*(worker(i, m, c) for i, (m, c) in sorted(step.items())))
+        shell.faults = {"a": Unavailable("away")} if n in faulty_steps else {}
+        shell.feed(*events_between(seen, following))
+        shell.retry()
+        seen = following
+        offered = {w.model for w in following.of("worker")}
+        assert offered - {*shell.faults} <= set(shell.manager.names()) <= offered
+        assert set(shell.state.not_ready) == offered - set(shell.manager.names())
+        for name in shell.manager.names():
+            cards = {engine.split(".")[2] for engine in shell.engines(name).values()}
+            assert len(cards) == 1
+            assert cards <= {w.card_checksum for w in following.serving(name)}
+            assert len(shell.engines(name)) == 2
+
+
+# The serving table of a frontend.
+
+
+def sim_card(**facts: object) -> ModelCard:
+    artifacts = {
+        name: Artifact.of((SIM_MODEL_DIR / name).read_bytes())
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    }
+    return ModelCard(name="m", artifacts=artifacts, **facts)  # type: ignore[arg-type]
+
+
+@dataclass
+class Cards:
+    """A card store that counts, and fails if it is told to."""
+
+    cards: dict[str, ModelCard]
+    error: MeshError | None = None
+    reads: int = 0
+
+    async def get(self, checksum: str) -> ModelCard:
+        self.reads += 1
+        if self.error is not None:
+            raise self.error
+        if checksum not in self.cards:
+            raise NotFound(f"there is no model card cards/{checksum}")
+        return self.cards[checksum]
+
+
+@dataclass
+class Clock:
+    now: float = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def models(*cards: ModelCard) -> tuple[Models, Cards, Clock]:
+    store, clock = Cards({card.checksum: card for card in cards}), Clock()
+    return Models(store.get, now_s=clock, mesh_key=b""), store, clock
+
+
+@pytest.mark.row("S0-38", "S0-39", "S0-40")
+async def test_the_tokenizer_serves_long_after_the_card_is_gone_and_answers_share_nothing() -> None:
+    card = sim_card()
+    table, store, _ = models(card)
+    assert await table.follow(snapshot(worker(1, "m", card.checksum)))
+    store.cards.clear()
+    del card
+    gc.collect()
+    chat, completions = table.engine("m", "chat"), table.engine("m", "completions")
+    assert chat is not completions
+    for engine in (chat, completions):
+        model = engine.model
+        assert model is not None
+        # Forward: text to ids. Backward: ids to text, by a detokeniser of its own.
+        ids = await model.encode("hello world", special_tokens=False)
+        one, other = model.detokenizer(), model.detokenizer()
+        assert one is not other
+        assert "".join([*one.feed(ids), one.finish() or ""]).strip() == "hello world"
+
+
+@pytest.mark.row("S0-06", "S0-09", "S0-20", "S0-36")
+async def test_a_card_is_read_once_by_its_checksum_and_left_as_it_is() -> None:
+    card = sim_card()
+    table, store, _ = models(card)
+    before = card.canonical()
+    one, two = (worker(n, "m", card.checksum) for n in (1, 2))
+    with capture_logs() as logs:
+        await table.follow(snapshot(one))
+    assert {"event": "card_loaded", "log_level": "debug", "model": "m", "card": "m"} in logs
+    await table.follow(snapshot(one, two))
+    assert store.reads == 1
+    assert card.canonical() == before
+    assert table.get("m").card is card
+
+
+@pytest.mark.row("S0-07", "S0-08", "S0-37", "S0-46")
+async def test_a_model_without_its_card_is_not_served_says_why_and_comes_with_the_card() -> None:
+    card = sim_card()
+    table, store, _ = models()
+    here = snapshot(worker(1, "m", card.checksum))
+    assert not await table.follow(here)
+    assert store.reads == 1
+    assert f"there is no cards/{card.checksum}" in table.not_ready["m"]
+    assert "missing model deployment card" in table.not_ready["m"]
+    assert table.names() == frozenset()
+    store.error = Unavailable("no leader")
+    assert not await table.follow(here)
+    assert "no leader" in table.not_ready["m"]
+    assert f"cards/{card.checksum}" in table.not_ready["m"]
+    store.error = None
+    store.cards[card.checksum] = card
+    assert await table.follow(here)
+    assert table.names() == {"m"}
+    assert not table.not_ready
+
+
+async def test_a_card_that_cannot_be_used_is_named_and_hides_no_other_model() -> None:
+    good, bad = sim_card(), ModelCard(name="bad")
+    table, _, _ = models(good, bad)
+    here = snapshot(worker(1, "bad", bad.checksum), worker(2, "m", good.checksum))
+    assert not await table.follow(here)
+    assert table.names() == {"m"}
+    assert "tokenizer_config.json" in table.not_ready["bad"]
+
+
+@pytest.mark.row("S0-36", "S0-42", "S0-43")
+async def test_pass_through_workers_are_known_with_or_without_a_card() -> None:
+    table, _, _ = models()
+    here = snapshot(
+        worker(1, "talk", "", model_type="Chat"),
+        worker(2, "text", "lost", model_type="Completion"),
+    )
+    with capture_logs() as logs:
+        assert await table.follow(here)
+    told = {line["event"]: line["log_level"] for line in logs}
+    assert told["model_without_card"] == "info"
+    assert told["model_added"] == "info"
+    assert [e.name for e in table.pass_through()] == ["talk", "text"]
+    assert table.engine("talk", "chat").pipeline.order == "chat_json"
+    assert table.engine("text", "completions").pipeline.order == "completion_json"
+    for name, other in (("talk", "completions"), ("text", "chat")):
+        with pytest.raises(Unsupported, match=other):
+            table.engine(name, other)  # type: ignore[arg-type]
+        with pytest.raises(Unsupported, match="pass-through"):
+            table.get(name)
+    assert table.all() == []
+
+
+async def test_a_text_card_passes_both_kinds_through() -> None:
+    card = ModelCard(name="m", model_input="text")
+    table, _, _ = models(card)
+    assert await table.follow(snapshot(worker(1, "m", card.checksum)))
+    assert {table.engine("m", t).pipeline.order for t in get_args(Table)} == {
+        "chat_json",
+        "completion_json",
+    }
+    assert [e.card for e in table.pass_through()] == [card]
+
+
+async def test_a_model_that_just_left_is_unavailable_and_later_unknown() -> None:
+    card = sim_card()
+    table, _, clock = models(card)
+    with pytest.raises(UnknownModel):
+        table.get("m")
+    await table.follow(snapshot(worker(1, "m", card.checksum)))
+    await table.follow(snapshot())
+    for ask in (table.get, lambda name: table.engine(name, "chat")):
+        with pytest.raises(Unavailable):
+            ask("m")
+    clock.now += GONE_S
+    with pytest.raises(UnknownModel):
+        table.get("m")
+
+
+async def test_a_build_that_is_cancelled_can_be_asked_for_again() -> None:
+    card = sim_card()
+    reading = asyncio.Event()
+
+    class Slow(Cards):
+        async def get(self, checksum: str) -> ModelCard:
+            self.reads += 1
+            if self.reads == 1:
+                reading.set()
+                await asyncio.Event().wait()
+            return card
+
+    table = Models(Slow({}).get, now_s=Clock(), mesh_key=b"")
+    here = snapshot(worker(1, "m", card.checksum))
+    task = asyncio.create_task(table.follow(here))
+    await reading.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "cut short" in table.not_ready["m"]
+    assert await table.follow(here)
+    assert table.names() == {"m"}

@@ -1,0 +1,70 @@
+"""Which roles a model needs to be served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.registry.instances import Instance
+from frontend_svc.core.models.routable import missing_role, unsplit
+
+
+def worker(number: int, role: str, **facts: Any) -> Instance:
+    return Instance(
+        id=number,
+        namespace="n",
+        service="worker",
+        stable_name=f"w{number}",
+        address="127.0.0.1:1",
+        model="m",
+        role=role,  # type: ignore[arg-type]  # the table names roles as text
+        **{"local_prefill": False, "transfer_group": "g", **facts},
+    )
+
+
+@pytest.mark.parametrize(
+    ("workers", "missing"),
+    [
+        ([worker(1, "aggregated")], ""),
+        ([worker(1, "prefill"), worker(2, "decode")], ""),
+        ([worker(1, "decode", local_prefill=True)], ""),
+        ([worker(1, "decode")], "no prefill worker"),
+        ([worker(1, "prefill")], "no decode worker"),
+        ([], "no prefill worker"),
+        (
+            [worker(1, "prefill"), worker(2, "decode", transfer_group="h")],
+            "no prefill and decode workers of one transfer group",
+        ),
+    ],
+)
+def test_a_model_is_routable_when_its_roles_are_there(
+    workers: list[Instance], missing: str
+) -> None:
+    assert missing_role(workers) == missing
+
+
+LOCAL = worker(9, "decode", local_prefill=True)
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ([], ""),
+        ([worker(1, "aggregated")], ""),
+        ([worker(1, "prefill"), worker(2, "decode")], ""),
+        ([worker(1, "prefill"), LOCAL, worker(3, "aggregated")], ""),
+        ([worker(2, "decode")], ""),  # not served at all: `missing_role` says so
+        ([LOCAL], "no prefill worker"),
+        ([worker(1, "aggregated"), worker(2, "decode")], "no prefill worker"),
+        ([worker(1, "aggregated"), worker(2, "prefill")], "no decode worker"),
+        (
+            [worker(1, "prefill", transfer_group="h"), LOCAL],
+            "no prefill and decode workers of one transfer group",
+        ),
+    ],
+)
+def test_a_model_that_is_served_whole_although_it_has_halves_of_pairs_says_why(
+    workers: list[Instance], why: str
+) -> None:
+    assert unsplit(workers) == why

@@ -1,0 +1,158 @@
+"""Headers that stand for hints of the body, win over them, and are refused by their own names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequest
+from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
+from frontend_svc.core.openai.bodies import (
+    CompletionRequest,
+    parse_completion,
+    routing_hints,
+    strict_priority,
+)
+from frontend_svc.core.openai.headers import FIELDS, read_headers, with_headers
+
+ALL = {
+    "x-kvmesh-backend-instance-id": str(2**64 - 1),
+    "x-kvmesh-prefill-worker-id": "1",
+    "x-kvmesh-decode-worker-id": "2",
+    "x-kvmesh-dp-rank": "3",
+    "x-kvmesh-prefill-dp-rank": "4",
+    "x-kvmesh-priority": "-5",
+    "x-kvmesh-strict-priority": str(2**32 - 1),
+    "x-kvmesh-osl": "6",
+    "x-kvmesh-session-id": "alice and bob",
+}
+
+
+def raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def asked(headers: dict[str, str], **nvext: Any) -> CompletionRequest:
+    body = {"model": "m", "prompt": "hi", "nvext": nvext or None}
+    return with_headers(parse_completion(orjson.dumps(body)), read_headers(raw(headers)))
+
+
+def hints(headers: dict[str, str], **nvext: Any) -> RoutingHints | None:
+    return routing_hints(asked(headers, **nvext).nvext)
+
+
+def test_each_header_reaches_the_router() -> None:
+    assert ALL.keys() == FIELDS.keys()
+    assert hints(ALL) == RoutingHints(
+        backend_instance_id=2**64 - 1,
+        prefill_worker_id=1,
+        decode_worker_id=2,
+        dp_rank=3,
+        prefill_dp_rank=4,
+        priority=-5,
+        priority_jump=0.0,
+        expected_output_tokens=6,
+        session_control=SessionControl("alice and bob"),
+    )
+    assert strict_priority(asked(ALL).nvext) == 2**32 - 1
+
+
+def test_the_documentation_has_each_header_with_the_field_it_stands_for() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
+    rows = dict(re.findall(r"^\| `(x-kvmesh-[a-z-]+)` \| `([a-z_.]+)` \|", page, re.MULTILINE))
+    assert rows == {name: ".".join(path) for name, path in FIELDS.items()}
+
+
+def test_without_headers_of_ours_nothing_changes() -> None:
+    others = {"x-request-id": "5", "x-kvmeshed": "1", "authorization": "x", "x-dynamo-osl": "no"}
+    assert read_headers(raw(others)) is None
+    body = {"agent_hints": {"strict_priority": 7}}
+    assert asked(others, **body) == asked({}, **body)
+    assert strict_priority(asked({}, **body).nvext) == 7
+    assert strict_priority(asked({}).nvext) == 0
+
+
+def test_a_header_wins_over_the_body_and_leaves_the_rest_of_it() -> None:
+    body = {
+        "agent_hints": {"priority": 1, "strict_priority": 2, "osl": 3},
+        "session_control": {"session_id": "a", "action": "close"},
+        "dp_rank": 8,
+        "decode_worker_id": 9,
+        "top_k": 10,
+    }
+    headers = {
+        "x-kvmesh-strict-priority": "20",
+        "x-kvmesh-session-id": "b",
+        "x-kvmesh-dp-rank": "0",
+    }
+    request = asked(headers, **body)
+    assert strict_priority(request.nvext) == 20
+    assert routing_hints(request.nvext) == RoutingHints(
+        priority=1,
+        priority_jump=1.0,
+        expected_output_tokens=3,
+        session_control=SessionControl("b", SessionAction.CLOSE),
+        dp_rank=0,
+        decode_worker_id=9,
+    )
+    assert request.nvext is not None
+    assert request.nvext.top_k == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("x-kvmesh-strict-priority", "-1", ">= 0"),
+        ("x-kvmesh-strict-priority", str(2**32), "<= 4294967295"),
+        ("x-kvmesh-strict-priority", "high", "an integer"),
+        ("x-kvmesh-strict-priority", "", "an integer"),
+        ("x-kvmesh-strict-priority", "1.0", "an integer"),
+        ("x-kvmesh-strict-priority", "+1", "an integer"),
+        ("x-kvmesh-strict-priority", "1, 2", "an integer"),
+        ("x-kvmesh-strict-priority", "\xb2", "an integer"),
+        ("x-kvmesh-strict-priority", "9" * 5000, "an integer"),
+        ("x-kvmesh-priority", str(2**31), "<= 2147483647"),
+        ("x-kvmesh-priority", str(-(2**31) - 1), ">= -2147483648"),
+        ("x-kvmesh-osl", "-3", ">= 0"),
+        ("x-kvmesh-dp-rank", "-1", ">= 0"),
+        ("x-kvmesh-backend-instance-id", str(2**64), "18446744073709551615"),
+        ("x-kvmesh-session-id", "", "1 or more characters"),
+        ("x-kvmesh-session-id", "x" * 257, "at most 256 characters"),
+        ("x-kvmesh-session-id", "caf\xe9", "ASCII"),
+        ("x-kvmesh-tenant", "me", "Unknown header"),
+        ("x-kvmesh-" + "y" * 5000, "me", "Unknown header"),
+    ],
+)
+def test_what_a_header_cannot_say_is_refused_by_its_name(name: str, value: str, told: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_headers(raw({"x-kvmesh-osl": "1"} | {name: value}))
+    assert refused.value.field == name[:80]
+    assert told in refused.value.message
+    assert len(refused.value.message) < 1000
+    assert (name in refused.value.message) == (len(name) <= 80)
+
+
+def test_a_header_that_is_there_twice_is_refused() -> None:
+    twice = [(b"x-kvmesh-osl", b"1"), (b"x-kvmesh-osl", b"1")]
+    with pytest.raises(InvalidRequest, match="more than once") as refused:
+        read_headers(twice)
+    assert refused.value.field == "x-kvmesh-osl"
+
+
+@given(st.sampled_from([n for n in FIELDS if n != "x-kvmesh-session-id"]), st.binary(max_size=30))
+def test_any_bytes_are_the_number_they_spell_or_refused(name: str, value: bytes) -> None:
+    try:
+        nvext = read_headers([(name.encode(), value)])
+    except InvalidRequest as error:
+        assert error.field == name  # noqa: PT017 - both ways out are right
+        return
+    part: Any = nvext
+    for step in FIELDS[name]:
+        part = getattr(part, step)
+    assert part == int(value)

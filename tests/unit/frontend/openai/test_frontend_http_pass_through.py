@@ -1,0 +1,336 @@
+"""The HTTP surface over a real echo worker: bodies passed through or refused, comments, panics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from common.errors import MeshError, NotFound
+from common.registry.card import Artifact, ModelCard, ModelType
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingHints, SessionControl
+from common.request.token_stream import ToFrontend, ToWorker
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.openai.sse import KEEP_ALIVE
+from frontend_svc.core.request.machine import Outcome, Placed
+from frontend_svc.http.routes import Readiness, build_api
+from frontend_svc.metrics import DeploymentState
+from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, Models
+from frontend_svc.peers.engine_client import EngineClient
+from frontend_svc.peers.router_client import Key, Query
+from frontend_svc.request.gateway import Gateway
+from worker_svc.engines.echo import EchoConfig, EchoEngine
+from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.serving.attach_server import AttachServer
+from worker_svc.serving.runner import Runner
+
+WORKER = 7
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# Any: JSON.
+Json = Any
+
+
+class Wire:
+    """An Attach stream to a worker in the same process: a queue each way."""
+
+    def __init__(self, server: AttachServer) -> None:
+        self._server = server
+        self._up: asyncio.Queue[ToWorker | None] = asyncio.Queue()
+        self._down: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
+        self._task: asyncio.Task[None] | None = None
+
+    async def dial(self, address: str) -> Wire:
+        self._task = asyncio.create_task(self._server.serve(self._up.get, self._down.put))
+        return self
+
+    async def read(self) -> ToFrontend | None:
+        return await self._down.get()
+
+    async def write(self, frame: ToWorker) -> None:
+        await self._up.put(frame)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+
+class OneWorker:
+    """Places everything on it; keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Query] = []
+        self.freed: list[Key] = []
+
+    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+        self.asked.append(query)
+        asyncio.get_running_loop().call_soon(answer, Placed(WORKER))
+
+    def prefill_done(self, key: Key) -> None: ...
+
+    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None: ...
+
+    def free(self, key: Key) -> None:
+        self.freed.append(key)
+
+
+def worker(model_type: str, card: ModelCard | None) -> Instance:
+    return Instance(
+        id=WORKER,
+        namespace="default",
+        service="worker",
+        stable_name="w",
+        address="127.0.0.1:1",
+        model="talk",
+        card_checksum="" if card is None else card.checksum,
+        meta={"model_type": model_type},
+    )
+
+
+class Mesh:
+    """The API, and what is behind it. ended: outcomes the API told of."""
+
+    def __init__(self, http: httpx.AsyncClient, router: OneWorker, runner: Runner) -> None:
+        self.http = http
+        self.router = router
+        self.runner = runner
+        self.ended: list[Outcome] = []
+
+
+@asynccontextmanager
+async def served(
+    model_type: str,
+    *,
+    card: ModelCard | None = None,
+    delay_s: float = 0.0,
+    keep_alive_s: float = 15.0,
+) -> AsyncIterator[Mesh]:
+    async def get_card(checksum: str) -> ModelCard:
+        if card is None:
+            raise NotFound(f"no card {checksum}")
+        return card
+
+    engine = EchoEngine(EchoConfig(token_delay_s=delay_s))
+    await engine.start(WORKER)
+    checksum = "" if card is None else card.checksum
+    runner, router = Runner(engine, card_checksum=checksum), OneWorker()
+    snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
+    models = Models(get_card, now_s=lambda: 0.0, mesh_key=b"")
+    await models.follow(snapshot)
+    ready = Readiness(True, False, (), (), {}, ())
+    wire = Wire(AttachServer(WORKER, runner))
+    async with EngineClient(1, wire, Random(1)) as engines:
+        gateway = Gateway(router, engines, lambda: snapshot)
+        ended: list[Outcome] = []
+        api = build_api(
+            gateway,
+            models,
+            DeploymentState(models.names),
+            CollectorRegistry(),
+            FrontendConfig(keep_alive_s=keep_alive_s),
+            lambda: ready,
+            ended.append,
+        )
+        transport = httpx.ASGITransport(api)
+        async with httpx.AsyncClient(transport=transport, base_url="http://kvmesh") as http:
+            mesh = Mesh(http, router, runner)
+            mesh.ended = ended
+            yield mesh
+    assert gateway.open_requests == 0
+    assert runner.open_requests == 0
+
+
+def asking(text: str, **more: Json) -> Json:
+    return {"model": "talk", "messages": [{"role": "user", "content": text}], **more}
+
+
+def events(answer: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+
+
+@pytest.mark.row("S0-42")
+async def test_a_chat_body_is_passed_through_and_its_chunks_are_streamed() -> None:
+    async with served("Chat") as mesh:
+        answer = await mesh.http.post(CHAT, json=asking("one two three", stream=True))
+        assert answer.status_code == 200
+        *chunks, done = events(answer)
+        assert done == "[DONE]"
+        deltas = [json.loads(chunk)["choices"][0] for chunk in chunks]
+        assert "".join(c["delta"].get("content", "") for c in deltas) == "one two three"
+        assert [c["finish_reason"] for c in deltas][-1] == "stop"
+        (query,) = mesh.router.asked
+        assert (query.model, query.total_tokens, query.prefix_hashes) == ("talk", 0, b"")
+        assert len(mesh.router.freed) == 1
+        assert len(mesh.ended) == 1
+
+
+@pytest.mark.row("S0-42")
+async def test_without_a_stream_the_chunks_are_folded_into_one_answer() -> None:
+    async with served("Chat") as mesh:
+        answer = await mesh.http.post(CHAT, json=asking("one two"))
+        whole = answer.json()
+        assert whole["object"] == "chat.completion"
+        assert whole["choices"][0]["message"] == {"role": "assistant", "content": "one two"}
+        assert whole["choices"][0]["finish_reason"] == "stop"
+        assert whole["usage"]["total_tokens"] == 4, "as the engine counted, in words"
+
+
+@pytest.mark.row("S0-43")
+async def test_a_completion_body_is_passed_through() -> None:
+    async with served("Completion") as mesh:
+        body = {"model": "talk", "prompt": "alpha beta"}
+        whole = (await mesh.http.post(COMPLETIONS, json=body)).json()
+        assert (whole["object"], whole["choices"][0]["text"]) == ("text_completion", "alpha beta")
+
+
+async def test_what_the_worker_cannot_honour_is_refused_by_its_name() -> None:
+    async with served("Chat") as mesh:
+        for stream in (True, False):
+            answer = await mesh.http.post(CHAT, json=asking("a", tools=[{}], stream=stream))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+            assert "retry-after" not in answer.headers
+
+
+async def test_headers_hold_for_a_body_that_is_passed_through() -> None:
+    async with served("Chat") as mesh:
+        headers = {
+            "x-kvmesh-priority": "3",
+            "x-kvmesh-strict-priority": "2",
+            "x-kvmesh-session-id": "s",
+        }
+        answer = await mesh.http.post(CHAT, json=asking("one"), headers=headers)
+        assert answer.status_code == 200
+        (query,) = mesh.router.asked
+        assert query.strict_priority == 2
+        assert query.routing == RoutingHints(
+            priority=3, priority_jump=3.0, session_control=SessionControl("s")
+        )
+        refused = await mesh.http.post(CHAT, json=asking("one"), headers={"x-kvmesh-osl": "many"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-kvmesh-osl")
+        assert len(mesh.router.asked) == 1
+
+
+@pytest.mark.parametrize("header", ["x-kvmesh-dp-rank", "x-kvmesh-prefill-dp-rank"])
+async def test_a_rank_is_refused_for_a_body_that_is_passed_through(header: str) -> None:
+    async with served("Chat") as mesh:
+        refused = await mesh.http.post(CHAT, json=asking("one"), headers={header: "0"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, header)
+        assert "passed through" in refused.json()["error"]["message"]
+        assert mesh.router.asked == []
+
+
+@pytest.mark.parametrize(
+    ("offered", "closed", "body"),
+    [
+        (ModelType.COMPLETIONS, CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+        (ModelType.CHAT, COMPLETIONS, {"prompt": "a"}),
+    ],
+)
+async def test_an_endpoint_that_the_card_does_not_offer_is_closed_for_a_model_of_tokens(
+    offered: ModelType, closed: str, body: Json
+) -> None:
+    files = ("tokenizer.json", "tokenizer_config.json")
+    artifacts = {name: Artifact.of((SIM_MODEL_DIR / name).read_bytes()) for name in files}
+    card = ModelCard(name="talk", model_type=offered, artifacts=artifacts)
+    async with served("Backend", card=card) as mesh:
+        refused = await mesh.http.post(closed, json={"model": "talk", **body})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        assert "is not served for" in refused.json()["error"]["message"]
+        assert mesh.router.asked == []
+
+
+async def test_a_model_whose_card_is_not_there_yet_is_a_503_that_says_when_to_come_again() -> None:
+    async with served("Backend") as mesh:
+        for answer in (
+            await mesh.http.post(CHAT, json=asking("one")),
+            await mesh.http.get("/v1/models/talk"),
+        ):
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+        unknown = await mesh.http.post(CHAT, json=asking("one", model="other"))
+        assert unknown.status_code == 404
+
+
+def tokenizer_that_panics_at_text() -> bytes:
+    """Loads, and panics at all that is to be cut: at anything but special tokens."""
+    raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
+    raw["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
+    return json.dumps(raw).encode()
+
+
+@pytest.mark.parametrize("length", [1, ENCODE_INLINE_CHARS + 1], ids=["on the loop", "in a thread"])
+@pytest.mark.slow  # the library prints where it panicked
+async def test_a_tokenizer_that_panics_fails_its_request_only_and_in_openais_shape(
+    length: int,
+) -> None:
+    files = {
+        "tokenizer.json": Artifact.of(tokenizer_that_panics_at_text()),
+        "tokenizer_config.json": Artifact.of(b"{}"),
+    }
+    special = json.loads(tokenizer_that_panics_at_text())["added_tokens"][0]["content"]
+    good = {"model": "talk", "prompt": special}
+    async with served("Backend", card=ModelCard(name="talk", artifacts=files)) as mesh:
+        with capture_logs() as logs:
+            first = await mesh.http.post(COMPLETIONS, json=good)
+            answers = await asyncio.gather(
+                mesh.http.post(COMPLETIONS, json=good),
+                mesh.http.post(COMPLETIONS, json={**good, "prompt": "a" * length}),
+                mesh.http.post(COMPLETIONS, json={**good, "prompt": "b" * length, "stream": True}),
+                mesh.http.post(COMPLETIONS, json=good),
+            )
+            last = await mesh.http.post(COMPLETIONS, json=good)
+        assert [answer.status_code for answer in answers] == [200, 500, 500, 200]
+        for answer in (answers[0], answers[3], last):
+            assert answer.json()["choices"] == first.json()["choices"]
+        for answer in answers[1:3]:
+            error = answer.json()["error"]
+            assert (error["type"], error["param"]) == ("server_error", None)
+        failures = [line for line in logs if line["event"] == "request_failed"]
+        assert len(failures) == 2
+        assert sorted(line["status"] for line in logs if line["event"] == "request") == [
+            *[200] * 4,
+            *[500] * 2,
+        ]
+
+
+async def test_a_body_of_the_other_kind_is_refused() -> None:
+    async with served("Chat") as mesh:
+        answer = await mesh.http.post(COMPLETIONS, json={"model": "talk", "prompt": "a"})
+        assert answer.status_code == 400
+        assert mesh.router.asked == []
+
+
+async def test_a_model_that_is_passed_through_is_listed() -> None:
+    async with served("Chat") as mesh:
+        listed = (await mesh.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == ["talk"]
+        assert (await mesh.http.get("/v1/models/talk")).json()["id"] == "talk"
+
+
+@pytest.mark.slow
+async def test_a_silent_stream_gets_comments_and_its_events_are_whole() -> None:
+    async with served("Chat", delay_s=0.35, keep_alive_s=0.1) as mesh:
+        answer = await mesh.http.post(CHAT, json=asking("one two", stream=True))
+        comment = KEEP_ALIVE.decode().strip()
+        lines = events(answer)
+        assert lines.count(comment) >= 2
+        rest = [json.loads(line) for line in lines if line not in (comment, "[DONE]")]
+        said = "".join(c["choices"][0]["delta"].get("content", "") for c in rest)
+        assert said == "one two"
+        assert lines[-1] == "[DONE]"
+
+
+async def test_a_lively_stream_gets_no_comments() -> None:
+    async with served("Chat", delay_s=0.01, keep_alive_s=30.0) as mesh:
+        answer = await mesh.http.post(CHAT, json=asking("one two three", stream=True))
+        assert KEEP_ALIVE.decode().strip() not in answer.text

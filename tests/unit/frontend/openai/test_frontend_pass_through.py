@@ -1,0 +1,144 @@
+"""Bodies that are passed through: what is read of them, and chunks folded into one answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequest, WorkerLost
+from common.request.preprocessed import usage
+from frontend_svc.core.openai.pass_through import folded, read_body
+from frontend_svc.core.openai.sse import Kind
+
+# Any: JSON.
+Json = Any
+
+
+def chat(delta: Json, finish: str | None = None, index: int = 0, **more: Json) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
+    whole = {"id": "c-1", "object": "chat.completion.chunk", "created": 5, "model": "m"}
+    return json.dumps({**whole, "choices": [choice], **more}).encode()
+
+
+def test_of_a_body_only_model_and_stream_are_read() -> None:
+    raw = b'{"model": "talk", "stream": true, "made_up": [1]}'
+    body = read_body(raw)
+    assert (body.model, body.is_stream, body.json) == ("talk", True, raw)
+    assert not read_body(b'{"model": "talk"}').is_stream
+    assert not read_body(b'{"model": "talk", "stream": null}').is_stream
+
+
+@pytest.mark.parametrize(
+    ("raw", "field"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b"{}", "model"),
+        (b'{"model": 3}', "model"),
+        (b'{"model": ""}', "model"),
+        (b'{"model": "m", "stream": 1}', "stream"),
+    ],
+)
+def test_a_body_that_says_neither_is_refused_by_field(raw: bytes, field: str | None) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_body(raw)
+    assert refused.value.field == field
+
+
+def test_chat_chunks_fold_into_a_chat_completion() -> None:
+    chunks = [
+        chat({"role": "assistant", "content": ""}),
+        chat({"content": "Hel"}),
+        chat({"content": "lo"}),
+        chat({}, "stop"),
+    ]
+    assert json.loads(folded(Kind.CHAT, chunks, usage(3, 2))) == {
+        "id": "c-1",
+        "object": "chat.completion",
+        "created": 5,
+        "model": "m",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hello"},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def test_counts_in_the_chunks_go_before_those_of_the_engine() -> None:
+    counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+    whole = json.loads(folded(Kind.CHAT, [chat({}, "stop", usage=counts)], usage(9, 9)))
+    assert whole["usage"] == counts
+
+
+def test_choices_are_folded_each_for_itself_and_put_in_order() -> None:
+    chunks = [
+        chat({"content": "b"}, index=1),
+        chat({"content": "a"}),
+        chat({"content": "B"}, index=1),
+    ]
+    whole = json.loads(folded(Kind.CHAT, chunks, None))
+    assert [c["message"]["content"] for c in whole["choices"]] == ["a", "bB"]
+    assert "usage" not in whole
+
+
+def test_tool_calls_are_put_together_by_their_index() -> None:
+    def call(index: int, **more: Json) -> Json:
+        return {"tool_calls": [{"index": index, **more}]}
+
+    first = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": ""}}
+    chunks = [
+        chat(call(0, **first)),
+        chat(call(0, function={"arguments": '{"a"'})),
+        chat(call(1, id="t2", type="function", function={"name": "g", "arguments": "{}"})),
+        chat(call(0, function={"arguments": ":1}"})),
+        chat({}, "tool_calls"),
+    ]
+    (choice,) = json.loads(folded(Kind.CHAT, chunks, None))["choices"]
+    calls = choice["message"]["tool_calls"]
+    assert [c["function"] for c in calls] == [
+        {"name": "f", "arguments": '{"a":1}'},
+        {"name": "g", "arguments": "{}"},
+    ]
+    assert [c["id"] for c in calls] == ["t1", "t2"]
+
+
+def test_logprobs_follow_each_other() -> None:
+    def logprobs(token: str) -> Json:
+        choice = {"index": 0, "text": token, "logprobs": {"content": [{"token": token}]}}
+        return json.dumps({"object": "text_completion", "choices": [choice]}).encode()
+
+    whole = json.loads(folded(Kind.COMPLETION, [logprobs("a"), logprobs("b")], None))
+    (choice,) = whole["choices"]
+    assert whole["object"] == "text_completion"
+    assert choice["text"] == "ab"
+    assert choice["logprobs"]["content"] == [{"token": "a"}, {"token": "b"}]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"{", b"[]", b'{"choices": [{}]}', b'{"choices": [3]}', b'{"choices": 3}', b"3"]
+)
+def test_a_chunk_that_is_none_is_the_workers_fault(raw: bytes) -> None:
+    with pytest.raises(WorkerLost) as failed:
+        folded(Kind.CHAT, [raw], None)
+    assert failed.value.reason == "BAD_CHUNK"
+
+
+@given(st.text(), st.lists(st.integers(0, 20), max_size=8))
+def test_however_a_text_is_cut_it_is_folded_whole(text: str, cuts: list[int]) -> None:
+    at, pieces = 0, []
+    for cut in cuts:
+        pieces.append(text[at : at + cut])
+        at += cut
+    pieces.append(text[at:])
+    chunks = [chat({"role": "assistant"}), *(chat({"content": piece}) for piece in pieces)]
+    whole = json.loads(folded(Kind.CHAT, chunks, None))
+    assert whole["choices"][0]["message"]["content"] == text

@@ -1,0 +1,125 @@
+"""Which ends of requests say something about predictions, and who is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from structlog.testing import capture_logs
+
+from common.errors import WorkerLost
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import FinishReason, PromptTokensDetails, usage
+from frontend_svc.core.peers.hit_drift import REQUESTS_MIN, WINDOW_S
+from frontend_svc.core.request.machine import Outcome, Place, Placed
+from frontend_svc.metrics import KvDriftCollector
+from frontend_svc.peers.hit_monitor import KvWatch
+
+WORKER, PREFILL = 7, 8
+
+
+def instance(number: int, name: str = "", **more: object) -> Instance:
+    one = Instance(
+        id=number,
+        namespace="default",
+        service="worker",
+        stable_name=name,
+        address=f"127.0.0.1:{number}",
+        model="m",
+        kv_index="events",
+    )
+    return replace(one, **more)  # type: ignore[arg-type]  # fields of Instance
+
+
+def outcome(predicted: int, actual: int | None, **more: object) -> Outcome:
+    details = None if actual is None else PromptTokensDetails(cached_tokens=actual)
+    one = Outcome(
+        FinishReason.STOP,
+        None,
+        replace(usage(100, 5), prompt_tokens_details=details),
+        1,
+        (WORKER,),
+        Placed(WORKER, predicted_cached_tokens=predicted),
+    )
+    return replace(one, **more)  # type: ignore[arg-type]  # fields of Outcome
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(*instances: Instance) -> tuple[KvWatch, Clock]:
+    snapshot, clock = Snapshot(instances={one.id: one for one in instances}), Clock()
+    return KvWatch(lambda: snapshot, clock, 0.1), clock
+
+
+def test_a_worker_whose_predictions_are_wrong_is_named_once_a_window() -> None:
+    watch, clock = watched(instance(WORKER, "gpu-3"))
+    with capture_logs() as logs:
+        for _ in range(3 * REQUESTS_MIN):
+            watch.ended(outcome(0, 64))
+    (warning,) = logs
+    assert (warning["event"], warning["log_level"]) == ("kv_drift", "warning")
+    assert (warning["worker"], warning["worker_id"], warning["drift"]) == ("gpu-3", WORKER, 1.0)
+    (told,) = watch.degraded()
+    assert "gpu-3" in told
+    assert "100.0%" in told
+    clock.now = 2 * WINDOW_S
+    assert watch.degraded() == [], "nothing was wrong of late"
+
+
+@pytest.mark.parametrize(
+    ("one", "why"),
+    [
+        (outcome(0, None), "the engine does not say"),
+        (outcome(0, 64, attempts=2), "another attempt's prompt was cached by the first"),
+        (outcome(0, 64, error=WorkerLost("gone", retryable=True)), "it failed"),
+        (outcome(0, 64, placed=None), "it was not placed"),
+        (outcome(0, 64, placed=Placed(WORKER, is_unrouted=True)), "no router predicted anything"),
+        (outcome(0, 64, placed=Placed(99)), "the worker has left"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_end_that_compares_nothing_does_not_count(one: Outcome, why: str) -> None:
+    watch, _ = watched(instance(WORKER))
+    watch.ended(one)
+    assert watch.standings() == [], why
+
+
+def test_a_worker_without_kv_events_is_not_judged() -> None:
+    watch, _ = watched(instance(WORKER, kv_index="none"))
+    watch.ended(outcome(0, 64))
+    assert watch.standings() == []
+
+
+def test_of_a_pair_the_prediction_is_about_the_rank_that_prefills() -> None:
+    watch, _ = watched(instance(WORKER), instance(PREFILL))
+    placed = Placed(WORKER, prefill=Place(PREFILL, 1), predicted_cached_tokens=64)
+    watch.ended(outcome(0, 64, placed=placed))
+    (one,) = watch.standings()
+    assert one.standing.source == (PREFILL, 1)
+    assert (one.worker, one.dp_rank) == (str(PREFILL), 1)
+
+
+def test_metrics_are_by_worker_and_leave_with_it() -> None:
+    watch, _ = watched(instance(WORKER, "gpu-3"))
+    registry = CollectorRegistry()
+    registry.register(KvDriftCollector(watch.standings, "kvmesh_frontend"))
+    for _ in range(REQUESTS_MIN):
+        watch.ended(outcome(64, 32))
+    labels = '{dp_rank="0",model="m",worker="gpu-3"}'
+    shown = generate_latest(registry).decode()
+    for name, value in (
+        ("kv_predicted_cached_tokens_total", 64.0 * REQUESTS_MIN),
+        ("kv_actual_cached_tokens_total", 32.0 * REQUESTS_MIN),
+        ("kv_predicted_requests_total", float(REQUESTS_MIN)),
+        ("kv_drift_ratio", 0.5),
+        ("kv_degraded", 1.0),
+    ):
+        assert f"kvmesh_frontend_{name}{labels} {value}" in shown
+    watch.follow(Snapshot())
+    assert "gpu-3" not in generate_latest(registry).decode()

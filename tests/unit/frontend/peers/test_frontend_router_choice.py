@@ -1,0 +1,72 @@
+"""Frontends share themselves out over routers, avoid what failed, and go home again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from frontend_svc.core.peers.router_choice import AVOID_S, RouterChoice, home_of
+
+IDS = st.integers(1, 2**63 - 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(frontends=st.sets(IDS, min_size=1, max_size=20), routers=st.sets(IDS, max_size=5))
+def test_every_router_is_home_to_as_many_frontends_as_the_others_give_or_take_one(
+    frontends: set[int], routers: set[int]
+) -> None:
+    homes = Counter(home_of(one, frontends, routers) for one in frontends)
+    if not routers:
+        assert homes == {None: len(frontends)}
+        return
+    assert homes.keys() <= routers
+    assert max(homes.values()) - min(homes[r] for r in routers) <= 1
+
+
+def test_a_frontend_that_discovery_does_not_show_yet_has_the_home_it_will_have() -> None:
+    assert home_of(1, [2, 3], {10, 11}) == home_of(1, [1, 2, 3], {10, 11})
+
+
+def test_when_a_router_dies_few_frontends_move_but_its_own() -> None:
+    frontends, routers = range(100, 140), set(range(1, 5))
+    before = {one: home_of(one, frontends, routers) for one in frontends}
+    after = {one: home_of(one, frontends, routers - {1}) for one in frontends}
+    moved = [one for one in frontends if before[one] != 1 and after[one] != before[one]]
+    assert len(moved) <= 10
+    assert all(after[one] != 1 for one in frontends)
+
+
+def test_those_of_a_dead_router_go_to_all_the_others() -> None:
+    frontends, routers = list(range(100, 160)), [1, 2, 3, 4]
+    fled: Counter[int | None] = Counter()
+    for one in frontends:
+        choice = RouterChoice(one)
+        if choice.choose(frontends, routers, 0.0) == 1:
+            choice.lost(1, 0.0)
+            fled[choice.choose(frontends, routers, 0.1)] += 1
+    assert fled.keys() == {2, 3, 4}, "discovery still shows it, and they have spread already"
+    assert max(fled.values()) <= 10
+
+
+def test_a_lost_router_is_avoided_for_a_while_and_then_home_again() -> None:
+    choice = RouterChoice(7)
+    home = choice.choose([7], [1, 2], 10.0)
+    assert home is not None
+    other = 3 - home
+    choice.lost(home, 10.0)
+    assert choice.choose([7], [1, 2], 10.0) == other
+    assert choice.choose([7], [1, 2], 10.0 + AVOID_S - 0.1) == other
+    assert choice.choose([7], [1, 2], 10.0 + AVOID_S) == home
+
+
+def test_where_all_were_lost_the_one_lost_longest_ago_is_tried() -> None:
+    choice = RouterChoice(7)
+    choice.lost(1, 10.0)
+    choice.lost(2, 11.0)
+    assert choice.choose([7], [1, 2], 11.1) == 1
+    choice.lost(1, 11.2)
+    assert choice.choose([7], [1, 2], 11.3) == 2
+    assert choice.choose([7], [1], 11.4) == 1, "the only one is better than none"
+    assert choice.choose([7], [], 11.5) is None

@@ -1,0 +1,85 @@
+"""Where a process reaches its own server, and what it makes of one that never answers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from grpc_health.v1 import health_pb2_grpc
+
+from common.rpc import channel as rpc
+from frontend_svc.config import FrontendConfig
+from frontend_svc.core.peers.stall_clock import Patience
+from frontend_svc.peers import stall_monitor as pulse
+from frontend_svc.peers.stall_monitor import ANSWER_S, measure, own_address, own_security_of
+from tests.sim.loop import run_virtually
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("0.0.0.0", "127.0.0.1:7"),
+        ("::", "[::1]:7"),
+        ("[::]", "[::1]:7"),
+        ("10.0.0.5", "10.0.0.5:7"),
+        ("fd00::5", "[fd00::5]:7"),
+        ("localhost", "localhost:7"),
+    ],
+)
+def test_a_process_dials_where_it_is_bound_not_where_it_is_advertised(
+    host: str, address: str
+) -> None:
+    config = FrontendConfig(
+        registry="memory", host=host, advertise_host="203.0.113.1", mesh_token="t", insecure=True
+    )
+    assert own_address(config, 7) == address
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [("mesh.example", "mesh.example"), (None, "frontend.example")]
+)
+def test_its_certificate_may_bear_the_name_that_peers_ask_for(
+    configured: str | None, expected: str
+) -> None:
+    config = FrontendConfig(registry="memory", advertise_host="frontend.example")
+    own = own_security_of(config, rpc.Security(token="t", server_name=configured))
+    assert (own.server_name, own.token) == (expected, "t")
+
+
+class _Channel:
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("answered", [0, 5], ids=["from the start", "after answers"])
+def test_an_own_address_that_swallows_calls_costs_at_most_one_of_them(
+    monkeypatch: pytest.MonkeyPatch, answered: int
+) -> None:
+    asked: list[float] = []
+
+    async def swallowed(stub: Any, security: rpc.Security) -> bool:
+        asked.append(asyncio.get_running_loop().time())
+        if len(asked) <= answered:
+            return True
+        await asyncio.sleep(ANSWER_S)
+        return False
+
+    monkeypatch.setattr(pulse, "_answers", swallowed)
+    monkeypatch.setattr(rpc, "channel", lambda *_, **__: _Channel())
+    monkeypatch.setattr(health_pb2_grpc, "HealthStub", lambda channel: None)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        patience, before = Patience(loop.time()), 0.0
+        task = loop.create_task(measure(patience, "203.0.113.1:1", rpc.PLAINTEXT))
+        for _ in range(1000):
+            await asyncio.sleep(0.1)
+            lost_s = patience.lost_s(loop.time())
+            assert before <= lost_s <= (ANSWER_S if answered else 0.0) + 1e-6
+            before = lost_s
+        assert len(asked) > 5
+        task.cancel()
+        await asyncio.wait([task])
+
+    run_virtually(main(), until=200.0)

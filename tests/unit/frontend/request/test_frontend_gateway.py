@@ -1,0 +1,382 @@
+"""Placement without a router, and when a silent engine's requests go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Sequence
+from random import Random
+
+import pytest
+
+from common.errors import MeshError, Overloaded, Unavailable
+from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import FinishReason, PreprocessedRequest, TokenIds, TokenLogprob
+from common.request.token_stream import (
+    HelloAck,
+    Order,
+    Start,
+    Terminal,
+    ToFrontend,
+    ToWorker,
+    WorkerLink,
+)
+from frontend_svc.core.peers.circuit_breaker import PROBE_LIMIT_S
+from frontend_svc.core.peers.stall_clock import TICK_S, Patience
+from frontend_svc.core.request.machine import Placed
+from frontend_svc.peers.engine_client import EngineClient
+from frontend_svc.peers.router_client import Query
+from frontend_svc.request.gateway import place_alone
+from tests.sim.loop import VirtualLoop, run_virtually
+
+MODEL = "model"
+WORKER = 7
+
+
+def worker(number: int, role: str, *, local_prefill: bool = True) -> Instance:
+    return Instance(
+        id=number,
+        namespace="default",
+        service="worker",
+        stable_name="",
+        address=f"127.0.0.1:{number}",
+        model=MODEL,
+        role=role,  # type: ignore[arg-type]  # a literal in every call
+        local_prefill=local_prefill,
+    )
+
+
+def placed_alone(workers: Iterable[Instance], excluded: Iterable[int] = ()) -> Placed | MeshError:
+    snapshot = Snapshot(instances={one.id: one for one in workers})
+    query = Query(MODEL, 10, 0.0, excluded=frozenset(excluded))
+    return place_alone(snapshot, {}, query, Random(1))
+
+
+def test_without_a_router_decode_workers_that_prefill_take_whole_requests() -> None:
+    pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False), worker(3, "decode")]
+    found = placed_alone(pairs)
+    assert isinstance(found, Placed)
+    assert (found.worker_id, found.prefill, found.bootstrap) == (3, None, None)
+
+
+def test_without_a_router_aggregated_workers_go_before_decode_workers() -> None:
+    for _ in range(10):
+        found = placed_alone([worker(1, "aggregated"), worker(2, "decode"), worker(3, "decode")])
+        assert isinstance(found, Placed)
+        assert found.worker_id == 1
+
+
+@pytest.mark.parametrize("excluded", [(), (3,)], ids=["pairs only", "the last one failed it"])
+def test_without_a_router_pairs_that_need_each_other_are_not_chosen(
+    excluded: tuple[int, ...],
+) -> None:
+    pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False)]
+    found = placed_alone(pairs + [worker(3, "decode")] * len(excluded), excluded)
+    assert isinstance(found, Unavailable)
+    assert found.reason == "NO_ROUTER"
+    assert found.message == (
+        f"no router answers at the moment, and no worker of {MODEL!r} that serves whole requests "
+        "by itself is left to try: ask again"
+    )
+
+
+class Frozen:
+    """A transport to a worker whose engine stands still: heartbeats come, nothing else does.
+
+    late_s: how much later than it was sent the first heartbeat is read.
+    """
+
+    def __init__(self, late_s: float) -> None:
+        beat = ToFrontend(heartbeat=[Load(engine_step=1, running=1)])
+        self._script = [
+            (0.0, ToFrontend(hello_ack=HelloAck(WORKER), accepted=[1])),
+            (1.0 + late_s, beat),
+            *((float(second), beat) for second in range(2, 9)),
+        ]
+
+    async def read(self) -> ToFrontend | None:
+        at, frame = self._script.pop(0) if self._script else (math.inf, None)
+        await asyncio.sleep(max(0.0, at - asyncio.get_running_loop().time()))
+        return frame
+
+    async def write(self, frame: ToWorker) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def dial(self, address: str) -> Frozen:
+        return self
+
+
+class Engine:
+    """A worker behind a transport of its own. frozen: it takes requests and does nothing.
+
+    waits: its requests wait for KV; only a probe is answered. full: it refuses what comes.
+    """
+
+    def __init__(self, *, frozen: bool = False, waits: bool = False, full: bool = False) -> None:
+        self.frozen = frozen
+        self.waits = waits
+        self.full = full
+        self.ran = 0
+        self.stopped: list[int] = []
+        self._open: dict[int, bool] = {}
+        self._started: set[int] = set()
+        self._steps = 0
+        self._link = WorkerLink(WORKER, 0.0)
+
+    def loads(self) -> list[Load]:
+        running, waiting = len(self._started), len(self._open) - len(self._started)
+        return [Load(engine_step=self._steps, running=running, waiting=waiting)]
+
+    def _step(self) -> None:
+        due = [] if self.frozen else [slot for slot in self._open if self._may_run(slot)]
+        for slot in due:
+            self._steps += 1
+            self._started.add(slot)
+            self.ran += 1
+            self._link.tokens(slot, [1])
+            if self._open[slot]:
+                self._end(slot, FinishReason.LENGTH)
+
+    def _may_run(self, slot: int) -> bool:
+        return self._open[slot] or not self.waits
+
+    def _end(self, slot: int, reason: FinishReason) -> None:
+        del self._open[slot]
+        self._started.discard(slot)
+        self._link.end(slot, reason)
+
+    async def read(self) -> ToFrontend | None:
+        while True:
+            await asyncio.sleep(0.05)
+            self._step()
+            frame = self._link.next_frame(asyncio.get_running_loop().time(), self.loads)
+            if frame is not None:
+                return frame
+
+    async def write(self, frame: ToWorker) -> None:
+        for command in self._link.receive(frame, asyncio.get_running_loop().time()):
+            if isinstance(command, Start) and self.full:
+                self._link.reject(command.slot, Overloaded(1.0))
+            elif isinstance(command, Start):
+                assert command.order.request is not None
+                self._open[command.slot] = command.order.request.is_probe
+                self._link.accept(command.slot)
+            elif command.slot in self._open:
+                self.stopped.append(command.slot)
+                self._end(command.slot, FinishReason.CANCELLED)
+
+    async def close(self) -> None:
+        pass
+
+    async def dial(self, address: str) -> Engine:
+        return self
+
+
+class Sink:
+    """Notes when its leg was lost."""
+
+    def __init__(self) -> None:
+        self.lost_at = 0.0
+        self.reason = ""
+        self.begun = asyncio.Event()
+        self.over = asyncio.Event()
+
+    def accepted(self) -> None: ...
+
+    def rejected(self, error: MeshError) -> None: ...
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        self.begun.set()
+
+    def chunk(self, json: bytes) -> None: ...
+
+    def terminal(self, terminal: Terminal) -> None: ...
+
+    def lost(self, error: MeshError) -> None:
+        self.reason = error.reason
+        self.lost_at = asyncio.get_running_loop().time()
+        self.over.set()
+
+
+def submit(engines: EngineClient) -> Sink:
+    sink = Sink()
+    request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
+    engines.submit(WORKER, "127.0.0.1:1", Order("r", request=request), sink)
+    return sink
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.1])
+def test_two_seconds_of_standing_still_are_enough_also_when_the_first_heartbeat_came_late(
+    late_s: float,
+) -> None:
+    async def main() -> float:
+        async with EngineClient(1, Frozen(late_s), Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.over.wait(), 8.0)
+            assert sink.reason == "HUNG"
+        return sink.lost_at
+
+    assert run_virtually(main()) == pytest.approx(3.0, abs=0.05)
+
+
+def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.begun.wait(), 1.0)
+            engine.frozen = True
+            await asyncio.wait_for(sink.over.wait(), 4.0)
+            assert sink.reason == "HUNG"
+            await asyncio.sleep(30.0)
+            assert engine.loads()[0].running == 0, "what it had was aborted"
+            assert engines.left_alone([WORKER]) == {WORKER}
+            engine.frozen = False
+            await asyncio.sleep(PROBE_LIMIT_S * 1.25 + 0.5)
+            assert engines.left_alone([WORKER]) == frozenset(), "it answers probes again"
+
+    run_virtually(main())
+
+
+def test_a_hung_engine_is_told_to_end_its_orphans_before_it_gets_requests_again() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sinks = [submit(engines) for _ in range(3)]
+            await asyncio.wait_for(sinks[0].begun.wait(), 1.0)
+            engine.frozen = True
+            for sink in sinks:
+                await asyncio.wait_for(sink.over.wait(), 4.0)
+            engine.frozen = False
+            assert engines.left_alone([WORKER]) == {WORKER}
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                if not engines.left_alone([WORKER]):
+                    break
+            assert engines.left_alone([WORKER]) == frozenset()
+            assert engine.stopped == [1, 2, 3]
+
+    run_virtually(main(), until=60.0)
+
+
+def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
+    async def main() -> float:
+        engine = Engine(frozen=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.over.wait(), 6.0)
+            assert sink.reason == "HUNG"
+            assert engines.left_alone([WORKER]) == {WORKER}
+        return sink.lost_at
+
+    # A heartbeat that says so, two seconds of standing still, and a probe's second.
+    assert run_virtually(main()) < 4.5
+
+
+def test_an_engine_whose_requests_wait_for_kv_is_not_hung() -> None:
+    async def main() -> None:
+        engine = Engine(waits=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.sleep(30.0)
+            assert not sink.over.is_set()
+            assert engine.ran > 0, "it was asked"
+            assert engines.left_alone([WORKER]) == frozenset()
+
+    run_virtually(main())
+
+
+def test_a_hung_engine_whose_service_is_too_full_for_a_probe_stays_left_alone() -> None:
+    async def main() -> None:
+        engine = Engine()
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.wait_for(sink.begun.wait(), 1.0)
+            engine.frozen = engine.full = True
+            await asyncio.wait_for(sink.over.wait(), 4.0)
+            assert sink.reason == "HUNG"
+            await asyncio.sleep(30.0)
+            assert engines.left_alone([WORKER]) == {WORKER}, "a refusal is the service's"
+
+    run_virtually(main())
+
+
+def test_an_engine_too_full_for_a_probe_is_busy_and_not_hung() -> None:
+    async def main() -> None:
+        engine = Engine(waits=True)
+        async with EngineClient(1, engine, Random(1)) as engines:
+            sink = submit(engines)
+            await asyncio.sleep(0.5)
+            engine.full = True
+            await asyncio.sleep(30.0)
+            assert not sink.over.is_set()
+            assert engines.left_alone([WORKER]) == frozenset()
+
+    run_virtually(main())
+
+
+def stall(seconds: float) -> None:
+    """The loop stands still: what was due meanwhile is due at once afterwards."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop._now += seconds
+
+
+async def ticking(patience: Patience) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(TICK_S)
+        patience.tick(loop.time())
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_frontend_that_stood_still_itself_does_not_take_its_workers_for_silent(
+    measured: bool,
+) -> None:
+    async def main() -> bool:
+        loop = asyncio.get_running_loop()
+        patience = Patience(loop.time())
+        ticker = asyncio.create_task(ticking(patience))
+        engine = Engine()
+
+        def lost_s() -> float:
+            return patience.lost_s(loop.time()) if measured else 0.0
+
+        async with EngineClient(1, engine, Random(1), lost_s=lost_s) as engines:
+            sink = submit(engines)
+            for _ in range(5):
+                await asyncio.sleep(0.5)
+                stall(4.0)
+            await asyncio.sleep(0.2)
+            was_lost = sink.over.is_set()
+        ticker.cancel()
+        return was_lost
+
+    assert run_virtually(main()) is not measured, "without the measure it would"
+
+
+def test_a_silent_worker_is_found_by_a_frontend_that_is_chronically_late_too() -> None:
+    class Mute(Frozen):
+        def __init__(self) -> None:
+            super().__init__(0.0)
+            self._script = [self._script[0], (1e6, self._script[1][1])]
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        patience = Patience(loop.time())
+        ticker = asyncio.create_task(ticking(patience))
+        engines = EngineClient(1, Mute(), Random(1), lost_s=lambda: patience.lost_s(loop.time()))
+        async with engines:
+            sink = submit(engines)
+            while not sink.over.is_set():
+                await asyncio.sleep(0.2)
+                stall(0.3)
+            assert engines.left_alone([WORKER]) == {WORKER}
+        ticker.cancel()
+        return sink.lost_at
+
+    assert 3.0 < run_virtually(main()) < 8.0

@@ -1,0 +1,169 @@
+"""Requests for an adapter in the gateway: which workers count, and what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from random import Random
+
+from common.errors import MeshError, NotFound, Unavailable, UnknownModel
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
+from common.request.token_stream import LegSink, Order
+from frontend_svc.core.request.machine import Outcome, Placed, Plan
+from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, Key, Query
+from frontend_svc.request.gateway import Gateway, place_alone, sees
+from router_svc.core.adapters import Adapters
+from router_svc.core.query import Query as RouterQuery
+from tests.sim.loop import run_virtually
+
+FRENCH = RoutingHints(lora_name="french")
+
+
+def worker(number: int, *loras: str) -> Instance:
+    return Instance(
+        number, "mesh", "worker", "", f"127.0.0.1:{number}", model="m", loras=frozenset(loras)
+    )
+
+
+def mesh(*workers: Instance) -> Snapshot:
+    return Snapshot(1, {one.id: one for one in workers})
+
+
+class Router:
+    """Answers everything with one thing, and keeps what it was asked."""
+
+    def __init__(self, answer: Placed | MeshError) -> None:
+        self.answer = answer
+        self.asked: list[Query] = []
+
+    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+        self.asked.append(query)
+        asyncio.get_running_loop().call_soon(answer, self.answer)
+
+    def prefill_done(self, key: Key) -> None: ...
+
+    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None: ...
+
+    def free(self, key: Key) -> None: ...
+
+
+class Workers:
+    """Takes orders and does nothing about them. alone: who is left alone."""
+
+    def __init__(self, alone: Iterable[int] = ()) -> None:
+        self.alone = frozenset(alone)
+        self.orders: list[tuple[int, Order]] = []
+        self.open_slots: dict[int, int] = {}
+
+    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Workers:
+        self.orders.append((worker_id, order))
+        return self
+
+    def abort(self, reason: str) -> None: ...
+
+    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+        return self.alone & frozenset(pool)
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
+
+    def finished(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+
+
+async def opened(
+    router: Router, workers: Workers, snapshot: Snapshot, routing: RoutingHints | None
+) -> tuple[Gateway, Listener]:
+    gateway = Gateway(router, workers, lambda: snapshot, Random(1))
+    now, listener = asyncio.get_running_loop().time(), Listener()
+    request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), routing=routing)
+    gateway.open(Plan("r", request, now + 60.0), Query("m", 3, now, routing=routing), listener)
+    return gateway, listener
+
+
+async def error_of(answer: MeshError, routing: RoutingHints | None) -> MeshError:
+    _, listener = await opened(Router(answer), Workers(), mesh(worker(1, "french")), routing)
+    await asyncio.sleep(10.0)
+    assert listener.outcome is not None
+    assert listener.outcome.error is not None
+    return listener.outcome.error
+
+
+def routers_word() -> NotFound:
+    """What a router says of an adapter that it never saw."""
+    try:
+        Adapters().check(RouterQuery("m", 3, routing=FRENCH), 0.0)
+    except NotFound as error:
+        return error
+    raise AssertionError("nobody has it")
+
+
+def test_an_adapter_that_only_the_router_does_not_know_is_a_503_that_names_it() -> None:
+    said = routers_word()
+    assert said.reason == UNKNOWN_ADAPTER
+    error = run_virtually(error_of(said, FRENCH))
+    assert isinstance(error, Unavailable)
+    assert error.retry_after_s is not None
+    assert "'french'" in error.message
+    base = run_virtually(error_of(UnknownModel("m"), None))
+    assert isinstance(base, Unavailable)
+    assert "'m'" in base.message
+    other = run_virtually(error_of(NotFound("no such thing"), None))
+    assert type(other) is NotFound
+
+
+def test_while_the_only_worker_with_the_adapter_is_left_alone_the_request_waits_for_it() -> None:
+    async def main() -> tuple[int, int, list[int]]:
+        router, workers = Router(Placed(2)), Workers(alone=[2])
+        snapshot = mesh(worker(1), worker(2, "french"))
+        await opened(router, workers, snapshot, FRENCH)
+        await asyncio.sleep(1.0)
+        before = len(router.asked)
+        workers.alone = frozenset()
+        await asyncio.sleep(1.0)
+        return before, len(router.asked), [order for order, _ in workers.orders]
+
+    assert run_virtually(main()) == (0, 1, [2])
+
+
+def test_the_adapter_is_in_the_order_that_the_worker_gets() -> None:
+    async def main() -> list[str | None]:
+        workers = Workers()
+        await opened(Router(Placed(2)), workers, mesh(worker(2, "french")), FRENCH)
+        await asyncio.sleep(0.1)
+        (order,) = (order for _, order in workers.orders)
+        assert order.request is not None
+        assert order.request.routing is not None
+        return [order.request.routing.lora_name]
+
+    assert run_virtually(main()) == ["french"]
+
+
+def test_a_frontend_sees_who_could_serve_a_question() -> None:
+    workers = mesh(worker(1), worker(2, "french"))
+    plain, other = Query("m", 3, 0.0), Query("n", 3, 0.0)
+    german = RoutingHints(lora_name="german")
+    assert sees(workers, plain)
+    assert sees(workers, replace(plain, routing=FRENCH))
+    assert not sees(workers, replace(plain, routing=german))
+    assert not sees(workers, other)
+    assert not sees(mesh(), plain)
+
+
+def test_without_a_router_an_adapter_is_placed_on_those_who_have_it() -> None:
+    workers = mesh(worker(1), worker(2, "french"), worker(3, "german"), worker(4, "french"))
+    asked = [
+        place_alone(workers, {}, Query("m", 3, 0.0, routing=FRENCH), Random(seed))
+        for seed in range(20)
+    ]
+    assert {one.worker_id for one in asked if isinstance(one, Placed)} == {2, 4}
+    nobody = place_alone(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
+    assert isinstance(nobody, Unavailable)
+    assert nobody.reason == "NO_WORKER"
+    assert "'french'" in nobody.message

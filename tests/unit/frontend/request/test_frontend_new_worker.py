@@ -1,0 +1,107 @@
+"""Workers that the router names and discovery does not show here: new ones, and those that left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+
+from common.errors import MeshError
+from common.registry.instances import Snapshot
+from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
+from common.request.token_stream import LegSink, Order
+from frontend_svc.core.peers.recently_left import Departed
+from frontend_svc.core.request.machine import Outcome, Place, Placed, Plan
+from frontend_svc.peers.router_client import Key, Query
+from frontend_svc.request.gateway import Gateway
+from tests.sim.loop import run_virtually
+
+PAIR = Placed(1, prefill=Place(2, address="w:2"), address="w:1")
+
+
+class Router:
+    """Places everything as it was told."""
+
+    def __init__(self, placed: Placed) -> None:
+        self.placed = placed
+        self.asked = 0
+
+    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+        self.asked += 1
+        asyncio.get_running_loop().call_soon(answer, self.placed)
+
+    def prefill_done(self, key: Key) -> None:
+        pass
+
+    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None:
+        pass
+
+    def free(self, key: Key) -> None:
+        pass
+
+
+class Workers:
+    """Takes orders down and does nothing about them."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[int, str]] = []
+        self.open_slots: dict[int, int] = {}
+
+    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Workers:
+        self.orders.append((worker_id, address))
+        return self
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+        return frozenset()
+
+
+class Silent:
+    def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        pass
+
+    def finished(self, outcome: Outcome) -> None:
+        pass
+
+
+def orders_of(placed: Placed, departed: Departed | None) -> tuple[list[tuple[int, str]], int]:
+    """Who is asked where, when discovery shows nobody; and how often the router was asked."""
+
+    async def main() -> tuple[list[tuple[int, str]], int]:
+        router, workers = Router(placed), Workers()
+        gateway = Gateway(router, workers, Snapshot, Random(1), departed=departed)
+        now = asyncio.get_running_loop().time()
+        request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]))
+        ticket = gateway.open(Plan("r", request, now + 5.0), Query("m", 3, now), Silent())
+        await asyncio.sleep(0.5)
+        ticket.client_gone()
+        return workers.orders, router.asked
+
+    return run_virtually(main())
+
+
+def test_a_worker_that_discovery_does_not_show_yet_is_asked_where_the_router_says() -> None:
+    assert orders_of(Placed(1, address="w:1"), Departed()) == ([(1, "w:1")], 1)
+
+
+def test_so_is_the_prefill_worker_of_a_pair() -> None:
+    assert orders_of(PAIR, Departed()) == ([(2, "w:2")], 1)
+
+
+def test_a_worker_that_was_seen_to_leave_is_asked_nothing() -> None:
+    departed = Departed()
+    departed.follow([1])
+    departed.follow([])
+    orders, asked = orders_of(Placed(1, address="w:1"), departed)
+    assert orders == []
+    assert asked > 1, "it is placed elsewhere"
+
+
+def test_a_router_that_knows_no_address_leads_nowhere() -> None:
+    assert orders_of(Placed(1), Departed())[0] == []
+
+
+def test_a_gateway_that_does_not_watch_who_leaves_asks_only_whom_discovery_shows() -> None:
+    assert orders_of(Placed(1, address="w:1"), None)[0] == []

@@ -1,0 +1,163 @@
+"""A lower bound of a text's tokens: never more than the tokenizer makes, or none at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
+
+import worker_svc
+from common.errors import PromptTooLong
+from frontend_svc.core.openai.bodies import check_length, parse_chat, parse_completion
+from frontend_svc.core.text.token_bound import bytes_a_token_max
+
+RAW = (Path(worker_svc.__file__).parent / "engines/sim/model" / "tokenizer.json").read_text("utf-8")
+# The worst that NFC does: seven bytes that become two.
+SHRINKS = "\u1fbe\u0308\u0301"
+
+
+def byte_level(normalizer: Any = None, *added: AddedToken) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(RAW)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens(list(added))
+    return tokenizer
+
+
+def fallback() -> Tokenizer:
+    """Like Llama's: blanks are written as ▁, what is unknown as its bytes; long pieces of ▁."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    pieces = ["▁", "▁▁", "▁▁▁▁", "a", "aa", "é"]
+    vocab |= {piece: 256 + place for place, piece in enumerate(pieces)}
+    merges = [("▁", "▁"), ("▁▁", "▁▁"), ("a", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    return tokenizer
+
+
+BOUNDED = {
+    "byte-level": byte_level(),
+    "byte-level, NFC": byte_level(normalizers.NFC()),
+    "byte-level, long added token": byte_level(None, AddedToken("日本" * 20)),
+    "fallback": fallback(),
+}
+RUNS = [SHRINKS, " ", "\n", "日本" * 20, "aaaa", "▁▁▁▁", "<|im_start|>", "\u212a"]
+texts = st.lists(st.text(max_size=8) | st.sampled_from([one * 4 for one in RUNS]), max_size=12).map(
+    "".join
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BOUNDED)
+def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+    tokenizer = BOUNDED[name]
+    most = bytes_a_token_max(tokenizer.to_str())
+    assert most is not None
+
+    @settings(max_examples=100, deadline=None)
+    @given(text=texts)
+    def holds(text: str) -> None:
+        assert len(tokenizer.encode(text).ids) * most >= len(text.encode())
+
+    holds()
+
+
+def test_the_bound_is_the_longest_piece() -> None:
+    assert bytes_a_token_max(RAW) == max(map(len, json.loads(RAW)["model"]["vocab"]))
+    added = byte_level(None, AddedToken("日本" * 20))
+    assert bytes_a_token_max(added.to_str()) == 6 * 20
+    assert bytes_a_token_max(fallback().to_str()) == len("▁▁▁▁".encode())
+
+
+def changed(change: Callable[[dict[str, Any]], object]) -> str:
+    spec = json.loads(RAW)
+    change(spec)
+    return json.dumps(spec)
+
+
+LOSING: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a normalizer that strips": lambda s: s.update(normalizer={"type": "Strip"}),
+    "a normalizer by a pattern": lambda s: s.update(
+        normalizer={"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}
+    ),
+    "a normalizer that shortens": lambda s: s.update(
+        normalizer={"type": "Replace", "pattern": {"String": "  "}, "content": " "}
+    ),
+    "one of several": lambda s: s.update(
+        normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "NFKC"}]}
+    ),
+    "a split that removes": lambda s: s.update(
+        pre_tokenizer={
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed"},
+                s["pre_tokenizer"],
+            ],
+        }
+    ),
+    "a split by words": lambda s: s.update(pre_tokenizer={"type": "Whitespace"}),
+    "no pre-tokenizer and no fallback": lambda s: s.update(pre_tokenizer=None),
+    "a byte without a piece": lambda s: s["model"]["vocab"].pop("Ġ"),
+    "another kind of model": lambda s: s["model"].update(type="WordLevel"),
+    "an added token that takes blanks": lambda s: s["added_tokens"][0].update(rstrip=True),
+    "pieces that are written otherwise within a word": lambda s: s["model"].update(
+        continuing_subword_prefix="##"
+    ),
+    "an unknown form": lambda s: s.update(model=[]),
+}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_where_text_may_be_lost_there_is_no_bound(name: str) -> None:
+    assert bytes_a_token_max(changed(LOSING[name])) is None
+
+
+def test_a_tokenizer_that_loses_text_would_break_a_bound() -> None:
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    assert len(tokenizer.encode("a" + " " * 1000).ids) == 1
+    assert bytes_a_token_max(tokenizer.to_str()) is None
+
+
+@pytest.mark.slow
+def test_nfc_makes_no_text_more_than_four_times_as_short() -> None:
+    longest: dict[str, int] = {}  # decomposed -> bytes of the longest character that it is
+    for point in (*range(0xD800), *range(0xE000, sys.maxunicode + 1)):
+        apart = unicodedata.normalize("NFD", chr(point))
+        longest[apart] = max(longest.get(apart, 0), len(chr(point).encode()))
+    worst = 0.0
+    for apart in longest:
+        most = [0] + [-1] * len(apart)  # bytes of the longest text for so much of it
+        for end in range(1, len(apart) + 1):
+            for start in range(end):
+                part = longest.get(apart[start:end])
+                if part is not None and most[start] >= 0:
+                    most[end] = max(most[end], most[start] + part)
+        worst = max(worst, most[-1] / len(unicodedata.normalize("NFC", apart).encode()))
+    assert worst == len(SHRINKS.encode()) / len(unicodedata.normalize("NFC", SHRINKS).encode())
+    assert worst <= 4
+
+
+def test_a_prompt_that_is_hopelessly_long_is_refused_as_one_that_was_counted() -> None:
+    chat = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
+    text = parse_completion(b'{"model": "m", "prompt": "hi"}')
+    check_length(chat, 9, 10)
+    check_length(chat, 10**9, 0)  # the context is unknown
+    with pytest.raises(PromptTooLong, match="at least 10 tokens") as refused:
+        check_length(chat, 10, 10)
+    assert refused.value.field == "messages"
+    with pytest.raises(PromptTooLong, match="of the prompt") as refused:
+        check_length(text, 11, 10)
+    assert refused.value.field == "prompt"

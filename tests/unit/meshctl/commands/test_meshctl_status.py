@@ -1,0 +1,118 @@
+"""What `meshctl status` says of a mesh."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance, Role, Service
+from common.runtime.config import ServiceConfig
+from kvmesh.types.v1 import load_pb2
+from meshctl.commands.status import NOT_ASKED, Row, gather, status, token_hint
+from meshctl.services import MeshOptions, mesh_services
+
+# Port 1 is nobody's.
+ADDRESS = "127.0.0.1:1"
+BIG_ID = 2**62 + 1
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshctl.commands.status.TIMEOUT_S", 20.0)
+
+
+def member(
+    id_: int, service: Service, name: str = "", role: Role = "aggregated", model: str = ""
+) -> Instance:
+    return Instance(id_, "default", service, name, ADDRESS, role=role, model=model)
+
+
+def test_programs_get_numbers_nulls_and_ids_that_no_reader_rounds() -> None:
+    loads = (
+        load_pb2.Load(running=2, waiting=1, kv_used_blocks=1, kv_total_blocks=8),
+        load_pb2.Load(running=1, kv_used_blocks=1, kv_total_blocks=8),
+    )
+    worker = Row(member(BIG_ID, "worker", "worker-0", model="sim"), "serving", loads)
+    assert json.loads(json.dumps(worker.facts())) == {
+        "service": "worker",
+        "name": "worker-0",
+        "id": str(BIG_ID),
+        "address": ADDRESS,
+        "model": "sim",
+        "role": "aggregated",
+        "health": "serving",
+        "running": 3,
+        "waiting": 1,
+        "kv": 0.125,
+    }
+    router = Row(member(2, "router"), "serving").facts()
+    absent = ("name", "model", "role", "running", "waiting", "kv")
+    assert [router[key] for key in absent] == [None] * 6
+
+
+def test_an_id_of_the_table_can_be_copied_to_a_pin_and_what_is_not_there_is_a_dash() -> None:
+    load = load_pb2.Load(kv_used_blocks=1, kv_total_blocks=8)
+    cells = Row(member(BIG_ID, "worker", "worker-0", model="sim"), "serving", (load,)).cells()
+    assert cells[2] == str(BIG_ID)
+    assert cells[-3:] == ("0", "0", "12 %")
+    assert Row(member(2, "router"), "serving").cells() == (
+        *("router", "-", "2", ADDRESS, "-", "-", "serving"),
+        *("-", "-", "-"),
+    )
+
+
+async def test_rows_stand_as_the_table_of_up_has_them(tmp_path: Path) -> None:
+    specs = mesh_services(MeshOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0))
+    shown = [spec.name for spec in specs]
+    services: dict[str, Service] = {"frontend": "frontend", "router": "router"}
+    services |= {"indexer": "indexer"}
+    roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+    mixed = list(enumerate(shown, start=1))
+    Random(3).shuffle(mixed)
+    async with AsyncExitStack() as stack:
+        registry = FileRegistry(tmp_path)
+        stack.push_async_callback(registry.close)
+        for id_, name in mixed:
+            kind = name.partition("-")[0]
+            service, role = services.get(kind, "worker"), roles.get(kind, "aggregated")
+            await registry.register(member(id_, service, name, role))
+        rows = await gather(ServiceConfig(registry_path=tmp_path))
+    assert [row.instance.stable_name for row in rows] == shown
+    assert {row.health for row in rows} == {"unavailable"}
+
+
+def test_an_empty_mesh_is_told_with_the_place_that_was_looked_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there").mkdir()
+    for path, note in ((tmp_path / "there", ""), (tmp_path / "no", " (there is no such folder)")):
+        config = ServiceConfig(registry_path=path, namespace="n1")
+        assert status(config, as_json=False) == 1
+        said = f"nobody is registered in namespace 'n1' of the registry {path}{note}\n"
+        assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_registry_that_cannot_be_reached_is_not_an_empty_mesh(
+    as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ServiceConfig(registry="consul", consul_url=f"http://{ADDRESS}")
+    assert status(config, as_json=as_json) == NOT_ASKED
+    shown = capsys.readouterr()
+    assert f"meshctl: cannot reach Consul at http://{ADDRESS}\n" in shown.err
+    assert "nobody" not in shown.out
+    assert "[]" not in shown.out
+
+
+def test_whoever_does_not_know_us_asks_for_the_mesh_token() -> None:
+    known = Row(member(1, "worker"), "serving")
+    unknown = Row(member(2, "worker"), "unauthenticated")
+    assert token_hint([known], ServiceConfig()) == ""
+    assert "KVMESH_MESH_TOKEN is not set here" in token_hint([known, unknown], ServiceConfig())
+    other = token_hint([unknown], ServiceConfig(mesh_token="t"))
+    assert "KVMESH_MESH_TOKEN is another than theirs" in other

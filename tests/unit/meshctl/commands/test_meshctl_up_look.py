@@ -1,0 +1,46 @@
+"""What `meshctl up` says of the registry before it starts anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.registry.file import FileRegistry
+from common.registry.instances import Instance
+from common.registry.open import open_registry
+from common.runtime.config import ServiceConfig
+from meshctl.commands.up import look_around
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshctl.commands.up.LOOK_S", 20.0)
+
+
+async def look(config: ServiceConfig) -> str:
+    registry = open_registry(config)
+    try:
+        return await look_around(registry, config)
+    finally:
+        await registry.close()
+
+
+async def test_whoever_joins_a_living_mesh_is_told_so_and_how_not_to(tmp_path: Path) -> None:
+    config = ServiceConfig(registry_path=tmp_path)
+    living = FileRegistry(tmp_path)
+    await living.register(Instance(1, "default", "worker", "worker-0", "127.0.0.1:1"))
+    await living.register(Instance(2, "default", "router", "", "127.0.0.1:1"))
+    news = await look(config)
+    assert "namespace 'default' has 2 services already (router, worker-0)" in news
+    assert "--namespace" in news
+    assert "\n" not in news
+    elsewhere = ServiceConfig(registry_path=tmp_path, namespace="other")
+    assert await look(elsewhere) == ""
+    await living.close()
+    assert await look(config) == ""
+
+
+async def test_a_registry_that_cannot_be_reached_is_said_before_services_wait_for_it() -> None:
+    news = await look(ServiceConfig(registry="consul", consul_url="http://127.0.0.1:1"))
+    assert "cannot reach Consul at http://127.0.0.1:1" in news

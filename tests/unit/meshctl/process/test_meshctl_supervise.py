@@ -1,0 +1,346 @@
+"""Restarts, deregistration and the order of the end, on fake processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from common.errors import InvalidRequest, Unavailable
+from meshctl.process.backoff import Policy
+from meshctl.process.child import ReadyLine
+from meshctl.process.supervise import (
+    BecameReady,
+    Died,
+    Ended,
+    Event,
+    GivenUp,
+    NotDeregistered,
+    State,
+    Supervisor,
+)
+from meshctl.services import ServiceSpec
+
+WAIT_S = 20.0
+FAST = Policy(first_s=0.001, limit_s=0.004)
+E = TypeVar("E", bound=Event)
+
+
+class Journal:
+    """What was asked of the fakes, in order."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self._written = asyncio.Event()
+
+    def write(self, entry: str) -> None:
+        self.entries.append(entry)
+        self._written.set()
+
+    async def has(self, entry: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while entry not in self.entries:
+                self._written.clear()
+                await self._written.wait()
+
+
+class FakeProcess:
+    """obedient: ends upon SIGTERM. `log` collects what was asked of it."""
+
+    def __init__(self, spec: ServiceSpec, pid: int, log: Journal, obedient: bool) -> None:
+        self.spec = spec
+        self.pid = pid
+        self.log = log
+        self.obedient = obedient
+        self.line: asyncio.Future[ReadyLine | None] = asyncio.Future()
+        self.ended: asyncio.Future[int] = asyncio.Future()
+
+    async def ready(self) -> ReadyLine | None:
+        return await asyncio.shield(self.line)
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self.ended)
+
+    def terminate(self) -> None:
+        self.log.write(f"TERM {self.spec.name}")
+        if self.obedient:
+            self.end(0)
+
+    def kill(self) -> None:
+        self.log.write(f"KILL {self.spec.name}")
+        self.end(-9)
+
+    def say_ready(self, instance_id: str | None = None) -> None:
+        name = instance_id or str(self.pid)
+        self.line.set_result(ReadyLine(self.spec.name, self.pid, name, {}))
+
+    def end(self, status: int) -> None:
+        if not self.ended.done():
+            self.ended.set_result(status)
+        if not self.line.done():
+            self.line.set_result(None)
+
+
+class World:
+    """Launcher, registrar and listener of a supervisor in one."""
+
+    def __init__(self, *, born: Callable[[FakeProcess], None], obedient: bool = True) -> None:
+        self.born = born
+        self.obedient = obedient
+        self.processes: list[FakeProcess] = []
+        self.log = Journal()
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.deregistered: list[tuple[str, int]] = []
+        self.registry_error: Exception | None = None
+        self.launch_error: OSError | None = None
+
+    def start(self, spec: ServiceSpec) -> FakeProcess:
+        if self.launch_error is not None:
+            raise self.launch_error
+        self.log.write(f"START {spec.name}")
+        process = FakeProcess(spec, 100 + len(self.processes), self.log, self.obedient)
+        self.processes.append(process)
+        self.born(process)
+        return process
+
+    async def deregister(self, namespace: str, instance_id: int) -> None:
+        if self.registry_error is not None:
+            raise self.registry_error
+        self.deregistered.append((namespace, instance_id))
+
+    async def told(self, kind: type[E]) -> E:
+        """The next event of a kind; others before it are skipped."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                event = await self.events.get()
+                if isinstance(event, kind):
+                    return event
+
+
+def spec(name: str, rank: int = 0, drain_s: float = WAIT_S) -> ServiceSpec:
+    return ServiceSpec(name, "module", (), rank, drain_s)
+
+
+def well(process: FakeProcess) -> None:
+    process.say_ready()
+
+
+def dead(process: FakeProcess) -> None:
+    process.end(1)
+
+
+def silent(process: FakeProcess) -> None:
+    pass
+
+
+@asynccontextmanager
+async def running(
+    world: World, *specs: ServiceSpec, policy: Policy = FAST, start_s: float = WAIT_S
+) -> AsyncIterator[Supervisor]:
+    supervisor = Supervisor(
+        specs,
+        world,
+        world,
+        namespace="ns",
+        tell=world.events.put_nowait,
+        clock=asyncio.get_running_loop().time,
+        rng=Random(1),
+        policy=policy,
+        start_s=start_s,
+    )
+    async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+        group.create_task(supervisor.run())
+        try:
+            yield supervisor
+        finally:
+            supervisor.stop()
+
+
+async def test_all_are_ready_when_the_last_one_is() -> None:
+    world = World(born=silent)
+    async with running(world, spec("a"), spec("b")) as supervisor:
+        ready = asyncio.ensure_future(supervisor.all_ready())
+        await world.log.has("START b")
+        world.processes[0].say_ready()
+        await world.told(BecameReady)
+        assert not ready.done()
+        world.processes[1].say_ready()
+        await ready
+
+
+async def test_a_service_that_died_is_deregistered_and_started_again() -> None:
+    world = World(born=well)
+    async with running(world, spec("a")) as supervisor:
+        await world.told(BecameReady)
+        world.processes[0].end(-11)
+        died = await world.told(Died)
+        assert (died.service, died.status) == ("a", -11)
+        assert died.again_in_s is not None
+        assert world.deregistered == [("ns", 100)]
+        assert (await world.told(BecameReady)).line.pid == 101
+        await supervisor.all_ready()
+
+
+async def test_an_orderly_exit_nobody_asked_for_is_a_death_too() -> None:
+    world = World(born=well)
+    async with running(world, spec("a")):
+        await world.told(BecameReady)
+        world.processes[0].end(0)
+        assert (await world.told(Died)).status == 0
+        await world.told(BecameReady)
+
+
+async def test_what_is_never_ready_is_given_up_and_the_others_are_stopped() -> None:
+    world = World(born=lambda process: (dead if process.spec.name == "a" else well)(process))
+    async with running(world, spec("a"), spec("b")) as supervisor:
+        assert await world.told(GivenUp) == GivenUp("a", 5)
+        await supervisor.stopping()
+        assert (await world.told(Ended)).service == "b"
+    assert world.log.entries.count("START a") == 5
+    assert not supervisor.clean
+    assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
+
+
+async def test_what_cannot_be_used_as_it_is_configured_ends_the_mesh_at_its_first_end() -> None:
+    world = World(born=lambda process: process.end(2))
+    async with running(world, spec("a")) as supervisor:
+        died = await world.told(Died)
+        assert (died.status, died.again_in_s) == (2, None)
+        assert await world.told(GivenUp) == GivenUp("a", 1, can_heal=False)
+        await supervisor.stopping()
+    assert world.log.entries == ["START a"]
+    assert not supervisor.clean
+
+
+async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
+    world = World(born=well)
+    world.launch_error = OSError("no more processes")
+    async with running(world, spec("a")):
+        died = await world.told(Died)
+        assert (died.status, died.why) == (None, "no more processes")
+        await world.told(GivenUp)
+
+
+async def test_a_service_that_hangs_while_it_starts_is_killed_and_started_again() -> None:
+    world = World(born=silent)
+    async with running(world, spec("a"), start_s=0.01):
+        assert "not ready within" in (await world.told(Died)).why
+        assert world.log.entries[:2] == ["START a", "KILL a"]
+
+
+async def test_a_ready_line_that_makes_no_sense_is_a_death() -> None:
+    def nonsense(process: FakeProcess) -> None:
+        process.line.set_exception(InvalidRequest("ready line.pid: Field required", "pid"))
+
+    world = World(born=nonsense)
+    async with running(world, spec("a")):
+        assert (await world.told(Died)).why == "ready line.pid: Field required"
+
+
+@pytest.mark.parametrize("instance_id", ["7", "not a number"])
+async def test_a_registry_that_fails_stops_no_restart_and_is_said(instance_id: str) -> None:
+    world = World(born=lambda process: process.say_ready(instance_id))
+    world.registry_error = Unavailable("the disk is full")
+    async with running(world, spec("a")):
+        await world.told(BecameReady)
+        world.processes[0].end(1)
+        assert (await world.told(NotDeregistered)).service == "a"
+        await world.told(BecameReady)
+
+
+async def test_the_end_comes_rank_by_rank_and_the_next_rank_waits_for_the_one_before() -> None:
+    world = World(born=well, obedient=False)
+    specs = (spec("worker", 2), spec("front-0", 0), spec("router", 1), spec("front-1", 0))
+    async with running(world, *specs) as supervisor:
+        await supervisor.all_ready()
+        supervisor.stop()
+        by_name = {process.spec.name: process for process in world.processes}
+        for wave in (["front-0", "front-1"], ["router"], ["worker"]):
+            await world.log.has(f"TERM {wave[-1]}")
+            asked = world.log.entries[4:]
+            assert asked[-len(wave) :] == [f"TERM {name}" for name in wave]
+            for name in wave:
+                by_name[name].end(0)
+    assert asked == ["TERM front-0", "TERM front-1", "TERM router", "TERM worker"]
+    assert supervisor.clean
+
+
+async def test_what_does_not_end_in_time_is_killed_and_said() -> None:
+    world = World(born=well, obedient=False)
+    async with running(world, spec("a", drain_s=0.01)) as supervisor:
+        await supervisor.all_ready()
+        supervisor.stop()
+        ended = await world.told(Ended)
+        assert (ended.status, ended.killed) == (-9, True)
+        assert ended.after_s >= 0.01
+    assert not supervisor.clean
+
+
+async def test_a_kill_ends_all_at_once_in_the_midst_of_an_orderly_end() -> None:
+    world = World(born=well, obedient=False)
+    async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
+        await supervisor.all_ready()
+        supervisor.stop()
+        await world.log.has("TERM a")
+        supervisor.kill()
+        await world.told(Ended)
+    assert "KILL a" in world.log.entries
+    assert "KILL b" in world.log.entries
+    assert not supervisor.clean
+
+
+async def test_a_stop_during_the_pause_starts_nothing_more() -> None:
+    world = World(born=dead)
+    policy = Policy(first_s=WAIT_S, limit_s=WAIT_S)
+    async with running(world, spec("a"), policy=policy) as supervisor:
+        await world.told(Died)
+        assert [child.state for child in supervisor.children] == [State.WAITING]
+        supervisor.stop()
+    assert world.log.entries == ["START a"]
+    assert [child.state for child in supervisor.children] == [State.STOPPED]
+
+
+async def test_a_service_that_dies_while_others_drain_stays_dead_and_is_said() -> None:
+    world = World(born=well, obedient=False)
+    async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
+        await supervisor.all_ready()
+        supervisor.stop()
+        await world.log.has("TERM a")
+        world.processes[1].end(1)
+        died = await world.told(Died)
+        assert (died.service, died.again_in_s) == ("b", None)
+        world.processes[0].end(0)
+    assert world.log.entries.count("START b") == 1
+
+
+async def test_a_service_stopped_before_it_could_listen_ended_well() -> None:
+    world = World(born=silent, obedient=False)
+    async with running(world, spec("a")) as supervisor:
+        await world.log.has("START a")
+        supervisor.stop()
+        await world.log.has("TERM a")
+        world.processes[0].end(-15)
+    assert supervisor.clean
+
+
+async def test_no_process_outlives_a_supervisor_that_is_cancelled() -> None:
+    world = World(born=well, obedient=False)
+    supervisor = Supervisor(
+        [spec("a")],
+        world,
+        world,
+        namespace="ns",
+        tell=world.events.put_nowait,
+        clock=asyncio.get_running_loop().time,
+        rng=Random(1),
+    )
+    task = asyncio.ensure_future(supervisor.run())
+    await world.told(BecameReady)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert world.log.entries == ["START a", "KILL a"]

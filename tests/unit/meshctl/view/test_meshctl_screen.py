@@ -1,0 +1,140 @@
+"""What meshctl prints."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import signal
+from random import Random
+
+import pytest
+
+from meshctl.process.backoff import Backoff, Policy
+from meshctl.process.child import ReadyLine
+from meshctl.process.supervise import BecameReady, Child, Died, Ended, Event, GivenUp
+from meshctl.services import ServiceSpec
+from meshctl.view.screen import Screen, hints, http_url, status_text, table, wants_colour
+
+LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
+
+
+class Shown:
+    """A screen; tails: what the log of a service ends with, at its first death and after that."""
+
+    def __init__(self, *tails: list[str], colour: bool = False) -> None:
+        ends = iter(tails)
+        last = tails[-1] if tails else ["boom"]
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.screen = Screen(
+            self.out,
+            self.err,
+            colour=colour,
+            clock=iter([10.0, 11.26, 12.0, 13.0]).__next__,
+            tail=lambda name: next(ends, last),
+            log=lambda name: f"logs/{name}.log",
+        )
+
+    def line(self, event: Event) -> str:
+        self.screen.event(event)
+        return self.out.getvalue()
+
+
+def test_a_ready_service_is_one_plain_line_with_the_time_since_the_start() -> None:
+    line = Shown().line(BecameReady("worker-0", LINE, 1.2))
+    assert line.startswith("    1.3 s  worker-0      ready ")
+    assert "pid 7" in line
+    assert "\x1b" not in line
+
+
+def test_a_terminal_sees_colours() -> None:
+    assert "\x1b[32mready" in Shown(colour=True).line(BecameReady("worker-0", LINE, 1.2))
+
+
+def test_a_death_names_who_with_which_status_where_the_log_is_and_what_comes_next() -> None:
+    line = Shown().line(Died("worker-1", -9, "", 3.0, 0.2))
+    assert "worker-1" in line
+    assert "killed by SIGKILL after 3.0 s, see logs/worker-1.log; again in 0.2 s" in line
+
+
+def test_the_reason_of_a_death_is_told_at_once_and_again_only_when_it_is_another() -> None:
+    shown = Shown(["no such model"], ["no such model"], ["no memory"])
+    for name, told in (("worker-0", 1), ("worker-1", 1), ("worker-0", 2)):
+        shown.line(Died(name, 1, "", 3.0, 0.2))
+        assert shown.err.getvalue().count("  | ") == told
+    assert shown.err.getvalue() == "  | no such model\n  | no memory\n"
+
+
+@pytest.mark.parametrize("status", [None, 0, -9])
+def test_what_was_killed_or_ended_well_has_no_reason_in_its_log(status: int | None) -> None:
+    shown = Shown()
+    shown.line(Died("worker-0", status, "", 3.0, 0.2))
+    assert shown.err.getvalue() == ""
+
+
+def test_giving_up_says_the_reason_and_nothing_more() -> None:
+    shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
+    shown.line(GivenUp("worker-1", 5))
+    assert shown.err.getvalue() == (
+        "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"
+    )
+
+
+def test_giving_up_shows_the_end_of_a_log_without_a_reason() -> None:
+    shown = Shown(['{"event": "loading"}'])
+    shown.line(GivenUp("worker-1", 5))
+    assert 'the end of logs/worker-1.log:\n  | {"event": "loading"}' in shown.err.getvalue()
+
+
+def test_what_cannot_be_used_as_it_is_configured_is_told_once() -> None:
+    lines = ["worker: the configuration cannot be used:", "  --block-size: must be at least 1"]
+    shown = Shown(lines)
+    shown.line(Died("worker-1", 2, "", 3.0, None))
+    shown.line(GivenUp("worker-1", 1, can_heal=False))
+    assert shown.err.getvalue() == (
+        "".join(f"  | {line}\n" for line in lines)
+        + "meshctl: worker-1 cannot be used as it is configured\n"
+    )
+
+
+def test_a_service_that_had_to_be_killed_is_said_to_be() -> None:
+    assert "killed    20.3 s after SIGTERM" in Shown().line(Ended("router-0", -9, 20.3, True))
+
+
+def test_exit_statuses_are_words() -> None:
+    assert status_text(3) == "exit status 3"
+    assert status_text(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert status_text(-63) == "killed by signal 63"
+    assert status_text(None) == "could not be started"
+
+
+def test_the_table_has_a_row_for_each_service() -> None:
+    child = Child(
+        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Backoff(Policy(), Random())
+    )
+    header, row = table([child])
+    assert header.split() == ["SERVICE", "STATE", "PID", "ADDRESS", "URL"]
+    assert row.split() == ["frontend-0", "starting", "-", "-", "-"]
+    child.line = ReadyLine("frontend", 1, "1", {"grpc": "h:1", "http": "h:2"})
+    assert table([child])[1].split()[-2:] == ["h:1", "http://h:2"]
+
+
+def test_an_address_that_is_a_url_stays_one() -> None:
+    assert http_url(ReadyLine("f", 1, "1", {"http": "https://h"})) == "https://h"
+    assert http_url(None) == ""
+
+
+def test_the_hint_is_a_command_line_even_for_a_model_with_quotes_in_its_name() -> None:
+    words = shlex.split(hints("http://h:1", "it's")[1])
+    assert words[:2] == ["chat", "curl"]
+    assert '"model": "it\'s"' in words[-1]
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_colours_can_be_refused(environ: dict[str, str]) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert wants_colour(Terminal(), {})
+    assert not wants_colour(Terminal(), environ)
+    assert not wants_colour(io.StringIO(), {})

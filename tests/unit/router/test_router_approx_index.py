@@ -1,0 +1,501 @@
+"""Guesses from decisions: what ranks hold where nobody tells, and before anybody tells."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.kv.events import Source
+from common.kv.hashing import hashes_to_bytes
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RouterConfigOverride
+from router_svc.config import RouterConfig
+from router_svc.core.approx_index import ApproxIndex, ApproxLimits
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.overlap import EVENTS, IndexChoice, Overlaps, Standing, choose_index
+from router_svc.core.query import Query
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
+
+B = 16
+TTL_S = 120.0
+
+
+def name_of(path: tuple[int, ...]) -> int:
+    """A stand-in for prefix hashes: a name for a whole path."""
+    digest = hashlib.blake2b(repr(path).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def prompt(*blocks: int, model: str = "m", block_size: int = B) -> Query:
+    """A prompt of so many blocks with that content."""
+    names = [name_of(blocks[:n]) for n in range(1, len(blocks) + 1)]
+    packed = hashes_to_bytes(np.array(names, dtype=np.uint64)) if names else b""
+    return Query(model, len(blocks) * block_size, packed, 1, block_size)
+
+
+def at(worker_id: int, rank: int = 0) -> Placement:
+    return Placement(worker_id, rank)
+
+
+def depths(index: ApproxIndex, query: Query) -> dict[int, int]:
+    return {row.source.worker_id: row.device_blocks for row in index.match(query)}
+
+
+def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None:
+    index = ApproxIndex()
+    index.touch(prompt(1, 2, 3, 4), at(1), 0.0)
+    assert depths(index, prompt(1, 2, 3, 4)) == {1: 4}
+    assert depths(index, prompt(1, 2)) == {1: 2}
+    assert depths(index, prompt(1, 2, 3, 9, 9)) == {1: 3}
+    assert depths(index, prompt(9)) == {}
+    assert depths(index, prompt()) == {}
+
+
+def test_ranks_of_one_worker_are_told_apart() -> None:
+    index = ApproxIndex()
+    index.touch(prompt(1, 2), at(1, 1), 0.0)
+    assert index.match(prompt(1)) == [Matched(Source(1, 1), 1, 1, 1)]
+
+
+@pytest.mark.parametrize("other", [{"model": "other"}, {"block_size": 32}])
+def test_models_and_block_sizes_do_not_match_each_other(other: dict[str, Any]) -> None:
+    index = ApproxIndex()
+    index.touch(prompt(1, 2), at(1), 0.0)
+    assert depths(index, prompt(1, 2, **other)) == {}
+    assert depths(index, replace(prompt(1, 2), hash_scheme=2)) == {}
+
+
+@pytest.mark.row("S1-27")
+def test_a_guess_counts_for_its_time_and_its_beginning_longer_where_it_is_used() -> None:
+    index = ApproxIndex()
+    index.touch(prompt(1, 2, 3), at(1), 0.0)
+    index.touch(prompt(1, 8), at(1), 100.0)
+    index.expire(TTL_S - 0.1, 0)
+    assert depths(index, prompt(1, 2, 3)) == {1: 3}
+    index.expire(TTL_S, 0)
+    assert depths(index, prompt(1, 2, 3)) == {1: 1}, "even before anything is dropped"
+    assert not index.expire(TTL_S, 100)
+    assert index.blocks == 2
+    index.expire(100.0 + TTL_S, 100)
+    assert (depths(index, prompt(1, 8)), index.blocks) == ({}, 0)
+
+
+def test_time_that_goes_back_brings_nothing_back() -> None:
+    index = ApproxIndex()
+    index.touch(prompt(1), at(1), 0.0)
+    index.expire(TTL_S, 0)
+    index.touch(prompt(2), at(1), 5.0)
+    assert depths(index, prompt(1)) == {}
+    assert depths(index, prompt(2)) == {1: 1}
+
+
+def test_a_full_map_loses_the_ends_of_what_was_longest_unused() -> None:
+    index = ApproxIndex(ApproxLimits(blocks_max=6, prune_target_ratio=1.0))
+    index.touch(prompt(1, 2, 3), at(1), 0.0)
+    index.touch(prompt(7, 8, 9), at(1), 1.0)
+    index.touch(prompt(1, 4), at(1), 2.0)
+    assert index.blocks == 6
+    assert depths(index, prompt(1, 2, 3)) == {1: 2}, "the third had to go, the first is young again"
+    assert depths(index, prompt(7, 8, 9)) == {1: 3}
+    assert depths(index, prompt(1, 4)) == {1: 2}
+
+
+@pytest.mark.row("S1-27")
+def test_a_full_map_makes_room_down_to_its_target_in_small_steps() -> None:
+    index = ApproxIndex(ApproxLimits(blocks_max=100, prune_target_ratio=0.5))
+    for number in range(20):
+        index.touch(prompt(number, 1, 2, 3, 4), at(1), float(number))
+    assert index.blocks == 100
+    index.touch(prompt(20), at(1), 20.0)
+    assert index.blocks == 98, "it makes room for one, and then twice as much as was added"
+    assert index.expire(20.0, 40)
+    assert index.blocks == 58
+    assert not index.expire(20.0, 40)
+    assert index.blocks == 50
+    assert depths(index, prompt(0)) == {}
+    assert depths(index, prompt(19, 1, 2, 3, 4)) == {1: 5}
+
+
+def test_of_a_prompt_larger_than_the_map_its_beginning_is_kept() -> None:
+    index = ApproxIndex(ApproxLimits(blocks_max=8, prune_target_ratio=1.0))
+    index.touch(prompt(*range(50)), at(1), 0.0)
+    assert (index.blocks, depths(index, prompt(*range(50)))) == (8, {1: 8})
+
+
+@pytest.mark.row("S1-52")
+def test_a_worker_that_left_matches_no_more_on_any_rank_and_its_entries_go_with_time() -> None:
+    index = ApproxIndex()
+    for rank in range(3):
+        index.touch(prompt(1, 2), at(1, rank), 0.0)
+    index.touch(prompt(1, 2), at(2), 1.0)
+    index.forget(1)
+    index.forget(99)
+    assert depths(index, prompt(1, 2)) == {2: 2}
+    assert index.blocks == 8
+    index.expire(TTL_S, 100)
+    assert (index.blocks, depths(index, prompt(1, 2))) == (2, {2: 2})
+    index.touch(prompt(1, 2), at(1), TTL_S)
+    assert depths(index, prompt(1, 2)) == {2: 2, 1: 2}, "should it come back, it begins anew"
+
+
+def test_what_is_gone_leaves_no_trace_however_many_came_and_went() -> None:
+    index = ApproxIndex(ApproxLimits(ttl_s=5.0))
+    for number in range(200):
+        now = float(number)
+        index.touch(prompt(number, model=f"m{number}"), at(number), now)
+        if number % 3 == 0:
+            index.forget(number)
+        index.expire(now, 10)
+    index.expire(1000.0, 1000)
+    assert index.blocks == 0
+    assert not index._trails
+    assert not index._known
+
+
+# Against the naive thing: a list of all that was ever touched, the oldest first.
+
+Entry = tuple[int, int, tuple[int, ...]]  # Worker, its life, path.
+
+
+class Naive:
+    """Every (worker, block) ever touched, in order of its last touch."""
+
+    def __init__(self, limits: ApproxLimits) -> None:
+        self.limits = limits
+        self.order: list[Entry] = []
+        self.touched: dict[Entry, float] = {}
+        self.lives: Counter[int] = Counter()
+        self.now = 0.0
+
+    def touch(self, path: tuple[int, ...], worker: int) -> None:
+        for n in range(min(len(path), self.limits.blocks_max), 0, -1):
+            entry = (worker, self.lives[worker], path[:n])
+            if entry in self.touched:
+                self.order.remove(entry)
+            self.order.append(entry)
+            self.touched[entry] = self.now
+
+    def depth(self, path: tuple[int, ...], worker: int, blocks: int) -> int:
+        """Where only the `blocks` youngest are left."""
+        young = set(self.order[len(self.order) - blocks :])
+        held = [
+            (entry := (worker, self.lives[worker], path[:n])) in young
+            and self.touched[entry] > self.now - self.limits.ttl_s
+            for n in range(1, len(path) + 1)
+        ]
+        assert held == sorted(held, reverse=True), "what counts of a rank is prefix-closed"
+        return sum(held)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["touch", "touch", "touch", "expire", "forget"]),
+        st.integers(1, 3),
+        st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple),
+        st.sampled_from([0.0, 0.0, 1.0, 4.0]),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.row("S1-27")
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, blocks_max=st.sampled_from([1, 4, 12, 1000]), ratio=st.sampled_from([0.5, 1.0]))
+def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
+    steps: list[tuple[str, int, tuple[int, ...], float]], blocks_max: int, ratio: float
+) -> None:
+    limits = ApproxLimits(ttl_s=10.0, blocks_max=blocks_max, prune_target_ratio=ratio)
+    index, naive = ApproxIndex(limits), Naive(limits)
+    for step, worker, path, passed_s in steps:
+        naive.now += passed_s
+        match step:
+            case "touch":
+                index.touch(prompt(*path), at(worker), naive.now)
+                naive.touch(path, worker)
+            case "expire":
+                index.expire(naive.now, 3)
+            case "forget":
+                index.expire(naive.now, 0)
+                index.forget(worker)
+                naive.lives[worker] += 1
+        index.expire(naive.now, 0)
+        assert index.blocks <= blocks_max
+        # What was dropped is the oldest; the list need not know when.
+        assert index.blocks <= len(naive.order)
+        for probe in (path, (*path, 0), (0, 1, 0, 1), (1, 1, 1)):
+            held = {w: naive.depth(probe, w, index.blocks) for w in (1, 2, 3)}
+            assert depths(index, prompt(*probe)) == {w: d for w, d in held.items() if d}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ten_times_what_there_is_room_for_leaves_no_more_than_there_is_room_for(seed: int) -> None:
+    rng = Random(seed)
+    index = ApproxIndex(ApproxLimits(blocks_max=200))
+    for now in range(100):
+        blocks = [rng.randrange(1000) for _ in range(20)]
+        index.touch(prompt(*blocks), at(rng.randrange(4)), float(now))
+        assert index.blocks <= 200
+        assert sum(trail.blocks for trail in index._trails.values()) == index.blocks
+    assert depths(index, prompt(*blocks)) != {}, "the newest is there"
+
+
+# Which ways to know are used.
+
+LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
+
+
+@pytest.mark.row("S1-42", "S1-43", "S1-45", "S1-46")
+@pytest.mark.parametrize(
+    ("credit", "has_other_use", "kv_events", "predicted_ttl_s"),
+    list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [False, True], [0.0, 5.0])),
+)
+def test_the_first_rule_that_applies_chooses(
+    credit: float, has_other_use: bool, kv_events: bool, predicted_ttl_s: float
+) -> None:
+    choice = choose_index(
+        overlap_score_credit=credit,
+        has_other_use=has_other_use,
+        kv_events=kv_events,
+        limits=LIMITS,
+        predicted_ttl_s=predicted_ttl_s,
+    )
+    if credit == 0 and not has_other_use:
+        assert choice == IndexChoice("none", None, None, "overlap_score_credit is 0")
+    elif not kv_events:
+        assert choice == IndexChoice("approx", LIMITS, None, "kv_events is off")
+    elif predicted_ttl_s:
+        assert choice == IndexChoice("events", LIMITS, replace(LIMITS, ttl_s=5.0), choice.why)
+    else:
+        assert choice == IndexChoice("events", LIMITS, None, choice.why)
+    assert choice.subscribes == ((credit > 0 or has_other_use) and kv_events)
+
+
+@pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")
+def test_the_knobs_of_the_configuration_reach_the_index() -> None:
+    config = RouterConfig(
+        kv_events=False,
+        router_ttl_secs=7.0,
+        router_max_tree_size=99,
+        router_prune_target_ratio=0.3,
+    )
+    guesses = Overlaps(Told({}), config.index_choice).guesses
+    assert guesses is not None
+    assert guesses.limits == LIMITS
+    predictions = RouterConfig(router_predicted_ttl_secs=5.0).index_choice.predictions
+    assert predictions == ApproxLimits(ttl_s=5.0)
+    assert RouterConfig().index_choice == EVENTS
+
+
+# A router that guesses.
+
+
+class Told:
+    """An index that the engines told: blocks by worker, whatever the prompt."""
+
+    def __init__(self, held: dict[int, tuple[int, int, int]]) -> None:
+        self.held = held
+        self.asked = 0
+
+    def match(self, query: Query) -> list[Matched]:
+        self.asked += 1
+        return [Matched(Source(worker_id), *tiers) for worker_id, tiers in self.held.items()]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+
+KvIndex = Literal["events", "approx", "none"]
+
+
+class Bed:
+    """A router over workers that advertise what they are said to."""
+
+    def __init__(
+        self, *ways: KvIndex, told: dict[int, tuple[int, int, int]] | None = None, **knobs: Any
+    ) -> None:
+        self.told = Told(told or {})
+        config = RouterConfig(**knobs)
+        self.router = Router(
+            SELECTORS["kv"](), index=self.told, choice=config.index_choice, knobs=config.cost_knobs
+        )
+        self.workers = [
+            Instance(n, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index=way)
+            for n, way in enumerate(ways, 1)
+        ]
+        self.count = 0
+        self.now = 0.0
+        self.see(*self.workers)
+
+    def see(self, *workers: Instance) -> None:
+        self.router.update(Snapshot(1, {w.id: w for w in workers}), self.now)
+
+    def send(self, query: Query) -> Decision:
+        """Place it, let it end at once."""
+        self.count += 1
+        key = BookingKey(7, f"r{self.count}", 0)
+        decision = self.router.decide(query, key, self.now, Random(self.count))
+        self.router.book.free(key)
+        return decision
+
+    def overlap(self, query: Query) -> dict[int, int]:
+        matches = self.router.match(query)
+        return {placement[0]: row.device_blocks for placement, row in matches.items()}
+
+
+@pytest.mark.row("S1-50")
+def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
+    bed = Bed("events", "approx", "events", kv_events=False, recent_miss_weight=0.0)
+    first = bed.send(prompt(1, 2, 3, 4))
+    assert first.overlap_blocks == 0
+    again = bed.send(prompt(1, 2, 3, 4, 5))
+    assert again.worker == first.worker
+    assert (again.overlap_blocks, again.predicted_cached_tokens) == (4, 64)
+    assert again.reasons[0] == "prefix hit: 4 of 5 blocks, guessed"
+    assert bed.told.asked == 0, "there is no index to ask"
+    row = next(r for r in again.considered if r.placement == first.worker)
+    assert row.standing.state == "approx"
+
+
+def test_what_is_only_asked_leaves_no_trace() -> None:
+    bed = Bed("approx")
+    bed.router.preview(prompt(1, 2), 0.0, Random(0))
+    bed.router.decide(prompt(1, 2), None, 0.0, Random(0))
+    bed.router.potential_loads(prompt(1, 2), 0.0)
+    assert bed.overlap(prompt(1, 2)) == {}
+
+
+def test_beside_publishers_a_worker_that_tells_nothing_is_guessed() -> None:
+    bed = Bed("events", "approx", told={1: (2, 2, 2), 2: (9, 9, 9)})
+    hints = replace(prompt(1, 2, 3, 4), excluded_worker_ids=frozenset({1}))
+    bed.send(hints)
+    assert bed.overlap(prompt(1, 2, 3, 4)) == {1: 2, 2: 4}, "what is told of the second is not so"
+    assert bed.router.overlaps.predictions is None
+
+
+def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
+    bed = Bed("approx", "approx")
+    chosen = bed.send(prompt(1, 2)).worker.worker_id
+    others = [w for w in bed.workers if w.id != chosen]
+    bed.see(*others)
+    bed.see(*bed.workers)
+    assert bed.overlap(prompt(1, 2)) == {}
+
+
+def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None:
+    bed = Bed("approx", "approx")
+    first, second = bed.workers
+    bed.see(replace(first, role="prefill"), replace(second, role="decode"))
+    decision = bed.send(prompt(1, 2))
+    assert decision.prefill == at(1)
+    assert bed.overlap(prompt(1, 2)) == {1: 2}
+
+
+def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
+    """Four of a family share a long beginning, and all families come at once."""
+
+    def beginnings_computed(seed: int, **knobs: Any) -> int:
+        """Nothing ends and nothing is told meanwhile; each family begins once on each worker."""
+        bed = Bed("events", "events", "events", "events", **knobs)
+        rng = Random(seed)
+        requests = [(family, n) for family in range(8) for n in range(4)]
+        rng.shuffle(requests)
+        begun = set()
+        for family, n in requests:
+            query = prompt(family, *range(100, 130), 1000 * family + n)
+            key = BookingKey(7, f"{family}.{n}", 0)
+            begun.add((family, bed.router.decide(query, key, 0.0, rng).worker))
+        return len(begun)
+
+    blind = sum(beginnings_computed(seed) for seed in range(5))
+    seeing = sum(beginnings_computed(seed, router_predicted_ttl_secs=5.0) for seed in range(5))
+    assert seeing < 0.9 * blind, (seeing, blind)
+
+
+def test_of_events_and_predictions_the_more_counts_on_each_tier() -> None:
+    bed = Bed(
+        "events",
+        "events",
+        told={1: (1, 3, 9), 2: (8, 8, 8)},
+        router_predicted_ttl_secs=5.0,
+    )
+    bed.router.overlaps.routed(prompt(*range(4)), at(1), 0.0)
+    bed.router.overlaps.routed(prompt(*range(4)), at(2), 0.0)
+    matches = bed.router.match(prompt(*range(4)))
+    assert matches[1, 0][1:] == (4, 4, 9)
+    assert matches[2, 0][1:] == (8, 8, 8)
+    bed.router.overlaps.expire(5.0, 0)
+    assert bed.router.match(prompt(*range(4)))[1, 0][1:] == (1, 3, 9)
+
+
+# kv_index=none.
+
+
+def reasons(decision: Decision) -> list[str]:
+    return [reason for reason in decision.reasons if "kv_index=none" in reason]
+
+
+@pytest.mark.row("S1-42", "S1-48", "S1-50")
+def test_with_a_credit_of_zero_nothing_is_asked_or_remembered_and_the_reasons_say_so() -> None:
+    bed = Bed("events", "approx", told={1: (4, 4, 4)}, overlap_score_credit=0.0)
+    for _ in range(3):
+        decision = bed.send(prompt(1, 2, 3, 4))
+        assert decision.overlap_blocks == 0
+        assert reasons(decision) == ["kv_index=none: overlap_score_credit is 0"]
+    assert bed.told.asked == 0
+    assert (bed.router.overlaps.guesses, bed.router.overlaps.predictions) == (None, None)
+    assert bed.router.match(prompt(1)) == {}, "an empty answer, never an error"
+
+
+def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered() -> None:
+    bed = Bed("none", "none", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
+    for _ in range(2):
+        decision = bed.send(prompt(1, 2, 3, 4))
+        assert decision.overlap_blocks == 0
+        assert reasons(decision) == ["kv_index=none: no candidate's cache can be known"]
+    for index in (bed.router.overlaps.guesses, bed.router.overlaps.predictions):
+        assert index is not None
+        assert index.blocks == 0
+
+
+@pytest.mark.parametrize("kv_events", [True, False])
+def test_a_worker_without_index_stays_so_whatever_the_router_follows(kv_events: bool) -> None:
+    bed = Bed("none", kv_events=kv_events)
+    assert bed.send(prompt(1, 2)).overlap_blocks == bed.send(prompt(1, 2)).overlap_blocks == 0
+
+
+def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> None:
+    """What an adapter, a salt or an image makes of a prompt its token ids do not tell."""
+    bed = Bed("events", "approx", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
+    nameless = Query("m", 4 * B)
+    for _ in range(4):
+        decision = bed.send(nameless)
+        assert decision.overlap_blocks == 0
+        assert reasons(decision) == ["kv_index=none: the request names no blocks"]
+    assert bed.told.asked == 0
+    for index in (bed.router.overlaps.guesses, bed.router.overlaps.predictions):
+        assert index is not None
+        assert index.blocks == 0
+
+
+def test_a_prompt_shorter_than_a_block_is_nothing_worth_a_reason() -> None:
+    assert reasons(Bed("events").send(Query("m", B - 1))) == []
+    assert reasons(Bed("events").send(prompt(1, 2))) == []
+
+
+def test_one_request_may_ignore_overlap_and_is_remembered_all_the_same() -> None:
+    bed = Bed("approx", "approx")
+    override = RouterConfigOverride(overlap_score_credit=0.0)
+    decision = bed.send(replace(prompt(1, 2), override=override))
+    assert bed.overlap(prompt(1, 2)) == {decision.worker.worker_id: 2}

@@ -1,0 +1,441 @@
+"""The load book: sums, owners, orphans and reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from common.errors import InvalidRequest, Overloaded
+from common.kv.load import Load
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import (
+    ORPHAN_S,
+    REPORT_MAX_AGE_S,
+    Booking,
+    BookingKey,
+    LoadBook,
+    Totals,
+)
+
+W1, W2 = Placement(1, 0), Placement(2, 0)
+FRONTEND = 7
+
+
+def key(name: str = "r", attempt: int = 0, frontend_id: int = FRONTEND) -> BookingKey:
+    return BookingKey(frontend_id, name, attempt)
+
+
+def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
+    given: dict[str, Any] = {"prefill_tokens": 100, "decode_blocks": 7, **facts}
+    return Booking(key(name), "m", worker, None, **given)
+
+
+def owned() -> tuple[LoadBook, int]:
+    book = LoadBook()
+    return book, book.open_session(FRONTEND)
+
+
+@pytest.mark.row("S1-79")
+def test_a_booking_weighs_on_its_worker_and_rank_only() -> None:
+    book, session = owned()
+    assert book.book(booking(), session, 0.0)
+    assert book.load(W1, 0.0) == Totals(100, 7, 1)
+    assert book.load(Placement(1, 1), 0.0) == Totals()
+    assert book.load(W2, 0.0) == Totals()
+
+
+def test_the_same_key_is_booked_once() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    assert not book.book(booking(worker=W2), session, 0.0)
+    assert len(book) == 1
+    assert book.load(W1, 0.0) == Totals(100, 7, 1)
+
+
+def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
+    book, session = owned()
+    for one in (key(), key(attempt=1), key(frontend_id=8)):
+        assert book.book(replace(booking(), key=one), None, 0.0)
+    assert book.load(W1, 0.0).requests == 3
+    assert session
+
+
+@pytest.mark.row("S1-81")
+def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
+    book, session = owned()
+    book.book(booking("a"), session, 0.0)
+    book.book(booking("b"), session, 0.0)
+    assert book.mark_prefill_done(key("a"))
+    assert book.mark_prefill_done(key("a"))
+    assert book.load(W1, 0.0) == Totals(100, 14, 2)
+    held = book.get(key("a"))
+    assert held is not None
+    assert (held.prefill_tokens, held.revision) == (0, 2)
+    assert not book.mark_prefill_done(key("unknown"))
+
+
+@pytest.mark.row("S1-82", "S1-92")
+def test_free_returns_everything_and_a_second_one_is_told() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    assert book.free(key())
+    assert not book.free(key())
+    assert book.load(W1, 0.0) == Totals()
+    assert len(book) == 0
+
+
+@pytest.mark.row("S1-83")
+def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
+    book, session = owned()
+    book.book(booking(prefill_tokens=0, decode_blocks=6), session, 0.0)
+    book.add_output_blocks(key(), 1)
+    assert book.load(W1, 0.0).decode_blocks == 7
+    book.add_output_blocks(key(), 1, 0.5)
+    assert book.load(W1, 0.0).decode_blocks == 4, "8 blocks at half weight, as the reference"
+    held = book.get(key())
+    assert held is not None
+    assert (held.decode_blocks, held.revision) == (8, 3)
+    book.free(key())
+    assert book.load(W1, 0.0) == Totals()
+    assert not book.add_output_blocks(key(), 1)
+
+
+def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
+    book, session = owned()
+    told: list[Placement] = []
+    book.relieved = told.append
+    split = replace(booking(), prefill=W2)
+    book.book(split, session, 0.0)
+    book.add_output_blocks(key(), 3)
+    assert told == []
+    book.mark_prefill_done(key())
+    book.mark_prefill_done(key())
+    assert told == [W2], "it computed the prompt"
+    book.add_output_blocks(key(), 1, 0.5)
+    book.add_output_blocks(key(), 1, 0.5)
+    assert told == [W2, W1], "its blocks weigh less, and then no less"
+    book.announce(replace(split, revision=9), session, 0.0)
+    book.free(key())
+    assert set(told[2:]) == {W1, W2}
+
+
+@pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
+def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    with pytest.raises(InvalidRequest):
+        book.add_output_blocks(key(), blocks, decay)
+    assert book.load(W1, 0.0) == Totals(100, 7, 1)
+
+
+def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
+    book, session = owned()
+    book.book(replace(booking(), prefill=W2), session, 0.0)
+    assert book.load(W1, 0.0) == Totals(0, 7, 1)
+    assert book.load(W2, 0.0) == Totals(100, 0, 1)
+    book.mark_prefill_done(key())
+    assert book.load(W2, 0.0) == Totals()
+    book.free(key())
+    assert book.load(W1, 0.0) == Totals()
+
+
+def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    assert not book.announce(booking(worker=W2), session, 0.0), "as old as ours"
+    assert book.announce(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
+    assert book.load(W1, 0.0) == Totals()
+    assert book.load(W2, 0.0) == Totals(0, 7, 1)
+    assert not book.announce(booking(revision=1), session, 0.0)
+    assert book.load(W2, 0.0) == Totals(0, 7, 1)
+
+
+def test_an_announced_booking_without_prefill_tokens_has_its_prefill_behind_it() -> None:
+    book, session = owned()
+    book.announce(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
+    assert book.load(W2, 0.0) == Totals()
+    book.mark_prefill_done(key())
+    held = book.get(key())
+    assert held is not None
+    assert held.revision == 1, "there was nothing to change"
+
+
+def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None:
+    book, session = owned()
+    book.book(booking("a"), session, 0.0)
+    book.book(booking("b"), session, 0.0)
+    assert book.end_session(session, 10.0) == 2
+    assert book.orphan_count == 2
+    assert book.expire(10.0 + ORPHAN_S - 0.01) == 0
+    assert book.load(W1, 12.0).requests == 2
+    assert book.expire(10.0 + ORPHAN_S) == 2
+    assert book.load(W1, 13.0) == Totals()
+    assert (len(book), book.orphan_count) == (0, 0)
+
+
+def test_an_announcement_adopts_an_orphan() -> None:
+    book, session = owned()
+    book.book(booking("a"), session, 0.0)
+    book.book(booking("b"), session, 0.0)
+    book.end_session(session, 10.0)
+    book.announce(booking("a"), book.open_session(FRONTEND), 10.2)
+    assert book.orphan_count == 1
+    assert book.expire(20.0) == 1
+    assert [b.key for b in book] == [key("a")]
+
+
+def test_a_repeated_new_adopts_an_orphan_too() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.end_session(session, 10.0)
+    assert not book.book(booking(), book.open_session(FRONTEND), 10.2)
+    assert book.expire(20.0) == 0
+    assert len(book) == 1
+
+
+def test_the_end_of_an_older_session_leaves_what_a_newer_one_has_adopted() -> None:
+    book, old = owned()
+    book.book(booking("a"), old, 0.0)
+    book.book(booking("b"), old, 0.0)
+    new = book.open_session(FRONTEND)
+    book.announce(booking("a"), new, 1.0)
+    assert book.end_session(old, 1.5) == 1
+    book.expire(10.0)
+    assert [b.key for b in book] == [key("a")]
+
+
+def test_an_orphan_adopted_and_orphaned_again_gets_a_new_deadline() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.end_session(session, 10.0)
+    again = book.open_session(FRONTEND)
+    book.announce(booking(), again, 11.0)
+    book.end_session(again, 12.0)
+    assert book.expire(13.5) == 0
+    assert book.expire(15.0) == 1
+
+
+def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.end_session(session, 1.0)
+    assert book.frontend_left(FRONTEND) == 1
+    assert book.load(W1, 1.0) == Totals()
+
+
+def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    assert book.frontend_left(FRONTEND) == 0, "the stream is the better witness"
+    assert book.load(W1, 1.0).requests == 1
+    book.end_session(session, 2.0)
+    assert book.load(W1, 2.0) == Totals()
+
+
+def test_a_frontend_that_came_back_keeps_its_orphans() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.frontend_left(FRONTEND)
+    book.frontend_joined(FRONTEND)
+    book.end_session(session, 2.0)
+    assert book.load(W1, 2.0).requests == 1
+
+
+def test_a_booking_without_session_belongs_to_the_newest_one_or_is_an_orphan() -> None:
+    book = LoadBook()
+    book.book(booking("a"), None, 0.0)
+    assert book.orphan_count == 1
+    session = book.open_session(FRONTEND)
+    book.book(booking("b"), None, 0.0)
+    assert book.orphan_count == 1
+    assert book.expire(ORPHAN_S) == 1
+    assert book.end_session(session, 5.0) == 1
+
+
+def test_a_full_book_refuses_and_changes_nothing() -> None:
+    book = LoadBook(bookings_max=1)
+    session = book.open_session(FRONTEND)
+    book.book(booking("a"), session, 0.0)
+    with pytest.raises(Overloaded) as refused:
+        book.book(booking("b"), session, 0.0)
+    assert refused.value.reason == "BOOK_FULL"
+    with pytest.raises(Overloaded):
+        book.announce(booking("b"), session, 0.0)
+    assert not book.book(booking("a"), session, 0.0), "what is there is still found"
+    assert book.load(W1, 0.0).requests == 1
+
+
+@pytest.mark.parametrize("facts", [{"prefill_tokens": -1}, {"decode_blocks": -1}, {"revision": 0}])
+def test_a_booking_that_cannot_be_is_refused_by_name(facts: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        Booking(key(), "m", W1, **facts)  # type: ignore[arg-type]  # mypy: the names are of ints.
+    assert refused.value.field == next(iter(facts))
+
+
+def test_a_report_counts_together_with_the_bookings_newer_than_it() -> None:
+    book, session = owned()
+    book.book(booking("old"), session, 0.0)
+    book.report(1, 0, Load(running=3, waiting=1, waiting_tokens=500, kv_used_blocks=50), 1.0)
+    assert book.load(W1, 1.0) == Totals(500, 50, 4)
+    book.book(booking("new"), session, 1.0)
+    assert book.load(W1, 1.1) == Totals(600, 57, 5)
+    book.free(key("old"))
+    assert book.load(W1, 1.1) == Totals(600, 57, 5), "what the report counted is not taken away"
+    book.free(key("new"))
+    assert book.load(W1, 1.1) == Totals(500, 50, 4)
+
+
+def test_the_estimate_is_never_below_the_bookings() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.report(1, 0, Load(), 1.0)
+    assert book.load(W1, 1.0) == Totals(100, 7, 1)
+
+
+def test_an_old_report_counts_nothing() -> None:
+    book, session = owned()
+    book.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
+    book.book(booking(), session, 1.0)
+    assert book.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
+    assert book.load(W1, 1.01 + REPORT_MAX_AGE_S) == Totals(100, 7, 1)
+    assert book.report_age_s(W1, 2.0) == 1.0
+    assert book.report_age_s(W2, 2.0) is None
+
+
+def test_a_worker_that_left_takes_its_report_with_it() -> None:
+    book, session = owned()
+    book.report(1, 0, Load(running=9), 1.0)
+    book.report(2, 0, Load(running=9), 1.0)
+    book.book(booking(worker=W2), session, 1.0)
+    book.worker_left(1)
+    book.worker_left(2)
+    assert book.load(W1, 1.0) == Totals()
+    assert book.load(W2, 1.0) == Totals(100, 7, 1)
+    book.free(key())
+    assert book.load(W2, 1.0) == Totals()
+
+
+def test_a_booking_of_a_worker_that_blinked_still_counts() -> None:
+    book, session = owned()
+    book.book(booking(), session, 0.0)
+    book.worker_left(1)
+    assert book.load(W1, 1.0) == Totals(100, 7, 1)
+
+
+KEYS = [BookingKey(frontend, name, 0) for frontend in (7, 8) for name in "abc"]
+PLACES = [W1, W2, Placement(2, 1)]
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Any order of events; the sums are those of the live bookings, recomputed from scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = LoadBook()
+        self.now = 0.0
+        self.sessions: dict[int, int] = {}
+
+    def session_of(self, frontend_id: int) -> int | None:
+        mine = [s for s, frontend in self.sessions.items() if frontend == frontend_id]
+        return mine[-1] if mine else None
+
+    @rule(frontend=st.sampled_from([7, 8]))
+    def connect(self, frontend: int) -> None:
+        self.sessions[self.book.open_session(frontend)] = frontend
+
+    @rule(data=st.data())
+    def disconnect(self, data: st.DataObject) -> None:
+        if self.sessions:
+            session = data.draw(st.sampled_from(sorted(self.sessions)))
+            del self.sessions[session]
+            self.book.end_session(session, self.now)
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        worker=st.sampled_from(PLACES),
+        prefill=st.none() | st.sampled_from(PLACES),
+        tokens=st.integers(0, 50),
+        blocks=st.integers(0, 9),
+        revision=st.integers(1, 4),
+        announced=st.booleans(),
+    )
+    def place(
+        self,
+        key: BookingKey,
+        worker: Placement,
+        prefill: Placement | None,
+        tokens: int,
+        blocks: int,
+        revision: int,
+        announced: bool,
+    ) -> None:
+        booking = Booking(key, "m", worker, prefill, tokens, blocks, revision)
+        add = self.book.announce if announced else self.book.book
+        before = self.book.get(key)
+        new = add(booking, self.session_of(key.frontend_id), self.now)
+        assert self.book.get(key) == (booking if new else before)
+
+    @rule(key=st.sampled_from(KEYS))
+    def prefill_done(self, key: BookingKey) -> None:
+        assert self.book.mark_prefill_done(key) == (self.book.get(key) is not None)
+
+    @rule(key=st.sampled_from(KEYS), blocks=st.integers(1, 5))
+    def output(self, key: BookingKey, blocks: int) -> None:
+        self.book.add_output_blocks(key, blocks)
+
+    @rule(key=st.sampled_from(KEYS))
+    def free(self, key: BookingKey) -> None:
+        was_there = self.book.get(key) is not None
+        assert self.book.free(key) == was_there
+        assert self.book.get(key) is None
+
+    @rule(place=st.sampled_from(PLACES), running=st.integers(0, 5))
+    def report(self, place: Placement, running: int) -> None:
+        self.book.report(*place, Load(running=running), self.now)
+
+    @rule(seconds=st.floats(0.1, 2.0))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.book.expire(self.now)
+
+    @rule(frontend=st.sampled_from([7, 8]))
+    def lose_frontend(self, frontend: int) -> None:
+        self.book.frontend_left(frontend)
+
+    @rule(worker=st.sampled_from([1, 2]))
+    def lose_worker(self, worker: int) -> None:
+        self.book.worker_left(worker)
+
+    @invariant()
+    def sums_are_those_of_the_bookings(self) -> None:
+        # Long after the last report, the estimate is the bookings alone.
+        late = self.now + 100
+        for place in PLACES:
+            load = self.book.load(place, late)
+            blocks = sum(b.decode_blocks for b in self.book if b.worker == place)
+            tokens = sum(b.prefill_tokens for b in self.book if (b.prefill or b.worker) == place)
+            assert (load.prefill_tokens, load.decode_blocks) == (tokens, blocks)
+            fresh = self.book.load(place, self.now)
+            assert fresh.requests >= load.requests >= 0
+
+    @invariant()
+    def orphans_are_those_without_a_session(self) -> None:
+        assert 0 <= self.book.orphan_count <= len(self.book)
+        if not self.sessions:
+            assert self.book.orphan_count == len(self.book)
+
+    def teardown(self) -> None:
+        for key in KEYS:
+            self.book.free(key)
+        assert len(self.book) == self.book.orphan_count == 0
+        for place in PLACES:
+            assert self.book.load(place, self.now + 100) == Totals()
+
+
+TestBookMachine = pytest.mark.slow(BookMachine.TestCase)
+TestBookMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

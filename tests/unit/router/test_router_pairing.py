@@ -1,0 +1,457 @@
+"""Prefill and decode of one request on two workers: who pairs, what is booked, what falls back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidRequest, MeshError, Unavailable
+from common.kv.events import Source
+from common.kv.load import Load
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadBook, Totals
+from router_svc.core.overlap import Standing
+from router_svc.core.pairing import ROOM_MAX, bootstrap_room
+from router_svc.core.query import Query
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
+
+FRONTEND = 7
+QUERY = Query("m", 160, bytes(range(80)), 1, 16)
+P1, P2, D1, D2 = (Placement(n, 0) for n in (1, 2, 11, 12))
+
+
+class Depths:
+    """An index: blocks held by worker id."""
+
+    def __init__(self, depths: dict[int, int]) -> None:
+        self.depths = depths
+
+    def match(self, query: Query) -> list[Matched]:
+        return [Matched(Source(w), d, d, d) for w, d in self.depths.items()]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact")
+
+
+def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": 16,
+        "kv_index": "events",
+        "role": role,
+        "local_prefill": role != "decode",
+        **facts,
+    }
+    if role == "prefill" and "bootstrap_port" not in facts:
+        given |= {"bootstrap_host": f"host{worker_id}", "bootstrap_port": 8998}
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+TWO_PAIRS = (worker(1, "prefill"), worker(2, "prefill"), worker(11, "decode"), worker(12, "decode"))
+
+
+def router_of(*instances: Instance, depths: dict[int, int] | None = None, **options: Any) -> Router:
+    selector = SELECTORS[options.pop("selector", "kv")]()
+    router = Router(selector, index=Depths(depths or {}), **options)
+    router.update(Snapshot(1, {i.id: i for i in instances or TWO_PAIRS}), 0.0)
+    return router
+
+
+def key(number: int = 0, attempt: int = 0) -> BookingKey:
+    return BookingKey(FRONTEND, f"r{number}", attempt)
+
+
+def place(router: Router, number: int = 0, **changes: Any) -> Decision:
+    return router.decide(replace(QUERY, **changes), key(number), 0.0, Random(number))
+
+
+def hinted(**hints: Any) -> dict[str, Any]:
+    return {"routing": RoutingHints(**hints)}
+
+
+def loads(router: Router, now: float = 0.0) -> dict[Placement, Totals]:
+    return {r.placement: r.load for r in router.loads("", now) if r.load != Totals()}
+
+
+def refusal(router: Router, **changes: Any) -> MeshError:
+    with pytest.raises((Unavailable, InvalidRequest)) as refused:
+        place(router, **changes)
+    assert len(router.book) == 0
+    return refused.value
+
+
+@pytest.mark.row("S1-18")
+def test_prefill_goes_where_the_cache_is_and_decode_where_the_load_is_not() -> None:
+    router = router_of(depths={2: 8, 11: 10})
+    router.book.report(11, 0, Load(running=1, kv_used_blocks=5), 0.0)
+    decision = place(router)
+    assert (decision.prefill, decision.worker) == (P2, D2)
+    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (8, 128)
+    assert decision.fallback == ""
+
+
+def test_decode_ignores_its_own_cache() -> None:
+    router = router_of(depths={11: 10})
+    drawn = {router.decide(QUERY, None, 0.0, Random(seed)).worker for seed in range(40)}
+    assert drawn == {D1, D2}
+
+
+def test_each_leg_is_charged_on_its_worker_and_prefill_ends_before_decode() -> None:
+    router = router_of(depths={1: 4})
+    decision = place(router)
+    assert loads(router) == {
+        P1: Totals(160 - 64, 0, 1),
+        decision.worker: Totals(0, 10, 1),
+    }
+    assert router.book.mark_prefill_done(key())
+    assert router.book.mark_prefill_done(key())
+    assert loads(router) == {decision.worker: Totals(0, 10, 1)}
+    assert router.book.free(key())
+    assert loads(router) == {}
+
+
+def test_bookings_spread_both_legs() -> None:
+    router = router_of()
+    placed = [place(router, n) for n in range(8)]
+    assert [sum(d.prefill == p for d in placed) for p in (P1, P2)] == [4, 4]
+    assert [sum(d.worker == p for d in placed) for p in (D1, D2)] == [4, 4]
+
+
+# Where they meet.
+
+
+@given(seed=st.integers(0, 2**32), dp_size=st.integers(1, 64), rank=st.integers(0, 63))
+def test_a_room_names_its_rank_and_fits_63_bits(seed: int, dp_size: int, rank: int) -> None:
+    rank %= dp_size
+    room = bootstrap_room(Random(seed), dp_size, rank)
+    assert 0 <= room <= ROOM_MAX
+    assert room % dp_size == rank
+
+
+def test_the_largest_rooms_stay_in_range() -> None:
+    class Most(Random):
+        def randrange(self, *args: Any) -> int:
+            return int(args[0]) - 1
+
+    for dp_size in (1, 2, 3, 7, 64):
+        for rank in range(dp_size):
+            assert bootstrap_room(Most(), dp_size, rank) <= ROOM_MAX
+
+
+def test_a_pair_meets_at_the_prefill_workers_rank_in_a_room_of_its_own() -> None:
+    prefill = worker(1, "prefill", dp_size=4, bootstrap_host="h", bootstrap_port=9)
+    router = router_of(prefill, worker(11, "decode"))
+    rooms = set()
+    for number in range(30):
+        decision = place(router, number)
+        assert decision.prefill is not None
+        assert decision.bootstrap is not None
+        assert (decision.bootstrap.bootstrap_host, decision.bootstrap.bootstrap_port) == ("h", 9)
+        assert decision.bootstrap.bootstrap_room % 4 == decision.prefill.dp_rank
+        rooms.add(decision.bootstrap.bootstrap_room)
+    assert len(rooms) == 30
+
+
+def test_the_same_attempt_keeps_its_room_and_the_next_gets_another() -> None:
+    router = router_of()
+    first = place(router)
+    assert place(router) == first
+    router.book.free(key())
+    again = router.decide(QUERY, key(attempt=1), 0.0, Random(9))
+    assert again.bootstrap != first.bootstrap
+
+
+def test_without_a_bootstrap_server_prefill_completes_first() -> None:
+    prefill = worker(1, "prefill", bootstrap_host=None, bootstrap_port=None)
+    decision = place(router_of(prefill, worker(11, "decode")))
+    assert (decision.prefill, decision.bootstrap) == (P1, None)
+
+
+# Who pairs with whom.
+
+
+def test_a_pair_never_crosses_transfer_groups() -> None:
+    members = (
+        worker(1, "prefill", transfer_group="a"),
+        worker(2, "prefill", transfer_group="b"),
+        worker(11, "decode", transfer_group="a"),
+        worker(12, "decode", transfer_group="b"),
+    )
+    router = router_of(*members, depths={2: 10})
+    router.book.report(12, 0, Load(running=9, kv_used_blocks=900), 0.0)
+    for number in range(10):
+        decision = place(router, number)
+        assert (decision.prefill, decision.worker) in {(P1, D1), (P2, D2)}
+    preview = router.preview(QUERY, 0.0, Random(0))
+    lost = [row for row in preview.considered if row.excluded_why]
+    assert [row.leg for row in lost] == ["decode"]
+    assert "another transfer group" in lost[0].excluded_why
+
+
+def test_a_prefill_worker_without_partner_is_not_considered() -> None:
+    members = (worker(1, "prefill", transfer_group="x"), *TWO_PAIRS[1:])
+    router = router_of(*members, depths={1: 10})
+    assert {place(router, n).prefill for n in range(5)} == {P2}
+
+
+def test_no_common_group_is_named_and_falls_back_to_whoever_can_do_both() -> None:
+    apart = (worker(1, "prefill", transfer_group="a"), worker(11, "decode", transfer_group="b"))
+    assert refusal(router_of(*apart)).reason == "NO_TRANSFER_GROUP"
+    decision = place(router_of(*apart, worker(21, "aggregated")))
+    assert (decision.worker.worker_id, decision.prefill) == (21, None)
+    assert decision.fallback == "no_transfer_group"
+
+
+def test_workers_that_failed_the_request_are_left_out_on_both_sides() -> None:
+    router = router_of(depths={1: 10})
+    decision = place(router, excluded_worker_ids=frozenset({1, 11}))
+    assert (decision.prefill, decision.worker) == (P2, D2)
+    error = refusal(router_of(), excluded_worker_ids=frozenset({1, 2}))
+    assert (error.reason, error.metadata["leg"]) == ("ALL_EXCLUDED", "prefill")
+    error = refusal(router_of(), excluded_worker_ids=frozenset({11, 12}))
+    assert (error.reason, error.metadata["leg"]) == ("ALL_EXCLUDED", "decode")
+
+
+def test_both_legs_can_be_pinned() -> None:
+    decision = place(router_of(), **hinted(prefill_worker_id=2, decode_worker_id=11))
+    assert (decision.prefill, decision.worker) == (P2, D1)
+    ranked = router_of(worker(1, "prefill", dp_size=4), worker(11, "decode", dp_size=2))
+    decision = place(ranked, **hinted(prefill_dp_rank=3, dp_rank=1))
+    assert (decision.prefill, decision.worker) == (Placement(1, 3), Placement(11, 1))
+
+
+@pytest.mark.parametrize(
+    ("hints", "reason", "field"),
+    [
+        ({"prefill_worker_id": 99}, "PINNED_WORKER_GONE", "prefill_worker_id"),
+        ({"prefill_dp_rank": 9}, "NO_SUCH_RANK", "prefill_dp_rank"),
+        (
+            {"prefill_worker_id": 1, "decode_worker_id": 99},
+            "PINNED_WORKER_GONE",
+            "decode_worker_id",
+        ),
+    ],
+)
+def test_a_pin_of_prefill_is_kept_or_refused_and_never_replaced(
+    hints: dict[str, int], reason: str, field: str
+) -> None:
+    # The aggregated worker could serve it, were it not for the pin.
+    router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
+    error = refusal(router, **hinted(**hints))
+    assert (error.reason, error.field) == (reason, f"query.routing.{field}")
+
+
+def test_constraints_hold_for_both_legs() -> None:
+    tainted = [replace(i, taints=frozenset({"a"})) for i in TWO_PAIRS if i.id in (2, 12)]
+    needs = RoutingConstraints(required_taints=frozenset({"a"}), preferred_taints={})
+    router = router_of(TWO_PAIRS[0], TWO_PAIRS[2], *tainted)
+    decision = place(router, **hinted(routing_constraints=needs))
+    assert (decision.prefill, decision.worker) == (P2, D2)
+    decision = place(router, 1, **hinted(allowed_worker_ids=frozenset({1, 12})))
+    assert (decision.prefill, decision.worker) == (P1, D2)
+
+
+# What happens without pairs.
+
+
+def test_pairs_come_before_aggregated_workers_unless_one_is_pinned() -> None:
+    router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
+    assert all(place(router, n).prefill is not None for n in range(10))
+    pinned = place(router, 99, **hinted(backend_instance_id=21))
+    assert (pinned.worker.worker_id, pinned.prefill, pinned.fallback) == (21, None, "")
+
+
+@pytest.mark.parametrize(
+    ("members", "reason"),
+    [
+        ((worker(1, "prefill"),), "NO_DECODE_WORKER"),
+        ((worker(11, "decode"),), "NO_PREFILL_WORKER"),
+    ],
+)
+def test_a_missing_half_is_named(members: tuple[Instance, ...], reason: str) -> None:
+    error = refusal(router_of(*members))
+    assert (error.reason, error.retryable) == (reason, True)
+
+
+@pytest.mark.parametrize(
+    ("half", "fallback"),
+    [(worker(1, "prefill"), "no_decode_worker"), (worker(11, "decode"), "no_prefill_worker")],
+)
+def test_half_a_pair_falls_back_to_aggregated_workers_and_says_so(
+    half: Instance, fallback: str
+) -> None:
+    decision = place(router_of(half, worker(21, "aggregated")))
+    assert decision.worker.worker_id == 21
+    assert decision.fallback == fallback
+    assert f"aggregated fallback: {fallback.replace('_', ' ')}" in decision.reasons
+
+
+def test_without_prefill_workers_a_decode_worker_that_can_prefill_does_both() -> None:
+    router = router_of(worker(11, "decode", local_prefill=True), worker(12, "decode"))
+    decision = place(router)
+    assert (decision.worker, decision.prefill, decision.bootstrap) == (D1, None, None)
+    assert decision.fallback == "no_prefill_worker"
+    assert "aggregated fallback: no prefill worker" in decision.reasons
+    assert loads(router) == {D1: Totals(160, 10, 1)}
+
+
+def test_a_local_prefill_counts_the_cache_of_the_decode_worker() -> None:
+    locals_ = [worker(n, "decode", local_prefill=True) for n in (11, 12)]
+    decision = place(router_of(*locals_, depths={12: 6}))
+    assert (decision.worker, decision.overlap_blocks) == (D2, 6)
+
+
+def test_when_all_prefill_workers_failed_a_request_a_local_prefill_serves_it() -> None:
+    router = router_of(worker(1, "prefill"), worker(11, "decode", local_prefill=True))
+    decision = place(router, excluded_worker_ids=frozenset({1}))
+    assert (decision.worker, decision.fallback) == (D1, "no_prefill_worker")
+
+
+def test_a_pinned_prefill_has_no_fallback() -> None:
+    router = router_of(worker(11, "decode", local_prefill=True), worker(21, "aggregated"))
+    assert refusal(router, **hinted(prefill_worker_id=1)).reason == "NO_PREFILL_WORKER"
+
+
+def test_pairs_are_back_as_soon_as_both_halves_are() -> None:
+    router = router_of(worker(1, "prefill"))
+    assert refusal(router).reason == "NO_DECODE_WORKER"
+    router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS}), 1.0)
+    assert place(router).prefill is not None
+
+
+# Other selectors.
+
+
+@pytest.mark.parametrize("selector", ["random", "round_robin", "power_of_two", "least_loaded"])
+def test_every_selector_chooses_pairs(selector: str) -> None:
+    router = router_of(selector=selector)
+    placed = [place(router, n) for n in range(12)]
+    assert {d.prefill for d in placed} == {P1, P2}
+    assert {d.worker for d in placed} == {D1, D2}
+
+
+def test_round_robin_goes_round_each_leg_by_itself() -> None:
+    router = router_of(selector="round_robin")
+    placed = [place(router, n) for n in range(4)]
+    assert [d.prefill for d in placed] == [P1, P2, P1, P2]
+    assert [d.worker for d in placed] == [D1, D2, D1, D2]
+
+
+def test_direct_needs_both_pins() -> None:
+    router = router_of(selector="direct")
+    both = place(router, **hinted(prefill_worker_id=1, decode_worker_id=12))
+    assert (both.prefill, both.worker) == (P1, D2)
+    error = refusal(router_of(selector="direct"), **hinted(decode_worker_id=12))
+    assert (error.reason, error.field) == ("PIN_REQUIRED", "query.routing.prefill_worker_id")
+
+
+# Adoption.
+
+
+def announced(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10) -> Booking:
+    return Booking(key(), "m", D1, P1, prefill_tokens, blocks, revision)
+
+
+def test_an_announced_pair_is_charged_on_both_workers_until_prefill_is_done() -> None:
+    router = router_of()
+    book = router.book
+    session = book.open_session(FRONTEND)
+    assert book.announce(announced(), session, 0.0)
+    assert loads(router) == {P1: Totals(160, 0, 1), D1: Totals(0, 10, 1)}
+    assert not book.announce(announced(), session, 0.0), "no newer"
+    assert book.announce(announced(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
+    assert loads(router) == {D1: Totals(0, 12, 1)}
+    assert not book.announce(announced(revision=2), session, 0.0), "older"
+    assert loads(router) == {D1: Totals(0, 12, 1)}
+    book.free(key())
+    assert loads(router) == {}
+
+
+def test_an_orphaned_pair_weighs_on_both_for_three_seconds() -> None:
+    router = router_of()
+    session = router.book.open_session(FRONTEND)
+    decision = router.decide(QUERY, key(), 0.0, Random(0), session)
+    router.book.end_session(session, 1.0)
+    assert set(loads(router, 3.9)) == {decision.prefill, decision.worker}
+    successor = router.book.open_session(FRONTEND)
+    held = router.book.get(key())
+    assert held is not None
+    router.book.announce(held, successor, 3.95)
+    assert set(loads(router, 9.0)) == {decision.prefill, decision.worker}, "adopted"
+    router.book.end_session(successor, 10.0)
+    assert loads(router, 10.0 + ORPHAN_S) == {}
+
+
+def test_asking_again_for_an_announced_pair_gives_its_workers_and_one_fresh_room() -> None:
+    router = router_of()
+    router.book.announce(announced(), None, 0.0)
+    first = router.decide(QUERY, key(), 0.0, Random(1))
+    assert (first.prefill, first.worker) == (P1, D1)
+    assert first.bootstrap is not None
+    assert router.decide(QUERY, key(), 0.0, Random(2)) == first
+
+
+def test_a_pair_that_lost_a_worker_is_placed_anew() -> None:
+    router = router_of(depths={1: 10})
+    assert place(router).prefill == P1
+    router.update(Snapshot(2, {i.id: i for i in TWO_PAIRS[1:]}), 1.0)
+    assert place(router).prefill == P2
+    assert set(loads(router)) >= {P2}
+    assert P1 not in loads(router)
+
+
+# Explanations.
+
+
+def test_explanations_show_both_legs_each_cheapest_first() -> None:
+    router = router_of(depths={1: 4})
+    rows = router.preview(QUERY, 0.0, Random(0)).considered
+    assert [row.leg for row in rows] == ["prefill", "prefill", "decode", "decode"]
+    assert rows[0].placement == P1
+    assert rows[0].terms is not None
+    assert rows[0].terms.overlap_credit == 4
+    assert rows[2].terms is not None
+    assert rows[2].terms.prefill == 0
+    assert [row.standing.state for row in rows] == ["exact"] * 4
+
+
+@pytest.mark.row("S1-86")
+def test_potential_loads_charge_each_half_its_leg() -> None:
+    router = router_of(depths={1: 4})
+    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    assert rows == {
+        P1: Totals(96, 0, 1),
+        P2: Totals(160, 0, 1),
+        D1: Totals(0, 10, 1),
+        D2: Totals(0, 10, 1),
+    }
+    alone = router_of(worker(11, "decode", local_prefill=True))
+    assert [r.load for r in alone.potential_loads(QUERY, 0.0)] == [Totals(160, 10, 1)]
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 25))
+def test_after_all_frees_both_sides_are_at_zero(seed: int, count: int) -> None:
+    rng = Random(seed)
+    router = router_of(book=LoadBook(100), depths={1: 3, 2: 7})
+    for number in range(count):
+        router.decide(QUERY, key(number), 0.0, rng)
+        if rng.random() < 0.5:
+            router.book.mark_prefill_done(key(number))
+        if rng.random() < 0.5:
+            router.book.add_output_blocks(key(number), 2, rng.random())
+        if rng.random() < 0.2:
+            held = router.book.get(key(number))
+            assert held is not None
+            router.book.announce(replace(held, revision=held.revision + 1), None, 0.0)
+    for number in range(count):
+        assert router.book.free(key(number))
+    assert loads(router) == {}

@@ -1,0 +1,889 @@
+"""Books of several routers kept alike: tellings, claims, digests, orphans; and no herding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from common.errors import Overloaded
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadBook, Totals
+from router_svc.core.replication import (
+    BEHIND_MAX,
+    DIGEST_S,
+    FRAME_MAX,
+    Digest,
+    Frame,
+    Replica,
+    Telling,
+    fingerprint,
+)
+
+W1, W2 = Placement(1, 0), Placement(2, 0)
+FRONTEND = 7
+
+
+def key(name: str = "r", frontend_id: int = FRONTEND) -> BookingKey:
+    return BookingKey(frontend_id, name, 0)
+
+
+def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
+    return Booking(key(name), "m", worker, None, **{"prefill_tokens": 100, **facts})
+
+
+class Peer:
+    """A router's book and replica; `links` are its streams to others, by their id."""
+
+    def __init__(self, router_id: int) -> None:
+        self.id = router_id
+        self.book = LoadBook()
+        self.replica = Replica(self.book)
+        self.links: dict[int, Link] = {}
+        self.is_alive = True
+
+    def held(self) -> dict[BookingKey, Booking]:
+        return {b.key: b for b in self.book}
+
+
+class Link:
+    """One stream, told and heard in lockstep. A lost frame is one that is not taken."""
+
+    def __init__(self, sender: Peer, hearer: Peer) -> None:
+        self.sender, self.hearer = sender, hearer
+        self.telling: Telling = sender.replica.tell()
+        self.stream = hearer.replica.joined(sender.id)
+
+    def step(self, now: float, *, is_lost: bool = False) -> Frame:
+        frame = self.telling.frame(now)
+        if not is_lost:
+            self.sender.replica.answered(self.hearer.id, now)
+        if not is_lost and self.hearer.replica.take(self.sender.id, self.stream, frame, now):
+            self.telling.tell_all()
+        return frame
+
+    def flush(self, now: float) -> None:
+        for _ in range(1000):
+            self.step(now)
+            if self.telling.due_in(now) > 0:
+                return
+        raise AssertionError("it never has told everything")
+
+    def close(self, now: float) -> None:
+        self.sender.replica.told(self.telling)
+        self.sender.replica.unanswered(self.hearer.id)
+        self.hearer.replica.left(self.sender.id, self.stream, now)
+
+
+def pair() -> tuple[Peer, Peer, Link]:
+    one, two = Peer(1), Peer(2)
+    return one, two, Link(one, two)
+
+
+def test_a_peer_counts_what_was_booked_elsewhere() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    link.step(0.0)
+    one.book.book(booking("b", W2), session, 0.0)
+    link.step(0.0)
+    assert two.held() == one.held()
+    assert two.book.load(W1, 0.0) == Totals(100, 0, 1)
+    assert two.book.orphan_count == 0
+    one.book.mark_prefill_done(key("a"))
+    one.book.add_output_blocks(key("a"), 3)
+    one.book.free(key("b"))
+    link.step(0.0)
+    assert two.held() == one.held()
+    assert two.book.load(W1, 0.0) == Totals(0, 3, 1)
+    assert two.book.load(W2, 0.0) == Totals()
+
+
+def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    link.step(0.0, is_lost=True)
+    one.book.book(booking("b"), session, 0.0)
+    link.step(0.0)  # Two asks for everything, since the first frame is missing.
+    link.step(0.0, is_lost=True)
+    link.flush(DIGEST_S)
+    link.flush(2 * DIGEST_S)
+    assert two.held() == one.held()
+    assert two.replica.resends == 2
+
+
+def test_only_own_bookings_are_told() -> None:
+    one, two, link = pair()
+    three = Peer(3)
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    onward = Link(two, three)
+    onward.flush(0.0)
+    assert key() in two.held()
+    assert three.held() == {}
+
+
+def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    link.flush(0.0)
+    one.book.book(booking("a"), session, 0.1)
+    one.book.mark_prefill_done(key("a"))
+    one.book.book(booking("b"), session, 0.1)
+    one.book.free(key("b"))
+    frame = link.step(0.1)
+    assert [b.key for b in frame.upserts] == [key("a")]
+    assert frame.upserts[0].revision == 2
+    assert frame.removals == (key("b"),)
+    assert two.held() == one.held()
+
+
+def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for n in range(2 * FRAME_MAX):
+        one.book.book(booking(f"{n}"), session, 0.0)
+    first = link.step(0.0)
+    assert (first.begins_all, first.ends_all, first.digest) == (True, False, 0)
+    one.book.free(key("0"))
+    one.book.free(key(f"{FRAME_MAX}"))
+    one.book.book(booking("new"), session, 0.0)
+    frames = [first]
+    while link.telling.due_in(0.0) == 0:
+        frames.append(link.step(0.0))
+    assert max(len(f.upserts) + len(f.removals) for f in frames) == FRAME_MAX
+    assert [f.ends_all for f in frames].count(True) == 1
+    assert [f.sequence for f in frames] == list(range(1, len(frames) + 1))
+    assert two.held() == one.held()
+    assert two.replica.resends == 0
+
+
+def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for name in "abc":
+        one.book.book(booking(name), session, 0.0)
+    link.flush(0.0)
+    # As if a bug of ours had lost an upsert and a removal: no sequence tells of that.
+    two.replica._claims[1].digest.discard(key("a"))
+    del two.replica._claims[1].bookings[key("a")]
+    two.book.ended(key("a"))
+    one.book.free(key("b"))
+    link.telling._changed.clear()
+    assert link.step(0.5).digest == 0, "not due yet"
+    assert two.held().keys() == {key("b"), key("c")}
+    assert link.step(DIGEST_S).digest != 0
+    assert two.replica.resends == 1
+    link.flush(DIGEST_S)
+    assert two.held() == one.held()
+    link.step(2 * DIGEST_S)
+    assert two.replica.resends == 1, "and now they agree"
+
+
+def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    link.flush(0.0)
+    one.book.free(key("a"))
+    link.step(0.1, is_lost=True)
+    one.book.book(booking("b"), session, 0.1)
+    link.step(0.1)
+    assert two.replica.resends == 1
+    link.flush(0.1)
+    assert two.held() == one.held()
+
+
+def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    for n in range(3 * FRAME_MAX):
+        one.book.book(booking(f"{n}"), session, 0.0)
+    link.flush(0.0)
+    link.telling.tell_all()
+    link.step(0.1)
+    link.step(0.1, is_lost=True)
+    link.step(0.1)
+    assert two.held() == one.held()
+    link.flush(0.1)
+    assert two.held() == one.held()
+
+
+def test_what_was_said_before_is_not_taken_twice() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    told = link.step(0.0)
+    one.book.free(key())
+    link.step(0.1)
+    assert not two.replica.take(1, link.stream, told, 0.2)
+    assert two.held() == {}
+
+
+def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+    one, _, link = pair()
+    link.flush(0.0)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("last"), session, 0.0)
+    for n in range(BEHIND_MAX + 1):
+        link.telling.changed(key(f"{n}"))
+    assert len(link.telling._changed) <= BEHIND_MAX
+    for n in range(BEHIND_MAX + 1):
+        link.telling.changed(key(f"{n}"))
+    assert len(link.telling._changed) <= BEHIND_MAX
+    frame = link.step(0.0)
+    assert frame.begins_all
+    assert [b.key for b in frame.upserts] == [key("last")]
+
+
+def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
+    one, two, link = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    link.close(10.0)
+    assert two.book.orphan_count == 1
+    assert two.book.load(W1, 10.0).requests == 1
+    assert two.book.expire(10.0 + ORPHAN_S - 0.01) == 0
+    assert two.book.expire(10.0 + ORPHAN_S) == 1
+    assert two.book.load(W1, 14.0) == Totals()
+
+
+def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    one.book.book(booking("b"), session, 0.0)
+    link.flush(0.0)
+    link.close(10.0)
+    one.book.free(key("b"))
+    Link(one, two).flush(10.2)
+    assert two.book.orphan_count == 1, "what ended meanwhile is not told again"
+    two.book.expire(20.0)
+    assert two.held() == one.held()
+
+
+def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    back.flush(0.0)
+    one.book.end_session(session, 1.0)
+    assert two.book.announce(booking(), two.book.open_session(FRONTEND), 1.1) is False
+    assert two.book.own(key()) is not None
+    back.step(1.1)
+    assert one.book.orphan_count == 0
+    assert one.book.own(key()) is None
+    assert link.step(1.1).released == (key(),)
+    assert two.held() == one.held() == {key(): booking()}
+    two.book.free(key())
+    back.step(1.2)
+    assert two.held() == one.held() == {}
+
+
+def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    two.book.announce(booking(), two.book.open_session(FRONTEND), 1.0)
+    back.flush(1.0)
+    assert one.book.own(key()) is not None, "its session is still open"
+    one.book.end_session(session, 1.1)
+    assert one.book.own(key()) is None
+    assert one.book.orphan_count == 0
+
+
+def test_a_free_told_to_one_router_ends_the_orphan_of_another() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    back.flush(0.0)
+    one.book.end_session(session, 1.0)
+    two.book.free(key())
+    back.step(1.1)
+    assert one.held() == two.held() == {}
+
+
+def test_the_highest_revision_wins_between_routers() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    two.book.announce(booking(worker=W2, revision=3), two.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    assert two.book.get(key()) == booking(worker=W2, revision=3)
+    Link(two, one).flush(0.0)
+    assert one.book.get(key()) == booking(worker=W2, revision=3)
+    assert one.book.load(W1, 0.0) == Totals()
+
+
+def test_what_two_peers_claim_stays_until_neither_does() -> None:
+    one, two, link = pair()
+    three = Peer(3)
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    three.book.announce(booking(), three.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    other = Link(three, two)
+    other.flush(0.0)
+    link.close(1.0)
+    assert two.book.orphan_count == 0
+    assert key() in two.held()
+    three.book.free(key())
+    other.step(1.1)
+    assert two.held() == {}
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["changes", "everything"])
+def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(anew: bool) -> None:
+    one, three, to_three = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND, 1), 0.0)
+    to_three.flush(0.0)
+    two = Peer(2)
+    two.book.announce(booking(), two.book.open_session(FRONTEND, 2), 1.0)
+    Link(two, one).flush(1.0)
+    assert one.book.own(key()) is None
+    if anew:
+        to_three.telling.tell_all()
+    to_three.flush(1.0)
+    assert three.held().keys() == {key()}
+    assert three.book.orphan_count == 1
+    Link(two, three).flush(1.1)
+    assert three.book.orphan_count == 0
+
+
+def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> None:
+    one, two, to_two = pair()
+    two.book.book(booking(), session := two.book.open_session(FRONTEND, 1), 0.0)
+    to_one = Link(two, one)
+    two.book.end_session(session, 0.9)
+    to_two.flush(0.9)
+    one.book.announce(booking(), one.book.open_session(FRONTEND, 2), 0.95)
+    one.book.free(key())
+    to_one.step(0.96)
+    frame = to_two.step(0.97)
+    assert (frame.removals, frame.released) == ((key(),), ())
+    to_one.flush(0.98)
+    assert one.held() == two.held() == {}
+
+
+def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -> None:
+    one, two, link = pair()
+    one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    newer = Link(one, two)
+    assert not two.replica.is_current(1, link.stream)
+    newer.flush(0.1)
+    link.close(0.2)
+    assert two.book.orphan_count == 0
+    assert two.held() == one.held()
+
+
+def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
+    one, two = Peer(1), Peer(2)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking("a"), session, 0.0)
+    one.book.book(booking("b"), session, 0.0)
+    for part in one.replica.snapshot():
+        two.replica.heard_snapshot(1, part, 0.0)
+    assert two.held() == one.held()
+    assert two.book.orphan_count == 2
+    assert not any(map(two.book.own, two.book.keys()))
+    one.book.free(key("b"))
+    Link(one, two).flush(0.2)
+    assert two.book.orphan_count == 1
+    two.book.expire(ORPHAN_S)
+    assert two.held() == one.held()
+
+
+def started(router_id: int, *peers: Peer, now: float) -> Peer:
+    """A router that has heard the snapshots of its peers."""
+    newcomer = Peer(router_id)
+    for peer in peers:
+        for part in peer.replica.snapshot():
+            newcomer.replica.heard_snapshot(peer.id, part, now)
+    return newcomer
+
+
+def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> None:
+    dead, survivor, link = pair()
+    dead.book.book(booking("told"), dead.book.open_session(FRONTEND), 0.0)
+    link.flush(0.0)
+    survivor.book.book(booking("own", W2), survivor.book.open_session(FRONTEND + 1), 0.0)
+    unaware = started(3, survivor, now=1.0)
+    assert unaware.held() == survivor.held(), "also while the death was not noticed"
+    link.close(1.0)
+    newcomer = started(4, survivor, now=1.1)
+    assert newcomer.held() == survivor.held()
+    assert newcomer.held().keys() == {key("told"), key("own")}
+    survivor.book.announce(booking("told"), survivor.book.open_session(FRONTEND), 1.2)
+    Link(survivor, newcomer).flush(1.2)
+    newcomer.book.expire(1.1 + ORPHAN_S)
+    assert newcomer.held().keys() == {key("told"), key("own")}
+    assert newcomer.book.orphan_count == 0
+
+
+def test_what_a_snapshot_said_lasts_until_a_slow_peer_tells_by_itself() -> None:
+    slow = Peer(1)
+    session = slow.book.open_session(FRONTEND)
+    for name in "abc":
+        slow.book.book(booking(name), session, 0.0)
+    newcomer = started(2, slow, now=0.0)
+    to_slow = Link(newcomer, slow)
+    for tenths in range(100):  # Discovery shows it the newcomer after ten seconds only.
+        to_slow.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+        assert newcomer.held() == slow.held()
+    slow.book.free(key("a"))
+    told = Link(slow, newcomer)
+    told.flush(10.0)
+    for tenths in range(100, 100 + round(10 * ORPHAN_S)):
+        to_slow.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+    assert newcomer.held() == slow.held()
+    assert newcomer.held().keys() == {key("b"), key("c")}
+    assert newcomer.book.orphan_count == 0
+
+
+def test_what_a_snapshot_said_ends_three_seconds_after_the_peer_fell_silent() -> None:
+    silent = Peer(1)
+    silent.book.book(booking(), silent.book.open_session(FRONTEND), 0.0)
+    newcomer = started(2, silent, now=0.0)
+    to_silent = Link(newcomer, silent)
+    to_silent.step(2.0)
+    to_silent.close(2.5)
+    assert newcomer.book.expire(2.0 + ORPHAN_S - 0.1) == 0
+    assert newcomer.book.expire(2.0 + ORPHAN_S) == 1
+
+
+def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> None:
+    one, two, link = pair()
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(), session, 0.0)
+    link.flush(0.0)
+    gone = booking("gone")
+    two.replica.heard_snapshot(1, [gone], 0.0)
+    back = Link(two, one)
+    for second in range(1 + round(ORPHAN_S)):
+        back.step(float(second))
+        two.book.expire(float(second))
+    assert two.held() == one.held()
+
+
+def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_it() -> None:
+    peer = Peer(1)
+    peer.book.book(booking(), peer.book.open_session(FRONTEND), 0.0)
+    newcomer = started(2, peer, now=0.0)
+    to_peer = Link(newcomer, peer)
+    session = newcomer.book.open_session(FRONTEND)
+    newcomer.book.announce(booking(), session, 0.5)
+    newcomer.book.end_session(session, 1.0)
+    for tenths in range(10, 50):
+        to_peer.step(tenths / 10)
+        newcomer.book.expire(tenths / 10)
+    assert newcomer.held() == {}
+
+
+def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    session = one.book.open_session(FRONTEND)
+    one.book.book(booking(prefill_tokens=0, decode_blocks=4), session, 0.0)
+    for fraction, weight in ((None, 6), (0.5, 4), (0.125, 1)):
+        assert one.book.add_output_blocks(key(), 2, fraction)
+        link.step(0.1)
+        assert two.held() == one.held()
+        assert two.book.load(W1, 0.1) == one.book.load(W1, 0.1) == Totals(0, weight, 1)
+    # And they stay so for whoever has the booking next, and for one that starts.
+    held = one.book.get(key())
+    assert held is not None
+    assert (held.decode_blocks, held.decay, held.revision) == (10, 0.125, 4)
+    two.book.announce(held, two.book.open_session(FRONTEND), 0.2)
+    one.book.end_session(session, 0.2)
+    back.flush(0.2)
+    assert two.book.add_output_blocks(key(), 6, 0.0625)
+    back.step(0.3)
+    three = started(3, one, now=0.3)
+    loads = [each.book.load(W1, 0.3) for each in (one, two, three)]
+    assert loads == [Totals(0, 1, 1)] * 3
+    assert one.held() == two.held() == three.held()
+
+
+def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() -> None:
+    one, two, three = Peer(1), Peer(2), Peer(3)
+    peers = (one, two, three)
+    links = [Link(a, b) for a in peers for b in peers if a is not b]
+    first = one.book.open_session(FRONTEND, generation=1)
+    one.book.book(booking(worker=W1), first, 0.0)
+    next(x for x in links if (x.sender, x.hearer) == (one, three)).flush(0.0)
+    # No answer came; what one told two is still under way.
+    two.book.book(booking(worker=W2), two.book.open_session(FRONTEND, generation=2), 0.0)
+    for link in links * 2:
+        link.flush(0.1)
+    assert [peer.held() for peer in peers] == [two.held()] * 3
+    assert [b.worker for b in two.book] == [W2]
+    # Whoever left it has not seen that yet; its word does not count any more.
+    assert not one.book.book(booking(worker=W1), first, 0.2)
+    two.book.free(key())
+    for link in links:
+        link.flush(0.2)
+    assert [peer.held() for peer in peers] == [{}] * 3
+
+
+def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
+    one, two, link = pair()
+    over: list[int] = []
+    two.book.session_over = over.append
+    known = two.book.open_session(FRONTEND, generation=1)
+    one.book.open_session(FRONTEND, generation=3)
+    for second in range(3):
+        link.flush(float(second))
+    assert over == [known], "it is told each second, and asked nothing more than once"
+    late = two.book.open_session(FRONTEND, generation=2)
+    assert two.book.is_superseded(late)
+    two.book.announce(booking(), late, 3.0)
+    assert two.book.orphan_count == 1, "whoever has the later session may not have heard of it"
+    for session in (known, late):
+        two.book.end_session(session, 3.0)
+    assert not two.book.is_superseded(two.book.open_session(FRONTEND, generation=1))
+
+
+def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
+    one, two, link = pair()
+    one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
+    link.flush(0.0)
+    session = two.book.open_session(FRONTEND, generation=2)
+    assert two.book.announce(booking(worker=W2), session, 0.1)
+    assert [b.worker for b in two.book] == [W2]
+    # Frames of a session that has ended, read late.
+    older = two.book.open_session(FRONTEND, generation=1)
+    assert not two.book.announce(booking(worker=W1), older, 0.2)
+    two.book.end_session(older, 0.3)
+    assert two.book.orphan_count == 0
+
+
+def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    link.flush(0.0)
+    back.flush(0.0)
+    sessions = [
+        (peer, peer.book.open_session(FRONTEND, generation))
+        for generation, peer in enumerate((one, two), 1)
+    ]
+    for peer, session in sessions:  # The frontend asked again, and left both.
+        peer.book.book(booking(), session, 0.0)
+        peer.book.end_session(session, 0.1)
+    crossing = link.telling.frame(0.1), back.telling.frame(0.1)
+    two.replica.take(1, link.stream, crossing[0], 0.1)
+    one.replica.take(2, back.stream, crossing[1], 0.1)
+    link.step(0.2)
+    back.step(0.2)
+    assert one.held().keys() == two.held().keys() == {key()}
+    assert (one.book.orphan_count, two.book.orphan_count) == (1, 1)
+    for peer in (one, two):
+        assert peer.book.expire(0.1 + ORPHAN_S - 0.01) == 0
+        peer.book.expire(0.2 + ORPHAN_S)
+    link.step(4.0)
+    back.step(4.0)
+    assert one.held() == two.held() == {}
+
+
+def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_heard_of_it() -> None:
+    one, two, three = Peer(1), Peer(2), Peer(3)
+    first, back, late = Link(one, three), Link(two, one), Link(two, three)
+    session = one.book.open_session(FRONTEND, generation=1)
+    one.book.book(booking(), session, 0.0)
+    first.flush(0.0)
+    one.book.end_session(session, 0.1)
+    again = two.book.open_session(FRONTEND, generation=2)
+    two.book.announce(booking(), again, 0.1)
+    back.flush(0.1)
+    assert one.book.own(key()) is None
+    first.flush(0.1)
+    assert three.held().keys() == {key()}
+    late.flush(0.2)
+    assert three.book.orphan_count == 0
+    two.book.free(key())
+    for link in (back, late):
+        link.flush(0.3)
+    assert one.held() == three.held() == {}
+
+
+def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> None:
+    one, two, link = pair()
+    back = Link(two, one)
+    one.book.book(booking(), one.book.open_session(FRONTEND, generation=1), 0.0)
+    link.flush(0.0)
+    said = booking(prefill_tokens=0, decode_blocks=3, revision=3)  # Not all of it was read.
+    two.book.announce(said, two.book.open_session(FRONTEND, generation=2), 0.1)
+    back.flush(0.1)
+    assert not one.book.mark_prefill_done(key())
+    assert not one.book.add_output_blocks(key(), 3)
+    assert two.book.add_output_blocks(key(), 1)
+    back.flush(0.2)
+    assert one.held() == two.held()
+
+
+def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
+    one, two = Peer(1), Peer(2)
+    two.book = LoadBook(bookings_max=1)
+    two.replica = Replica(two.book)
+    session = one.book.open_session(FRONTEND)
+    for name in "abc":
+        one.book.book(booking(name), session, 0.0)
+    link = Link(one, two)
+    link.flush(0.0)
+    assert (len(two.book), two.replica.refused, two.replica.resends) == (1, 2, 0)
+    with pytest.raises(Overloaded):
+        two.book.heard(booking("d"), 0.0)
+    for name in "abc":
+        one.book.free(key(name))
+    link.step(0.1)
+    assert len(two.book) == 0
+
+
+def test_a_digest_knows_order_no_more_than_a_set_does() -> None:
+    some = [booking(name, revision=n + 1) for n, name in enumerate("abc")]
+    one, two = Digest(), Digest()
+    assert one.value == two.value != 0
+    for each in some:
+        one.put(each)
+    for each in reversed(some):
+        two.put(replace(each, revision=9))
+        two.put(each)
+    two.put(booking("d"))
+    assert one.value != two.value
+    two.discard(key("d"))
+    two.discard(key("never"))
+    assert one.value == two.value
+    assert len({fingerprint(b) for b in some} | {fingerprint(booking("a", revision=2))}) == 4
+
+
+# Any order of events.
+
+NAMES = "abcd"
+FRONTENDS = (7, 8)
+IDS = (1, 2, 3)
+
+
+class Client:
+    """A frontend: what it holds, its session, and what it asked there without an answer yet.
+
+    forgotten: sessions that it left without the router's seeing it.
+    """
+
+    def __init__(self, frontend_id: int) -> None:
+        self.id = frontend_id
+        self.held: dict[BookingKey, Booking] = {}
+        self.unanswered: list[BookingKey] = []
+        self.router: Peer | None = None
+        self.session = self.generation = 0
+        self.forgotten: list[tuple[Peer, int]] = []
+
+
+class RoutersMachine(RuleBasedStateMachine):
+    """Routers die and return, frames get lost, frontends move: in the end all books are the truth.
+
+    The truth is what the frontends hold. A booking is unknown to all routers for a while when the
+    only one that knew it dies before it has told; its frontend announces it again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.routers = {n: Peer(n) for n in IDS}
+        self.clients = {n: Client(n) for n in FRONTENDS}
+        self.last_id = max(IDS)
+        self.last_name = 0
+        self.connect_all()
+
+    def living(self) -> list[Peer]:
+        return [router for router in self.routers.values() if router.is_alive]
+
+    def connect_all(self) -> None:
+        for one in self.living():
+            for two in self.living():
+                if one is not two and two.id not in one.links:
+                    one.links[two.id] = Link(one, two)
+
+    def attach(
+        self, client: Client, router: Peer, *, is_seen: bool = True, worker: Placement = W1
+    ) -> None:
+        if client.router is not None and client.router.is_alive:
+            if is_seen:
+                client.router.book.end_session(client.session, self.now)
+            else:
+                client.forgotten.append((client.router, client.session))
+        client.generation += 1
+        session = router.book.open_session(client.id, client.generation, self.now)
+        client.router, client.session = router, session
+        for held in client.held.values():
+            router.book.announce(held, client.session, self.now)
+        for one in client.unanswered:
+            router.book.book(Booking(one, "m", worker, None, 10, 2), client.session, self.now)
+
+    @rule(
+        frontend=st.sampled_from(FRONTENDS),
+        data=st.data(),
+        is_seen=st.booleans(),
+        worker=st.sampled_from([W1, W2]),
+    )
+    def move(self, frontend: int, data: st.DataObject, is_seen: bool, worker: Placement) -> None:
+        router = data.draw(st.sampled_from(self.living()))
+        self.attach(self.clients[frontend], router, is_seen=is_seen, worker=worker)
+
+    @rule(frontend=st.sampled_from(FRONTENDS))
+    def a_router_sees_that_it_was_left(self, frontend: int) -> None:
+        client = self.clients[frontend]
+        if client.forgotten:
+            router, session = client.forgotten.pop()
+            if router.is_alive:
+                router.book.end_session(session, self.now)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
+    def ask(self, frontend: int, worker: Placement) -> None:
+        client = self.clients[frontend]
+        if client.router is not None and client.router.is_alive:
+            self.last_name += 1
+            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            client.router.book.book(new, client.session, self.now)
+            client.unanswered.append(new.key)
+
+    @rule(frontend=st.sampled_from(FRONTENDS))
+    def answer(self, frontend: int) -> None:
+        client = self.clients[frontend]
+        if client.unanswered and client.router is not None and client.router.is_alive:
+            one = client.unanswered.pop()
+            booked = client.router.book.get(one)
+            assert booked is not None, "nobody but its frontend may end it"
+            client.held[one] = replace(booked, generation=0)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
+    def place(self, frontend: int, worker: Placement) -> None:
+        client = self.clients[frontend]
+        if client.router is not None and client.router.is_alive:
+            self.last_name += 1
+            new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
+            client.router.book.book(new, client.session, self.now)
+            client.held[new.key] = new
+
+    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
+    def prefill_done(self, frontend: int, data: st.DataObject) -> None:
+        client = self.clients[frontend]
+        if client.held:
+            one = data.draw(st.sampled_from(sorted(client.held)))
+            held = client.held[one]
+            if held.prefill_tokens:
+                client.held[one] = replace(held, prefill_tokens=0, revision=held.revision + 1)
+                if client.router is not None and client.router.is_alive:
+                    client.router.book.mark_prefill_done(one)
+
+    @rule(frontend=st.sampled_from(FRONTENDS), data=st.data())
+    def free(self, frontend: int, data: st.DataObject) -> None:
+        client = self.clients[frontend]
+        if client.held:
+            one = data.draw(st.sampled_from(sorted(client.held)))
+            del client.held[one]
+            if client.router is not None and client.router.is_alive:
+                client.router.book.free(one)
+
+    @rule(data=st.data(), is_lost=st.booleans())
+    def exchange(self, data: st.DataObject, is_lost: bool) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        if links:
+            self.step(data.draw(st.sampled_from(links)), is_lost=is_lost)
+
+    @rule(data=st.data())
+    def all_exchange(self, data: st.DataObject) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        for link in data.draw(st.permutations(links)):
+            self.step(link)
+
+    def step(self, link: Link, *, is_lost: bool = False) -> None:
+        counted = link.hearer.held().keys() & link.sender.held().keys()
+        link.step(self.now, is_lost=is_lost)
+        assert counted <= link.hearer.held().keys(), "what a router counts it ends nowhere else"
+
+    @rule(data=st.data())
+    def cut(self, data: st.DataObject) -> None:
+        links = [link for router in self.living() for link in router.links.values()]
+        if links:
+            link = data.draw(st.sampled_from(links))
+            del link.sender.links[link.hearer.id]
+            link.close(self.now)
+
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        if len(self.living()) > 1:
+            victim = data.draw(st.sampled_from(self.living()))
+            victim.is_alive = False
+            for link in victim.links.values():
+                link.close(self.now)
+            for router in self.living():
+                if victim.id in router.links:
+                    router.links.pop(victim.id).close(self.now)
+
+    @rule()
+    def one_returns(self) -> None:
+        if len(self.living()) < len(IDS):
+            self.last_id += 1
+            peers = self.living()
+            newcomer = self.routers[self.last_id] = started(self.last_id, *peers, now=self.now)
+            counted = {one for peer in peers for one in peer.held()}
+            assert newcomer.held().keys() == counted, "it knows from the first what anybody knows"
+            self.connect_all()
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        for router in self.living():
+            router.book.expire(self.now)
+
+    @rule()
+    def rest(self) -> None:
+        """Faults stop: within the time of an orphan and a digest all are right."""
+        self.connect_all()
+        for client in self.clients.values():
+            if client.router is None or not client.router.is_alive:
+                self.attach(client, self.living()[0])
+        # A digest, the time of an orphan, and one for those that it makes orphans.
+        for _ in range(5):
+            self.now += DIGEST_S
+            for router in self.living():
+                router.book.expire(self.now)
+            for _ in range(2):
+                for router in self.living():
+                    for link in router.links.values():
+                        link.flush(self.now)
+        for client in self.clients.values():
+            while client.unanswered:
+                self.answer(client.id)
+        truth = {one: held for client in self.clients.values() for one, held in client.held.items()}
+        for router in self.living():
+            held = {one: replace(b, generation=0) for one, b in router.held().items()}
+            assert held == truth
+            assert router.book.orphan_count == 0
+
+    def teardown(self) -> None:
+        self.rest()
+        for client in self.clients.values():
+            for one in list(client.held):
+                del client.held[one]
+                assert client.router is not None
+                client.router.book.free(one)
+        self.rest()
+        for router in self.living():
+            assert router.book.load(W1, self.now) == Totals()
+
+
+TestRouters = pytest.mark.slow(RoutersMachine.TestCase)
+TestRouters.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

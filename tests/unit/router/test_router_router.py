@@ -1,0 +1,542 @@
+"""Decisions: fleet, book and selector together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import (
+    Bug,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+    UnknownModel,
+    Unsupported,
+)
+from common.kv.events import Source
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RouterConfigOverride, RoutingHints
+from router_svc.core.cost import CostKnobs
+from router_svc.core.fleet import Candidate, Placement
+from router_svc.core.load_tracker import ORPHAN_S, BookingKey, LoadBook, Totals
+from router_svc.core.overlap import Standing
+from router_svc.core.placement import SELECTOR_FAILED
+from router_svc.core.query import Query
+from router_svc.core.router import CONSIDERED_MAX, Router
+from router_svc.core.selectors import SELECTORS, Choice, View, WorkerSelector, price
+
+FRONTEND = 7
+QUERY = Query("m", total_tokens=100)
+
+
+def worker(worker_id: int, **facts: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+def seen(*instances: Instance) -> Snapshot:
+    return Snapshot(1, {i.id: i for i in instances})
+
+
+def router_of(
+    *instances: Instance, selector: str | WorkerSelector = "least_loaded", **options: Any
+) -> Router:
+    chooser = SELECTORS[selector]() if isinstance(selector, str) else selector
+    router = Router(chooser, **options)
+    router.update(seen(*(instances or (worker(1), worker(2), worker(3), worker(4)))), 0.0)
+    return router
+
+
+def key(number: int = 0, attempt: int = 0) -> BookingKey:
+    return BookingKey(FRONTEND, f"r{number}", attempt)
+
+
+def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) -> int:
+    """Decide and book; the chosen worker."""
+    return router.decide(query, key(number), now, Random(number)).worker.worker_id
+
+
+def total(router: Router, now: float = 0.0) -> Totals:
+    rows = [row.load for row in router.loads("", now)]
+    return Totals(
+        sum(r.prefill_tokens for r in rows),
+        sum(r.decode_blocks for r in rows),
+        sum(r.requests for r in rows),
+    )
+
+
+class FakeIndex:
+    """An index that gives the same answer to every query: blocks held by worker id."""
+
+    def __init__(self, depths: dict[int, int]) -> None:
+        self.depths = depths
+
+    def match(self, query: Query) -> list[Matched]:
+        return [Matched(Source(w), d, d, d) for w, d in self.depths.items() if d]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+
+class Always:
+    """Picks one worker, whatever its load."""
+
+    name = "always"
+
+    def __init__(self, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.asked: list[tuple[Query, Sequence[Candidate]]] = []
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        self.asked.append((query, candidates))
+        mine = [c for c in candidates if c.placement.worker_id == self.worker_id]
+        return Choice((mine or list(candidates))[0], "my favourite")
+
+
+@pytest.mark.row("S1-40")
+def test_a_custom_selector_is_really_used() -> None:
+    favourite = Always(3)
+    router = router_of(selector=favourite)
+    assert {book(router, n) for n in range(20)} == {3}
+    assert len(favourite.asked) == 20
+    query, candidates = favourite.asked[0]
+    assert query == QUERY
+    assert [c.instance.id for c in candidates] == [1, 2, 3, 4]
+    assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: my favourite"
+
+
+class Broken(Always):
+    """Answers whatever it is given, or raises it."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__(1)
+        self.answer = answer
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (Choice(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
+        (None, "it raised AttributeError"),
+        (KeyError("gpus"), "it raised KeyError"),
+    ],
+    ids=["a stranger", "nobody", "an error"],
+)
+def test_a_selector_that_fails_is_named_with_why_and_books_nothing(
+    answer: object, why: str
+) -> None:
+    router = router_of(selector=Broken(answer))
+    with pytest.raises(Bug) as caught:
+        book(router, 1)
+    error = caught.value
+    assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
+    assert error.message == f"the selector 'always' failed: {why}"
+    assert error.retryable, "nothing ran, and another router may choose"
+    assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
+    assert len(router.book) == 0
+
+
+def test_what_a_selector_refuses_by_an_error_of_the_mesh_is_told_as_it_is() -> None:
+    refusal = Overloaded(2.0, "not today")
+    with pytest.raises(Overloaded) as caught:
+        book(router_of(selector=Broken(refusal)), 1)
+    assert caught.value is refusal
+
+
+@pytest.mark.row("S1-106")
+def test_a_booking_is_seen_by_the_next_decision() -> None:
+    router = router_of()
+    first_four = [book(router, n) for n in range(4)]
+    assert sorted(first_four) == [1, 2, 3, 4], "each sees the bookings before it"
+
+
+@pytest.mark.row("S1-105")
+def test_a_thousand_interleaved_decisions_double_and_lose_nothing() -> None:
+    router = router_of()
+    rng = Random(5)
+    live: dict[int, int] = {}
+    for number in range(1000):
+        live[number] = book(router, number)
+        if rng.random() < 0.5:
+            gone = rng.choice(sorted(live))
+            assert router.book.free(key(gone))
+            del live[gone]
+        counts = Counter(live.values())
+        assert {r.placement.worker_id: r.load.requests for r in router.loads("", 0.0)} == {
+            w: counts[w] for w in (1, 2, 3, 4)
+        }
+    for number in live:
+        assert router.book.free(key(number))
+    assert total(router) == Totals()
+    assert len(router.book) == 0
+
+
+@pytest.mark.parametrize(
+    ("selector", "low", "high"),
+    [("kv", 25, 25), ("least_loaded", 25, 25), ("round_robin", 25, 25), ("power_of_two", 22, 28)],
+)
+def test_a_hundred_at_once_spread_over_equal_workers(selector: str, low: int, high: int) -> None:
+    router = router_of(selector=selector)
+    shares = Counter(book(router, n) for n in range(100))
+    assert all(low <= shares[w] <= high for w in (1, 2, 3, 4)), shares
+
+
+def test_the_same_key_gets_the_same_answer_and_one_booking() -> None:
+    router = router_of()
+    first = router.decide(QUERY, key(), 0.0, Random(0))
+    load = total(router)
+    for seed in range(10):
+        assert router.decide(QUERY, key(), 1.0, Random(seed)) == first
+    assert total(router) == load == Totals(100, 7, 1)
+
+
+def test_the_same_key_gets_another_worker_when_its_own_is_gone() -> None:
+    router = router_of(worker(1), worker(2))
+    first = book(router, 0)
+    router.update(seen(worker(3 - first)), 1.0)
+    assert book(router, 0) == 3 - first
+    assert total(router) == Totals(100, 7, 1)
+
+
+def test_an_adopted_booking_is_answered_with_its_worker() -> None:
+    router = router_of()
+    booked = router.decide(QUERY, key(), 0.0, Random(0))
+    held = router.book.get(key())
+    assert held is not None
+    successor = router_of()
+    successor.book.announce(held, None, 0.0)
+    answer = successor.decide(QUERY, key(), 0.0, Random(1))
+    assert (answer.worker, answer.reasons) == (booked.worker, ("booked before",))
+
+
+@pytest.mark.row("S1-74")
+def test_a_decision_without_key_books_nothing() -> None:
+    router = router_of()
+    before = total(router)
+    router.decide(QUERY, None, 0.0, Random(0))
+    router.preview(QUERY, 0.0, Random(0))
+    assert total(router) == before == Totals()
+
+
+def test_round_robin_goes_on_without_bookings_but_a_preview_does_not_move_it() -> None:
+    router = router_of(selector="round_robin")
+    turns = []
+    for _ in range(4):
+        router.preview(QUERY, 0.0, Random(0))
+        turns.append(router.decide(QUERY, None, 0.0, Random(0)).worker.worker_id)
+    assert turns == [1, 2, 3, 4]
+
+
+def test_a_model_nobody_ever_served_is_unknown() -> None:
+    router = router_of()
+    with pytest.raises(UnknownModel):
+        router.decide(Query("nope"), key(), 0.0, Random(0))
+    with pytest.raises(UnknownModel):
+        router.potential_loads(Query("nope"), 0.0)
+    assert len(router.book) == 0
+
+
+def test_a_model_whose_last_worker_left_is_unavailable_and_retryable() -> None:
+    router = router_of(worker(1))
+    router.update(seen(), 1.0)
+    with pytest.raises(Unavailable) as refused:
+        router.decide(QUERY, key(), 1.0, Random(0))
+    assert refused.value.reason == "NO_WORKER"
+    assert refused.value.retryable
+    assert refused.value.retry_after_s
+
+
+def test_before_the_first_snapshot_no_model_is_called_unknown() -> None:
+    with pytest.raises(Unavailable) as refused:
+        Router(SELECTORS["random"]()).decide(QUERY, None, 0.0, Random(0))
+    assert refused.value.reason == "FLEET_UNKNOWN"
+
+
+@pytest.mark.parametrize(
+    ("field", "hints"),
+    [
+        ("prefill_worker_id", RoutingHints(prefill_worker_id=1)),
+        ("prefill_dp_rank", RoutingHints(prefill_dp_rank=0)),
+    ],
+)
+def test_pins_of_prefill_are_refused_by_name_where_nothing_is_split(
+    field: str, hints: RoutingHints
+) -> None:
+    query = replace(QUERY, routing=hints)
+    with pytest.raises(Unsupported) as refused:
+        router_of().decide(query, key(), 0.0, Random(0))
+    assert refused.value.field == f"query.routing.{field}"
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        (Query(""), "query.model"),
+        (Query("m", 16, b"1234567", 1, 16), "query.prefix_hashes"),
+        (Query("m", 16, bytes(8), 1, 0), "query.block_size"),
+        (Query("m", 16, bytes(8), 0, 16), "query.hash_scheme"),
+        (Query("m", 31, bytes(16), 1, 16), "query.total_tokens"),
+    ],
+)
+def test_a_query_that_contradicts_itself_is_refused_by_field(query: Query, field: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        router_of().decide(query, key(), 0.0, Random(0))
+    assert refused.value.field == field
+
+
+@pytest.mark.row("S1-67")
+def test_a_booking_charges_all_tokens_of_the_prompt_and_whole_blocks() -> None:
+    router = router_of(worker(1))
+    book(router, 0)
+    assert total(router) == Totals(100, 7, 1), "100 tokens are 7 blocks of 16"
+
+
+def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -> None:
+    router = router_of(worker(1, kv_index="events"), index=FakeIndex({1: 4}))
+    query = Query("m", 64, bytes(32), 1, 16)
+    decision = router.decide(query, key(), 0.0, Random(0))
+    assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (4, 48)
+    assert total(router) == Totals(16, 4, 1)
+
+
+def test_prefill_is_not_charged_where_the_request_says_so() -> None:
+    router = router_of(worker(1))
+    override = RouterConfigOverride(track_prefill_tokens=False)
+    router.decide(replace(QUERY, override=override), key(), 0.0, Random(0))
+    assert total(router) == Totals(0, 7, 1)
+
+
+@pytest.mark.row("S1-86")
+def test_potential_loads_have_one_row_a_rank_with_the_request_on_it() -> None:
+    router = router_of(worker(1, dp_size=2), worker(2))
+    router.book.book(
+        replace(_any_booking(), worker=Placement(1, 1)), router.book.open_session(FRONTEND), 0.0
+    )
+    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    assert rows == {
+        Placement(1, 0): Totals(100, 7, 1),
+        Placement(1, 1): Totals(200, 14, 2),
+        Placement(2, 0): Totals(100, 7, 1),
+    }
+
+
+def _any_booking() -> Any:
+    router = router_of(worker(1))
+    router.decide(QUERY, key(), 0.0, Random(0))
+    return router.book.get(key())
+
+
+@pytest.mark.row("S1-107")
+def test_a_worker_that_left_is_never_selected_again() -> None:
+    router = router_of()
+    router.update(seen(worker(2), worker(3), worker(4)), 1.0)
+    assert 1 not in {book(router, n) for n in range(50)}
+
+
+def test_bookings_of_a_departed_worker_weigh_on_nobody() -> None:
+    router = router_of(worker(1))
+    book(router, 0)
+    router.update(seen(worker(2)), 1.0)
+    assert total(router) == Totals()
+    assert router.book.free(key(0)), "its frontend still ends it"
+
+
+def test_orphans_weigh_for_three_seconds_and_then_no_more() -> None:
+    router = router_of()
+    session = router.book.open_session(FRONTEND)
+    router.decide(QUERY, key(), 0.0, Random(0), session)
+    router.book.end_session(session, 1.0)
+    assert total(router, 1.0 + ORPHAN_S - 0.1).requests == 1
+    assert total(router, 1.0 + ORPHAN_S) == Totals()
+
+
+def test_a_decision_no_longer_sees_orphans_whose_time_is_over() -> None:
+    router = router_of(worker(1), worker(2))
+    session = router.book.open_session(FRONTEND)
+    busy = router.decide(QUERY, key(), 0.0, Random(0), session).worker
+    router.book.end_session(session, 1.0)
+    chosen = {router.decide(QUERY, None, 3.9, Random(seed)).worker for seed in range(20)}
+    assert busy not in chosen
+    chosen = {router.decide(QUERY, None, 4.0, Random(seed)).worker for seed in range(20)}
+    assert busy in chosen
+
+
+def test_a_frontend_gone_from_discovery_frees_its_orphans() -> None:
+    frontend = Instance(FRONTEND, "mesh", "frontend", "", "127.0.0.1:1")
+    router = router_of(worker(1), frontend)
+    session = router.book.open_session(FRONTEND)
+    router.decide(QUERY, key(), 0.0, Random(0), session)
+    router.book.end_session(session, 1.0)
+    router.update(seen(worker(1)), 1.1)
+    assert total(router, 1.1) == Totals()
+
+
+def test_decisions_are_explained_with_all_candidates_cheapest_first() -> None:
+    router = router_of(worker(1), worker(2), worker(3))
+    busy = book(router, 0)
+    query = replace(QUERY, excluded_worker_ids=frozenset({6, busy % 3 + 1}))
+    preview = router.preview(query, 0.0, Random(0))
+    rows = preview.considered
+    assert [row.cost for row in rows[:-1]] == sorted(row.cost or 0 for row in rows[:-1])
+    assert rows[0].placement == preview.worker
+    assert rows[1].placement.worker_id == busy
+    assert rows[1].load == Totals(100, 7, 1)
+    assert rows[-1].placement.worker_id == busy % 3 + 1
+    assert rows[-1].cost is None
+    assert "failed" in rows[-1].excluded_why
+
+
+def test_candidates_without_a_price_are_explained_as_well() -> None:
+    router = router_of(selector="round_robin")
+    rows = router.preview(QUERY, 0.0, Random(0)).considered
+    assert [(r.placement.worker_id, r.cost) for r in rows] == [(n, None) for n in (1, 2, 3, 4)]
+
+
+def test_recent_decisions_are_found_by_request_and_bounded() -> None:
+    router = router_of(recent_max=3)
+    for number in range(5):
+        book(router, number)
+    assert router.recent("r1") is None
+    remembered = router.recent("r4")
+    assert remembered is not None
+    assert remembered.worker.worker_id in (1, 2, 3, 4)
+    again = router.decide(QUERY, key(4, attempt=1), 9.0, Random(0))
+    assert router.recent("r4") is again, "the latest attempt"
+
+
+def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_others() -> None:
+    router = router_of(*(worker(n) for n in range(1, 101)))
+    for number in range(30):
+        decision = router.decide(QUERY, key(number), 0.0, Random(number))
+        assert len(decision.considered) == CONSIDERED_MAX
+        assert decision.worker in {row.placement for row in decision.considered}
+
+
+@pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
+def test_the_price_of_the_chosen_one_is_remembered_wherever_it_stands(selector: str) -> None:
+    hot = CostKnobs(router_temperature=5.0 if selector == "kv" else 0.0)
+    router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, knobs=hot)
+    ranks = set()
+    for number in range(60):
+        decision = router.decide(QUERY, key(number), 0.0, Random(number))
+        rows = decision.considered
+        (its,) = (row for row in rows if row.placement == decision.worker)
+        assert its.cost is not None
+        assert (its.terms is not None) == (selector == "kv")
+        costs = [row.cost for row in rows if row.cost is not None]
+        assert costs == sorted(costs)
+        ranks.add(rows.index(its))
+    assert selector != "kv" or len(ranks) > 1, "the temperature also chose dear ones"
+
+
+def test_who_has_no_price_is_remembered_the_chosen_one_first() -> None:
+    router = router_of(*(worker(n) for n in range(1, 41)), selector="round_robin")
+    for number in range(12):
+        decision = router.decide(QUERY, key(number), 0.0, Random(0))
+        rows = decision.considered
+        assert len({row.placement for row in rows}) == CONSIDERED_MAX
+        assert rows[0].placement == decision.worker
+        assert not any(row.cost or row.excluded_why for row in rows)
+
+
+def test_who_was_left_out_is_remembered_with_the_reason_where_there_is_room() -> None:
+    router = router_of(worker(1), worker(2), worker(3), selector="round_robin")
+    query = replace(QUERY, excluded_worker_ids=frozenset({1}))
+    rows = router.decide(query, key(0), 0.0, Random(0)).considered
+    assert [(r.placement.worker_id, r.cost, bool(r.excluded_why)) for r in rows] == [
+        (2, None, False),
+        (3, None, False),
+        (1, None, True),
+    ]
+
+
+class Narrow:
+    """Prices some and chooses another one."""
+
+    name = "narrow"
+
+    def select(
+        self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
+    ) -> Choice:
+        return Choice(candidates[-1], "just so", price(query, candidates[:-1], view))
+
+
+def test_a_chosen_one_without_a_price_is_remembered_among_those_that_have_one() -> None:
+    router = router_of(*(worker(n) for n in range(1, 41)), selector=Narrow())
+    decision = router.decide(QUERY, key(0), 0.0, Random(0))
+    rows = decision.considered
+    assert len(rows) == CONSIDERED_MAX
+    assert (rows[-1].placement, rows[-1].cost) == (decision.worker, None)
+
+
+@pytest.mark.parametrize(
+    ("selector", "override"),
+    [
+        ("least_loaded", {"router_temperature": 1.0}),
+        ("round_robin", {"overlap_score_credit": 0.5}),
+        ("random", {"prefill_load_scale": 2.0}),
+        ("direct", {"overlap_score_weight": 0.0}),
+        ("power_of_two", {"assume_kv_reuse": False}),
+        ("kv", {"shared_cache_multiplier": 0.5}),
+    ],
+)
+def test_overrides_that_this_router_cannot_follow_are_refused_by_name(
+    selector: str, override: dict[str, Any]
+) -> None:
+    router = router_of(selector=selector)
+    query = replace(QUERY, override=RouterConfigOverride(**override))
+    (name,) = override
+    for ask in (
+        lambda: router.decide(query, key(), 0.0, Random(0)),
+        lambda: router.potential_loads(query, 0.0),
+    ):
+        with pytest.raises(Unsupported) as caught:
+            ask()
+        assert caught.value.field == f"query.config_override.{name}"
+    assert len(router.book) == 0
+
+
+def test_a_shared_cache_that_counts_nothing_is_what_there_is() -> None:
+    query = replace(QUERY, override=RouterConfigOverride(shared_cache_multiplier=0.0))
+    router_of(selector="kv").decide(query, None, 0.0, Random(0))
+
+
+@settings(max_examples=60)
+@given(
+    tokens=st.lists(st.integers(0, 5000), min_size=1, max_size=30),
+    selector=st.sampled_from(["kv", "random", "least_loaded", "power_of_two", "round_robin"]),
+    seed=st.integers(0, 2**32),
+)
+def test_after_all_frees_every_load_is_zero(tokens: list[int], selector: str, seed: int) -> None:
+    router = router_of(worker(1, dp_size=2), worker(2), selector=selector, book=LoadBook(100))
+    rng = Random(seed)
+    for number, count in enumerate(tokens):
+        query = Query("m", count)
+        first = router.decide(query, key(number), 0.0, rng)
+        assert router.decide(query, key(number), 0.0, rng) == first
+        if rng.random() < 0.5:
+            router.book.mark_prefill_done(key(number))
+        if rng.random() < 0.5:
+            router.book.add_output_blocks(key(number), 3, rng.random())
+    assert total(router).requests == len(tokens)
+    for number in range(len(tokens)):
+        assert router.book.free(key(number))
+        assert not router.book.free(key(number))
+    assert total(router) == Totals()

@@ -1,0 +1,472 @@
+"""The ways to serve a request, pair or whole, when some of them are busy or full.
+
+Worker 1 computes prompts, 2 decodes (and can compute), 3 does both; each is left out where a test
+says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import MeshError, Overloaded, Unavailable
+from common.kv.load import Load
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RoutingHints
+from router_svc.core.admission import NO_QUEUE, Parked, QueueRules
+from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.pairing import NO_BYPASS, Bypass
+from router_svc.core.policy import Rules
+from router_svc.core.query import Query
+from router_svc.core.router import Decision, Router
+from router_svc.core.selectors import SELECTORS
+
+BATCH = 1000
+LIMITS = BusyLimits(active_prefill_tokens=500)
+QUEUE = QueueRules(threshold=1.0)
+
+
+def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": 16,
+        "role": role,
+        "transfer_group": "g",
+        "local_prefill": role != "prefill",
+        "max_num_batched_tokens": BATCH,
+        "total_kv_blocks": 1000,
+        **facts,
+    }
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+PREFILL, DECODE, WHOLE = worker(1, "prefill"), worker(2, "decode"), worker(3, "aggregated")
+REMOTE = worker(2, "decode", local_prefill=False)
+
+
+class Bed:
+    """A router and its workers; `now` stands still, for reports to count."""
+
+    def __init__(
+        self,
+        *workers: Instance,
+        busy: BusyLimits = NO_LIMITS,
+        queue: QueueRules = NO_QUEUE,
+        bypass: Bypass = NO_BYPASS,
+    ) -> None:
+        rules = Rules(busy=busy, queue=queue, bypass=bypass)
+        self.router = Router(SELECTORS["kv"](), rules=rules)
+        self.router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
+        self.count = 0
+
+    def report(self, worker_id: int, **load: int) -> None:
+        self.router.book.report(worker_id, 0, Load(**load), 0.0)
+
+    def crowd(self, *workers: int) -> None:
+        """Give them far more prompt tokens than any threshold here."""
+        for worker_id in workers:
+            self.report(worker_id, waiting=1, waiting_tokens=5 * BATCH)
+
+    def calm(self, *workers: int) -> None:
+        for worker_id in workers:
+            self.report(worker_id)
+
+    def admit(
+        self, tokens: int = 100, excluded: Iterable[int] = (), **hints: Any
+    ) -> Decision | Parked:
+        self.count += 1
+        routing = RoutingHints(**hints) if hints else None
+        query = Query("m", tokens, routing=routing, excluded_worker_ids=frozenset(excluded))
+        key = BookingKey(7, f"r{self.count}", 0)
+        return self.router.admit(query, key, 0.0, Random(self.count))
+
+    def place(self, **hints: Any) -> Decision:
+        answer = self.admit(**hints)
+        assert isinstance(answer, Decision), "it was parked"
+        return answer
+
+    def serve(self) -> list[Decision | MeshError]:
+        outcomes = self.router.admitted(0.0, Random(0))
+        return [outcome for _, outcome in outcomes if outcome is not None]
+
+    def relieve(self, worker_id: int) -> list[Decision | MeshError]:
+        outcomes = self.router.relieved(Placement(worker_id, 0), 0.0, Random(0))
+        return [outcome for _, outcome in outcomes if outcome is not None]
+
+
+def legs(decision: Decision) -> tuple[int, int | None]:
+    prefill = decision.prefill
+    return decision.worker.worker_id, None if prefill is None else prefill.worker_id
+
+
+# Above a busy threshold.
+
+
+def test_where_prefill_is_busy_an_idle_aggregated_worker_serves() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, busy=LIMITS)
+    assert legs(bed.place()) == (2, 1)
+    bed.crowd(1)
+    decision = bed.place()
+    assert (legs(decision), decision.fallback) == ((3, None), "prefill_busy")
+    assert "aggregated fallback: prefill busy" in decision.reasons
+
+
+def test_where_decode_is_busy_an_idle_aggregated_worker_serves() -> None:
+    bed = Bed(PREFILL, DECODE, WHOLE, busy=BusyLimits(active_decode_blocks=0.5))
+    bed.report(2, kv_used_blocks=900)
+    decision = bed.place()
+    assert (legs(decision), decision.fallback) == ((3, None), "decode_busy")
+
+
+def test_where_prefill_and_aggregated_are_busy_an_idle_decode_worker_does_both() -> None:
+    bed = Bed(PREFILL, DECODE, WHOLE, busy=LIMITS)
+    bed.crowd(1, 3)
+    decision = bed.place()
+    assert (legs(decision), decision.fallback) == ((2, None), "prefill_busy")
+
+
+def test_without_prefill_a_decode_worker_serves_where_aggregated_ones_are_busy() -> None:
+    bed = Bed(DECODE, WHOLE, busy=LIMITS)
+    bed.crowd(3)
+    decision = bed.place()
+    assert (legs(decision), decision.fallback) == ((2, None), "no_prefill_worker")
+
+
+@pytest.mark.parametrize(
+    ("workers", "busy", "leg"),
+    [
+        ((PREFILL, REMOTE), (1,), "prefill"),
+        ((PREFILL, REMOTE, WHOLE), (1, 3), "prefill"),
+        ((PREFILL, DECODE, WHOLE), (1, 2, 3), "prefill"),
+        ((DECODE, WHOLE), (2, 3), "whole"),
+    ],
+)
+def test_only_where_all_who_may_serve_are_busy_is_the_caller_told_to_come_again(
+    workers: tuple[Instance, ...], busy: tuple[int, ...], leg: str
+) -> None:
+    bed = Bed(*workers, busy=LIMITS)
+    bed.crowd(*busy)
+    with pytest.raises(Overloaded) as caught:
+        bed.admit()
+    assert (caught.value.reason, caught.value.metadata["leg"]) == ("ALL_WORKERS_BUSY", leg)
+    assert len(bed.router.book) == 0
+
+
+def test_a_busy_worker_is_said_to_be_busy_though_others_may_not_serve_at_all() -> None:
+    apart = worker(2, "decode", transfer_group="other", local_prefill=False)
+    bed = Bed(PREFILL, apart, WHOLE, busy=LIMITS)
+    bed.crowd(3)
+    with pytest.raises(Overloaded):
+        bed.admit()
+
+
+def test_who_pins_its_prefill_gets_a_pair_or_is_told_that_it_is_busy() -> None:
+    bed = Bed(PREFILL, DECODE, WHOLE, busy=LIMITS)
+    bed.crowd(1)
+    with pytest.raises(Overloaded):
+        bed.admit(prefill_worker_id=1)
+
+
+def test_the_gate_at_decode_holds_for_whoever_comes_because_prefill_is_busy() -> None:
+    gate = Bypass(policy="isl_bounding", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=600)
+    with pytest.raises(Overloaded):
+        bed.admit()
+    bed.report(2, kv_used_blocks=400)
+    assert legs(bed.place()) == (2, None)
+
+
+# Mates are told from the busy.
+
+
+def test_busy_prefill_is_not_taken_for_a_missing_transfer_group() -> None:
+    lonely = worker(4, "prefill", transfer_group="other")
+    bed = Bed(PREFILL, REMOTE, lonely, busy=LIMITS)
+    assert legs(bed.place()) == (2, 1)
+    bed.crowd(1)
+    with pytest.raises(Overloaded) as caught:
+        bed.admit()
+    assert caught.value.metadata["leg"] == "prefill"
+    bed.router.update(Snapshot(2, {w.id: w for w in (PREFILL, REMOTE, lonely, WHOLE)}), 0.0)
+    assert bed.place().fallback == "prefill_busy"
+
+
+def test_a_missing_transfer_group_is_not_taken_for_busy_prefill() -> None:
+    lonely = worker(4, "prefill", transfer_group="other")
+    bed = Bed(lonely, REMOTE, busy=LIMITS)
+    bed.crowd(4)
+    with pytest.raises(Unavailable) as caught:
+        bed.admit()
+    assert caught.value.reason == "NO_TRANSFER_GROUP"
+
+
+def test_free_halves_of_different_pairs_make_no_pair_and_that_is_for_being_busy() -> None:
+    other = {"transfer_group": "other", "local_prefill": False}
+    limits = BusyLimits(active_prefill_tokens=500, active_decode_blocks=0.5)
+    bed = Bed(PREFILL, REMOTE, worker(4, "prefill", **other), worker(5, "decode", **other),
+              busy=limits)  # fmt: skip
+    bed.crowd(1)
+    bed.report(5, kv_used_blocks=900)
+    with pytest.raises(Overloaded):
+        bed.admit()
+    bed.calm(1)
+    assert legs(bed.place()) == (2, 1)
+
+
+def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> None:
+    lonely = worker(4, "prefill", transfer_group="other")
+    twin = worker(5, "prefill")
+    bed = Bed(PREFILL, twin, lonely, REMOTE, busy=LIMITS)
+    bed.crowd(5)
+    rows = bed.router.preview(Query("m", 100), 0.0, Random(0)).considered
+    why = {row.placement.worker_id: row.excluded_why for row in rows}
+    assert why[5] == "busy: above a configured threshold"
+    assert why[4] == "has no partner to send its cache to"
+
+
+# Bypass: prefill that takes nothing more is as busy as can be.
+
+
+@pytest.mark.parametrize(
+    ("policy", "bypass"), [("prefill_load", "prefill_busy"), ("isl_or_load", "prefill_busy")]
+)
+def test_prefill_above_its_limit_is_bypassed_where_load_is_a_reason(
+    policy: Any, bypass: str
+) -> None:
+    rules = Bypass(policy=policy, prefill_busy_threshold=100.0)
+    bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=rules)
+    assert bed.place().bypass == ""
+    bed.crowd(1)
+    decision = bed.place()
+    assert (legs(decision), decision.bypass, decision.fallback) == ((2, None), bypass, "")
+
+
+def test_prefill_that_lets_requests_wait_is_bypassed_whatever_the_threshold_of_the_bypass() -> None:
+    rules = Bypass(policy="prefill_load", prefill_busy_threshold=100.0)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=rules)
+    bed.crowd(1)
+    decision = bed.place()
+    assert (legs(decision), decision.bypass) == ((2, None), "prefill_busy")
+
+
+def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, worker(4, "decode"), queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=600)
+    bed.report(4, kv_used_blocks=400, running=1, waiting_tokens=BATCH, waiting=300)
+    decision = bed.place()
+    assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
+    assert [(row.placement.worker_id, row.excluded_why) for row in decision.considered] == [
+        (4, ""),
+        (2, "its KV blocks leave no room by the gate of the bypass"),
+    ]
+    bed.crowd(4)
+    assert isinstance(bed.admit(), Parked), "who has room is behind the gate"
+
+
+def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worker() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, WHOLE, queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=900)
+    bed.report(3, waiting=1, waiting_tokens=BATCH + 1)
+    assert isinstance(bed.admit(), Parked)
+
+
+def test_a_bypass_to_a_full_worker_is_none_where_the_pair_has_room() -> None:
+    rules = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=rules)
+    assert bed.place().bypass == "short_prompt"
+    bed.crowd(2)
+    assert legs(bed.place()) == (2, 1)
+
+
+# The queue.
+
+
+def test_nobody_waits_for_prefill_while_an_aggregated_worker_has_room() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
+    bed.crowd(1)
+    decision = bed.place()
+    assert (legs(decision), decision.fallback) == ((3, None), "prefill_busy")
+
+
+def test_who_waits_for_several_ways_goes_by_the_first_that_has_room() -> None:
+    for relieved, expected in ((1, (2, 1)), (3, (3, None))):
+        bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
+        bed.crowd(1, 3)
+        assert isinstance(bed.admit(), Parked)
+        assert bed.serve() == []
+        bed.calm(relieved)
+        (outcome,) = bed.serve()
+        assert isinstance(outcome, Decision)
+        assert legs(outcome) == expected
+
+
+def test_who_comes_behind_others_waits_for_every_way_too() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
+    bed.crowd(1, 3)
+    assert isinstance(bed.admit(), Parked)
+    bed.calm(3)
+    assert isinstance(bed.admit(), Parked), "somebody waits already"
+    assert [legs(d) for d in bed.serve() if isinstance(d, Decision)] == [(3, None), (3, None)]
+
+
+def test_a_decode_worker_that_could_prefill_is_no_way_round_a_queue_for_prefill() -> None:
+    bed = Bed(PREFILL, DECODE, queue=QUEUE)
+    bed.crowd(1)
+    assert isinstance(bed.admit(), Parked)
+
+
+@pytest.mark.parametrize(
+    ("workers", "excluded"),
+    [
+        ((DECODE,), ()),
+        ((PREFILL, DECODE), (1,)),
+        ((worker(1, "prefill", transfer_group="x"), DECODE), ()),
+    ],
+    ids=["no prefill worker", "it failed the request", "it has no partner"],
+)
+def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_says(
+    workers: tuple[Instance, ...], excluded: tuple[int, ...]
+) -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(*workers, queue=QUEUE, bypass=gate)
+    bed.report(2, kv_used_blocks=600, waiting_tokens=5 * BATCH)
+    assert isinstance(bed.admit(excluded=excluded), Parked)
+    bed.report(2, kv_used_blocks=600)
+    (outcome,) = bed.relieve(2)
+    assert isinstance(outcome, Decision)
+    assert legs(outcome) == (2, None)
+
+
+def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None:
+    gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=gate)
+    bed.crowd(1)
+    bed.report(2, kv_used_blocks=600)
+    assert isinstance(bed.admit(), Parked)
+    assert bed.relieve(2) == []
+    bed.report(2, kv_used_blocks=400)
+    (outcome,) = bed.relieve(2)
+    assert isinstance(outcome, Decision)
+    assert legs(outcome) == (2, None)
+
+
+def test_a_pinned_decode_worker_waits_for_its_prefill_and_goes_nowhere_else() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
+    bed.crowd(1)
+    assert isinstance(bed.admit(decode_worker_id=2), Parked)
+
+
+def test_a_way_above_its_limit_is_not_waited_for_but_one_that_is_full_is() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE, busy=BusyLimits(active_prefill_tokens=6 * BATCH))
+    bed.report(1, waiting=1, waiting_tokens=9 * BATCH)
+    bed.crowd(3)
+    assert isinstance(bed.admit(), Parked)
+    bed.calm(3)
+    (outcome,) = bed.serve()
+    assert isinstance(outcome, Decision)
+    assert legs(outcome) == (3, None)
+
+
+def test_a_question_without_a_booking_is_answered_by_the_way_that_has_room() -> None:
+    bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
+    bed.crowd(1)
+    assert legs(bed.router.preview(Query("m", 100), 0.0, Random(0))) == (3, None)
+    bed.crowd(3)
+    assert legs(bed.router.preview(Query("m", 100), 0.0, Random(0))) == (2, 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    members=st.sets(st.sampled_from([PREFILL, DECODE, WHOLE]), min_size=1),
+    crowded=st.sets(st.sampled_from([1, 2, 3])),
+    closes=st.booleans(),
+)
+def test_a_request_is_turned_away_or_parked_only_where_no_way_is_left(
+    members: set[Instance], crowded: set[int], closes: bool
+) -> None:
+    """closes: the threshold is one above which workers get nothing; else one that makes wait."""
+    bed = Bed(*members, **({"busy": LIMITS} if closes else {"queue": QUEUE}))
+    here = {w.id for w in members}
+    bed.crowd(*(crowded & here))
+    idle = here - crowded
+    pair = {1, 2} <= here and 1 in idle
+    alone = 2 in idle and (1 not in here or closes)
+    can = pair or 3 in idle or alone
+    answer: Decision | Parked | MeshError
+    try:
+        answer = bed.admit()
+    except MeshError as error:
+        answer = error
+    if can:
+        assert isinstance(answer, Decision)
+    elif here == {1}:
+        assert isinstance(answer, Unavailable)
+    else:
+        assert isinstance(answer, Overloaded if closes else Parked)
+
+
+_GATES = st.builds(
+    Bypass,
+    policy=st.sampled_from(["isl_bounding", "prefill_load", "isl_or_load"]),
+    eff_isl_ratio_threshold=st.sampled_from([0.7, 1.1]),
+    prefill_busy_threshold=st.sampled_from([None, 0.5]),
+    decode_busy_threshold=st.sampled_from([None, 0.5]),
+)
+_BLOCKS = st.sampled_from([0, 400, 900])
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    others=st.sets(st.sampled_from([PREFILL, WHOLE])),
+    gate=_GATES,
+    limits=st.sampled_from([NO_LIMITS, BusyLimits(active_decode_blocks=0.95)]),
+    blocks=st.tuples(_BLOCKS, _BLOCKS, _BLOCKS),
+    excluded=st.sampled_from([(), (1,)]),
+    reliefs=st.lists(
+        st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([0, 5 * BATCH]), _BLOCKS),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_whom_a_sweep_lets_in_after_a_relief_that_relief_has_let_in_already(
+    others: set[Instance],
+    gate: Bypass,
+    limits: BusyLimits,
+    blocks: tuple[int, int, int],
+    excluded: tuple[int, ...],
+    reliefs: list[tuple[int, int, int]],
+) -> None:
+    members = {DECODE, *others}
+    bed = Bed(*members, busy=limits, queue=QUEUE, bypass=gate)
+    load = {n: (5 * BATCH, blocks[n - 1]) for n in (1, 2, 3)}
+    for member in members:
+        tokens, held = load[member.id]
+        bed.report(member.id, waiting_tokens=tokens, kv_used_blocks=held)
+    try:
+        answer = bed.admit(excluded=excluded)
+    except Unavailable:
+        return
+    if isinstance(answer, Decision):
+        return
+    for worker_id, *less in reliefs:
+        tokens, held = map(min, load[worker_id], less)
+        load[worker_id] = tokens, held
+        bed.report(worker_id, waiting_tokens=tokens, kv_used_blocks=held)
+        placed = bed.relieve(worker_id)
+        if placed:
+            return
+        assert bed.serve() == []

@@ -1,0 +1,112 @@
+"""Every knob of the reference is here, or is absent for a reason: ADR 0006 against the code."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.request.preprocessed import RouterConfigOverride
+from common.runtime.config import ConfigError, ServiceConfig, read_config
+from router_svc.config import RouterConfig
+from router_svc.core.admission import NO_QUEUE, QueueRules
+from router_svc.core.busy import NO_LIMITS, BusyLimits
+
+ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
+KNOBS = {spec.name for spec in fields(RouterConfig)} - {spec.name for spec in fields(ServiceConfig)}
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    """Dynamo's name -> what is here, and the third column."""
+    table = re.findall(r"^\| `([^|]+)` \| ([^|]+) \| ([^|]+) \|$", ADR.read_text(), re.MULTILINE)
+    return {name: (here.strip(), more.strip()) for name, here, more in table}
+
+
+def test_the_table_has_every_flag_of_the_reference_once() -> None:
+    assert len(rows()) == 50
+
+
+def test_what_the_table_names_exists_and_what_it_does_not_is_absent_for_a_reason() -> None:
+    named = set()
+    for flag, (here, more) in rows().items():
+        if here == "absent":
+            assert more.startswith("the same") or len(more) > 10, f"{flag}: no reason"
+            continue
+        for name in re.findall(r"`(\w+)`", here):
+            assert name in KNOBS, f"{flag}: there is no {name}"
+            named.add(name)
+    text = ADR.read_text()
+    missing = {name for name in KNOBS - named - {"metrics_port"} if f"`{name}`" not in text}
+    assert not missing, "a knob of ours that the decision does not mention"
+
+
+@pytest.mark.parametrize(
+    "flag", ["--router-event-threads", "--min-initial-workers", "--load-aware"]
+)
+def test_an_absent_flag_is_refused_by_name(flag: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(RouterConfig, "ROUTER", {}, [flag, "1"])
+    assert flag in str(caught.value)
+
+
+@pytest.mark.row("S1-102")
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("queue_threshold", "-1"),
+        ("queue_policy", "lifo"),
+        ("queue_requests_max", "0"),
+        ("queue_requests_max", "8193"),
+        ("queue_tokens_max", "0"),
+        ("queue_wait_max_s", "0"),
+        ("active_decode_blocks_threshold", "1.1"),
+        ("active_prefill_tokens_threshold", "-1"),
+        ("active_prefill_tokens_threshold_frac", "nan"),
+        ("active_request_expiry_s", "10"),
+    ],
+)
+def test_a_value_out_of_range_names_its_field(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(RouterConfig, "ROUTER", {}, ["--" + name.replace("_", "-"), value])
+    assert name in str(caught.value).replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "name"),
+    [
+        ({"track_output_blocks": True, "track_active_blocks": False}, "track_output_blocks"),
+        ({"queue_threshold": 1.0, "track_prefill_tokens": False}, "queue_threshold"),
+    ],
+)
+def test_a_knob_that_another_one_makes_idle_is_refused(knobs: dict[str, Any], name: str) -> None:
+    (problem,) = RouterConfig(**knobs).problems()
+    assert problem.startswith(name)
+
+
+def test_queue_and_thresholds_are_off_until_they_are_set_and_then_as_set() -> None:
+    rules = RouterConfig().rules
+    assert (rules.queue, rules.busy) == (NO_QUEUE, NO_LIMITS)
+    rules = RouterConfig(
+        queue_threshold=2.0,
+        queue_policy="wspt",
+        queue_requests_max=10,
+        queue_tokens_max=99,
+        queue_wait_max_s=3.0,
+        active_decode_blocks_threshold=0.9,
+        active_prefill_tokens_threshold=5,
+        active_prefill_tokens_threshold_frac=1.5,
+    ).rules
+    assert rules.queue == QueueRules(
+        threshold=2.0, policy="wspt", requests_max=10, tokens_max=99, wait_max_s=3.0
+    )
+    assert rules.busy == BusyLimits(
+        active_decode_blocks=0.9, active_prefill_tokens=5, active_prefill_tokens_frac=1.5
+    )
+
+
+def test_every_field_that_a_request_may_override_is_in_the_decision() -> None:
+    text = ADR.read_text()
+    assert all(f"`{spec.name}`" in text for spec in fields(RouterConfigOverride))

@@ -1,0 +1,287 @@
+"""Knobs that would do nothing are refused by name, and those that do something are not."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from common.errors import Unsupported
+from common.kv.events import Source
+from common.kv.prefix_index import Matched
+from common.registry.instances import Instance, Snapshot
+from common.request.preprocessed import RouterConfigOverride
+from common.runtime.config import ConfigError, ServiceConfig, read_config
+from router_svc.config import RouterConfig
+from router_svc.core.admission import Parked
+from router_svc.core.cost import CostKnobs
+from router_svc.core.fleet import Placement
+from router_svc.core.load_tracker import BookingKey
+from router_svc.core.overlap import Standing
+from router_svc.core.query import Query
+from router_svc.core.router import Router
+from router_svc.core.selectors import SELECTORS
+
+B = 16
+COST_KNOBS: dict[str, Any] = {
+    "overlap_score_credit": 0.5,
+    "overlap_score_credit_decay": 1.0,
+    "prefill_load_scale": 2.0,
+    "decode_active_request_weight": 0.0,
+    "host_cache_hit_weight": 0.5,
+    "disk_cache_hit_weight": 0.5,
+    "router_temperature": 1.0,
+    "assume_kv_reuse": True,
+    "recent_miss_weight": 0.5,
+    "recent_miss_half_life_s": 5.0,
+}
+IDLE: list[tuple[dict[str, Any], str]] = [
+    ({"kv_transfer_domain": "zone", "kv_transfer_weight": 0.5}, "kv_transfer_weight"),
+    ({"active_prefill_tokens_threshold": 9, "track_prefill_tokens": False},
+     "active_prefill_tokens_threshold"),
+    ({"active_prefill_tokens_threshold_frac": 2.0, "track_prefill_tokens": False},
+     "active_prefill_tokens_threshold_frac"),
+    ({"bypass_policy": "prefill_load", "bypass_prefill_busy_threshold": 1.0,
+      "track_prefill_tokens": False}, "bypass_prefill_busy_threshold"),
+    ({"bypass_policy": "isl_bounding", "selector": "direct"}, "bypass_policy"),
+    ({"bypass_policy": "isl_bounding", "bypass_prefill_busy_threshold": 1.0},
+     "bypass_prefill_busy_threshold"),
+    ({"bypass_policy": "prefill_load", "bypass_prefill_busy_threshold": 1.0,
+      "bypass_eff_isl_threshold": 9}, "bypass_eff_isl_threshold"),
+    ({"bypass_eff_isl_ratio_threshold": 0.5}, "bypass_eff_isl_ratio_threshold"),
+    ({"bypass_decode_busy_threshold": 0.5}, "bypass_decode_busy_threshold"),
+    ({"queue_policy": "wspt"}, "queue_policy"),
+    ({"queue_requests_max": 9}, "queue_requests_max"),
+    ({"queue_tokens_max": 9}, "queue_tokens_max"),
+    ({"queue_wait_max_s": 9.0}, "queue_wait_max_s"),
+    ({"recent_miss_weight": 0.0, "recent_miss_half_life_s": 9.0}, "recent_miss_half_life_s"),
+    ({"session_affinity_ttl_s": 0.0, "session_affinity_mode": "soft"}, "session_affinity_mode"),
+    ({"overlap_score_credit": 0.0, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
+    ({"kv_events": False, "router_predicted_ttl_secs": 5.0}, "router_predicted_ttl_secs"),
+    ({"overlap_score_credit": 0.0, "router_ttl_secs": 5.0}, "router_ttl_secs"),
+    ({"overlap_score_credit": 0.0, "router_max_tree_size": 5}, "router_max_tree_size"),
+    ({"overlap_score_credit": 0.0, "router_prune_target_ratio": 0.5}, "router_prune_target_ratio"),
+    ({"overlap_score_credit": 0.0, "overlap_score_credit_decay": 1.0},
+     "overlap_score_credit_decay"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("knobs", "name"), IDLE)
+def test_what_would_do_nothing_is_named_with_the_reason(knobs: dict[str, Any], name: str) -> None:
+    (problem,) = RouterConfig(**knobs).problems()
+    assert problem.startswith(f"{name}: ")
+    assert len(problem) > len(name) + 20
+
+
+@pytest.mark.row("S1-102")
+def test_a_router_refuses_to_start_with_a_knob_that_would_do_nothing() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_config(RouterConfig, "ROUTER", {"KVMESH_ROUTER_QUEUE_POLICY": "wspt"}, [])
+    assert refused.value.problems == (
+        "KVMESH_ROUTER_QUEUE_POLICY: nobody waits, --queue-threshold is unset",
+    )
+
+
+def test_a_place_is_no_domain() -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_config(RouterConfig, "ROUTER", {}, ["--kv-transfer-domain", "zone=a"])
+    assert "name the domain alone: 'zone'" in str(refused.value)
+
+
+def test_every_cost_knob_is_tried_here() -> None:
+    tracked = {"track_prefill_tokens", "track_active_blocks"}
+    assert COST_KNOBS.keys() | tracked == {spec.name for spec in fields(CostKnobs)}
+
+
+@pytest.mark.parametrize("name", COST_KNOBS)
+@pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"kv"}))
+def test_a_selector_without_that_cost_has_none_of_its_knobs(selector: str, name: str) -> None:
+    (problem,) = RouterConfig(selector=selector, **{name: COST_KNOBS[name]}).problems()
+    assert problem == f"{name}: selector {selector} has no such cost"
+    assert RouterConfig(**{name: COST_KNOBS[name]}).problems() == []
+    assert RouterConfig(selector="my.own:make", **{name: COST_KNOBS[name]}).problems() == []
+
+
+@pytest.mark.parametrize("selector", sorted(SELECTORS))
+def test_defaults_fit_every_selector_and_so_does_following_no_caches(selector: str) -> None:
+    assert RouterConfig(selector=selector).problems() == []
+    assert RouterConfig(selector=selector, overlap_score_credit=0.0).problems() == []
+    tracked = RouterConfig(selector=selector, track_prefill_tokens=False, track_active_blocks=False)
+    assert tracked.problems() == []
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"bypass_policy": "isl_or_load", "bypass_eff_isl_threshold": 1,
+         "bypass_prefill_busy_threshold": 1.0, "bypass_decode_busy_threshold": 0.5},
+        {"queue_threshold": 1.0, "queue_policy": "wspt", "queue_wait_max_s": 9.0},
+        {"kv_transfer_domain": "zone", "kv_transfer_enforcement": "preferred",
+         "kv_transfer_weight": 0.5},
+        {"kv_events": False, "router_ttl_secs": 20.0},
+        {"selector": "round_robin", "bypass_policy": "isl_bounding"},
+        {"overlap_score_credit": 0.0, "kv_events": False},
+        {"overlap_score_credit": 0.0, "bypass_policy": "isl_bounding",
+         "router_predicted_ttl_secs": 5.0, "router_ttl_secs": 9.0},
+        {"session_affinity_mode": "soft"},
+    ],
+)  # fmt: skip
+def test_what_does_something_is_not_refused(knobs: dict[str, Any]) -> None:
+    assert RouterConfig(**knobs).problems() == []
+
+
+def test_every_knob_with_a_default_alone_is_fine_as_it_is() -> None:
+    assert RouterConfig().problems() == []
+    own = {spec.name for spec in fields(RouterConfig)} - {s.name for s in fields(ServiceConfig)}
+    named = {name for _, name in IDLE} | COST_KNOBS.keys()
+    assert named <= own
+
+
+# A credit of 0 alone says that caches do not matter; other knobs may say that they do.
+
+OTHER_USES: list[dict[str, Any]] = [
+    {"host_cache_hit_weight": 0.5},
+    {"disk_cache_hit_weight": 1.0},
+    {"assume_kv_reuse": True},
+    {"queue_threshold": 1.0, "queue_policy": "wspt"},
+    {"bypass_policy": "isl_bounding"},
+    {"bypass_policy": "isl_or_load", "bypass_prefill_busy_threshold": 1.0},
+]
+
+
+class Held:
+    """An index: the same blocks by worker for every prompt, on (device, host, disk)."""
+
+    def __init__(self, **held: tuple[int, int, int]) -> None:
+        self.held = {int(name[1:]): tiers for name, tiers in held.items()}
+
+    def match(self, query: Query) -> list[Matched]:
+        return [Matched(Source(at), *tiers) for at, tiers in self.held.items()]
+
+    def standing(self, placement: Placement, now: float) -> Standing:
+        return Standing("exact", "", 0.0)
+
+
+def worker(worker_id: int, **facts: Any) -> Instance:
+    given: dict[str, Any] = {
+        "model": "m",
+        "block_size": B,
+        "kv_index": "events",
+        "max_num_batched_tokens": 1000,
+        **facts,
+    }
+    return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
+
+
+def built(held: Held, *workers: Instance, **knobs: Any) -> Router:
+    config = RouterConfig(**knobs)
+    assert config.problems() == []
+    router = Router(
+        SELECTORS["kv"](),
+        index=held,
+        choice=config.index_choice,
+        knobs=config.cost_knobs,
+        rules=config.rules,
+    )
+    router.update(Snapshot(1, {w.id: w for w in workers or (worker(1), worker(2))}), 0.0)
+    return router
+
+
+def hashed(blocks: int) -> Query:
+    return Query("m", blocks * B, bytes(8 * blocks), 1, B)
+
+
+def chosen(router: Router, query: Query) -> set[int]:
+    return {router.preview(query, 0.0, Random(n)).worker.worker_id for n in range(12)}
+
+
+@pytest.mark.parametrize("knobs", OTHER_USES)
+def test_a_credit_of_zero_keeps_the_index_while_another_knob_asks_for_it(
+    knobs: dict[str, Any],
+) -> None:
+    choice = RouterConfig(overlap_score_credit=0.0, **knobs).index_choice
+    assert (choice.kind, choice.subscribes) == ("events", True)
+    guessing = RouterConfig(overlap_score_credit=0.0, kv_events=False, **knobs).index_choice
+    assert guessing.kind == "approx"
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"host_cache_hit_weight": 0.0}, {"bypass_policy": "off"}, {"queue_threshold": 1.0}],
+)
+def test_a_credit_of_zero_alone_follows_nothing(knobs: dict[str, Any]) -> None:
+    assert RouterConfig(overlap_score_credit=0.0, **knobs).index_choice.kind == "none"
+
+
+def test_predictions_stay_with_an_index_that_a_credit_of_zero_keeps() -> None:
+    config = RouterConfig(
+        overlap_score_credit=0.0, bypass_policy="isl_bounding", router_predicted_ttl_secs=5.0
+    )
+    assert config.index_choice.predictions is not None
+
+
+def test_what_lower_tiers_hold_counts_though_the_device_does_not() -> None:
+    held = Held(w1=(0, 8, 8), w2=(8, 8, 8))
+    router = built(held, overlap_score_credit=0.0, host_cache_hit_weight=0.5)
+    assert chosen(router, hashed(10)) == {1}
+
+
+def test_a_nearly_cached_prompt_is_bypassed_though_its_credit_is_zero() -> None:
+    pair = {"transfer_group": "g"}
+    workers = (
+        worker(1, role="prefill", **pair),
+        worker(2, role="decode", local_prefill=True, **pair),
+    )
+    for credit in (0.0, 1.0):
+        router = built(Held(w2=(62, 62, 62)), *workers, overlap_score_credit=credit,
+                       bypass_policy="isl_bounding")  # fmt: skip
+        decision = router.preview(hashed(63), 0.0, Random(1))
+        assert (decision.bypass, decision.prefill_tokens) == ("short_prompt", B)
+
+
+def test_wspt_goes_by_what_is_cached_though_the_credit_is_zero() -> None:
+    router = built(Held(w1=(90, 90, 90)), worker(1), overlap_score_credit=0.0,
+                   queue_threshold=1.0, queue_policy="wspt")  # fmt: skip
+    rng = Random(0)
+    router.admit(Query("m", 2000), BookingKey(7, "fills", 0), 0.0, rng)
+    for name, query in (("short", Query("m", 50 * B)), ("cached", hashed(100))):
+        assert isinstance(router.admit(query, BookingKey(7, name, 0), 0.0, rng), Parked)
+    assert next(router.queue.heads()).key.request_id == "cached"
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        (RouterConfigOverride(overlap_score_credit=1.0), "overlap_score_credit"),
+        (RouterConfigOverride(assume_kv_reuse=True), "assume_kv_reuse"),
+    ],
+)
+def test_a_request_cannot_ask_for_overlap_where_no_caches_are_followed(
+    override: RouterConfigOverride, field: str
+) -> None:
+    query = Query("m", 160, bytes(80), 1, B, override=override)
+    held = Held(w1=(10, 10, 10))
+    with pytest.raises(Unsupported) as refused:
+        built(held, overlap_score_credit=0.0).preview(query, 0.0, Random(0))
+    assert refused.value.field == f"query.config_override.{field}"
+    assert "overlap_score_credit is 0" in refused.value.message
+    kept = built(held, overlap_score_credit=0.0, bypass_policy="isl_bounding")
+    assert kept.preview(query, 0.0, Random(0)).overlap_blocks in (0, 10)
+
+
+def test_one_request_may_give_credit_where_the_router_gives_none_but_follows_caches() -> None:
+    held = Held(w1=(10, 10, 10))
+    router = built(held, overlap_score_credit=0.0, bypass_policy="isl_bounding")
+    query = hashed(10)
+    assert chosen(router, query) == {1, 2}
+    override = RouterConfigOverride(overlap_score_credit=1.0)
+    assert chosen(router, replace(query, override=override)) == {1}
+
+
+def test_a_request_may_say_what_holds_there_anyway() -> None:
+    override = RouterConfigOverride(overlap_score_credit=0.0, assume_kv_reuse=False)
+    query = Query("m", 160, bytes(80), 1, B, override=override)
+    router = built(Held(w1=(10, 10, 10)), overlap_score_credit=0.0)
+    assert chosen(router, query) == {1, 2}

@@ -1,0 +1,523 @@
+"""What requests mean to SGLang and its answers to us, without SGLang."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import (
+    Bug,
+    InvalidRequest,
+    MeshError,
+    Overloaded,
+    PromptTooLong,
+    Unsupported,
+    WorkerLost,
+)
+from common.request.preprocessed import (
+    BootstrapInfo,
+    FinishReason,
+    GuidedDecoding,
+    OutputOptions,
+    PrefillResult,
+    PreprocessedRequest,
+    RoutingHints,
+    SamplingOptions,
+    StopConditions,
+    TokenIds,
+    TopLogprob,
+)
+from worker_svc.config import WorkerConfig
+from worker_svc.engines.sglang.sampling import (
+    FAKE_BOOTSTRAP_HOST,
+    LOGPROB_MIN,
+    OWNED,
+    Answer,
+    Call,
+    Facts,
+    MinTokens,
+    Stop,
+    aborted,
+    call_of,
+    invalid,
+    kv_index_of,
+    kv_silence_of,
+    load_of,
+    page_size_of,
+    server_arguments,
+    waiting_for_pages,
+)
+from worker_svc.engines.sim.transfer import PEER_LOST
+
+FACTS = Facts(
+    vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1
+)
+ROOM = BootstrapInfo("10.0.0.1", 9000, 2**61)
+
+
+def asked(**parts: Any) -> PreprocessedRequest:
+    return PreprocessedRequest(**{"token_ids": TokenIds.of([5, 6, 7]), **parts})
+
+
+def sampling_of(request: PreprocessedRequest, facts: Facts = FACTS) -> dict[str, Any]:
+    sampling: dict[str, Any] = call_of(request, facts).arguments["sampling_params"]
+    return sampling
+
+
+def refusal(request: PreprocessedRequest, facts: Facts = FACTS) -> MeshError:
+    with pytest.raises(MeshError) as caught:
+        call_of(request, facts)
+    return caught.value
+
+
+# Requests.
+
+
+def test_a_plain_request_gets_the_rest_of_the_context_and_the_models_eos() -> None:
+    call = call_of(asked(), FACTS)
+    assert call.arguments == {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"max_new_tokens": 61, "stop_token_ids": [2]},
+        "priority": 0,
+        "routed_dp_rank": None,
+        "lora_path": None,
+    }
+    assert call.stops == {2: Stop(FinishReason.EOS)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"temperature": 0.0}, {"temperature": 0.0}),
+        ({"top_p": 0.5, "top_k": 7, "min_p": 0.1}, {"top_p": 0.5, "top_k": 7, "min_p": 0.1}),
+        ({"top_k": 0}, {"top_k": -1}),
+        ({"top_k": -1}, {"top_k": -1}),
+        ({"presence_penalty": 1.0}, {"presence_penalty": 1.0}),
+        ({"frequency_penalty": -1.0}, {"frequency_penalty": -1.0}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"logit_bias": {7: 2.5}}, {"logit_bias": {"7": 2.5}}),
+        # Neutral values ask for nothing.
+        ({"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0}, {}),
+    ],
+)
+def test_every_sampling_option_is_mapped(
+    options: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    sampling = sampling_of(asked(sampling_options=SamplingOptions(**options)))
+    del sampling["max_new_tokens"], sampling["stop_token_ids"]
+    assert sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (StopConditions(max_tokens=4), {"max_new_tokens": 4, "stop_token_ids": [2]}),
+        (StopConditions(max_tokens=9999), {"max_new_tokens": 61, "stop_token_ids": [2]}),
+        (StopConditions(max_tokens=4, ignore_eos=True), {"max_new_tokens": 4, "ignore_eos": True}),
+        (
+            StopConditions(max_tokens=4, stop_token_ids_hidden=(9,), stop_token_ids_visible=(8,)),
+            {"max_new_tokens": 4, "stop_token_ids": [2, 8, 9]},
+        ),
+        # The frontend has the text.
+        (StopConditions(max_tokens=4, stop=("end",)), {"max_new_tokens": 4, "stop_token_ids": [2]}),
+        (
+            StopConditions(max_tokens=4, min_tokens=3),
+            {
+                "max_new_tokens": 4,
+                "stop_token_ids": [2],
+                "custom_params": {"min_tokens": 3, "stop_ids": [2]},
+            },
+        ),
+        (
+            StopConditions(max_tokens=4, min_tokens=3, ignore_eos=True),
+            {"max_new_tokens": 4, "ignore_eos": True},
+        ),
+    ],
+)
+def test_every_stop_condition_is_mapped(stop: StopConditions, expected: Mapping[str, Any]) -> None:
+    call = call_of(asked(stop_conditions=stop), FACTS)
+    assert call.arguments["sampling_params"] == expected
+    assert call.needs_min_tokens is ("custom_params" in expected)
+
+
+def test_visible_wins_over_eos_and_eos_over_hidden() -> None:
+    stop = StopConditions(stop_token_ids_hidden=(2, 3, 4), stop_token_ids_visible=(3,))
+    stops = call_of(asked(stop_conditions=stop, eos_token_ids=(3,)), FACTS).stops
+    assert stops == {
+        2: Stop(FinishReason.EOS),
+        3: Stop(FinishReason.STOP, is_visible=True),
+        4: Stop(FinishReason.STOP),
+    }
+
+
+def test_logprobs_ask_for_that_many_alternatives() -> None:
+    arguments = call_of(asked(output_options=OutputOptions(logprobs=0)), FACTS).arguments
+    assert (arguments["return_logprob"], arguments["top_logprobs_num"]) == (True, 0)
+    assert "return_logprob" not in call_of(asked(), FACTS).arguments
+
+
+@pytest.mark.parametrize(
+    ("parts", "field"),
+    [
+        ({"prompt_embeds": "x"}, "prompt_embeds"),
+        ({"extra_args": {"a": 1}}, "extra_args"),
+        ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+        ({"bootstrap_info": ROOM}, "bootstrap_info"),
+        ({"prefill_result": PrefillResult({})}, "prefill_result"),
+        ({"sampling_options": SamplingOptions(n=2)}, "sampling_options.n"),
+        ({"sampling_options": SamplingOptions(best_of=2)}, "sampling_options.best_of"),
+        (
+            {"sampling_options": SamplingOptions(use_beam_search=True)},
+            "sampling_options.use_beam_search",
+        ),
+        (
+            {"sampling_options": SamplingOptions(length_penalty=0.5)},
+            "sampling_options.length_penalty",
+        ),
+        ({"sampling_options": SamplingOptions(seed=1)}, "sampling_options.seed"),
+        (
+            {"sampling_options": SamplingOptions(guided_decoding=GuidedDecoding(json={}))},
+            "sampling_options.guided_decoding",
+        ),
+        ({"output_options": OutputOptions(prompt_logprobs=0)}, "output_options.prompt_logprobs"),
+        (
+            {"stop_conditions": StopConditions(max_thinking_tokens=5)},
+            "stop_conditions.max_thinking_tokens",
+        ),
+        ({"routing": RoutingHints(lora_name="a")}, "routing.lora_name"),
+    ],
+)
+def test_what_sglang_cannot_do_is_refused_by_name(parts: Mapping[str, Any], field: str) -> None:
+    error = refusal(asked(**parts))
+    assert isinstance(error, Unsupported)
+    assert error.field == field
+
+
+def test_a_seed_is_fine_where_answers_repeat() -> None:
+    seeded = SamplingOptions(seed=7)
+    greedy = sampling_of(asked(sampling_options=replace(seeded, temperature=0.0)))
+    assert "sampling_seed" not in greedy
+    deterministic = replace(FACTS, is_deterministic=True)
+    assert sampling_of(asked(sampling_options=seeded), deterministic)["sampling_seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("parts", "error", "field"),
+    [
+        ({"token_ids": TokenIds.of([])}, InvalidRequest, "token_ids"),
+        ({"token_ids": TokenIds.of([1] * 59)}, PromptTooLong, "token_ids"),
+        ({"token_ids": TokenIds.of([1, 100])}, InvalidRequest, "token_ids"),
+        (
+            {"stop_conditions": StopConditions(max_tokens=0)},
+            InvalidRequest,
+            "stop_conditions.max_tokens",
+        ),
+        ({"routing": RoutingHints(dp_rank=1)}, InvalidRequest, "routing.dp_rank"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_its_field(
+    parts: Mapping[str, Any], error: type[MeshError], field: str
+) -> None:
+    found = refusal(asked(**parts))
+    assert type(found) is error
+    assert found.field == field
+
+
+def test_priority_rank_and_adapter_are_carried_through() -> None:
+    facts = replace(FACTS, dp_size=2, loras=frozenset({"a"}))
+    routing = RoutingHints(priority=3, dp_rank=1, lora_name="a")
+    arguments = call_of(asked(routing=routing), facts, priority=9).arguments
+    assert (arguments["priority"], arguments["routed_dp_rank"]) == (3, 1)
+    assert arguments["lora_path"] == "a"
+    assert call_of(asked(), facts, priority=9).arguments["priority"] == 9
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_leg_carries_its_rendezvous_and_is_refused_without(role: Any) -> None:
+    facts = replace(FACTS, role=role)
+    call = call_of(asked(bootstrap_info=ROOM), facts)
+    assert call.bootstrap == ROOM
+    names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+    assert [call.arguments[one] for one in names] == ["10.0.0.1", 9000, 2**61]
+    error = refusal(asked(), facts)
+    assert error.field == "bootstrap_info"
+    probe = call_of(asked(is_probe=True), facts).arguments
+    assert probe["bootstrap_host"] == FAKE_BOOTSTRAP_HOST
+
+
+def test_a_probe_asks_for_one_token_whatever_else_it_says() -> None:
+    probe = asked(is_probe=True, stop_conditions=StopConditions(max_tokens=30))
+    assert sampling_of(probe) == {"max_new_tokens": 1, "ignore_eos": True}
+
+
+def test_a_refusal_of_sglangs_names_our_field() -> None:
+    assert invalid(ValueError("top_p must be in (0, 1], got 2")).field == "sampling_options.top_p"
+    assert invalid(ValueError("something else")).field is None
+
+
+def test_stop_tokens_are_ruled_out_until_there_are_enough() -> None:
+    logits = np.zeros((2, 5))
+    short, enough = SimpleNamespace(output_ids=[1]), SimpleNamespace(output_ids=[1, 1])
+    params = [{"__req__": one, "min_tokens": 2, "stop_ids": [0, 4]} for one in (short, enough)]
+    assert MinTokens()(logits, params) is logits
+    assert logits[0].tolist() == [-math.inf, 0, 0, 0, -math.inf]
+    assert logits[1].tolist() == [0] * 5
+
+
+# Answers.
+
+
+def out(ids: Sequence[int], finish: Mapping[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+    return {"output_ids": ids, "meta_info": {"finish_reason": finish, **meta}}
+
+
+def answer(stops: Mapping[int, Stop] | None = None, facts: Facts = FACTS, **parts: Any) -> Answer:
+    return Answer(Call({}, stops or {}, **parts), facts, 3)
+
+
+def test_a_growing_list_is_cut_into_what_is_new() -> None:
+    one, growing = answer(), [4]
+    first = one.take(out(growing))
+    growing += [5, 6]
+    second = one.take(out(growing))
+    assert first is not None
+    assert second is not None
+    growing.append(7)  # what was passed on does not change with it
+    assert (first.token_ids, second.token_ids) == ((4,), (5, 6))
+    assert one.take(out([4, 5, 6])) is None
+
+
+@given(st.lists(st.integers(3, 9), min_size=1, max_size=12), st.data())
+@settings(max_examples=60)
+def test_however_it_is_cut_the_tokens_are_the_same(ids: list[int], data: st.DataObject) -> None:
+    cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
+    one, got = answer(), list[int]()
+    for cut in cuts:
+        chunk = one.take(out(ids[:cut]))
+        got += chunk.token_ids if chunk else ()
+    last = one.take(out(ids, {"type": "length", "length": len(ids)}, cached_tokens=1))
+    assert last is not None
+    assert [*got, *last.token_ids] == ids
+    assert last.completion_usage is not None
+    assert last.completion_usage.completion_tokens == len(ids)
+
+
+STOPS = {
+    2: Stop(FinishReason.EOS),
+    8: Stop(FinishReason.STOP, is_visible=True),
+    9: Stop(FinishReason.STOP),
+}
+
+
+@pytest.mark.parametrize(
+    ("finish", "tokens", "reason", "stop_reason"),
+    [
+        ({"type": "length", "length": 3}, (4, 5, 2), FinishReason.LENGTH, None),
+        ({"type": "stop", "matched": 2}, (4, 5), FinishReason.EOS, None),
+        ({"type": "stop", "matched": 9}, (4, 5), FinishReason.STOP, None),
+        ({"type": "stop", "matched": 8}, (4, 5, 2), FinishReason.STOP, 8),
+        ({"type": "stop", "matched": [4, 9]}, (4, 5), FinishReason.STOP, None),
+        # A stop that SGLang knows by itself, from the model.
+        ({"type": "stop", "matched": 77}, (4, 5), FinishReason.EOS, None),
+    ],
+)
+def test_every_end_is_mapped(
+    finish: Mapping[str, Any],
+    tokens: tuple[int, ...],
+    reason: FinishReason,
+    stop_reason: int | None,
+) -> None:
+    last = answer(STOPS).take(out([4, 5, 2], finish, cached_tokens=2))
+    assert last is not None
+    assert (last.token_ids, last.finish_reason, last.stop_reason) == (tokens, reason, stop_reason)
+    usage = last.completion_usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (3, len(tokens))
+    assert usage.prompt_tokens_details.cached_tokens == 2
+
+
+def test_a_stop_by_text_means_that_sglang_computed_nonsense() -> None:
+    with pytest.raises(Bug, match="NaN happened"):
+        answer().take(out([4], {"type": "stop", "matched": "NaN happened"}))
+
+
+def test_logprobs_go_with_the_tokens_that_are_passed_on() -> None:
+    one = answer(STOPS, logprobs=2)
+    meta = {
+        "output_token_logprobs": [(-0.5, 4, None), (-math.inf, 9, None)],
+        "output_top_logprobs": [[(-0.5, 4, None), (-math.inf, 7, None)], [(0.0, 9, None)]],
+    }
+    last = one.take(out([4, 9], {"type": "stop", "matched": 9}, **meta))
+    assert last is not None
+    (only,) = last.logprobs
+    assert (only.token_id, only.logprob) == (4, -0.5)
+    assert only.top == (TopLogprob(4, -0.5), TopLogprob(7, LOGPROB_MIN))
+
+
+def test_without_alternatives_there_are_none() -> None:
+    chunk = answer(logprobs=0).take(out([4], None, output_token_logprobs=[(-1.0, 4, None)]))
+    assert chunk is not None
+    assert [one.top for one in chunk.logprobs] == [()]
+
+
+def test_prefill_ends_with_what_decode_needs_and_decode_without() -> None:
+    ended = {"type": "length", "length": 0}
+    prefill = answer(facts=replace(FACTS, role="prefill"), bootstrap=ROOM).take(out([4], ended))
+    decode = answer(facts=replace(FACTS, role="decode"), bootstrap=ROOM).take(out([4], ended))
+    assert prefill is not None
+    assert decode is not None
+    assert prefill.disaggregated_params == {
+        "bootstrap_host": "10.0.0.1",
+        "bootstrap_port": 9000,
+        "bootstrap_room": 2**61,
+    }
+    assert decode.disaggregated_params is None
+
+
+@pytest.mark.parametrize(
+    ("status", "role", "error", "retryable"),
+    [
+        (400, "aggregated", InvalidRequest, False),
+        (503, "aggregated", Overloaded, True),
+        (None, "aggregated", WorkerLost, True),
+        (500, "prefill", WorkerLost, True),
+        (500, "aggregated", Bug, False),
+    ],
+)
+def test_every_abort_of_sglangs_is_a_typed_error(
+    status: int | None, role: Any, error: type[MeshError], retryable: bool
+) -> None:
+    found = aborted({"message": "why", "status_code": status}, replace(FACTS, role=role))
+    assert type(found) is error
+    assert found.retryable is retryable
+    assert "why" in found.message
+    if role == "prefill":
+        assert found.reason == PEER_LOST
+
+
+def test_an_abort_in_a_chunk_is_raised() -> None:
+    with pytest.raises(WorkerLost):
+        answer().take(out([4], {"type": "abort", "message": "gone"}))
+
+
+# The server.
+
+
+@dataclass
+class Queues:
+    prefill_bootstrap_queue_reqs: int = 1
+    prefill_inflight_queue_reqs: int = 2
+    decode_prealloc_queue_reqs: int = 4
+    decode_transfer_queue_reqs: int = 8
+
+
+@dataclass
+class Snapshot:
+    timestamp: float = 0.0
+    dp_rank: int = 1
+    num_running_reqs: int = 2
+    num_waiting_reqs: int = 3
+    num_waiting_uncached_tokens: int = 40
+    num_used_tokens: int = 17
+    max_total_num_tokens: int = 160
+    total_prefill_uncached_tokens: int = 1000
+    disaggregation: Any = None
+    queues: Any = None
+
+
+def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
+    load = load_of(Snapshot(), 16, 5)
+    assert (load.kv_used_blocks, load.kv_total_blocks) == (2, 10)
+    assert (load.running, load.waiting, load.waiting_tokens, load.dp_rank) == (2, 3, 40, 1)
+    assert (load.engine_step, load.rooms_open) == (1005, 0)
+    assert load_of(Snapshot(disaggregation=Queues()), 16, 5).rooms_open == 15
+    assert load_of(Snapshot(max_total_num_tokens=0), 16, 5).kv_total_blocks is None
+
+
+def test_a_rank_that_says_nothing_of_its_queues_has_nobody_waiting_for_pages() -> None:
+    assert waiting_for_pages(Snapshot()) == 0
+    assert waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
+
+
+def arguments_of(role: Any = "aggregated", *, is_cpu: bool = True, **extra: Any) -> dict[str, Any]:
+    return server_arguments(
+        role, extra, is_cpu=is_cpu, block_size=16, owned={"model_path": "m", "host": "h"}
+    )
+
+
+def test_a_cpu_gets_torchs_own_operators_and_an_accelerator_sglangs_choice() -> None:
+    assert arguments_of()["attention_backend"] == "torch_native"
+    assert arguments_of("decode")["disaggregation_decode_retraction_backup"] == "cpu_tensor"
+    on_cuda = arguments_of("prefill", is_cpu=False)
+    assert not {"device", "attention_backend", "disaggregation_transfer_backend"} & on_cuda.keys()
+
+
+def test_an_operators_arguments_win_over_defaults() -> None:
+    arguments = arguments_of(dtype="bfloat16", page_size=8, tp_size=2)
+    assert (arguments["dtype"], arguments["page_size"], arguments["tp_size"]) == ("bfloat16", 8, 2)
+
+
+@pytest.mark.parametrize("name", sorted(OWNED))
+def test_arguments_that_the_adapter_depends_on_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        page_size_of({name: 1}, 16)
+    assert caught.value.field == f"engine_args.{name}"
+
+
+@pytest.mark.parametrize("page", [0, 3, 32, "16", True])
+def test_pages_that_do_not_divide_blocks_are_refused(page: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        page_size_of({"page_size": page}, 16)
+    assert caught.value.field == "engine_args.page_size"
+
+
+def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> None:
+    assert kv_index_of(is_hybrid=False, is_speculative=False) == ("events", "")
+    assert kv_index_of(is_hybrid=True, is_speculative=False)[0] == "none"
+    assert kv_index_of(is_hybrid=False, is_speculative=True)[0] == "none"
+
+
+@pytest.mark.parametrize(
+    ("role", "resolved", "kv_events", "word"),
+    [
+        ("aggregated", {}, True, ""),
+        ("prefill", {}, True, ""),
+        ("prefill", {}, False, "kv_events"),
+        ("decode", {"disable_radix_cache": True}, True, "decode"),
+        ("decode", {"disaggregation_decode_enable_radix_cache": True}, True, ""),
+        ("aggregated", {"disable_radix_cache": True}, True, "caching"),
+        # A cache that is not there is not guessed at either.
+        ("aggregated", {"disable_radix_cache": True}, False, "caching"),
+        ("decode", {}, False, "decode"),
+    ],
+)
+def test_a_worker_that_reports_nothing_says_why(
+    role: Any, resolved: Mapping[str, Any], kv_events: bool, word: str
+) -> None:
+    silence = kv_silence_of(role, resolved, kv_events=kv_events)
+    assert bool(silence) is bool(word)
+    assert word in silence
+
+
+def test_the_worker_refuses_bad_engine_arguments_before_it_starts() -> None:
+    def problems(**knobs: Any) -> list[str]:
+        return [
+            one for one in WorkerConfig(engine="sglang", **knobs).problems() if "engine:" not in one
+        ]
+
+    assert problems(engine_args='{"tp_size": 2}') == []
+    assert "is not JSON" in problems(engine_args="{")[0]
+    assert "must be a JSON object" in problems(engine_args="[]")[0]
+    assert problems(engine_args='{"page_size": 3}')[0].startswith("engine_args.page_size: ")
+    assert problems(engine_args='{"host": "x"}')[0].startswith("engine_args.host: ")
+    assert "bootstrap" in problems(role="prefill", handoff="completed")[0]
+    assert "takes none" in WorkerConfig(engine="sim", engine_args="{}").problems()[0]

@@ -1,0 +1,365 @@
+"""Continuous batching: what each step computes, who waits, who gives way, what is cached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.kv.hashing import PrefixHasher
+from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
+from worker_svc.engines.sim.scheduler import End, Job, SimScheduler, SimSequence, Stop
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import Truth
+
+EOS = 2
+SIZE = 4
+TRUTH = Truth(range(100, 900), EOS)
+HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE)
+EOS_ENDS = {EOS: Stop(End.EOS)}
+
+
+def scheduler_of(
+    blocks: int = 1000, seqs: int = 8, batched: int = 64, timing: Timing | None = None
+) -> SimScheduler:
+    return SimScheduler(
+        BlockManager(blocks, SIZE),
+        timing or Timing(),
+        TRUTH,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batched,
+    )
+
+
+def u32(tokens: list[int]) -> bytes:
+    return np.asarray(tokens, dtype="<u4").tobytes()
+
+
+def job(tokens: list[int], max_tokens: int = 8, **more: object) -> Job:
+    options: dict[str, object] = {"hasher": HASHER, **more}
+    return Job(u32(tokens), max_tokens, **options)  # type: ignore[arg-type]
+
+
+def run_to_end(scheduler: SimScheduler, steps_max: int = 10_000) -> int:
+    for steps in range(steps_max):
+        if scheduler.step(0.0) is None:
+            return steps
+    raise AssertionError(f"still busy after {steps_max} steps")
+
+
+def at_rest(scheduler: SimScheduler) -> bool:
+    scheduler.blocks.check()
+    return (scheduler.running, scheduler.waiting, scheduler.waiting_tokens) == (0, 0, 0) and (
+        scheduler.blocks.used_blocks == 0
+    )
+
+
+def test_an_answer_is_the_truth_of_its_prompt() -> None:
+    scheduler = scheduler_of()
+    seq = scheduler.submit(job([1, 2, 3], 200, stops=EOS_ENDS), 0.0)
+
+    run_to_end(scheduler)
+
+    assert seq.output == TRUTH.continue_tokens([1, 2, 3], 200)
+    assert seq.end is End.EOS
+    assert at_rest(scheduler)
+
+
+@given(
+    jobs=st.lists(
+        st.tuples(
+            st.lists(st.integers(0, 1), min_size=1, max_size=30),
+            st.integers(1, 30),
+            st.integers(-1, 1),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    blocks=st.integers(15, 40),
+    batched=st.integers(4, 40),
+    removed=st.sets(st.integers(0, 11), max_size=4),
+)
+@settings(max_examples=60, deadline=None)
+def test_under_any_load_each_answer_is_its_truth_and_the_books_return_to_zero(
+    jobs: list[tuple[list[int], int, int, bool]], blocks: int, batched: int, removed: set[int]
+) -> None:
+    scheduler = scheduler_of(blocks, seqs=4, batched=batched)
+    seqs: list[SimSequence] = []
+    for tokens, most, priority, cached in jobs:
+        hasher = HASHER if cached else None
+        seqs.append(scheduler.submit(job(tokens, most, priority=priority, hasher=hasher), 0.0))
+        step = scheduler.plan(0.0)
+        assert step is not None
+        assert sum(count for _, count in step.entries) <= batched
+        assert len(step.entries) <= 4
+        for index in removed & set(range(len(seqs))):
+            scheduler.remove(seqs[index])
+        scheduler.complete(step)
+        scheduler.blocks.check()
+    run_to_end(scheduler)
+
+    for index, (seq, (tokens, most, _, _)) in enumerate(zip(seqs, jobs, strict=True)):
+        truth = TRUTH.continue_tokens(tokens, most, ignore_eos=True)
+        if index in removed and seq.end is None:
+            assert seq.output == truth[: len(seq.output)]
+        else:
+            assert (seq.output, seq.end) == (truth, End.LENGTH)
+    assert at_rest(scheduler)
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_running_answers() -> None:
+    scheduler = scheduler_of(batched=16)
+    short = scheduler.submit(job([1], 20), 0.0)
+    scheduler.step(0.0)
+    scheduler.submit(job(list(range(50)), 1), 0.0)
+
+    chunks = []
+    while (step := scheduler.plan(0.0)) is not None:
+        chunks.append([count for _, count in step.entries])
+        scheduler.complete(step)
+
+    assert chunks[:4] == [[1, 15], [1, 15], [1, 15], [1, 5]]
+    assert len(short.output) == 20
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    scheduler = scheduler_of(seqs=2)
+    for number in range(5):
+        scheduler.submit(job([number], 3), 0.0)
+
+    scheduler.step(0.0)
+
+    assert (scheduler.running, scheduler.waiting, scheduler.waiting_tokens) == (2, 3, 3)
+
+
+def test_the_larger_priority_starts_first_and_equals_in_their_order() -> None:
+    scheduler = scheduler_of(seqs=1)
+    seqs = [scheduler.submit(job([n], 1, priority=p), 0.0) for n, p in enumerate([0, 5, 0, 5])]
+
+    finished: list[SimSequence] = []
+    while (result := scheduler.step(0.0)) is not None:
+        finished.extend(result.advanced)
+
+    assert finished == [seqs[1], seqs[3], seqs[0], seqs[2]]
+
+
+def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -> None:
+    scheduler = scheduler_of(blocks=10)
+    scheduler.submit(job(list(range(24)), 16), 0.0)
+    scheduler.step(0.0)
+    large = scheduler.submit(job([7] * 30, 1), 0.0)
+    small = scheduler.submit(job([8], 1), 0.0)
+
+    scheduler.step(0.0)
+    assert (large.started_at, small.started_at) == (None, None)
+    run_to_end(scheduler)
+    assert (large.end, small.end) == (End.LENGTH, End.LENGTH)
+
+
+def test_without_blocks_the_latest_gives_way_and_keeps_its_answer() -> None:
+    scheduler = scheduler_of(blocks=8)
+    first = scheduler.submit(job([1] * 8, 24), 0.0)
+    second = scheduler.submit(job([2] * 8, 24), 0.0)
+
+    finished: list[SimSequence] = []
+    while (result := scheduler.step(0.0)) is not None:
+        finished.extend(seq for seq in result.advanced if seq.end)
+
+    assert scheduler.preemptions >= 1
+    assert finished == [first, second]
+    assert second.output == TRUTH.continue_tokens([2] * 8, 24, ignore_eos=True)
+    assert at_rest(scheduler)
+
+
+def test_the_less_important_gives_way_though_it_came_first() -> None:
+    scheduler = scheduler_of(blocks=8)
+    scheduler.submit(job([1] * 8, 24, priority=-1), 0.0)
+    scheduler.step(0.0)
+    important = scheduler.submit(job([2] * 8, 24), 0.0)
+
+    finished: list[SimSequence] = []
+    while not finished:
+        result = scheduler.step(0.0)
+        assert result is not None
+        finished.extend(seq for seq in result.advanced if seq.end)
+
+    assert finished == [important]
+
+
+@dataclass
+class Pair:
+    """A request and the same prompt after it."""
+
+    scheduler: SimScheduler = field(default_factory=scheduler_of)
+
+    def cached_of_second(self, first: Job, second: Job) -> int | None:
+        self.scheduler.submit(first, 0.0)
+        run_to_end(self.scheduler)
+        seq = self.scheduler.submit(second, 0.0)
+        run_to_end(self.scheduler)
+        return seq.cached_tokens
+
+
+@pytest.mark.parametrize(("length", "cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
+def test_a_repeated_prompt_is_found_in_the_cache_but_for_its_last_token(
+    length: int, cached: int
+) -> None:
+    tokens = list(range(length))
+
+    assert Pair().cached_of_second(job(tokens, 1), job(tokens, 1)) == cached
+
+
+def test_the_next_turn_finds_the_answer_of_the_last_one_too() -> None:
+    answer = TRUTH.continue_tokens([1] * 6, 10, ignore_eos=True)
+    next_turn = [1] * 6 + answer + [5] * 6
+
+    # The last token of an answer was never an input, so its KV is not there.
+    assert Pair().cached_of_second(job([1] * 6, 10), job(next_turn, 1)) == 12
+
+
+def test_a_job_without_a_hasher_neither_reads_nor_fills_the_cache() -> None:
+    pair = Pair()
+    quiet = job(list(range(20)), 4, hasher=None)
+
+    assert pair.cached_of_second(quiet, quiet) == 0
+    assert pair.scheduler.blocks.cached_blocks == 0
+    assert pair.cached_of_second(job(list(range(20)), 4), quiet) == 0
+
+
+def test_jobs_of_another_adapter_share_nothing_and_say_whose_blocks_they_are() -> None:
+    pair = Pair()
+    lora = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE, lora_name="french")
+    tokens = list(range(12))
+
+    assert pair.cached_of_second(job(tokens), job(tokens, hasher=lora, lora_name="french")) == 0
+    stored = [one for one in pair.scheduler.blocks.events if isinstance(one, BlocksStored)]
+    assert {one.lora_name for one in stored} == {"", "french"}
+
+
+def test_equal_prompts_in_one_step_share_their_blocks_afterwards() -> None:
+    scheduler = scheduler_of()
+    for _ in range(3):
+        scheduler.submit(job(list(range(16)), 5), 0.0)
+
+    scheduler.step(0.0)
+
+    assert scheduler.running == 3
+    assert scheduler.blocks.used_blocks == 4
+
+
+def test_the_events_name_blocks_by_the_prefix_hash_of_what_they_hold() -> None:
+    scheduler = scheduler_of(batched=8)
+    seq = scheduler.submit(job(list(range(10)), 12), 0.0)
+    run_to_end(scheduler)
+    tokens = [*range(10), *seq.output][:21]
+    names = HASHER.prefix_hashes(tokens).tolist()
+
+    stored = [one for one in scheduler.blocks.events if isinstance(one, BlocksStored)]
+
+    assert [name for one in stored for name in one.names] == names
+    assert [one.parent for one in stored] == [None, names[1]]
+    assert b"".join(one.token_ids for one in stored) == u32(tokens[: 4 * len(names)])
+
+
+def test_removal_frees_everything_at_once_wherever_the_sequence_is() -> None:
+    scheduler = scheduler_of(seqs=1)
+    running, waiting = (scheduler.submit(job([n] * 9, 50), 0.0) for n in (1, 2))
+    step = scheduler.plan(0.0)
+    assert step is not None
+
+    scheduler.remove(waiting)
+    assert (scheduler.waiting, scheduler.waiting_tokens) == (0, 0)
+    scheduler.remove(running)
+    scheduler.remove(running)
+
+    assert at_rest(scheduler)
+    assert scheduler.complete(step) == []
+    assert running.output == []
+    assert scheduler.plan(0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("is_visible", "extra", "end"), [(True, 1, End.STOP), (False, 0, End.STOP)]
+)
+def test_a_stop_token_ends_the_answer_and_only_a_visible_one_is_part_of_it(
+    is_visible: bool, extra: int, end: End
+) -> None:
+    truth = TRUTH.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    scheduler = scheduler_of()
+    stops = {truth[5]: Stop(End.STOP, is_visible), **EOS_ENDS}
+    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops), 0.0)
+
+    run_to_end(scheduler)
+
+    assert seq.output == truth[: 5 + extra]
+    assert (seq.end, seq.stop_token) == (end, truth[5])
+
+
+def test_no_stop_token_counts_before_min_tokens() -> None:
+    truth = TRUTH.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    scheduler = scheduler_of()
+    stops = {truth[2]: Stop(End.STOP), truth[9]: Stop(End.STOP)}
+    seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5), 0.0)
+
+    run_to_end(scheduler)
+
+    assert seq.output == truth[:9]
+
+
+def test_a_step_takes_the_time_of_what_is_in_it() -> None:
+    timing = Timing(base_s=1.0, prefill_token_s=0.1, decode_seq_s=0.01, kv_token_s=0.001)
+    scheduler = scheduler_of(timing=timing)
+    scheduler.submit(job([1] * 10, 3), 0.0)
+
+    durations = []
+    while (result := scheduler.step(0.0)) is not None:
+        durations.append(result.duration_s)
+
+    assert durations == pytest.approx([2.0, 1.01 + 0.010, 1.01 + 0.011])
+
+
+def test_the_time_of_a_step_counts_reused_tokens_and_none_of_those_gone() -> None:
+    timing = Timing(base_s=0.0, prefill_token_s=0, decode_seq_s=0, kv_token_s=1.0)
+    scheduler = scheduler_of(timing=timing)
+    scheduler.submit(job([1] * 10, 1), 0.0)
+    run_to_end(scheduler)
+    leaver = scheduler.submit(job([2] * 7, 50), 0.0)
+    scheduler.submit(job([1] * 10, 3), 0.0)
+
+    durations = []
+    for _ in range(3):
+        result = scheduler.step(0.0)
+        assert result is not None
+        durations.append(result.duration_s)
+        scheduler.remove(leaver)
+
+    assert durations == [8.0, 10.0, 11.0]
+
+
+def test_when_pins_hold_all_blocks_the_engine_waits_and_goes_on_afterwards() -> None:
+    scheduler = scheduler_of(blocks=4)
+    holding = scheduler.blocks.admit([], 4 * SIZE)
+    assert holding is not None
+    transfer = scheduler.blocks.pin(holding)
+    scheduler.blocks.release(holding)
+    seq = scheduler.submit(job([1] * 4, 2), 0.0)
+
+    assert scheduler.plan(0.0) is None
+    scheduler.blocks.unpin(transfer)
+    run_to_end(scheduler)
+
+    assert seq.end is End.LENGTH
+
+
+def test_limits_that_contradict_each_other_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs"):
+        scheduler_of(seqs=10, batched=5)
+
+
+def test_a_job_that_can_never_fit_is_a_bug_of_ours() -> None:
+    with pytest.raises(AssertionError, match="forever"):
+        scheduler_of(blocks=2).submit(job([1] * 6, 3), 0.0)

@@ -1,0 +1,928 @@
+"""Engine events made canonical: closed sets after every event, against a naive model."""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from common.kv.events import CHUNK_BLOCKS, Event, EventKind, Hashes, Source, SourceState, Tier
+from common.kv.hashing import ChainState, PrefixHasher, TokenIds
+from worker_svc.kv_events.normalizer import (
+    RING_BATCHES,
+    Canonicaliser,
+    Duplicates,
+    ExternalEvent,
+    Feed,
+    KvRules,
+    Ledger,
+    PagesCleared,
+    PagesRemoved,
+    PagesStored,
+)
+
+SOURCE = Source(7)
+B = 4
+ONE_TO_ONE = KvRules(B, B, Duplicates.IDEMPOTENT)
+
+
+def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher | None:
+    if lora == "unpublished":
+        return None
+    return PrefixHasher(
+        mesh_key=b"", model="m", block_size=block_size, lora_name=lora, cache_salt=salt
+    )
+
+
+def le(tokens: Iterable[int]) -> bytes:
+    values = list(tokens)
+    return struct.pack(f"<{len(values)}I", *values)
+
+
+def names_of(tokens: Sequence[int], lora: str = "", salt: str = "", block: int = B) -> list[int]:
+    hasher = hasher_of(lora, salt, block)
+    assert hasher is not None
+    names: list[int] = hasher.prefix_hashes(list(tokens)).tolist()
+    return names
+
+
+class Listener:
+    """Applies changes hash by hash as an index would, and checks each step."""
+
+    def __init__(self, tiers: int = 1) -> None:
+        self.sets: list[set[int]] = [set() for _ in range(tiers)]
+        self.parents: dict[int, int | None] = {}
+
+    def know(self, names: Sequence[int]) -> None:
+        """Names of a prompt's blocks, so that parents are known."""
+        for parent, name in zip((None, *names), names, strict=False):
+            self.parents[name] = parent
+
+    def hasher_of(self, lora: str, salt: str, block_size: int) -> PrefixHasher:
+        """A hasher that tells which block it names after which."""
+        return _Telling(self, block_size)
+
+    def hear(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event.kind:
+                case EventKind.CLEARED:
+                    for one in self.sets:
+                        one.clear()
+                case EventKind.STORED:
+                    for name in event.hashes.tolist():
+                        self._store(name, event.tier)
+                case EventKind.REMOVED:
+                    for name in event.hashes.tolist():
+                        self._remove(name, event.tier)
+
+    def _store(self, name: int, tier: int) -> None:
+        assert name not in self.sets[tier], "announced once"
+        parent = self.parents[name]
+        assert parent is None or parent in self.sets[tier], "announced after its parent"
+        assert all(name in wider for wider in self.sets[tier + 1 :]), "sets are cumulative"
+        self.sets[tier].add(name)
+
+    def _remove(self, name: int, tier: int) -> None:
+        assert name in self.sets[tier], "only what was announced is withdrawn"
+        assert all(name not in narrower for narrower in self.sets[:tier]), "sets are cumulative"
+        self.sets[tier].remove(name)
+        assert all(self.parents[one] != name for one in self.sets[tier]), "children go before"
+
+
+class _Telling(PrefixHasher):
+    """Makes the parents of all names known, however wrong the chain."""
+
+    def __init__(self, listener: Listener, block_size: int) -> None:
+        super().__init__(mesh_key=b"", model="m", block_size=block_size)
+        self._listener = listener
+        self._named: dict[int, int | None] = {0: None}
+
+    def extend(self, state: ChainState, token_ids: TokenIds) -> tuple[Hashes, Hashes]:
+        hashes, sums = super().extend(state, token_ids)
+        parent = self._named[state.total]
+        for name, total in zip(hashes.tolist(), sums.tolist(), strict=True):
+            self._listener.parents[name] = parent
+            self._named[total] = parent = name
+        return hashes, sums
+
+
+@dataclass(slots=True)
+class Record:
+    """What the model knows of one external page. content: page tokens from the root, or None."""
+
+    parent: int | None
+    token: int
+    content: tuple[int, ...] | None
+    count: int = 1
+
+
+class Model:
+    """The plainest reading of the rules: which external pages are held, and of what content."""
+
+    def __init__(self, rules: KvRules) -> None:
+        self.rules = rules
+        self.records: dict[tuple[int, int], Record] = {}
+
+    def content_of(self, tier: int, value: int | None) -> tuple[int, ...] | None:
+        if value is None:
+            return ()
+        for one in (tier, *range(self.rules.tiers)):
+            record = self.records.get((one, value))
+            if record is not None and record.content is not None:
+                return record.content
+        return None
+
+    def store(self, tier: int, value: int, parent: int | None, token: int) -> None:
+        before = self.content_of(tier, parent)
+        content = None if before is None else (*before, token)
+        record = self.records.get((tier, value))
+        is_new = record is None or None not in (content, record.content)
+        if record is None or (is_new and content != record.content):
+            self.records[tier, value] = Record(parent, token, content)
+        else:
+            if record.content is None:
+                record.parent, record.token, record.content = parent, token, content
+            if self.rules.duplicates is Duplicates.COUNTED:
+                record.count += 1
+        self._adopt()
+
+    def _adopt(self) -> None:
+        changed = True
+        while changed:
+            changed = False
+            for (tier, _), record in self.records.items():
+                before = self.content_of(tier, record.parent)
+                if record.content is None and before is not None:
+                    record.content = (*before, record.token)
+                    changed = True
+
+    def remove(self, tier: int, value: int) -> None:
+        record = self.records.get((tier, value))
+        if record is not None:
+            record.count -= 1
+            if record.count == 0:
+                del self.records[tier, value]
+
+    def published(self, tier: int) -> set[int]:
+        held = {r.content for (t, _), r in self.records.items() if t <= tier and r.content}
+        names: set[int] = set()
+        for content in held:
+            if all(content[:end] in held for end in range(1, len(content))):
+                names.update(self.names_in(content))
+        return names
+
+    def names_in(self, content: tuple[int, ...]) -> list[int]:
+        """Names of the blocks that end in the last page of `content`."""
+        size, block = self.rules.page_size, self.rules.block_size
+        before, now = (len(content) - 1) * size // block, len(content) * size // block
+        return names_of(self.tokens(content), block=block)[before:now]
+
+    def tokens(self, content: tuple[int, ...]) -> list[int]:
+        return [token for token in content for _ in range(self.rules.page_size)]
+
+
+BLOCK = 2  # Of the state machines: short prompts then have several blocks.
+VALUES = [-3, -1, 0, 1, 2, 3, 4, 5, 2**63, 2**64 - 4]
+PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(tuple)
+
+
+class Cache(RuleBasedStateMachine):
+    """An engine that stores and removes parts of prompts in any order, on any tier.
+
+    A hash means one prefix while anything uses it, and the next one soon after.
+    """
+
+    @initialize(
+        page_size=st.sampled_from([2, 1, 4]),
+        tiers=st.sampled_from([1, 2, 3]),
+        duplicates=st.sampled_from(Duplicates),
+    )
+    def begin(self, page_size: int, tiers: int, duplicates: Duplicates) -> None:
+        rules = KvRules(BLOCK, page_size, duplicates, tiers)
+        self.model = Model(rules)
+        self.listener = Listener(tiers)
+        self.canonicaliser = Canonicaliser(rules, self.listener.hasher_of)
+        self.blocks_max: int | None = None
+        self.meanings: dict[int, tuple[int, ...]] = {}
+
+    @rule(path=PATHS, start=st.integers(0, 4), tier=st.integers(0, 2), alias=st.integers(0, 5))
+    def store(self, path: tuple[int, ...], start: int, tier: int, alias: int) -> None:
+        """Pages from `start` on; alias 5 names them by hashes of their own."""
+        start %= len(path)
+        self._free_values()
+        values = [self._value(path[:end], alias == 5) for end in range(start + 1, len(path) + 1)]
+        parent = self._value(path[:start], False) if start else None
+        self._store(values, parent, path[start:], tier)
+
+    @rule(which=st.integers(0, 1000))
+    def store_again(self, which: int) -> None:
+        if self.model.records:
+            (tier, value), record = self._record(which)
+            self._store([_signed(value)], record.parent, (record.token,), tier)
+
+    @rule(which=st.integers(0, 1000), count=st.integers(1, 2))
+    def remove(self, which: int, count: int) -> None:
+        for _ in range(count):
+            if self.model.records:
+                (tier, value), _ = self._record(which)
+                self._apply(PagesRemoved([value], Tier(tier)))
+
+    @rule(value=st.sampled_from(VALUES))
+    def remove_whatever(self, value: int) -> None:
+        self._apply(PagesRemoved([value]))
+
+    @rule(chance=st.integers(0, 40))
+    def clear(self, chance: int) -> None:
+        if chance == 29:
+            self._apply(PagesCleared())
+            self.blocks_max = None
+
+    def _record(self, which: int) -> tuple[tuple[int, int], Record]:
+        records = list(self.model.records.items())
+        return records[which % len(records)]
+
+    def _free_values(self) -> None:
+        used = {value for _, value in self.model.records}
+        used |= {r.parent for r in self.model.records.values() if r.content is None and r.parent}
+        self.meanings = {v: c for v, c in self.meanings.items() if v in used}
+
+    def _value(self, content: tuple[int, ...], is_alias: bool) -> int:
+        """The external hash of a prefix: the one in use, or the first that nothing uses."""
+        known = [value for value, meaning in self.meanings.items() if meaning == content]
+        if known and not is_alias:
+            return known[0]
+        value = next(value for value in range(2**63 + 9, 2**64) if value not in self.meanings)
+        self.meanings[value] = content
+        return value
+
+    def _store(
+        self, values: Sequence[int], parent: int | None, path: tuple[int, ...], tier: int
+    ) -> None:
+        rules = self.model.rules
+        token_ids = le(self.model.tokens(path))
+        tier_ = Tier(tier % rules.tiers)
+        self._apply(PagesStored(values, parent, token_ids, rules.page_size, tier_))
+
+    def _apply(self, event: ExternalEvent) -> None:
+        self.canonicaliser.apply(event)
+        match event:
+            case PagesStored():
+                parent = None if event.parent is None else _u64(event.parent)
+                size = event.page_size * 4
+                for index, value in enumerate(event.hashes):
+                    (token,) = struct.unpack_from("<I", event.token_ids, index * size)
+                    self.model.store(event.tier, _u64(value), parent, token)
+                    parent = _u64(value)
+            case PagesRemoved():
+                for value in event.hashes:
+                    self.model.remove(event.tier, _u64(value))
+            case PagesCleared():
+                self.model.records.clear()
+        self.listener.hear(self.canonicaliser.take())
+
+    @invariant()
+    def the_sets_are_the_closure(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        for tier, published in enumerate(self.listener.sets):
+            self._compare(published, self.model.published(tier))
+        assert self.canonicaliser.published_blocks == len(self.listener.sets[-1])
+
+    def _compare(self, published: set[int], expected: set[int]) -> None:
+        assert published == expected
+
+    def teardown(self) -> None:
+        if not hasattr(self, "model"):
+            return
+        for tier, value in list(self.model.records):
+            while (tier, value) in self.model.records:
+                self._apply(PagesRemoved([value], Tier(tier)))
+        assert self.canonicaliser.footprint == 0
+        assert not any(self.listener.sets)
+
+
+class ShrunkCache(Cache):
+    """The same with an indexer that is over budget now and then.
+
+    seen_max: what may be published while a shrinking goes on: no more than before.
+    """
+
+    seen_max = 0
+
+    @rule(blocks=st.integers(0, 3))
+    def shrink(self, blocks: int) -> None:
+        before = len(self.listener.sets[-1])
+        remain = before if self.blocks_max is None else min(before, self.blocks_max)
+        self.canonicaliser.shrink(blocks)
+        self.blocks_max = max(0, remain - blocks)
+        self.seen_max = max(before, self.blocks_max)
+
+    @rule(blocks=st.integers(1, 4))
+    def grow(self, blocks: int) -> None:
+        self.canonicaliser.grow(blocks)
+        if self.blocks_max is not None:
+            self.blocks_max += blocks
+            self.seen_max = max(self.seen_max, self.blocks_max)
+
+    @rule(pages=st.integers(1, 6))
+    @precondition(lambda self: hasattr(self, "model") and self.canonicaliser.is_resizing)
+    def resize(self, pages: int) -> None:
+        """A part of what was begun: other events may have come since."""
+        before = len(self.listener.sets[-1])
+        changed = self.canonicaliser.resize(pages)
+        self.listener.hear(self.canonicaliser.take())
+        assert len(self.listener.sets[-1]) == before + changed
+        if self.canonicaliser._blocks_max is None:
+            self.blocks_max = None
+
+    def _compare(self, published: set[int], expected: set[int]) -> None:
+        if self.blocks_max is None:
+            assert published == expected
+        else:
+            assert published <= expected
+
+    @invariant()
+    def the_bound_holds(self) -> None:
+        """While it shrinks nothing is announced; when it has ended the bound holds."""
+        if not hasattr(self, "model") or self.blocks_max is None:
+            return
+        widest = len(self.listener.sets[-1])
+        assert widest <= self.seen_max
+        self.seen_max = max(self.blocks_max, widest)
+        assert self.canonicaliser.is_resizing or widest <= self.blocks_max
+
+
+class LyingCache(Cache):
+    """Hashes may come to mean something else without having been removed.
+
+    What is right is a matter of taste then, but sets are closed, and all is forgotten in the end.
+    """
+
+    @rule(
+        values=st.lists(st.sampled_from(VALUES), min_size=1, max_size=3),
+        parent=st.none() | st.sampled_from(VALUES),
+        path=PATHS,
+        tier=st.integers(0, 2),
+    )
+    def lie(self, values: list[int], parent: int | None, path: tuple[int, ...], tier: int) -> None:
+        length = min(len(values), len(path))
+        self._store(values[:length], parent, path[:length], tier)
+
+    def _compare(self, published: set[int], expected: set[int]) -> None:
+        """Nothing to compare with: see the class."""
+
+
+def _u64(value: int) -> int:
+    return value & (2**64 - 1)
+
+
+def _signed(value: int) -> int:
+    """As other engines write it."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_SETTINGS = settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
+TestCache = pytest.mark.slow(Cache.TestCase)
+TestCache.settings = _SETTINGS
+TestShrunkCache = pytest.mark.slow(ShrunkCache.TestCase)
+TestShrunkCache.settings = _SETTINGS
+TestLyingCache = pytest.mark.slow(LyingCache.TestCase)
+TestLyingCache.settings = _SETTINGS
+
+
+class Worker:
+    """One worker's canonicaliser and somebody who listens."""
+
+    def __init__(self, rules: KvRules = ONE_TO_ONE, **limits: int) -> None:
+        self.canonicaliser = Canonicaliser(rules, hasher_of, **limits)
+        self.listener = Listener(rules.tiers)
+
+    @property
+    def published(self) -> set[int]:
+        return self.listener.sets[0]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return dict(self.canonicaliser.counts)
+
+    def store(
+        self, hashes: Sequence[int], tokens: Sequence[int], after: Sequence[int] = (), **more: Any
+    ) -> None:
+        """Stores pages with `tokens` behind a prompt that begins with `after`."""
+        self.listener.know(
+            names_of([*after, *tokens], more.get("lora") or "", more.get("salt", ""))
+        )
+        more.setdefault("parent", None)
+        more.setdefault("page_size", self.canonicaliser.rules.page_size)
+        self.apply(PagesStored(hashes, token_ids=le(tokens), **more))
+
+    def remove(self, *hashes: int, tier: Tier = Tier.DEVICE) -> None:
+        self.apply(PagesRemoved(hashes, tier))
+
+    def apply(self, event: ExternalEvent) -> None:
+        self.canonicaliser.apply(event)
+        self.listener.hear(self.canonicaliser.take())
+
+    def shrink(self, blocks: int) -> None:
+        """To its end."""
+        self.canonicaliser.shrink(blocks)
+        self.resize()
+
+    def grow(self, blocks: int) -> None:
+        """To its end."""
+        self.canonicaliser.grow(blocks)
+        self.resize()
+
+    def resize(self, pages: int = 2) -> None:
+        while self.canonicaliser.is_resizing:
+            self.canonicaliser.resize(pages)
+            self.listener.hear(self.canonicaliser.take())
+
+
+PROMPT = list(range(100, 112))
+NAMES = names_of(PROMPT)
+
+
+def test_workers_may_name_equal_content_differently() -> None:
+    """Defect 10 of Dynamo 1.6.1: extensions fail and removals are lost on the second worker."""
+    one, other = Worker(), Worker()
+    one.store([1, 2], PROMPT[:8])
+    other.store([-91, -92], PROMPT[:8])
+    assert one.published == other.published == set(NAMES[:2])
+    other.store([-93], PROMPT[8:], after=PROMPT[:8], parent=-92)
+    assert other.published == set(NAMES)
+    other.remove(-93, -92)
+    assert other.published == set(NAMES[:1])
+    assert one.published == set(NAMES[:2])
+    other.remove(-91)
+    assert other.canonicaliser.footprint == 0
+
+
+def test_the_tail_counts_again_when_a_middle_block_returns() -> None:
+    """Defect 11 of Dynamo 1.6.1: root removed and re-stored gives depth 3, 0, then 1."""
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.remove(2)
+    assert worker.published == set(NAMES[:1])
+    worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1)
+    assert worker.published == set(NAMES)
+    worker.remove(1)
+    assert worker.published == set()
+    worker.store([1], PROMPT[:4])
+    assert worker.published == set(NAMES)
+
+
+def test_one_event_tells_a_run_shallow_first_and_its_end_deep_first() -> None:
+    canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
+    canonicaliser.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
+    canonicaliser.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
+    (stored,) = canonicaliser.take()
+    assert (stored.kind, stored.hashes.tolist()) == (EventKind.STORED, NAMES)
+    canonicaliser.apply(PagesRemoved([1, 2, 3]))
+    (removed,) = canonicaliser.take()
+    assert (removed.kind, removed.hashes.tolist()) == (EventKind.REMOVED, NAMES[::-1])
+
+
+def test_a_hash_may_be_signed_in_one_event_and_unsigned_in_the_next() -> None:
+    worker = Worker()
+    worker.store([-5], PROMPT[:4])
+    worker.store([6], PROMPT[4:8], after=PROMPT[:4], parent=2**64 - 5)
+    assert worker.published == set(NAMES[:2])
+    worker.remove(2**64 - 5)
+    assert worker.published == set()
+
+
+def test_a_removed_hash_may_name_other_content_while_its_old_children_live() -> None:
+    worker = Worker()
+    worker.store([1, 2], PROMPT[:8])
+    worker.remove(1)
+    other = [9] * 4
+    worker.store([1], other)
+    assert worker.published == set(names_of(other))
+    worker.store([3], PROMPT[:4])
+    assert worker.published == {*names_of(other), *NAMES[:2]}, "the child is where it was"
+
+
+def test_a_hash_that_changes_its_meaning_unremoved_means_the_last_thing_said() -> None:
+    worker = Worker()
+    worker.store([1, 2], PROMPT[:8])
+    worker.store([1], [9] * 4)
+    assert worker.published == set(names_of([9] * 4))
+    assert worker.counts == {"contradictions": 1}
+    worker.remove(2)
+    worker.remove(1)
+    assert worker.canonicaliser.footprint == 0
+
+
+def test_two_hashes_of_equal_content_count_once_and_go_with_the_last() -> None:
+    worker = Worker()
+    worker.store([1], PROMPT[:4])
+    worker.store([2], PROMPT[:4])
+    assert worker.canonicaliser.published_blocks == 1
+    worker.remove(1)
+    assert worker.published == set(NAMES[:1])
+    worker.remove(2)
+    assert worker.published == set()
+
+
+@pytest.mark.parametrize(("rule_", "left"), [("counted", set(NAMES[:1])), ("idempotent", set())])
+def test_the_duplicate_rule_says_how_many_removals_a_block_takes(
+    rule_: str, left: set[int]
+) -> None:
+    worker = Worker(KvRules(B, B, Duplicates(rule_)))
+    for _ in range(3):
+        worker.store([1], PROMPT[:4])
+    worker.remove(1)
+    worker.remove(1)
+    assert worker.published == left
+    worker.remove(1)
+    assert worker.published == set()
+    assert worker.canonicaliser.footprint == 0
+
+
+def test_pages_smaller_than_a_block_are_gathered() -> None:
+    worker = Worker(KvRules(B, 1, Duplicates.IDEMPOTENT))
+    worker.store([1, 2, 3], PROMPT[:3])
+    assert worker.published == set()
+    worker.store([4, 5, 6], PROMPT[3:6], after=PROMPT[:3], parent=3)
+    assert worker.published == set(NAMES[:1])
+    worker.store([7, 8, 9, 10], PROMPT[6:10], after=PROMPT[:6], parent=6)
+    assert worker.published == set(NAMES[:2])
+    worker.remove(7)
+    assert worker.published == set(NAMES[:1]), "a block lacks a page"
+    worker.store([7], PROMPT[6:7], after=PROMPT[:6], parent=6)
+    assert worker.published == set(NAMES[:2])
+
+
+def test_a_page_of_several_blocks_is_all_of_them() -> None:
+    worker = Worker(KvRules(B, 12, Duplicates.IDEMPOTENT))
+    worker.store([1], PROMPT)
+    assert worker.published == set(NAMES)
+    longer = [*PROMPT, *range(12)]
+    worker.store([2], longer[12:], after=PROMPT, parent=1)
+    assert worker.published == set(names_of(longer))
+    worker.remove(2)
+    assert worker.published == set(NAMES)
+
+
+def test_a_page_size_that_does_not_fit_blocks_is_refused() -> None:
+    with pytest.raises(ValueError, match="page_size: 6 neither divides block_size 4"):
+        KvRules(4, 6, Duplicates.COUNTED)
+    with pytest.raises(ValueError, match="at least 1"):
+        KvRules(4, 0, Duplicates.COUNTED)
+    with pytest.raises(ValueError, match="tiers: 4"):
+        KvRules(4, 4, Duplicates.COUNTED, tiers=4)
+    with pytest.raises(ValueError, match="page_size: 0"):
+        PagesStored([], None, b"", 0)
+    with pytest.raises(ValueError, match="token_ids: 12 bytes, not 16 for 1 pages of 4 tokens"):
+        PagesStored([1], None, le([1, 2, 3]), 4)
+
+
+def test_an_event_of_another_page_size_or_tier_is_not_claimed_and_shows() -> None:
+    worker = Worker()
+    worker.store([1, 2], PROMPT[:4], page_size=2)
+    worker.store([1], PROMPT[:4], tier=Tier.HOST)
+    assert worker.published == set()
+    assert worker.counts == {"misfits": 3}
+    assert worker.canonicaliser.is_incomplete
+
+
+def test_a_block_counts_for_its_tier_and_all_slower_ones() -> None:
+    worker = Worker(KvRules(B, B, Duplicates.IDEMPOTENT, tiers=3))
+    sets = worker.listener.sets
+    worker.store([1, 2, 3], PROMPT)
+    assert sets == [set(NAMES)] * 3
+    worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1, tier=Tier.HOST)
+    worker.remove(2)
+    assert sets == [set(NAMES[:1]), set(NAMES), set(NAMES)], "the third needs the second"
+    worker.store([1], PROMPT[:4], tier=Tier.DISK)
+    worker.remove(1)
+    assert sets == [set(), set(), set(NAMES)]
+    worker.remove(1, tier=Tier.DISK)
+    assert sets == [set()] * 3
+
+
+def test_blocks_wait_for_a_parent_that_comes_later() -> None:
+    worker = Worker()
+    worker.store([2, 3], PROMPT[4:], after=PROMPT[:4], parent=1)
+    assert worker.published == set()
+    worker.store([1], PROMPT[:4])
+    assert worker.published == set(NAMES)
+    assert not worker.canonicaliser.is_incomplete
+
+
+def test_a_waiting_block_that_is_removed_is_forgotten() -> None:
+    worker = Worker()
+    worker.store([2, 3], PROMPT[4:], after=PROMPT[:4], parent=1)
+    worker.remove(2)
+    worker.store([1], PROMPT[:4])
+    assert worker.published == set(NAMES[:1])
+    worker.remove(3, 1)
+    assert worker.canonicaliser.footprint == 0
+
+
+def test_waiting_blocks_are_bounded_and_the_oldest_are_given_up() -> None:
+    worker = Worker(orphans_max=2)
+    for value in (11, 12, 13):
+        worker.store([value], [value] * 4, after=PROMPT[:4], parent=1)
+    worker.store([1], PROMPT[:4])
+    kept = {names_of([*PROMPT[:4], *[value] * 4])[1] for value in (12, 13)}
+    assert worker.published == {NAMES[0], *kept}
+    assert worker.counts["orphans_dropped"] == 1
+    assert worker.canonicaliser.is_incomplete
+
+
+def test_an_engine_that_never_removes_does_not_grow_the_maps_without_bound() -> None:
+    worker = Worker(pages_max=2)
+    worker.store([1, 2], PROMPT[:8])
+    worker.store([3], PROMPT[8:], after=PROMPT[:8], parent=2)
+    assert worker.published == set(NAMES[:2])
+    assert worker.counts == {"over_limit": 1}
+    assert worker.canonicaliser.is_incomplete
+
+
+def test_adapters_and_salts_have_names_of_their_own() -> None:
+    worker = Worker()
+    worker.store([1], PROMPT[:4], lora="l", salt="s")
+    worker.store([2], PROMPT[:4])
+    assert worker.published == {names_of(PROMPT[:4], "l", "s")[0], NAMES[0]}
+
+
+@pytest.mark.parametrize("identity", [{"lora": None}, {"salt": None}, {"lora": "unpublished"}])
+def test_blocks_of_unknown_identity_are_ignored_by_policy_and_counted(
+    identity: dict[str, Any],
+) -> None:
+    worker = Worker()
+    worker.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B, **identity))
+    assert worker.published == set()
+    assert worker.counts == {"ignored": 2}
+    assert not worker.canonicaliser.is_incomplete, "nothing was lost: they are not to be here"
+    worker.remove(1)
+    assert worker.counts == {"ignored": 2, "unknown_removals": 1}
+
+
+def test_equal_hashes_in_different_scopes_are_different_blocks() -> None:
+    worker = Worker()
+    worker.store([1], PROMPT[:4], scope="a")
+    worker.store([1], [5] * 4, scope="b")
+    worker.apply(PagesRemoved([1], scope="a"))
+    assert worker.published == set(names_of([5] * 4))
+
+
+def test_clear_ends_a_run_of_changes() -> None:
+    canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
+    canonicaliser.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    canonicaliser.apply(PagesCleared())
+    canonicaliser.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    kinds = [event.kind for event in canonicaliser.take()]
+    assert kinds == [EventKind.STORED, EventKind.CLEARED, EventKind.STORED]
+
+
+def test_shrinking_withdraws_the_deepest_and_keeps_new_blocks_out() -> None:
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.store([9], [9] * 4)
+    worker.shrink(2)
+    both = {NAMES[0], *names_of([9] * 4)}
+    assert worker.published == both
+    worker.store([10], [10] * 4)
+    worker.store([4], [4] * 4, after=PROMPT, parent=3)
+    assert worker.published == both, "no room"
+    worker.remove(9)
+    assert worker.published == {NAMES[0]}
+    worker.store([11], [11] * 4)
+    assert worker.published == {NAMES[0], *names_of([11] * 4)}, "room again, for a new block"
+    worker.apply(PagesCleared())
+    worker.store([1, 2, 3], PROMPT)
+    assert worker.published == set(NAMES), "a clear ends the bound"
+
+
+def test_growing_announces_what_was_withheld_shallow_first_and_ends_the_bound() -> None:
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.store([9], [9] * 4)
+    worker.grow(1)
+    assert len(worker.published) == 4, "there was no bound"
+    worker.shrink(3)
+    worker.store([4], [4] * 4, after=PROMPT, parent=3)
+    for room, count in ((1, 2), (1, 3), (2, 5)):
+        worker.grow(room)
+        assert len(worker.published) == count
+    whole = {*names_of([*PROMPT, *[4] * 4]), *names_of([9] * 4)}
+    assert worker.published == whole
+    worker.grow(1)
+    worker.store([10, 11, 12], [10] * 12)
+    assert worker.published == {*whole, *names_of([10] * 12)}, "there is no bound any more"
+
+
+def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room() -> None:
+    worker = Worker()
+    worker.store([1, 2, 3], PROMPT)
+    worker.store([9], [9] * 4)
+    worker.shrink(2)
+    worker.remove(9, 2)
+    worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1)
+    assert worker.published == set(NAMES[:2]), "the third was not stored anew"
+
+
+# The ledger.
+
+
+def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> Event:
+    return Event(kind, np.array(names, dtype=np.uint64), tier)
+
+
+def stored(*names: int) -> Event:
+    return event(EventKind.STORED, *names)
+
+
+def contents(ledger: Ledger) -> list[int]:
+    return [name for chunk in ledger.snapshot() for name in chunk.hashes.tolist()]
+
+
+@pytest.mark.row("S1-10")
+def test_batches_are_numbered_from_one_without_gaps() -> None:
+    ledger = Ledger(SOURCE)
+    assert ledger.state == SourceState(SOURCE, 1, 0)
+    numbers = [batch.sequence for n in range(3) for batch in ledger.append([stored(n)])]
+    assert numbers == [1, 2, 3]
+    assert ledger.append([]) == []
+    assert ledger.state == SourceState(SOURCE, 1, 3)
+
+
+def test_all_changes_of_a_tick_are_one_batch_unless_they_are_very_many() -> None:
+    ledger = Ledger(SOURCE)
+    (batch,) = ledger.append([stored(1, 2), event(EventKind.REMOVED, 2)])
+    assert [len(one.hashes) for one in batch.events] == [2, 1]
+    many = ledger.append([stored(*range(10, 10 + 2 * CHUNK_BLOCKS + 1))])
+    assert [len(one.events[0].hashes) for one in many] == [CHUNK_BLOCKS, CHUNK_BLOCKS, 1]
+    assert contents(ledger) == [1, *range(10, 10 + 2 * CHUNK_BLOCKS + 1)]
+
+
+@pytest.mark.row("S1-09")
+def test_the_ring_keeps_the_last_1024_batches_and_says_when_one_is_too_old() -> None:
+    ledger = Ledger(SOURCE)
+    for n in range(RING_BATCHES):
+        ledger.append([stored(n)])
+    assert ledger.can_replay(1)
+    ledger.append([stored(RING_BATCHES)])
+    assert not ledger.can_replay(1)
+    assert ledger.batch(1) is None
+    for sequence in (2, 500, RING_BATCHES + 1):
+        batch = ledger.batch(sequence)
+        assert batch is not None
+        assert batch.sequence == sequence
+    assert ledger.can_replay(RING_BATCHES + 2), "the next one to come"
+    assert not ledger.can_replay(RING_BATCHES + 3), "nobody can have seen this"
+    with pytest.raises(ValueError, match="ring: 10 is below 1024"):
+        Ledger(SOURCE, ring=10)
+
+
+def test_a_snapshot_is_of_its_moment_in_chunks_parents_first() -> None:
+    ledger = Ledger(SOURCE, tiers=2)
+    ledger.append([event(EventKind.STORED, *range(5000), tier=Tier.HOST), stored(0, 1)])
+    chunks = ledger.snapshot()
+    ledger.append([event(EventKind.REMOVED, 1, 0)])
+    shape = [(c.tier, len(c.hashes), c.first, c.last, c.epoch, c.sequence) for c in chunks]
+    assert shape == [
+        (Tier.DEVICE, 2, True, False, 1, 2),
+        (Tier.HOST, 4096, False, False, 1, 2),
+        (Tier.HOST, 904, False, True, 1, 2),
+    ]
+    assert [n for c in chunks for n in c.hashes.tolist()] == [0, 1, *range(5000)]
+
+
+def test_a_snapshot_of_nothing_is_one_empty_chunk() -> None:
+    (chunk,) = Ledger(SOURCE).snapshot()
+    assert (chunk.first, chunk.last, len(chunk.hashes), chunk.sequence) == (True, True, 0, 0)
+
+
+def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> None:
+    ledger = Ledger(SOURCE)
+    ledger.append([stored(1)])
+    batch = ledger.begin_epoch(is_degraded=False)
+    assert (batch.epoch, batch.sequence) == (2, 1)
+    assert batch.events == ()
+    assert contents(ledger) == []
+    assert ledger.batch(1) is batch
+    assert ledger.state == SourceState(SOURCE, 2, 1)
+
+
+# The two together.
+
+
+def feed(**limits: int) -> Feed:
+    return Feed(SOURCE, Canonicaliser(ONE_TO_ONE, hasher_of, **limits))
+
+
+def test_a_clear_keeps_the_epoch() -> None:
+    source = feed()
+    source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    source.cut()
+    source.apply(PagesCleared())
+    (batch,) = source.cut()
+    assert (batch.epoch, batch.sequence) == (1, 2)
+    assert contents(source.ledger) == []
+
+
+def test_a_restarted_engine_begins_a_new_epoch_whatever_its_own_numbering() -> None:
+    """Defect 12 of Dynamo 1.6.1: batches after a sequence reset are ignored silently."""
+    source = feed()
+    source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    source.cut()
+    source.reset()
+    source.apply(PagesStored([1], None, le([9] * 4), B))
+    (batch,) = source.cut()
+    assert (batch.epoch, batch.sequence) == (2, 2)
+    assert contents(source.ledger) == names_of([9] * 4)
+    assert not source.ledger.is_degraded
+
+
+def test_a_loss_drops_all_claims_and_degrades_until_the_cache_is_cleared() -> None:
+    source = feed()
+    source.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
+    source.cut()
+    source.lose()
+    assert source.ledger.state == SourceState(SOURCE, 2, 1, degraded=True)
+    source.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
+    source.apply(PagesRemoved([1]))
+    source.cut()
+    assert contents(source.ledger) == [], "its parent may be gone, nobody knows"
+    source.apply(PagesCleared())
+    assert source.ledger.state == SourceState(SOURCE, 3, 1)
+    source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    source.cut()
+    assert contents(source.ledger) == NAMES[:1]
+    assert not source.ledger.is_degraded
+
+
+def test_blocks_left_out_degrade_the_source_but_keep_its_claims() -> None:
+    source = feed(pages_max=1)
+    source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    source.apply(PagesStored([2], 1, le(PROMPT[4:8]), B))
+    source.cut()
+    assert contents(source.ledger) == NAMES[:1]
+    assert source.ledger.state == SourceState(SOURCE, 1, 1, degraded=True)
+
+
+def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
+    source = feed()
+    listener = Listener()
+    listener.know(NAMES)
+    for change in (
+        PagesStored([1, 2, 3], None, le(PROMPT), B),
+        PagesRemoved([2]),
+        PagesStored([2], 1, le(PROMPT[4:8]), B),
+        PagesRemoved([3]),
+    ):
+        source.apply(change)
+        for batch in source.cut():
+            listener.hear(batch.events)
+        assert set(contents(source.ledger)) == listener.sets[0]
+    source.canonicaliser.shrink(1)
+    source.canonicaliser.resize(100)
+    for batch in source.cut():
+        listener.hear(batch.events)
+    assert listener.sets[0] == set(NAMES[:1])
+
+
+def pages_alive() -> int:
+    return sum(type(one).__name__ == "_Page" for one in gc.get_objects())
+
+
+def test_what_was_forgotten_is_freed_in_parts_and_without_garbage_collection() -> None:
+    """200,000 pages took 40 ms at once: as long nobody else had a turn."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = pages_alive()
+        canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
+        canonicaliser.apply(PagesStored(range(100), None, le(range(B * 100)), B))
+        assert pages_alive() - before == 101
+        canonicaliser.forget()
+        canonicaliser.apply(PagesStored([7], None, le(range(B)), B))
+        assert pages_alive() - before > 101, "nothing is freed at once"
+        turns = 1
+        while canonicaliser.sweep(10):
+            turns += 1
+        assert turns >= 10
+        assert pages_alive() - before == 2, "the root and what was stored since"
+        canonicaliser.apply(PagesRemoved([7]))
+        assert canonicaliser.footprint == 0
+        assert not canonicaliser.sweep(10)
+    finally:
+        gc.enable()

@@ -1,0 +1,590 @@
+"""The runner with engines that do as they are told: contract, stops, deadlines, counting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
+
+from common.errors import (
+    Bug,
+    DeadlineExceeded,
+    InvalidRequest,
+    MeshError,
+    PromptTooLong,
+    Unavailable,
+    Unsupported,
+)
+from common.kv.load import Load
+from common.request.preprocessed import TokenIds, usage
+from common.request.token_stream import Order
+from tests.sim.loop import run_virtually
+from worker_svc.engines.contract import (
+    EngineConfig,
+    FinishReason,
+    GenerateContext,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    chunk,
+)
+from worker_svc.serving.runner import STOP_GRACE_S, Runner
+
+WAIT_S = 20.0
+
+Script = Callable[[GenerateContext], AsyncGenerator[LLMEngineOutput, None]]
+
+
+class ScriptedEngine:
+    """Runs one script a request, by request id; notes what it was told."""
+
+    def __init__(self, **scripts: Script) -> None:
+        self.scripts = scripts
+        self.aborted: list[str] = []
+        self.closed: list[str] = []
+        self.contexts: dict[str, GenerateContext] = {}
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        return EngineConfig(model="scripted")
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        self.contexts[ctx.id] = ctx
+        try:
+            async for output in self.scripts[ctx.id](ctx):
+                yield output
+        finally:
+            self.closed.append(ctx.id)
+
+    async def abort(self, ctx: GenerateContext) -> None:
+        self.aborted.append(ctx.id)
+
+    async def drain(self) -> None: ...
+
+    async def cleanup(self) -> None: ...
+
+    def loads(self) -> Sequence[Load]:
+        return (Load(),)
+
+
+async def good(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    yield chunk.token(7)
+    yield chunk.token(8)
+    yield chunk.stop()
+
+
+async def until_stopped(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    yield chunk.token(1)
+    await ctx.stopped()
+    yield chunk.cancelled()
+
+
+async def deaf(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    yield chunk.token(1)
+    await asyncio.Event().wait()
+
+
+async def after_terminal(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    yield chunk.stop()
+    yield chunk.token(1)
+
+
+async def without_terminal(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    yield chunk.token(1)
+
+
+def raising(error: BaseException) -> Script:
+    async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        raise error
+
+    return script
+
+
+def order(request_id: str, *, mdc_sum: str | None = None, **parts: Any) -> Order:
+    request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), mdc_sum=mdc_sum)
+    return Order(request_id, request=request, **parts)
+
+
+class Emitted:
+    """Chunks of one request; `first` is set with the first of them."""
+
+    def __init__(self) -> None:
+        self.chunks: list[LLMEngineOutput] = []
+        self.first = asyncio.Event()
+
+    def __call__(self, output: LLMEngineOutput) -> None:
+        self.chunks.append(output)
+        self.first.set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for one in self.chunks for token in one.token_ids]
+
+
+def assert_at_rest(runner: Runner) -> None:
+    counts = runner.counters
+    ends = sum(counts[name] for name in ("finished", "stopped", "failed", "closed"))
+    assert counts["accepted"] == ends, dict(counts)
+    assert runner.open_requests == 0
+
+
+@asynccontextmanager
+async def running(
+    runner: Runner, request_id: str, **parts: Any
+) -> AsyncIterator[tuple[int, asyncio.Task[LLMEngineOutput]]]:
+    """A request after its first chunk: key and task; the task has ended afterwards."""
+    key, emitted = runner.admit(order(request_id, **parts)), Emitted()
+    task = asyncio.create_task(runner.run(key, emitted))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await emitted.first.wait()
+        yield key, task
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+
+
+@pytest.mark.row("S4-27", "S4-30")
+async def test_chunks_are_emitted_and_the_terminal_one_is_returned() -> None:
+    runner = Runner(ScriptedEngine(a=good))
+    emitted = Emitted()
+    terminal = await runner.run(runner.admit(order("a")), emitted)
+    assert emitted.token_ids == [7, 8]
+    assert terminal.finish_reason is FinishReason.STOP
+    assert dict(runner.counters) == {"accepted": 1, "finished": 1}
+
+
+@pytest.mark.row("S4-34")
+@pytest.mark.parametrize("counted", [None, usage(3, 0)])
+async def test_usage_on_the_terminal_chunk_is_optional(counted: Any) -> None:
+    async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield LLMEngineOutput(finish_reason=FinishReason.LENGTH, completion_usage=counted)
+
+    runner = Runner(ScriptedEngine(a=script))
+    terminal = await runner.run(runner.admit(order("a")), Emitted())
+    assert terminal.completion_usage == counted
+
+
+@pytest.mark.row("S4-28", "S4-35")
+@pytest.mark.parametrize("broken", [after_terminal, without_terminal])
+async def test_a_breach_of_the_contract_is_a_bug_of_that_request_only(broken: Script) -> None:
+    engine = ScriptedEngine(a=broken, b=until_stopped)
+    runner = Runner(engine)
+    async with running(runner, "b") as (key, other):
+        with pytest.raises(Bug, match="request a"):
+            await runner.run(runner.admit(order("a")), Emitted())
+        await runner.stop(key, "test")
+        assert (await other).finish_reason is FinishReason.CANCELLED
+    assert runner.counters["failed"] == runner.counters["stopped"] == 1
+    assert engine.closed == ["a", "b"]
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-31", "S4-32")
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", "sampling_options.n", reason="WHY", metadata={"k": "v"}),
+        PromptTooLong("long", field="token_ids"),
+        Unavailable("later", 2.5),
+    ],
+)
+async def test_a_typed_error_keeps_its_type_and_all_it_carries(error: MeshError) -> None:
+    engine = ScriptedEngine(a=raising(error))
+    runner = Runner(engine)
+    with pytest.raises(MeshError) as caught:
+        await runner.run(runner.admit(order("a")), Emitted())
+    assert caught.value is error
+    assert engine.closed == ["a"]  # and not polled again
+    assert runner.counters["failed"] == 1
+
+
+@pytest.mark.row("S4-27")
+async def test_an_engine_may_refuse_before_it_makes_a_stream() -> None:
+    class Refusing(ScriptedEngine):
+        def generate(self, request: PreprocessedRequest, ctx: GenerateContext) -> Any:
+            raise Unsupported("sampling_options.n", "one is all")
+
+    runner = Runner(Refusing())
+    with pytest.raises(Unsupported) as caught:
+        await runner.run(runner.admit(order("a")), Emitted())
+    assert caught.value.field == "sampling_options.n"
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-33")
+async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
+    async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.error("CUDA went away")
+
+    runner = Runner(ScriptedEngine(a=script))
+    with pytest.raises(Bug, match="CUDA went away"):
+        await runner.run(runner.admit(order("a")), Emitted())
+    assert runner.counters["failed"] == 1
+
+
+# The engine's own: nobody stopped or cancelled the request.
+@pytest.mark.parametrize(
+    "error", [KeyError("secret"), TimeoutError("secret"), asyncio.CancelledError("secret")]
+)
+async def test_what_an_engine_lets_slip_is_a_bug_and_not_shown(error: BaseException) -> None:
+    runner = Runner(ScriptedEngine(a=raising(error)))
+    with pytest.raises(Bug) as caught:
+        await runner.run(runner.admit(order("a")), Emitted())
+    assert "secret" not in caught.value.message
+    assert dict(runner.counters) == {"accepted": 1, "failed": 1}
+
+
+@pytest.mark.row("S4-29", "S4-37")
+async def test_a_stop_aborts_once_and_ends_the_stream_gracefully() -> None:
+    engine = ScriptedEngine(a=until_stopped)
+    runner = Runner(engine)
+    async with running(runner, "a") as (key, task):
+        await runner.stop(key, "client_gone")
+        await runner.stop(key, "again")
+        assert (await task).finish_reason is FinishReason.CANCELLED
+        await runner.stop(key, "too late")
+    assert engine.aborted == ["a"]
+    assert engine.contexts["a"].stop_reason == "client_gone"
+    assert dict(runner.counters) == {"accepted": 1, "stopped": 1}
+
+
+class Gate:
+    """A leg that gives tokens when told to. deaf: it does not mind being stopped."""
+
+    def __init__(self, *, deaf: bool = False) -> None:
+        self.opened = asyncio.Event()
+        self._deaf = deaf
+
+    async def __call__(self, ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        await self.opened.wait()
+        yield chunk.token(1)
+        if self._deaf:
+            await asyncio.Event().wait()
+        await ctx.stopped()
+        yield chunk.cancelled()
+
+
+@pytest.mark.row("S4-04", "S4-37")
+@pytest.mark.parametrize(
+    ("role", "phase"), [("aggregated", "decode"), ("decode", "")], ids=["by phase", "by role"]
+)
+@pytest.mark.parametrize("side_channel", [False, True], ids=["by a chunk", "by another way"])
+async def test_a_decode_leg_is_aborted_once_its_first_token_is_there(
+    role: str, phase: str, side_channel: bool
+) -> None:
+    gate = Gate(deaf=True)
+    engine = ScriptedEngine(a=gate)
+    runner = Runner(engine, role=role)
+    key = runner.admit(order("a", phase=phase))
+    task = asyncio.create_task(runner.run(key, Emitted()))
+    await asyncio.sleep(0)
+    await runner.stop(key, "client_gone")
+    assert engine.contexts["a"].is_stopped, "the slot ends at once"
+    assert engine.aborted == [], "its KV may be in flight"
+    if side_channel:
+        engine.contexts["a"].notify_first_token()
+    else:
+        gate.opened.set()
+    async with asyncio.timeout(WAIT_S):
+        assert (await task).finish_reason is FinishReason.CANCELLED
+    assert engine.aborted == ["a"]
+    assert runner.counters["aborts_deferred"] == 1
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-04", "S4-37")
+async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None:
+    gate = Gate()
+    engine = ScriptedEngine(a=gate)
+    runner = Runner(engine)
+    key = runner.admit(order("a", phase="decode"))
+    task = asyncio.create_task(runner.run(key, Emitted()))
+    await asyncio.sleep(0)
+    began = asyncio.get_running_loop().time()
+    await runner.stop(key, "client_gone")
+    async with asyncio.timeout(WAIT_S):
+        assert (await task).finish_reason is FinishReason.CANCELLED
+    assert asyncio.get_running_loop().time() - began >= STOP_GRACE_S / 2, "it had its grace"
+    gate.opened.set()
+    engine.contexts["a"].notify_first_token()
+    await asyncio.sleep(0.01)
+    assert engine.aborted == []
+    assert engine.closed == ["a"]
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-05", "S4-06")
+async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
+    for phase in ("", "prefill"):
+        gate = Gate()
+        engine = ScriptedEngine(a=gate)
+        runner = Runner(engine, role="decode" if phase else "aggregated")
+        key = runner.admit(order("a", phase=phase))
+        task = asyncio.create_task(runner.run(key, Emitted()))
+        await asyncio.sleep(0)
+        assert engine.contexts["a"].first_token_sender() is None
+        await runner.stop(key, "client_gone")
+        assert engine.aborted == ["a"]
+        await task
+
+
+@pytest.mark.row("S4-37")
+async def test_a_request_that_ends_by_itself_is_never_aborted() -> None:
+    engine = ScriptedEngine(a=good)
+    runner = Runner(engine)
+    await runner.run(runner.admit(order("a")), Emitted())
+    assert engine.aborted == []
+
+
+@pytest.mark.row("S4-38")
+async def test_a_dropped_stream_is_not_aborted() -> None:
+    engine = ScriptedEngine(a=deaf)
+    runner = Runner(engine)
+    async with running(runner, "a") as (_, task):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert engine.aborted == []
+    assert runner.counters["closed"] == 1
+
+
+@pytest.mark.row("S4-39")
+async def test_dropping_the_stream_closes_the_generator_and_frees_the_slot() -> None:
+    engine = ScriptedEngine(a=deaf)
+    runner = Runner(engine)
+    async with running(runner, "a") as (_, task):
+        assert runner.open_requests == 1
+        task.cancel()
+        await asyncio.wait([task], timeout=WAIT_S)
+        assert engine.closed == ["a"]
+        async with asyncio.timeout(WAIT_S):
+            await runner.idle()
+    assert_at_rest(runner)
+
+
+@pytest.mark.row("S4-39")
+async def test_a_task_cancelled_before_its_first_step_frees_the_slot_too() -> None:
+    runner = Runner(ScriptedEngine(a=good))
+    key = runner.admit(order("a"))
+    task = asyncio.create_task(runner.run(key, Emitted()))
+    task.add_done_callback(lambda _: runner.forget(key))
+    task.cancel()
+    async with asyncio.timeout(WAIT_S):
+        await runner.idle()
+    assert dict(runner.counters) == {"accepted": 1, "closed": 1}
+    runner.forget(key)
+    assert_at_rest(runner)
+
+
+def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
+    engine = ScriptedEngine(a=deaf)
+    runner = Runner(engine)
+
+    async def work() -> float:
+        loop = asyncio.get_running_loop()
+        async with running(runner, "a") as (key, task):
+            began = loop.time()
+            await runner.stop(key, "client_gone")
+            assert (await task).finish_reason is FinishReason.CANCELLED
+            return loop.time() - began
+
+    assert run_virtually(work(), until=WAIT_S) == pytest.approx(STOP_GRACE_S)
+    assert engine.closed == ["a"]
+    assert dict(runner.counters) == {"accepted": 1, "stopped": 1, "stops_forced": 1}
+
+
+async def test_a_stop_before_the_run_began_is_forced_as_well() -> None:
+    runner = Runner(ScriptedEngine(a=deaf))
+    key = runner.admit(order("a"))
+    await runner.stop(key, "early")
+    async with asyncio.timeout(WAIT_S):
+        terminal = await runner.run(key, Emitted())
+    assert terminal.finish_reason is FinishReason.CANCELLED
+    assert runner.counters["stops_forced"] == 1
+
+
+@pytest.mark.parametrize("script", [until_stopped, deaf])
+async def test_a_stop_by_the_deadline_is_deadline_exceeded(script: Script) -> None:
+    runner = Runner(ScriptedEngine(a=script))
+    async with running(runner, "a") as (key, task):
+        await runner.stop(key, "deadline")
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(DeadlineExceeded):
+                await task
+    assert runner.counters["stopped"] == 1
+
+
+async def test_an_engine_that_fails_to_abort_ends_its_request_nevertheless() -> None:
+    class Failing(ScriptedEngine):
+        async def abort(self, ctx: GenerateContext) -> None:
+            raise RuntimeError("cannot")
+
+    runner = Runner(Failing(a=until_stopped))
+    async with running(runner, "a") as (key, task):
+        await runner.stop(key, "client_gone")
+        assert (await task).finish_reason is FinishReason.CANCELLED
+
+
+async def test_abort_by_request_id_stops_all_its_legs_and_no_other() -> None:
+    runner = Runner(ScriptedEngine(a=until_stopped, b=until_stopped))
+    async with (
+        running(runner, "a") as (_, one),
+        running(runner, "a") as (_, two),
+        running(runner, "b") as (_, other),
+    ):
+        assert await runner.stop_request("a", "abort_rpc") == 2
+        await asyncio.wait([one, two], timeout=WAIT_S)
+        assert not other.done()
+        assert await runner.stop_request("nobody", "abort_rpc") == 0
+
+
+async def test_a_prompt_made_with_another_card_is_refused() -> None:
+    runner = Runner(ScriptedEngine(a=good), card_checksum="ours")
+    with pytest.raises(InvalidRequest) as caught:
+        runner.admit(order("a", mdc_sum="theirs"))
+    assert (caught.value.field, caught.value.reason) == ("mdc_sum", "CARD_MISMATCH")
+    assert "theirs" in caught.value.message
+    assert "ours" in caught.value.message
+    assert not caught.value.retryable
+    for same in ("ours", None):
+        await runner.run(runner.admit(order("a", mdc_sum=same)), Emitted())
+    assert dict(runner.counters) == {"rejected": 1, "accepted": 2, "finished": 2}
+
+
+async def test_a_draining_worker_refuses_retryably_and_lets_what_runs_go_on() -> None:
+    runner = Runner(ScriptedEngine(a=until_stopped, b=good))
+    async with running(runner, "a") as (key, task):
+        runner.is_draining = True
+        with pytest.raises(Unavailable) as caught:
+            runner.admit(order("b"))
+        assert (caught.value.retryable, caught.value.reason) == (True, "DRAINING")
+        assert not task.done()
+        await runner.stop(key, "test")
+        await task
+    assert_at_rest(runner)
+
+
+async def test_a_full_worker_refuses_with_a_hint() -> None:
+    runner = Runner(ScriptedEngine(a=until_stopped, b=good), max_requests=1)
+    async with running(runner, "a"):
+        with pytest.raises(Unavailable) as caught:
+            runner.admit(order("b"))
+    assert (caught.value.reason, caught.value.retry_after_s) == ("FULL", 1.0)
+    assert runner.counters["rejected"] == 1
+
+
+async def test_bodies_for_an_engine_that_takes_only_tokens_are_refused() -> None:
+    runner = Runner(ScriptedEngine())
+    with pytest.raises(Unsupported) as caught:
+        runner.admit(Order("a", chat_json=b"{}"))
+    assert caught.value.field == "payload"
+
+
+@pytest.mark.row("S4-07")
+async def test_the_first_chunk_with_tokens_fires_the_first_token_signal() -> None:
+    fired: list[bool] = []
+
+    async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        signal = ctx.first_token_sender()
+        assert signal is not None
+        for output in (LLMEngineOutput(), chunk.token(1), chunk.token(2)):
+            fired.append(signal.is_set())
+            yield output
+        fired.append(signal.is_set())
+        yield chunk.length()
+
+    runner = Runner(ScriptedEngine(a=script))
+    await runner.run(runner.admit(order("a", phase="decode")), Emitted())
+    assert fired == [False, False, True, True]
+
+
+@pytest.mark.row("S4-07")
+@pytest.mark.parametrize("phase", ["", "prefill"])
+async def test_other_legs_have_no_first_token_signal(phase: str) -> None:
+    engine = ScriptedEngine(a=good)
+    runner = Runner(engine)
+    await runner.run(runner.admit(order("a", phase=phase)), Emitted())
+    assert engine.contexts["a"].first_token_sender() is None
+
+
+@pytest.mark.row("S4-08")
+async def test_an_engine_reaches_all_of_the_context() -> None:
+    seen: list[object] = []
+
+    async def script(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+        yield chunk.token(1)
+        await ctx.stopped()
+        seen.extend([ctx.id, ctx.is_stopped, ctx.is_killed, ctx.traceparent, ctx.tenant])
+        ctx.stop_generating("a second reason does not count")
+        ctx.inner_arc().kill()
+        await ctx.killed()
+        seen.append(ctx.stop_reason)
+        yield chunk.cancelled()
+
+    runner = Runner(ScriptedEngine(a=script))
+    async with running(runner, "a", traceparent="00-1-2-01", tenant="t") as (key, task):
+        await runner.stop(key, "why")
+        async with asyncio.timeout(WAIT_S):
+            await task
+    assert seen == ["a", True, False, "00-1-2-01", "t", "why"]
+
+
+async def crash(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    if not ctx.is_killed:
+        raise ValueError("no")
+    yield chunk.stop()
+
+
+async def refuse(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+    if not ctx.is_killed:
+        raise InvalidRequest("no")
+    yield chunk.stop()
+
+
+FATES: dict[str, tuple[Script, str]] = {
+    "good": (good, "finished"),
+    "stopped": (until_stopped, "stopped"),
+    "dropped": (until_stopped, "closed"),
+    "typed": (refuse, "failed"),
+    "crash": (crash, "failed"),
+    "after": (after_terminal, "failed"),
+    "without": (without_terminal, "failed"),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(sorted(FATES)), max_size=12))
+def test_whatever_becomes_of_requests_the_counters_add_up(fates: list[str]) -> None:
+    async def scenario() -> Runner:
+        engine = ScriptedEngine(**{f"r{i}": FATES[fate][0] for i, fate in enumerate(fates)})
+        runner = Runner(engine)
+        tasks = []
+        for i, fate in enumerate(fates):
+            key, emitted = runner.admit(order(f"r{i}")), Emitted()
+            task = asyncio.create_task(runner.run(key, emitted))
+            tasks.append(task)
+            await emitted.first.wait() if fate in ("stopped", "dropped") else None
+            if fate == "stopped":
+                await runner.stop(key, "test")
+            elif fate == "dropped":
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=WAIT_S)
+            for task in tasks:
+                task.cancelled() or task.exception()
+        assert sorted(engine.closed) == sorted(engine.scripts)
+        return runner
+
+    with capture_logs():  # rendering the tracebacks would take most of the time
+        runner = asyncio.run(scenario())
+    assert_at_rest(runner)
+    for how in ("finished", "stopped", "closed", "failed"):
+        assert runner.counters[how] == sum(FATES[fate][1] == how for fate in fates)

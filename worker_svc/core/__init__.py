@@ -1,1 +1,0 @@
-"""The worker's pure logic: no I/O, no clock, no randomness."""

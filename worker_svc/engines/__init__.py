@@ -1,0 +1,1 @@
+"""The engine contract and its adapters: echo, sim and SGLang."""

@@ -1,0 +1,340 @@
+"""The echo engine, for smoke tests: it answers with what it was asked.
+
+`generate` returns the prompt's token ids, one a chunk. `generate_pass_through` takes OpenAI bodies
+as they are and streams the last user message (chat) or the prompt (completion) back in OpenAI
+chunk objects, word by word. No cache, no queue, no KV events.
+
+Sampling has nothing to choose from, so temperature, top_p, top_k, min_p and seed change nothing.
+Everything else that an echo cannot honour is refused by name. Stop strings hold at the frontend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Final
+
+from common.errors import InvalidRequest, MeshError, PromptTooLong, Unavailable, Unsupported
+from common.kv.load import Load
+from common.request.preprocessed import JsonValue, parsed_json, to_value, unsupported_fields
+from worker_svc.engines.contract import (
+    EngineConfig,
+    FinishReason,
+    GenerateContext,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    chunk,
+    usage,
+)
+
+_HONOURED: Final = frozenset(
+    {
+        "stop_conditions",
+        "output_options.skip_special_tokens",
+        "output_options.formatted_prompt",
+        "output_options.include_stop_str_in_output",
+        "sampling_options.temperature",
+        "sampling_options.top_p",
+        "sampling_options.top_k",
+        "sampling_options.min_p",
+        "sampling_options.seed",
+    }
+)
+_SKIPPED_BY_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
+# Fields of a body that an echo honours, most of them because they ask for nothing here.
+_BODY_FIELDS: Final = frozenset(
+    {"model", "max_tokens", "stream", "stream_options", "temperature", "top_p", "seed", "user"}
+)
+_CHAT_FIELDS: Final = _BODY_FIELDS | {"messages", "max_completion_tokens"}
+_COMPLETION_FIELDS: Final = _BODY_FIELDS | {"prompt"}
+_WORD: Final = re.compile(r"\s*\S+|\s+$")
+
+
+@dataclass(frozen=True, slots=True)
+class EchoConfig:
+    """token_delay_s: seconds before each token or word."""
+
+    model: str = "kvmesh-echo"
+    served_model_name: str | None = None
+    context_length: int = 32_768
+    token_delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.context_length < 1 or self.token_delay_s < 0:
+            raise ValueError("context_length, token_delay_s: must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What will be said: `words` one after the other, `closing` and `terminal` if none stops it."""
+
+    prompt_words: int
+    words: Sequence[LLMEngineOutput]
+    terminal: LLMEngineOutput
+    opening: Sequence[LLMEngineOutput] = ()
+    closing: Sequence[LLMEngineOutput] = ()
+
+
+class EchoEngine:
+    """An `LLMEngine` which repeats the prompt.
+
+    Counters: accepted == finished + cancelled + closed, at rest; `rejected` were never accepted.
+    """
+
+    def __init__(self, config: EchoConfig) -> None:
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self._is_started = False
+        self._running = 0
+        self._said = 0
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Ready at once."""
+        self._is_started = True
+        return EngineConfig(
+            model=self.config.model,
+            served_model_name=self.config.served_model_name,
+            context_length=self.config.context_length,
+            kv_index_reason="an echo has no cache",
+        )
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """As `LLMEngine.generate`: the prompt, up to max_tokens or a stop token.
+
+        Raises InvalidRequest, Unsupported, PromptTooLong or Unavailable at its first step.
+        """
+        answer = self._admit(lambda: _echo_of_tokens(request, self.config.context_length))
+        async with aclosing(self._say(answer, ctx)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def generate_pass_through(
+        self, kind: str, body: bytes, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """The answer to an OpenAI body (JSON): chunk objects, then a terminal chunk without one.
+
+        kind: "chat" or "completion". `id` and `created` of the chunks are made from the request's
+        id alone, so an answer is the same each time; with `stream_options.include_usage` the last
+        one holds the counts, in words. Raises InvalidRequest, Unsupported or Unavailable at its
+        first step.
+        """
+        answer = self._admit(lambda: _echo_of_body(kind, body, ctx.id))
+        async with aclosing(self._say(answer, ctx)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def abort(self, ctx: GenerateContext) -> None:
+        """Nothing to do: the stop itself ends the stream."""
+
+    async def drain(self) -> None:
+        """Nothing to wait for."""
+
+    async def cleanup(self) -> None:
+        """Refuses what comes from now on. Streams under way end by themselves."""
+        self._is_started = False
+
+    def loads(self) -> Sequence[Load]:
+        """Running requests; each word counts as a step."""
+        return (Load(engine_step=self._said, running=self._running),)
+
+    def _admit(self, answer: Callable[[], _Answer]) -> _Answer:
+        try:
+            if not self._is_started:
+                raise Unavailable("the engine is not running")
+            return answer()
+        except MeshError:
+            self.counters["rejected"] += 1
+            raise
+
+    async def _say(
+        self, answer: _Answer, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        self.counters["accepted"] += 1
+        self._running += 1
+        outcome, said = "closed", 0
+        try:
+            for output in answer.opening:
+                yield output
+            for output in answer.words:
+                if await self._stopped_before_next(ctx):
+                    outcome = "cancelled"
+                    yield chunk.cancelled().with_usage(usage(answer.prompt_words, said))
+                    return
+                said += 1
+                self._said += 1
+                yield output
+            for output in answer.closing:
+                yield output
+            outcome = "finished"
+            yield answer.terminal.with_usage(usage(answer.prompt_words, said))
+        finally:
+            self._running -= 1
+            self.counters[outcome] += 1
+
+    async def _stopped_before_next(self, ctx: GenerateContext) -> bool:
+        if self.config.token_delay_s > 0:
+            with suppress(TimeoutError):  # the delay's ordinary end
+                async with asyncio.timeout(self.config.token_delay_s):
+                    await ctx.stopped()
+        else:
+            await asyncio.sleep(0)  # others get their turn between the words
+        return ctx.is_stopped
+
+
+def _echo_of_tokens(request: PreprocessedRequest, context_length: int) -> _Answer:
+    _check_tokens(request, context_length)
+    prompt, stop = request.token_ids.tolist(), request.stop_conditions
+    answer = prompt[: stop.max_tokens]
+    terminal = chunk.stop() if len(answer) == len(prompt) else chunk.length()
+    hidden = frozenset(stop.stop_token_ids_hidden)
+    visible = frozenset(stop.stop_token_ids_visible)
+    eos = frozenset(request.eos_token_ids) - visible
+    ends = frozenset() if stop.ignore_eos else hidden | visible | eos
+    for index in range(stop.min_tokens or 0, len(answer)):
+        token = answer[index]
+        if token in ends:
+            terminal = replace(chunk.stop(), stop_reason=token)
+            if token in eos:
+                terminal = LLMEngineOutput(finish_reason=FinishReason.EOS)
+            answer = answer[: index + (token in visible)]
+            break
+    return _Answer(len(prompt), [chunk.token(token) for token in answer], terminal)
+
+
+def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
+    honoured = _HONOURED | _SKIPPED_BY_PROBES if request.is_probe else _HONOURED
+    refused = unsupported_fields(request, honoured)
+    if refused:
+        raise Unsupported(refused[0], "the echo engine has no such thing")
+    if not request.token_ids:
+        raise InvalidRequest("token_ids must not be empty", "token_ids")
+    if request.stop_conditions.max_tokens == 0:
+        raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
+    if len(request.token_ids) > context_length:
+        raise PromptTooLong(
+            f"the prompt has {len(request.token_ids)} tokens, {context_length} is the most",
+            field="token_ids",
+        )
+
+
+def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Answer:
+    fields = parsed_json(body, "body")
+    if not isinstance(fields, dict):
+        raise InvalidRequest("the body must be a JSON object", "body")
+    match kind:
+        case "chat":
+            known, text, cap = _CHAT_FIELDS, _last_user_text, "max_completion_tokens"
+        case "completion":
+            known, text, cap = _COMPLETION_FIELDS, _prompt_text, "max_tokens"
+        case _:
+            raise InvalidRequest(f"kind must be chat or completion, not {kind!r}", "kind")
+    for name, value in fields.items():
+        if name not in known and value is not None:
+            raise Unsupported(name, "the echo engine has no such thing")
+    heard = _WORD.findall(text(fields))
+    said = heard[: _most_words(fields, cap if fields.get(cap) is not None else "max_tokens")]
+    terminal = chunk.stop() if len(said) == len(heard) else chunk.length()
+    made = _ChunkMaker(kind, request_id, _text_field(fields.get("model", ""), "model"))
+    closing = [made.closing("stop" if len(said) == len(heard) else "length")]
+    if _wants_usage(fields):
+        closing.append(made.usage(len(heard), len(said)))
+    return _Answer(
+        len(heard), [made.word(word) for word in said], terminal, made.opening(), closing
+    )
+
+
+def _last_user_text(fields: Mapping[str, JsonValue]) -> str:
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages must be a list with at least one message", "messages")
+    for index in reversed(range(len(messages))):
+        message, path = messages[index], f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"{path} must be an object", path)
+        if message.get("role") == "user":
+            return _content_text(message.get("content"), f"{path}.content")
+    raise InvalidRequest("messages must hold a message of the user", "messages")
+
+
+def _content_text(content: JsonValue, path: str) -> str:
+    if not isinstance(content, list):
+        return _text_field(content, path)
+    texts = []
+    for index, part in enumerate(content):
+        where = f"{path}[{index}]"
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise Unsupported(where, "the echo engine hears text only")
+        texts.append(_text_field(part.get("text"), f"{where}.text"))
+    return "".join(texts)
+
+
+def _prompt_text(fields: Mapping[str, JsonValue]) -> str:
+    return _text_field(fields.get("prompt"), "prompt")
+
+
+def _text_field(value: JsonValue, path: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{path} must be a string", path)
+    return value
+
+
+def _most_words(fields: Mapping[str, JsonValue], name: str) -> int | None:
+    value = fields.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise InvalidRequest(f"{name} must be an integer of at least 1", name)
+    return value
+
+
+def _wants_usage(fields: Mapping[str, JsonValue]) -> bool:
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise InvalidRequest("stream_options must be an object", "stream_options")
+    return options.get("include_usage") is True
+
+
+class _ChunkMaker:
+    """Makes the OpenAI chunk objects of one answer."""
+
+    def __init__(self, kind: str, request_id: str, model: str) -> None:
+        self._is_chat = kind == "chat"
+        self._frame: dict[str, JsonValue] = {
+            "id": ("chatcmpl-" if self._is_chat else "cmpl-") + request_id,
+            "object": "chat.completion.chunk" if self._is_chat else "text_completion",
+            # Seconds, as clients expect, but of no clock: an echo of one request never differs.
+            "created": zlib.crc32(request_id.encode("utf-8", "surrogatepass")),
+            "model": model,
+        }
+
+    def opening(self) -> Sequence[LLMEngineOutput]:
+        if not self._is_chat:
+            return ()
+        return (self._choice({"delta": {"role": "assistant", "content": ""}}, None),)
+
+    def word(self, word: str) -> LLMEngineOutput:
+        return self._choice({"delta": {"content": word}} if self._is_chat else {"text": word}, None)
+
+    def closing(self, finish_reason: str) -> LLMEngineOutput:
+        return self._choice({"delta": {}} if self._is_chat else {"text": ""}, finish_reason)
+
+    def usage(self, prompt: int, completion: int) -> LLMEngineOutput:
+        counts = usage(prompt, completion)
+        return self._chunk(choices=[], usage=to_value(counts))
+
+    def _choice(self, said: Mapping[str, JsonValue], finish: str | None) -> LLMEngineOutput:
+        return self._chunk(
+            choices=[{"index": 0, **said, "logprobs": None, "finish_reason": finish}]
+        )
+
+    def _chunk(self, **more: JsonValue) -> LLMEngineOutput:
+        text = json.dumps({**self._frame, **more}, separators=(",", ":"))
+        return LLMEngineOutput(chunk_json=text.encode())

@@ -1,0 +1,627 @@
+"""SGLang in this process: the adapter, and the only file that imports SGLang (0.5.23).
+
+`sglang.Engine` runs its schedulers in processes of its own; here are its tokenizer manager, which
+speaks to them, and our event loop. What a request means is in `sglang_options`, KV events are in
+`sglang_events`. What had to be known of SGLang:
+
+- Its signal handlers would take SIGTERM from our lifecycle and kill the process tree on SIGQUIT, as
+  which a dying scheduler announces itself. So the tokenizer manager's loop is started here, without
+  them, and SIGQUIT is ours. A scheduler that dies without a word is seen by its process's end. In
+  both cases all requests fail at once with a retryable WorkerLost, and `died` raises it.
+- `Engine.shutdown` kills every child of the process and leaves requests waiting for ever: they are
+  ended first, and a worker has no children but SGLang's.
+- The scheduler aborts every request whose id *begins* with the given one, so ids here are of equal
+  length up to a separator.
+- It replaces the handlers of Python's root logger, and asyncio's policy; both are put back.
+- Load is read from shared memory behind a file lock, which a stopped scheduler may hold: in a
+  thread, so that only the figures stand still then.
+- A decode leg waits for KV pages without limit or word, until prefill's side times out, as if there
+  were no partner. The load says how many legs wait for pages; where those are all that are there,
+  `core/decode_queue.py` knows which.
+- Its time-outs for handoffs are process-wide environment variables, set before it starts.
+- Whatever the host, torch's store and the transfer engine listen on all interfaces, at ports of the
+  system's choice and without authentication. Where that matters, a firewall has to see to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import multiprocessing
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from common.errors import (
+    Conflict,
+    InvalidRequest,
+    MeshError,
+    Unavailable,
+    WorkerLost,
+)
+from common.kv.load import Load
+from common.registry.instances import Role
+from common.runtime.free_ports import free_ports
+from worker_svc.engines.contract import (
+    EngineConfig,
+    GenerateContext,
+    LLMEngineOutput,
+    PreprocessedRequest,
+    chunk,
+)
+from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
+from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
+from worker_svc.engines.sglang.sampling import (
+    FAKE_BOOTSTRAP_HOST,
+    Answer,
+    Call,
+    Facts,
+    MinTokens,
+    call_of,
+    invalid,
+    kv_index_of,
+    kv_silence_of,
+    load_of,
+    page_size_of,
+    server_arguments,
+    waiting_for_pages,
+)
+from worker_svc.engines.sglang.starvation import DecodeQueue
+from worker_svc.engines.sim.transfer import Limits, no_blocks
+from worker_svc.kv_events.normalizer import Duplicates, KvRules, KvSink
+
+LOADS_EVERY_S: Final = 0.1
+PROGRESS_EVERY_S: Final = 5.0
+WARM_UP_S: Final = 120.0
+# How long transfers in flight may take at the end.
+DRAIN_S: Final = 4.0
+# How long a start that was given up may take to end, once its processes are gone.
+GIVE_UP_S: Final = 8.0
+# Of each file of weights, what is read to tell models apart: at its beginning and at its end.
+_SAMPLED_BYTES: Final = 1 << 16
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class SglangConfig:
+    """How to run SGLang.
+
+    model_path: a Hugging Face folder; None makes a tiny one with random weights. model: the name
+    that clients use. host: where prefill listens for decode; advertise_host: as decode reaches it.
+    bootstrap_port: 0 is any. handoff_timeout_s: how long a leg waits for its partner.
+    transfer_group: "" derives it from pages, types, weights and layout. engine_args: more arguments
+    of SGLang's server, by their names there.
+    """
+
+    model: str = "kvmesh-sglang"
+    model_path: Path | None = None
+    role: Role = "aggregated"
+    block_size: int = 16
+    context_length: int | None = None
+    host: str = "127.0.0.1"
+    advertise_host: str = ""
+    bootstrap_port: int = 0
+    handoff_timeout_s: float = 10.0
+    transfer_group: str = ""
+    kv_events: bool = True
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_dir(self) -> Path:
+        """The model's folder."""
+        return self.model_path or TINY_MODEL_DIR
+
+
+class SglangEngine:
+    """An `LLMEngine` over `sglang.Engine`.
+
+    Counters: accepted == finished + cancelled + closed + failed, at rest; `rejected` were never
+    accepted.
+    """
+
+    def __init__(self, config: SglangConfig) -> None:
+        """Raises InvalidRequest for arguments that the worker itself can judge."""
+        self.config = config
+        self.counters: Counter[str] = Counter()
+        self.kv_rules = KvRules(
+            config.block_size,
+            page_size_of(config.engine_args, config.block_size),
+            # A block is in the radix tree or not; it is reported when it enters and when it leaves.
+            Duplicates.IDEMPOTENT,
+            tiers=3 if config.engine_args.get("enable_hierarchical_cache") else 1,
+        )
+        self.kv_silence = "the engine has not started"
+        self._facts = Facts()
+        self._endpoints: Endpoints | None = None
+        # Any: SGLang's Engine, which has no types that are known here.
+        self._engine: Any = None
+        self._launch: asyncio.Future[Any] | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._lost: asyncio.Future[WorkerLost] | None = None
+        self._sentinels: list[int] = []
+        self._min_tokens = ""
+        self._last_rid = 0
+        self._chunks: Counter[int] = Counter()
+        self._loads: tuple[Load, ...] = ()
+        self._loads_read = asyncio.Event()
+        self._limits = Limits(partner_s=config.handoff_timeout_s)
+        self._decode_queue = DecodeQueue(self._limits.blocks_s)
+        self._starved: set[str] = set()
+        self._is_closed = False
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Starts SGLang and waits until it has answered once. On the main thread only.
+
+        Raises InvalidRequest for arguments that SGLang refuses, Unavailable when it fails.
+        """
+        if self._launch is not None:
+            raise Conflict("the engine was started before")
+        loop = asyncio.get_running_loop()
+        self._lost = loop.create_future()
+        loop.add_signal_handler(signal.SIGQUIT, self._lose, "a process of SGLang's failed")
+        if self.config.model_path is None:
+            await make_tiny_model(self.config.model_dir)
+        self._launch = loop.run_in_executor(None, self._launch_engine)
+        progress = asyncio.create_task(_tell_progress(worker_id), name="sglang start progress")
+        try:
+            self._engine = await asyncio.shield(self._launch)
+        except MeshError:
+            raise
+        except (AssertionError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"SGLang refuses its arguments: {error}", "engine_args") from error
+        except Exception as error:
+            raise Unavailable(f"SGLang did not start: {error}") from error
+        finally:
+            progress.cancel()
+        self._own_loop(loop)
+        resolved: dict[str, Any] = self._engine.server_args.resolved_dict()
+        self._facts = self._read_facts(resolved)
+        await self._warm_up()
+        return await self._describe(resolved)
+
+    async def generate(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        """As `LLMEngine.generate`. All refusals are raised by the first step of the generator.
+
+        Raises Unsupported, InvalidRequest, PromptTooLong, Overloaded, Unavailable, and WorkerLost
+        when SGLang dies or a handoff fails.
+        """
+        try:
+            self._check_alive()
+            call = call_of(request, self._facts, ctx.priority)
+        except MeshError:
+            self.counters["rejected"] += 1
+            raise
+        self.counters["accepted"] += 1
+        outcome = "closed"
+        answer = Answer(call, self._facts, len(request.token_ids))
+        try:
+            async for output in self._answer(call, answer, ctx):
+                if output.finish_reason is not None:
+                    outcome = "cancelled" if ctx.is_stopped else "finished"
+                yield output
+        except MeshError:
+            outcome = "failed"
+            raise
+        finally:
+            self.counters[outcome] += 1
+
+    async def _answer(
+        self, call: Call, answer: Answer, ctx: GenerateContext
+    ) -> AsyncGenerator[LLMEngineOutput, None]:
+        if ctx.is_stopped:
+            yield chunk.cancelled().with_usage(answer.usage())
+            return
+        rid = self._new_rid(ctx.id)
+        watch = asyncio.ensure_future(ctx.stopped())
+        watch.add_done_callback(lambda done: None if done.cancelled() else self._abort(rid))
+        if self.config.role == "decode":
+            rank = 0 if self._facts.dp_size == 1 else call.arguments["routed_dp_rank"]
+            self._decode_queue.open(rid, rank, time.monotonic())
+        try:
+            async with aclosing(await self._open(call, rid)) as stream:
+                async for out in stream:
+                    self._decode_queue.close(rid, time.monotonic())
+                    self._chunks[out["meta_info"].get("dp_rank") or 0] += 1
+                    output = answer.take(out)
+                    if output is not None:
+                        yield output
+        except MeshError:
+            if self._lost is not None and self._lost.done():
+                raise self._lost.result() from None
+            if not watch.done():
+                if rid in self._starved and not answer.delivered:
+                    raise no_blocks(self._limits) from None
+                raise
+            yield chunk.cancelled().with_usage(answer.usage())
+        except ValueError as error:
+            raise invalid(error) from error
+        finally:
+            watch.cancel()
+            self._decode_queue.close(rid, time.monotonic())
+            self._starved.discard(rid)
+
+    async def _open(self, call: Call, rid: str) -> AsyncGenerator[dict[str, Any], None]:
+        more: dict[str, Any] = {}
+        if call.needs_min_tokens:
+            more["custom_logit_processor"] = self._min_tokens
+        stream: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
+            **call.arguments, **more, rid=rid, stream=True
+        )
+        return stream
+
+    def _new_rid(self, request_id: str) -> str:
+        self._last_rid += 1
+        return f"{self._last_rid:016x}-{request_id[:64]}"
+
+    def _abort(self, rid: str) -> None:
+        if self._engine is not None and not self._is_closed:
+            self._engine.tokenizer_manager.abort_request(rid=rid)
+
+    async def abort(self, ctx: GenerateContext) -> None:
+        """Nothing to do: the stop itself has reached SGLang."""
+
+    async def drain(self) -> None:
+        """Waits until no handoff is open, at most DRAIN_S."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                while any(load.rooms_open for load in self._loads):
+                    await self._loads_read.wait()
+
+    async def cleanup(self) -> None:
+        """Ends SGLang and all its processes. Idempotent, and fit for a start that failed."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._lose("the engine was shut down")
+        loop = asyncio.get_running_loop()
+        self._unwatch(loop)
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+        elif self._launch is not None:
+            await self._give_up_launch(self._launch)
+        # Last: what dies of it may still send one.
+        loop.remove_signal_handler(signal.SIGQUIT)
+
+    async def _give_up_launch(self, launch: asyncio.Future[Any]) -> None:
+        until = time.monotonic() + GIVE_UP_S
+        while True:
+            await asyncio.to_thread(_kill_children)
+            if launch.done() or time.monotonic() > until:
+                return
+            await asyncio.sleep(LOADS_EVERY_S)
+
+    async def died(self) -> None:
+        """Waits until SGLang dies of itself, then raises WorkerLost."""
+        assert self._lost is not None, "called after the start"
+        raise await asyncio.shield(self._lost)
+
+    def publish_to(self, sink: KvSink) -> None:
+        """From now on the sink is told what the cache holds, beginning with what it holds now."""
+        if self._endpoints is None:
+            return
+        for rank in range(self._facts.dp_size):
+            reader = KvReader(rank, self._endpoints, sink)
+            task = asyncio.create_task(reader.run(), name=f"sglang kv events {rank}")
+            task.add_done_callback(self._task_ended)
+            self._tasks.append(task)
+
+    def loads(self) -> Sequence[Load]:
+        """The load of every rank, at most LOADS_EVERY_S old while SGLang lives."""
+        return self._loads
+
+    async def flush_cache(self) -> bool:
+        """Empties the prefix cache; False when requests are running."""
+        self._check_alive()
+        result = await self._engine.tokenizer_manager.flush_cache()
+        return bool(result.success)
+
+    @property
+    def process_ids(self) -> Sequence[int]:
+        """SGLang's processes, for tests and operators."""
+        return [one.pid for one in multiprocessing.active_children() if one.pid is not None]
+
+    # Start.
+
+    def _launch_engine(self) -> Any:
+        """Runs in a thread: imports take seconds, the start up to minutes."""
+        with _process_kept():
+            # A CUDA machine has no need of the platform package, and SGLang no choice without.
+            import torch  # type: ignore[import-not-found]
+            from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
+                Engine,
+            )
+            from sglang.srt.sampling.custom_logit_processor import (  # type: ignore[import-not-found] # noqa: TID251
+                CustomLogitProcessor,
+            )
+
+            level = str(self.config.engine_args.get("log_level", "error")).upper()
+            logging.getLogger("sglang").setLevel(level)
+            self._min_tokens = CustomLogitProcessor.to_str.__func__(MinTokens)
+            arguments = server_arguments(
+                self.config.role,
+                self.config.engine_args,
+                is_cpu=not torch.cuda.is_available(),
+                block_size=self.config.block_size,
+                owned=self._owned_arguments(),
+            )
+            self._set_environment()
+            return Engine(**arguments)
+
+    def _owned_arguments(self) -> dict[str, Any]:
+        config = self.config
+        owned: dict[str, Any] = {
+            "model_path": str(config.model_dir),
+            "skip_tokenizer_init": True,
+            "host": config.host,
+            "enable_priority_scheduling": True,
+            "enable_custom_logit_processor": True,
+        }
+        if config.context_length is not None:
+            owned["context_length"] = config.context_length
+        ranks = int(config.engine_args.get("dp_size", 1))
+        # In a row: one for the rendezvous, then two a rank for its events.
+        port = free_ports(1 + 2 * ranks)
+        if config.kv_events:
+            self._endpoints = Endpoints(port + 1, port + 1 + ranks)
+            owned["kv_events_config"] = self._endpoints.config()
+        if config.role != "aggregated":
+            owned["disaggregation_mode"] = config.role
+        if config.role == "prefill":
+            owned["disaggregation_bootstrap_port"] = config.bootstrap_port or port
+        return owned
+
+    def _set_environment(self) -> None:
+        """SGLang reads these from the process's environment, and has a door to it of its own."""
+        from sglang.srt.environ import (  # type: ignore[import-not-found] # noqa: TID251
+            EnvStr,
+            envs,
+        )
+
+        if self.config.role == "aggregated":
+            return
+        limit_s = max(1, round(self.config.handoff_timeout_s))
+        envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.set(limit_s)
+        envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.set(limit_s)
+        # Not on SGLang's own list, so made here; else another interface would be used.
+        host_ip = EnvStr("")
+        host_ip.name = "SGLANG_HOST_IP"
+        host_ip.set(socket.gethostbyname(self._bootstrap_host))
+
+    @property
+    def _bootstrap_host(self) -> str:
+        return self.config.advertise_host or self.config.host
+
+    def _own_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Does what the first request would do, without the signal handlers that come with it."""
+        manager = self._engine.tokenizer_manager
+        manager.event_loop = loop
+        reader = loop.create_task(manager.handle_loop(), name="sglang outputs")
+        self._tasks = [reader, loop.create_task(self._follow_loads(), name="sglang loads")]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+        for process in multiprocessing.active_children():
+            self._sentinels.append(process.sentinel)
+            loop.add_reader(process.sentinel, self._lose, f"its process {process.pid} ended")
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled():
+            log.error("sglang_task_failed", task=task.get_name(), exc_info=task.exception())
+            self._lose(f"{task.get_name()} cannot be read any more")
+
+    def _read_facts(self, resolved: Mapping[str, Any]) -> Facts:
+        manager = self._engine.tokenizer_manager
+        model = manager.model_config
+        return Facts(
+            role=self.config.role,
+            vocab_size=model.vocab_size,
+            context_length=model.context_len,
+            max_input_tokens=min(model.context_len, manager.max_req_input_len),
+            eos_ids=frozenset(model.hf_eos_token_id or ()),
+            loras=frozenset(one.lora_name for one in resolved.get("lora_paths") or ()),
+            dp_size=resolved["dp_size"],
+            is_deterministic=bool(resolved["enable_deterministic_inference"]),
+        )
+
+    async def _warm_up(self) -> None:
+        """One token, from a prompt too short to be cached. The penalty is compiled by its use."""
+        sampling = {"max_new_tokens": 1, "ignore_eos": True, "repetition_penalty": 1.1}
+        arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
+        if self.config.role != "aggregated":
+            arguments |= {
+                "bootstrap_host": FAKE_BOOTSTRAP_HOST,
+                "bootstrap_port": 0,
+                "bootstrap_room": 0,
+            }
+        try:
+            async with asyncio.timeout(WARM_UP_S):
+                stream = await self._open(Call(arguments), self._new_rid("warm-up"))
+                async with aclosing(stream):
+                    async for _ in stream:
+                        self._check_alive()
+        except TimeoutError:
+            raise Unavailable(f"SGLang did not answer within {WARM_UP_S} s") from None
+        self._check_alive()
+
+    async def _describe(self, resolved: Mapping[str, Any]) -> EngineConfig:
+        from sglang.srt.configs.hybrid_arch import (  # type: ignore[import-not-found] # noqa: TID251
+            mambaish_config,
+        )
+
+        config, model = self.config, self._engine.tokenizer_manager.model_config
+        await self._read_loads()
+        index, reason = kv_index_of(
+            is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
+            is_speculative=bool(resolved.get("speculative_algorithm")),
+        )
+        self.kv_silence = kv_silence_of(config.role, resolved, kv_events=config.kv_events)
+        chunked = resolved.get("chunked_prefill_size") or 0
+        is_prefill = config.role == "prefill"
+        return EngineConfig(
+            model=str(config.model_dir),
+            served_model_name=config.model,
+            context_length=model.context_len,
+            kv_cache_block_size=config.block_size,
+            total_kv_blocks=self._loads[0].kv_total_blocks if self._loads else None,
+            max_num_seqs=self._max_num_seqs(),
+            max_num_batched_tokens=chunked if chunked > 0 else resolved.get("max_prefill_tokens"),
+            bootstrap_host=self._bootstrap_host if is_prefill else None,
+            bootstrap_port=resolved["disaggregation_bootstrap_port"] if is_prefill else None,
+            transfer_group=config.transfer_group or await self._transfer_group(resolved),
+            local_prefill=config.role == "aggregated",
+            loras=self._facts.loras,
+            kv_index=index,
+            kv_index_reason=reason,
+            dp_size=self._facts.dp_size,
+        )
+
+    def _max_num_seqs(self) -> int | None:
+        snapshots = self._engine.tokenizer_manager.load_snapshot_reader.read_all()
+        return min((one.max_running_requests for one in snapshots), default=0) or None
+
+    async def _transfer_group(self, resolved: Mapping[str, Any]) -> str:
+        """Equal where KV pages of one engine mean the same to another."""
+        from sglang.version import (  # type: ignore[import-not-found] # noqa: TID251
+            __version__,
+        )
+
+        checksum = await asyncio.to_thread(model_checksum, self.config.model_dir)
+        dtype = str(self._engine.tokenizer_manager.model_config.dtype).removeprefix("torch.")
+        layout = "-".join(
+            f"{name}{resolved.get(f'{name}_size') or 1}" for name in ("tp", "pp", "dp")
+        )
+        page, kv = resolved["page_size"], resolved["kv_cache_dtype"]
+        return f"sglang-{__version__}-page{page}-{dtype}-{kv}-{layout}-{checksum}"
+
+    # Life and death.
+
+    def _check_alive(self) -> None:
+        if self._engine is None:
+            raise Unavailable("the engine has not started")
+        if self._lost is not None and self._lost.done():
+            raise self._lost.result()
+
+    def _lose(self, why: str) -> None:
+        """SGLang is gone: whoever waits for it hears so now. Idempotent."""
+        if self._lost is None or self._lost.done():
+            return
+        if not self._is_closed:
+            log.error("sglang_lost", why=why)
+        self._lost.set_result(WorkerLost(f"the engine is gone: {why}", retryable=True))
+        self._unwatch(asyncio.get_running_loop())
+        if self._engine is not None:
+            self._end_requests()
+
+    def _end_requests(self) -> None:
+        """Through SGLang's own way of ending a request that its scheduler gave up."""
+        from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found] # noqa: TID251
+            AbortReq,
+        )
+
+        manager = self._engine.tokenizer_manager
+        for rid in tuple(manager.rid_to_state):
+            manager._handle_abort_req(AbortReq(rid=rid, abort_message="the engine is gone"))
+
+    def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """A process that has ended would be told of for ever."""
+        while self._sentinels:
+            loop.remove_reader(self._sentinels.pop())
+
+    # Load.
+
+    async def _follow_loads(self) -> None:
+        while True:
+            await self._read_loads()
+            self._loads_read.set()
+            self._loads_read.clear()
+            await asyncio.sleep(LOADS_EVERY_S)
+
+    async def _read_loads(self) -> None:
+        reader = self._engine.tokenizer_manager.load_snapshot_reader
+        snapshots = await asyncio.to_thread(reader.read_all)
+        self._loads = tuple(
+            load_of(one, self.config.block_size, self._chunks[one.dp_rank]) for one in snapshots
+        )
+        now, clock = time.monotonic(), time.time()
+        for one in snapshots:
+            waiting, age = waiting_for_pages(one), clock - one.timestamp
+            for rid in self._decode_queue.starved(one.dp_rank, waiting, age, now):
+                if rid not in self._starved:
+                    self._starved.add(rid)
+                    self._abort(rid)
+
+
+async def make_tiny_model(folder: Path) -> None:
+    """Builds the tiny model, in a process of its own that has ended on return."""
+    if await asyncio.to_thread(folder.exists):
+        return
+    log.warning("no_model_path", detail="serving random weights: answers are noise")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "worker_svc.engines.sglang.make_model", str(folder)
+    )
+    if await process.wait():
+        raise Unavailable("the tiny model could not be built; the log says why")
+
+
+async def _tell_progress(worker_id: int) -> None:
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(PROGRESS_EVERY_S)
+        log.info("sglang_starting", worker_id=worker_id, s=round(time.monotonic() - started, 1))
+
+
+@contextlib.contextmanager
+def _process_kept() -> Iterator[None]:
+    """Puts back what SGLang replaces: the root logger's handlers, asyncio's policy."""
+    root, policy = logging.getLogger(), asyncio.get_event_loop_policy()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        asyncio.set_event_loop_policy(policy)
+        for handler in root.handlers[:]:
+            if handler not in handlers:
+                root.removeHandler(handler)
+                handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def _kill_children() -> None:
+    for process in multiprocessing.active_children():
+        process.kill()
+        process.join(1.0)
+
+
+def model_checksum(folder: Path) -> str:
+    """16 hex digits that tell models apart: of the configuration, and samples of the weights."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.name == "config.json":
+            digest.update(path.read_bytes())
+        elif path.suffix in (".safetensors", ".bin", ".gguf"):
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                head = file.read(_SAMPLED_BYTES)
+                file.seek(max(0, size - _SAMPLED_BYTES))
+                tail = file.read()
+            digest.update(json.dumps([path.name, size]).encode() + head + tail)
+    return digest.hexdigest()[:16]

@@ -1,0 +1,136 @@
+"""Build a model directory for the SGLang engine to try out: real layout, random weights.
+
+usage: python -m worker_svc.engines.sglang.make_model OUT_DIR [--seed 0]
+
+A Qwen2 of 2 layers and width 64 (0.6 million parameters, 2.3 MB) with the sim model's tokenizer and
+chat template, so answers are noise made of real words. Equal seeds give equal weights. The folder
+appears whole or not at all: two workers that build the same one do not disturb each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_svc.engines.sim.make_model import write_model as write_sim_model
+
+TINY_MODEL_DIR: Final = Path(".run/models/tiny")
+CONTEXT_LENGTH: Final = 4096  # tokens
+
+_LAYERS: Final = 2
+_HIDDEN: Final = 64
+_HEADS: Final = 4
+_KV_HEADS: Final = 2
+_HEAD: Final = _HIDDEN // _HEADS
+_INNER: Final = 128
+# Wide enough for the likeliest token to stand out, so that greedy answers are stable.
+_STD: Final = 0.2
+
+Weights = Mapping[str, npt.NDArray[np.float32]]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="make_tiny_model", description=__doc__)
+    parser.add_argument("out_dir", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    write_tiny_model(options.out_dir, options.seed)
+
+
+def write_tiny_model(out_dir: Path, seed: int = 0) -> None:
+    """Write the model into `out_dir`, unless that exists; its parents are made."""
+    if out_dir.exists():
+        return
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir.parent) as scratch:
+        folder = Path(scratch) / "model"
+        _write(folder, seed)
+        with contextlib.suppress(OSError):  # somebody else was faster
+            folder.rename(out_dir)
+    assert out_dir.is_dir(), f"{out_dir} could not be written"
+
+
+def _write(folder: Path, seed: int) -> None:
+    # Not among KVMesh's requirements: it comes with SGLang.
+    from safetensors.numpy import save_file  # type: ignore[import-not-found]
+
+    write_sim_model(folder)
+    (folder / "sim.json").unlink()
+    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
+    _dump(folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": CONTEXT_LENGTH})
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    # Every id that the model can say must be one that the tokenizer knows.
+    config = model_config(len(vocabulary), eos)
+    _dump(folder / "config.json", config)
+    weights = folder / "model.safetensors"
+    save_file(random_weights(len(vocabulary), seed), weights)
+    weights.chmod(0o644)
+
+
+def model_config(vocab_size: int, eos_token_id: list[int]) -> dict[str, Any]:
+    """What `config.json` says. Any: JSON values of several types."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "eos_token_id": eos_token_id,
+        "hidden_act": "silu",
+        "hidden_size": _HIDDEN,
+        "initializer_range": _STD,
+        "intermediate_size": _INNER,
+        "max_position_embeddings": CONTEXT_LENGTH,
+        "model_type": "qwen2",
+        "num_attention_heads": _HEADS,
+        "num_hidden_layers": _LAYERS,
+        "num_key_value_heads": _KV_HEADS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vocab_size": vocab_size,
+    }
+
+
+def random_weights(vocab_size: int, seed: int) -> Weights:
+    """Normally distributed matrices of every name that a Qwen2 checkpoint has; norms are 1."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: (
+            np.ones(shape, np.float32)
+            if name.endswith("norm.weight")
+            else rng.normal(0.0, _STD, shape).astype(np.float32)
+        )
+        for name, shape in _shapes(vocab_size)
+    }
+
+
+def _shapes(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (vocab_size, _HIDDEN)
+    for index in range(_LAYERS):
+        layer = f"model.layers.{index}"
+        yield f"{layer}.input_layernorm.weight", (_HIDDEN,)
+        for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+            yield f"{layer}.self_attn.{name}_proj.weight", (heads * _HEAD, _HIDDEN)
+            yield f"{layer}.self_attn.{name}_proj.bias", (heads * _HEAD,)
+        yield f"{layer}.self_attn.o_proj.weight", (_HIDDEN, _HEADS * _HEAD)
+        yield f"{layer}.post_attention_layernorm.weight", (_HIDDEN,)
+        yield f"{layer}.mlp.gate_proj.weight", (_INNER, _HIDDEN)
+        yield f"{layer}.mlp.up_proj.weight", (_INNER, _HIDDEN)
+        yield f"{layer}.mlp.down_proj.weight", (_HIDDEN, _INNER)
+    yield "model.norm.weight", (_HIDDEN,)
+    yield "lm_head.weight", (vocab_size, _HIDDEN)
+
+
+def _dump(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

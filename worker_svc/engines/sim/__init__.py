@@ -1,0 +1,1 @@
+"""The simulated engine: scheduler, block manager, prefix cache and KV transfer."""

@@ -1,0 +1,1 @@
+"""KV events of the engine: normalized, logged and published to indexers."""

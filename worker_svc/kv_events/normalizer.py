@@ -1,0 +1,979 @@
+"""What an engine says of its KV cache, made canonical: prefix hashes in prefix-closed sets. Pure.
+
+An engine reports *pages* under names of its own (external hashes), which are opaque: they may be
+signed, differ between workers, and name other content once they were removed. Here they become the
+prefix hashes of `common/kv/hashing.py`. `Canonicaliser` follows one rank's cache, `Ledger` numbers
+what
+it says, `Feed` is the two together.
+
+A page is named by the *content* of the whole prefix up to its end; all external hashes of equal
+content mean one page, which counts once however often and wherever it is held. Pages smaller than a
+routing block are gathered: the block is held when its last page and all before it are. A page of n
+blocks is n blocks.
+
+The *level* of a page is the slowest tier on its way from the root, each page counted with the
+fastest tier that holds it:
+
+    level(page) = max(level(parent), fastest tier that holds the page)     level(root) = 0
+
+It is in set t where level <= t. Invariants, after every single event and every hash of it:
+- set t = all blocks whose pages, from the root on, are held on a tier <= t, unless withheld.
+- Hence sets are prefix-closed and cumulative: set 0 is part of set 1, set 1 of set 2.
+- Blocks are announced after their parents and withdrawn before them. When a page in the middle goes
+  its descendants are withdrawn first; when it returns those still held are announced again.
+- Nothing is remembered of what is not held, but for pages with held descendants: when all was
+  removed, all is empty. Every map has a bound.
+- What is claimed is held. Where events could not be used it may be less than all: `is_incomplete`.
+
+Events of a tier are explicit: with two tiers a block stored on the device is announced in set 1 and
+then in set 0, and one that moves to the host is withdrawn from set 0 only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import islice, repeat
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from common.kv.events import (
+    CHUNK_BLOCKS,
+    Event,
+    EventBatch,
+    EventKind,
+    Hashes,
+    SnapshotChunk,
+    Source,
+    SourceState,
+    Tier,
+)
+from common.kv.hashing import ChainState, PrefixHasher
+
+# Batches a ledger keeps for peers that missed some.
+RING_BATCHES = 1024
+# Pages whose parent is not known yet.
+ORPHANS_MAX = 65_536
+# Pages and external hashes at most: far above what an engine holds, unless it never removes any.
+PAGES_MAX = 1 << 22
+# Adapters and salts whose hashers are kept at hand.
+_NAMINGS_MAX = 64
+
+_U64 = 2**64 - 1
+_TOKEN_BYTES = 4
+
+
+class Duplicates(StrEnum):
+    """What it means that an engine reports a page stored which it has reported before.
+
+    counted: it takes as many removals; idempotent: nothing, one removal ends it.
+    """
+
+    COUNTED = "counted"
+    IDEMPOTENT = "idempotent"
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Pages are held now, each the child of the one before it.
+
+    hashes: external, one a page, signed or unsigned 64 bits. parent: external hash of the page
+    before the first; None at the start of a prompt. token_ids: of all pages, 4 B little endian
+    each. page_size: tokens a page. lora, salt: "" means none, None that the event cannot tell.
+    scope: what hashes are unique within, beside rank and tier, if not by themselves (a salt).
+
+    Raises ValueError, naming the field, where sizes disagree.
+    """
+
+    hashes: Sequence[int]
+    parent: int | None
+    token_ids: bytes
+    page_size: int
+    tier: Tier = Tier.DEVICE
+    rank: int = 0
+    lora: str | None = ""
+    salt: str | None = ""
+    scope: str = ""
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ValueError(f"page_size: {self.page_size} is below 1")
+        wanted = len(self.hashes) * self.page_size * _TOKEN_BYTES
+        if len(self.token_ids) != wanted:
+            raise ValueError(
+                f"token_ids: {len(self.token_ids)} bytes, not {wanted} for {len(self.hashes)} "
+                f"pages of {self.page_size} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """Pages are held no more on this tier; in any order."""
+
+    hashes: Sequence[int]
+    tier: Tier = Tier.DEVICE
+    rank: int = 0
+    scope: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesCleared:
+    """The rank holds nothing any more, on any tier."""
+
+    rank: int = 0
+
+
+ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
+
+
+class KvSink(Protocol):
+    """Who is told of an engine's pages."""
+
+    def take(self, events: Iterable[ExternalEvent]) -> None:
+        """Takes in events, in order."""
+
+    def lose(self, rank: int, why: str) -> None:
+        """Events of a rank were lost beyond repair."""
+
+    def reset(self, rank: int) -> None:
+        """The engine of a rank has begun anew, with an empty cache."""
+
+
+# The hasher for (lora, salt, tokens a block); None: blocks of these are not to be published.
+HasherOf: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
+
+
+@dataclass(frozen=True, slots=True)
+class KvRules:
+    """How an engine's events are to be read; its adapter states them.
+
+    page_size: tokens a page; divides block_size or is a multiple of it. tiers: how many it has.
+    Raises ValueError naming what is out of range.
+    """
+
+    block_size: int
+    page_size: int
+    duplicates: Duplicates
+    tiers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1 or self.page_size < 1:
+            raise ValueError("block_size, page_size: must be at least 1")
+        if self.block_size % self.page_size and self.page_size % self.block_size:
+            raise ValueError(
+                f"page_size: {self.page_size} neither divides block_size {self.block_size} nor is "
+                "a multiple of it"
+            )
+        if not 1 <= self.tiers <= len(Tier):
+            raise ValueError(f"tiers: {self.tiers} is not in 1..{len(Tier)}")
+
+
+class _Page:
+    """A page by content. names: the blocks that end in it.
+
+    total: running sum of its own chain. tail, block_total: tokens since the last block's end, and
+    the block chain's running sum there (pages smaller than a block only). holders: external hashes
+    that hold it, by tier. A page that nobody holds is a ghost, kept for its descendants.
+    """
+
+    __slots__ = (
+        "block_total",
+        "child",
+        "depth",
+        "following",
+        "holders",
+        "is_withheld",
+        "key",
+        "level",
+        "names",
+        "parent",
+        "preceding",
+        "tail",
+        "total",
+    )
+
+    def __init__(self, parent: _Page | None, spec: _Spec, tiers: int) -> None:
+        self.key, self.total, self.names, self.tail, self.block_total = spec
+        self.parent = parent
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.holders = [0] * tiers
+        self.level = tiers
+        self.is_withheld = False
+        # Children are linked to each other: a set for each of mostly one would be twice the page.
+        self.child: _Page | None = None
+        self.following: _Page | None = None
+        self.preceding: _Page | None = None
+
+    def adopt(self, page: _Page) -> None:
+        page.following = self.child
+        if self.child is not None:
+            self.child.preceding = page
+        self.child = page
+
+    def disown(self, page: _Page) -> None:
+        if page.preceding is None:
+            self.child = page.following
+        else:
+            page.preceding.following = page.following
+        if page.following is not None:
+            page.following.preceding = page.preceding
+
+    def children(self) -> Iterator[_Page]:
+        page = self.child
+        while page is not None:
+            yield page
+            page = page.following
+
+
+# key, total, names, tail, block_total: see _Page.
+_Spec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
+_ROOT: _Spec = (0, 0, (), b"", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """Names pages of one adapter and salt. pages: names pages smaller than a block."""
+
+    rules: KvRules
+    blocks: PrefixHasher
+    pages: PrefixHasher | None
+
+    def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_Spec]:
+        """What the pages that follow `parent` are."""
+        if self.pages is not None:
+            return self._small(self.pages, parent, token_ids)
+        width = self.rules.page_size // self.rules.block_size
+        state = ChainState(parent.depth * width, parent.total)
+        hashes, sums = self.blocks.extend(state, token_ids)
+        rows = hashes.tolist()
+        names: Iterable[tuple[int, ...]]
+        names = zip(rows) if width == 1 else map(tuple, hashes.reshape(-1, width).tolist())
+        keys, totals = rows[width - 1 :: width], sums[width - 1 :: width].tolist()
+        return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
+
+    def _small(self, pages: PrefixHasher, parent: _Page, token_ids: bytes) -> Iterator[_Spec]:
+        share = self.rules.block_size // self.rules.page_size
+        keys, totals = pages.extend(ChainState(parent.depth, parent.total), token_ids)
+        tokens = parent.tail + token_ids
+        state = ChainState(parent.depth // share, parent.block_total)
+        hashes, sums = self.blocks.extend(state, tokens)
+        names, block_totals = hashes.tolist(), sums.tolist()
+        page_bytes = self.rules.page_size * _TOKEN_BYTES
+        block_total, start = parent.block_total, 0
+        at = parent.depth % share
+        done = 0
+        for key, total in zip(keys.tolist(), totals.tolist(), strict=True):
+            at += 1
+            if at < share:
+                tail = tokens[start : start + at * page_bytes]
+                yield key, total, (), tail, block_total
+                continue
+            block_total = block_totals[done]
+            yield key, total, (names[done],), b"", block_total
+            done, at, start = done + 1, 0, start + share * page_bytes
+
+
+@dataclass(slots=True)
+class _Orphan:
+    """A page whose parent is not known; count: how often it was stored."""
+
+    parent: int
+    token_ids: bytes
+    naming: _Naming
+    count: int
+
+
+# Names, level before, level now.
+_Fallen: TypeAlias = tuple[tuple[int, ...], int, int]
+# A tier, a scope and an external hash.
+_External: TypeAlias = tuple[int, str, int]
+
+
+class Canonicaliser:
+    """One rank's cache, from external events to changes of the published sets.
+
+    counts, in pages: duplicates; ignored (adapter or salt unknown, or not to be published);
+    unknown_removals; contradictions (a hash that named something else and was not removed:
+    the last word holds); misfits (page size or tier not as the rules say), orphans_dropped,
+    over_limit, collisions: not claimed, so that the sets are incomplete from then on; and
+    withheld.
+    """
+
+    def __init__(
+        self,
+        rules: KvRules,
+        hasher_of: HasherOf,
+        *,
+        orphans_max: int = ORPHANS_MAX,
+        pages_max: int = PAGES_MAX,
+    ) -> None:
+        self.rules = rules
+        self.counts: Counter[str] = Counter()
+        self.is_incomplete = False
+        self._hasher_of = hasher_of
+        self._orphans_max = orphans_max
+        self._pages_max = pages_max
+        self._namings: dict[tuple[str, str], _Naming | None] = {}
+        self._runs: list[tuple[EventKind, int, list[int]]] = []
+        # What was forgotten and not freed yet.
+        self._graves: deque[dict[int, _Page]] = deque()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._root = _Page(None, _ROOT, self.rules.tiers)
+        self._root.level = 0
+        self._pages: dict[int, _Page] = {}
+        self._external: dict[tuple[int, str], dict[int, _Page]] = {}
+        self._external_count = 0
+        # How often a page was stored, where that is more than once; counted duplicates only.
+        self._repeats: dict[_External, int] = {}
+        self._orphans: dict[_External, _Orphan] = {}
+        # Orphans by the scope and hash of the parent they wait for.
+        self._waiting: dict[tuple[str, int], dict[_External, None]] = {}
+        # Names, level now, level before; not yet in `_runs`.
+        self._risen: list[tuple[tuple[int, ...], int, int]] = []
+        self._published = 0
+        self._blocks_max: int | None = None
+        # Pages that are withheld, and those that `resize` has still to look at.
+        self._withheld = 0
+        self._is_growing = False
+        self._line: Iterator[_Page | None] | None = None
+
+    @property
+    def published_blocks(self) -> int:
+        """Blocks in the widest set."""
+        return self._published
+
+    @property
+    def footprint(self) -> int:
+        """Entries in all maps that follow the cache; 0 when nothing is held."""
+        known = len(self._pages) + len(self._external) + self._external_count
+        return known + len(self._repeats) + len(self._orphans) + len(self._waiting)
+
+    def apply(self, event: ExternalEvent) -> None:
+        """Takes in one event; `take` has what follows from it."""
+        match event:
+            case PagesStored():
+                self._store(event)
+            case PagesRemoved():
+                self._remove(event)
+            case PagesCleared():
+                self.clear()
+
+    def take(self) -> list[Event]:
+        """The changes since the last call, in order; neighbours of one kind and tier are one."""
+        runs, self._runs = self._runs, []
+        return [
+            Event(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
+            for kind, tier, hashes in runs
+        ]
+
+    def clear(self) -> None:
+        """Forgets all, the bound of `shrink` and `is_incomplete` too, and says so."""
+        self.forget()
+        self._runs.append((EventKind.CLEARED, Tier.DEVICE, []))
+
+    def forget(self) -> None:
+        """As `clear`, but nothing is said; changes not yet taken stay. `sweep` frees the memory."""
+        self._graves.extend((*self._external.values(), self._pages))
+        self._forget()
+        self.is_incomplete = False
+
+    def sweep(self, pages: int) -> bool:
+        """Frees about so many of the pages that were forgotten; whether there are more."""
+        graves = self._graves
+        while graves and pages > 0:
+            if not graves[0]:
+                graves.popleft()
+                continue
+            _, page = graves[0].popitem()
+            # They hold each other.
+            page.parent = page.child = page.following = page.preceding = None
+            pages -= 1
+        return bool(graves)
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether `resize` has something to do."""
+        return self._line is not None
+
+    def shrink(self, blocks: int) -> None:
+        """From now on so many blocks fewer may be published; `resize` withdraws, deepest first.
+
+        What is withdrawn stays so until it is stored anew, and no more blocks than remain are
+        announced, until `grow` or `clear`.
+        """
+        remain = self._published
+        if self._blocks_max is not None:
+            remain = min(remain, self._blocks_max)
+        self._blocks_max = max(0, remain - blocks)
+        self._is_growing = False
+        self._line = _by_depth(tuple(self._pages.values()), deepest_first=True)
+
+    def grow(self, blocks: int) -> None:
+        """Raises the bound of `shrink`; `resize` announces what was withheld, shallow first.
+
+        When nothing is withheld any more the bound is gone.
+        """
+        if self._blocks_max is None:
+            return
+        self._blocks_max += blocks
+        if self._published < self._blocks_max:  # else it is still shrinking, or has no room
+            self._is_growing = True
+            self._line = _by_depth(tuple(self._pages.values()), deepest_first=False)
+
+    def resize(self, pages: int) -> int:
+        """Goes on with `shrink` or `grow` over so many pages; blocks announced, below 0 withdrawn.
+
+        Events may come in between: all that becomes of them is right for the bound as it is.
+        """
+        assert self._line is not None, "there is something to do"
+        assert self._blocks_max is not None, "there is a bound while there is"
+        before = self._published
+        part = tuple(islice(self._line, pages))
+        if self._is_growing:
+            self._announce(part)
+        else:
+            self._withdraw(part)
+        room = self._blocks_max - self._published
+        if len(part) < pages or (room <= 0 if self._is_growing else room >= 0):
+            self._line = None
+            if self._is_growing and not self._withheld and room > 0:
+                self._blocks_max = None
+        return self._published - before
+
+    def _withdraw(self, part: Iterable[_Page | None]) -> None:
+        """Withdraws pages until the bound holds. What is below them is withdrawn already."""
+        most, tiers = self._blocks_max, self.rules.tiers
+        assert most is not None, "it shrinks"
+        fallen = []
+        for page in part:
+            if self._published <= most:
+                break
+            if page is None or page.level == tiers:
+                continue
+            fallen.append((page.names, page.level, tiers))
+            self._published -= len(page.names)
+            page.level = tiers
+            self._withhold(page)
+        self._say_fallen(fallen)
+
+    def _announce(self, part: Iterable[_Page | None]) -> None:
+        """Announces withheld pages, and what is below them, while there is room."""
+        most = self._blocks_max
+        assert most is not None, "it grows"
+        for page in part:
+            if self._published >= most:
+                break
+            if page is not None and page.is_withheld:
+                self._free(page)
+                self._relevel(page)
+        self._flush_risen()
+
+    # Stored.
+
+    def _store(self, event: PagesStored) -> None:
+        hashes = [value & _U64 for value in event.hashes]
+        naming = self._naming(event.lora, event.salt)
+        if naming is None:
+            self.counts["ignored"] += len(hashes)
+        elif event.page_size != self.rules.page_size or event.tier >= self.rules.tiers:
+            self._leave_out("misfits", len(hashes))
+        elif self._is_over_limit(len(hashes)):
+            self._leave_out("over_limit", len(hashes))
+        else:
+            self._store_run(event, hashes, naming)
+            self._flush_risen()
+
+    def _store_run(self, event: PagesStored, hashes: list[int], naming: _Naming) -> None:
+        """Pages one by one while the parent is unknown, then all the others at once."""
+        tier, scope = int(event.tier), event.scope
+        parent = None if event.parent is None else event.parent & _U64
+        page_bytes = event.page_size * _TOKEN_BYTES
+        for index, value in enumerate(hashes):
+            start = index * page_bytes
+            page = self._root if parent is None else self._find(tier, scope, parent)
+            if page is not None:
+                token_ids = event.token_ids[start:] if index else event.token_ids
+                self._attach(page, hashes[index:], token_ids, naming, tier, scope)
+                return
+            assert parent is not None, "the root is always known"
+            external = (tier, scope, value)
+            if value in self._external.get((tier, scope), ()):
+                self.counts["duplicates"] += 1
+                self._repeat(external, 1)
+            else:
+                token_ids = event.token_ids[start : start + page_bytes]
+                self._set_aside(external, _Orphan(parent, token_ids, naming, 1))
+            parent = value
+
+    def _find(self, tier: int, scope: str, value: int) -> _Page | None:
+        """The page of this hash: on its own tier, else on the fastest other."""
+        page = self._external.get((tier, scope), {}).get(value)
+        if page is not None or self.rules.tiers == 1:
+            return page
+        for other in range(self.rules.tiers):
+            page = self._external.get((other, scope), {}).get(value)
+            if page is not None:
+                return page
+        return None
+
+    def _attach(
+        self,
+        page: _Page,
+        hashes: Sequence[int],
+        token_ids: bytes,
+        naming: _Naming,
+        tier: int,
+        scope: str,
+        count: int = 1,
+    ) -> None:
+        pages, tiers = self._pages, self.rules.tiers
+        specs = naming.specs(page, token_ids)
+        for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
+            child = pages.get(spec[0])
+            if child is None:
+                child = pages[spec[0]] = _Page(page, spec, tiers)
+                page.adopt(child)
+            elif child.parent is not page:
+                self._leave_out("collisions", len(hashes) - index)
+                return
+            page = child
+            self._bind((tier, scope, value), page, count)
+            if self._waiting:
+                self._adopt_orphans(scope, value, page)
+
+    def _bind(self, external: _External, page: _Page, count: int) -> None:
+        """From now on the external hash means `page`, which it holds."""
+        tier, scope, value = external
+        if self._orphans and external in self._orphans:
+            self.counts["duplicates"] += 1
+            count += self._drop_orphan(external).count
+        bound = self._external.setdefault((tier, scope), {})
+        before = bound.get(value)
+        if before is page:
+            self.counts["duplicates"] += 1
+            self._repeat(external, count)
+            return
+        bound[value] = page
+        page.holders[tier] += 1
+        if page.child is not None or self._blocks_max is not None:
+            self._relevel(page)
+        else:
+            # The same for the common case, in a third of the time.
+            assert page.parent is not None, "the root has no external hash"
+            level = max(page.parent.level, tier)
+            if level < page.level:
+                self._show(page, level)
+        if before is None:
+            self._external_count += 1
+        else:
+            self.counts["contradictions"] += 1
+            self._repeats.pop(external, None)
+            self._let_go(before, tier)
+        if count > 1:
+            self._repeat(external, count - 1)
+
+    def _repeat(self, external: _External, count: int) -> None:
+        if self.rules.duplicates is Duplicates.COUNTED:
+            self._repeats[external] = self._repeats.get(external, 1) + count
+
+    # Orphans.
+
+    def _set_aside(self, external: _External, orphan: _Orphan) -> None:
+        if external in self._orphans:
+            orphan.count += self._drop_orphan(external).count
+            self.counts["duplicates"] += 1
+        elif len(self._orphans) >= self._orphans_max:
+            self._drop_orphan(next(iter(self._orphans)))
+            self._leave_out("orphans_dropped", 1)
+        self._orphans[external] = orphan
+        self._waiting.setdefault((external[1], orphan.parent), {})[external] = None
+
+    def _drop_orphan(self, external: _External) -> _Orphan:
+        orphan = self._orphans.pop(external)
+        key = (external[1], orphan.parent)
+        siblings = self._waiting[key]
+        del siblings[external]
+        if not siblings:
+            del self._waiting[key]
+        return orphan
+
+    def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
+        """Attaches those that waited for the hash, and those that waited for them."""
+        todo = [(value, page)]
+        while todo:
+            value, page = todo.pop()
+            for external in tuple(self._waiting.get((scope, value), ())):
+                if external not in self._orphans:
+                    continue
+                orphan = self._drop_orphan(external)
+                tier, _, child = external
+                (spec,) = orphan.naming.specs(page, orphan.token_ids)
+                known = self._pages.get(spec[0])
+                if known is not None and known.parent is not page:
+                    self._leave_out("collisions", 1)
+                    continue
+                if known is None:
+                    known = self._pages[spec[0]] = _Page(page, spec, self.rules.tiers)
+                    page.adopt(known)
+                self._bind((tier, scope, child), known, orphan.count)
+                todo.append((child, known))
+
+    # Removed.
+
+    def _remove(self, event: PagesRemoved) -> None:
+        tier, scope = int(event.tier), event.scope
+        for value in event.hashes:
+            external = (tier, scope, value & _U64)
+            if not self._remove_bound(external) and not self._remove_orphan(external):
+                self.counts["unknown_removals"] += 1
+
+    def _remove_bound(self, external: _External) -> bool:
+        tier, scope, value = external
+        bound = self._external.get((tier, scope))
+        page = None if bound is None else bound.get(value)
+        if bound is None or page is None:
+            return False
+        if self._repeats:
+            repeats = self._repeats.pop(external, 1)
+            if repeats > 2:
+                self._repeats[external] = repeats - 1
+            if repeats > 1:
+                return True
+        del bound[value]
+        self._external_count -= 1
+        if not bound:
+            del self._external[tier, scope]
+        self._let_go(page, tier)
+        return True
+
+    def _remove_orphan(self, external: _External) -> bool:
+        orphan = self._orphans.get(external)
+        if orphan is None:
+            return False
+        orphan.count -= 1
+        if orphan.count == 0 or self.rules.duplicates is Duplicates.IDEMPOTENT:
+            self._drop_orphan(external)
+        return True
+
+    def _let_go(self, page: _Page, tier: int) -> None:
+        page.holders[tier] -= 1
+        assert page.holders[tier] >= 0, "a page is let go as often as it was held"
+        if page.holders[tier]:
+            return
+        self._relevel(page)
+        if any(page.holders):
+            return
+        if page.is_withheld:
+            self._free(page)
+        while page.child is None and page.parent is not None and not any(page.holders):
+            del self._pages[page.key]
+            page.parent.disown(page)
+            page = page.parent
+
+    # Levels.
+
+    def _level_of(self, page: _Page) -> int:
+        """See the module's formula; `tiers` means in no set."""
+        assert page.parent is not None, "the root's level is fixed"
+        if page.is_withheld:
+            return self.rules.tiers
+        level = page.parent.level
+        for tier in range(self.rules.tiers):
+            if page.holders[tier]:
+                return max(level, tier)
+        return self.rules.tiers
+
+    def _relevel(self, page: _Page) -> None:
+        level = self._level_of(page)
+        if level < page.level:
+            self._rise(page)
+        elif level > page.level:
+            self._fall(page)
+
+    def _rise(self, page: _Page) -> None:
+        """Announces the page and then what is below it."""
+        todo = [page]
+        while todo:
+            page = todo.pop()
+            level = self._level_of(page)
+            if level >= page.level:
+                continue
+            if page.level == self.rules.tiers and self._is_full_for(page):
+                self._withhold(page)
+                continue
+            self._show(page, level)
+            if page.child is not None:
+                todo.extend(page.children())
+
+    def _show(self, page: _Page, level: int) -> None:
+        """Lets one page rise."""
+        if page.names:
+            if page.level == self.rules.tiers:
+                self._published += len(page.names)
+            self._risen.append((page.names, level, page.level))
+        page.level = level
+
+    def _fall(self, page: _Page) -> None:
+        """Withdraws what is below the page and then the page."""
+        self._flush_risen()
+        fallen: list[_Fallen] = []
+        todo = [page]
+        while todo:
+            page = todo.pop()
+            level = self._level_of(page)
+            if level <= page.level:
+                continue
+            if level == self.rules.tiers:
+                self._published -= len(page.names)
+            fallen.append((page.names, page.level, level))
+            page.level = level
+            if page.child is not None:
+                todo.extend(page.children())
+        fallen.reverse()
+        self._say_fallen(fallen)
+
+    def _say_fallen(self, fallen: Sequence[_Fallen]) -> None:
+        """Withdraws in the order given: deepest first."""
+        for tier in range(self.rules.tiers):
+            hashes = [
+                name
+                for names, before, level in fallen
+                if before <= tier < level
+                for name in reversed(names)
+            ]
+            self._say(EventKind.REMOVED, tier, hashes)
+
+    def _flush_risen(self) -> None:
+        if not self._risen:
+            return
+        risen, self._risen = self._risen, []
+        # Slower tiers first, or the faster set would not be part of them for a moment.
+        for tier in reversed(range(self.rules.tiers)):
+            hashes = [
+                name for names, level, before in risen if level <= tier < before for name in names
+            ]
+            self._say(EventKind.STORED, tier, hashes)
+
+    def _say(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
+        if not hashes:
+            return
+        if self._runs:
+            last_kind, last_tier, last_hashes = self._runs[-1]
+            if last_kind is kind and last_tier == tier:
+                last_hashes += hashes
+                return
+        self._runs.append((kind, tier, hashes))
+
+    # Limits.
+
+    def _is_full_for(self, page: _Page) -> bool:
+        most = self._blocks_max
+        return most is not None and self._published + len(page.names) > most
+
+    def _withhold(self, page: _Page) -> None:
+        page.is_withheld = True
+        self._withheld += 1
+        self.counts["withheld"] += 1
+
+    def _free(self, page: _Page) -> None:
+        page.is_withheld = False
+        self._withheld -= 1
+
+    def _is_over_limit(self, count: int) -> bool:
+        return max(len(self._pages), self._external_count) + count > self._pages_max
+
+    def _leave_out(self, why: str, count: int) -> None:
+        self.counts[why] += count
+        self.is_incomplete = True
+
+    def _naming(self, lora: str | None, salt: str | None) -> _Naming | None:
+        if lora is None or salt is None:
+            return None
+        identity = (lora, salt)
+        if identity not in self._namings:
+            if len(self._namings) >= _NAMINGS_MAX:
+                del self._namings[next(iter(self._namings))]
+            self._namings[identity] = self._new_naming(lora, salt)
+        return self._namings[identity]
+
+    def _new_naming(self, lora: str, salt: str) -> _Naming | None:
+        rules = self.rules
+        blocks = self._hasher_of(lora, salt, rules.block_size)
+        if blocks is None:
+            return None
+        if rules.page_size >= rules.block_size:
+            return _Naming(rules, blocks, None)
+        return _Naming(rules, blocks, self._hasher_of(lora, salt, rules.page_size))
+
+
+def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
+    """The pages in order of depth, in linear time; before them None for each, so that it is even
+    work all the way."""
+    rows: defaultdict[int, list[_Page]] = defaultdict(list)
+    for page in pages:
+        rows[page.depth].append(page)
+        yield None
+    for depth in sorted(rows, reverse=deepest_first):
+        yield from rows.pop(depth)
+
+
+class Ledger:
+    """A source's published sets, and the numbered batches that made them.
+
+    Invariants: sequences are contiguous within an epoch, from 1; the ring holds the last `ring`
+    batches of this epoch, each of at most CHUNK_BLOCKS hashes; the sets are what all batches of the
+    epoch add up to. An epoch other than the first begins with an empty batch, so that everybody
+    hears of it and keeps nothing of the one before.
+    """
+
+    def __init__(self, source: Source, *, tiers: int = 1, ring: int = RING_BATCHES) -> None:
+        if ring < RING_BATCHES:
+            raise ValueError(f"ring: {ring} is below {RING_BATCHES}")
+        self.source = source
+        self.epoch = 1
+        self.sequence = 0
+        self.is_degraded = False
+        self._ring: deque[EventBatch] = deque(maxlen=ring)
+        # Dicts for their order: parents before children.
+        self._sets: list[dict[int, None]] = [{} for _ in range(tiers)]
+
+    @property
+    def state(self) -> SourceState:
+        """Where the source stands."""
+        return SourceState(self.source, self.epoch, self.sequence, self.is_degraded)
+
+    def blocks(self, tier: Tier = Tier.DEVICE) -> int:
+        """Blocks in a tier's set; 0 for a tier there is not."""
+        return len(self._sets[tier]) if tier < len(self._sets) else 0
+
+    def append(self, events: Iterable[Event]) -> list[EventBatch]:
+        """Numbers the events: one batch, more where they have above CHUNK_BLOCKS hashes."""
+        batches: list[EventBatch] = []
+        group: list[Event] = []
+        size = 0
+        for event in _pieces(events):
+            if group and size + len(event.hashes) > CHUNK_BLOCKS:
+                batches.append(self._seal(group))
+                group, size = [], 0
+            group.append(event)
+            size += len(event.hashes)
+        if group:
+            batches.append(self._seal(group))
+        return batches
+
+    def _seal(self, events: Sequence[Event]) -> EventBatch:
+        for event in events:
+            self._count(event)
+        self.sequence += 1
+        batch = EventBatch(self.source, self.epoch, self.sequence, tuple(events))
+        self._ring.append(batch)
+        return batch
+
+    def _count(self, event: Event) -> None:
+        if event.kind is EventKind.CLEARED:
+            for one in self._sets:
+                one.clear()
+            return
+        hashes = event.hashes.tolist()
+        held = self._sets[event.tier]
+        if event.kind is EventKind.STORED:
+            held.update(dict.fromkeys(hashes))
+        else:
+            for name in hashes:
+                del held[name]
+
+    def begin_epoch(self, *, is_degraded: bool) -> EventBatch:
+        """Starts over with empty sets: the cache was reset, or (degraded) events were lost."""
+        self.epoch += 1
+        self.sequence = 0
+        self.is_degraded = is_degraded
+        self._ring.clear()
+        for one in self._sets:
+            one.clear()
+        return self._seal(())
+
+    def batch(self, sequence: int) -> EventBatch | None:
+        """The batch of this epoch with that sequence; None where the ring has it not."""
+        index = sequence - (self._ring[0].sequence if self._ring else self.sequence + 1)
+        return self._ring[index] if 0 <= index < len(self._ring) else None
+
+    def can_replay(self, sequence: int) -> bool:
+        """Whether all batches from that sequence on are here; true of the next one to come."""
+        return sequence == self.sequence + 1 or self.batch(sequence) is not None
+
+    def snapshot(self) -> list[SnapshotChunk]:
+        """The sets as they are, tier by tier, parents first; one empty chunk when they are empty.
+
+        The chunks are a copy: later changes do not show in them.
+        """
+        parts: list[tuple[Hashes, Tier]] = []
+        for tier, held in enumerate(self._sets):
+            hashes = np.fromiter(held, dtype=np.uint64, count=len(held))
+            parts += [(piece, Tier(tier)) for piece in _chunked(hashes)]
+        parts = parts or [(np.empty(0, dtype=np.uint64), Tier.DEVICE)]
+        last = len(parts) - 1
+        return [
+            SnapshotChunk(
+                self.source, self.epoch, self.sequence, piece, tier, index == 0, index == last
+            )
+            for index, (piece, tier) in enumerate(parts)
+        ]
+
+
+def _chunked(hashes: Hashes) -> Iterator[Hashes]:
+    for start in range(0, len(hashes), CHUNK_BLOCKS):
+        yield hashes[start : start + CHUNK_BLOCKS]
+
+
+def _pieces(events: Iterable[Event]) -> Iterator[Event]:
+    """The events, those with too many hashes for a batch in parts."""
+    for event in events:
+        if len(event.hashes) <= CHUNK_BLOCKS:
+            yield event
+        else:
+            yield from (Event(event.kind, part, event.tier) for part in _chunked(event.hashes))
+
+
+class Feed:
+    """One source: external events in, batches out. The ledger stands where the last `cut` was."""
+
+    def __init__(self, source: Source, canonicaliser: Canonicaliser) -> None:
+        self.canonicaliser = canonicaliser
+        self.ledger = Ledger(source, tiers=canonicaliser.rules.tiers)
+
+    def apply(self, event: ExternalEvent) -> None:
+        """Takes in one event. A clear after a loss ends the epoch, and with it the degradation."""
+        canonicaliser = self.canonicaliser
+        if isinstance(event, PagesCleared) and (
+            self.ledger.is_degraded or canonicaliser.is_incomplete
+        ):
+            self.reset()
+        else:
+            canonicaliser.apply(event)
+
+    def cut(self) -> list[EventBatch]:
+        """What changed since the last call, numbered."""
+        if self.canonicaliser.is_incomplete:
+            self.ledger.is_degraded = True
+        return self.ledger.append(self.canonicaliser.take())
+
+    def reset(self) -> None:
+        """The engine's cache was reset, or its numbering began anew: a new epoch."""
+        self._begin_epoch(is_degraded=False)
+
+    def lose(self) -> None:
+        """Events were lost beyond repair. What was claimed may be gone: claims start from nothing.
+
+        The source is degraded until the engine's cache is cleared.
+        """
+        self._begin_epoch(is_degraded=True)
+
+    def _begin_epoch(self, *, is_degraded: bool) -> None:
+        self.canonicaliser.forget()
+        self.canonicaliser.take()
+        self.ledger.begin_epoch(is_degraded=is_degraded)

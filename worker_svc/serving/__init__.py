@@ -1,0 +1,1 @@
+"""The gRPC service: Attach streams, request runner and engine probe."""

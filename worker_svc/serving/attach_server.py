@@ -1,0 +1,219 @@
+"""The worker's end of Attach: one WorkerLink a stream, its reader, its one writer, its slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NoReturn
+
+import structlog
+
+from common.errors import Conflict, MeshError
+from common.request.preprocessed import PrefillResult, TokenIds
+from common.request.token_stream import Start, Stop, ToFrontend, ToWorker, WorkerLink
+from common.runtime.tasks import TaskGroup
+from worker_svc.engines.contract import LLMEngineOutput
+from worker_svc.serving.runner import Runner
+
+# How often deadlines and heartbeats are looked at.
+TICK_S = 0.1
+# How long a stream that ends waits for the write under way.
+LAST_WRITE_S = 0.1
+
+log = structlog.get_logger()
+
+Read = Callable[[], Awaitable[ToWorker | None]]
+Write = Callable[[ToFrontend], Awaitable[None]]
+
+
+class _Ended(Exception):
+    """The frontend closed its side, or all is said and we close ours."""
+
+
+class AttachStream:
+    """One stream. `serve` runs until the stream ends, and leaves nothing running."""
+
+    def __init__(self, worker_id: int, runner: Runner, read: Read, write: Write) -> None:
+        self._runner = runner
+        self._read = read
+        self._write = write
+        self._loop = asyncio.get_running_loop()
+        self.link = WorkerLink(worker_id, self._loop.time())
+        self._wake = asyncio.Event()
+        self._keys: dict[int, int] = {}
+        self._tasks: TaskGroup | None = None
+        self._why: Exception | None = None
+        self._is_ending = False
+
+    async def serve(self, opened: Callable[[AttachStream], None]) -> None:
+        """Reads, writes and runs slots. Raises MeshError when the frontend broke a rule.
+
+        opened: called once the hello is in.
+        """
+        try:
+            async with TaskGroup() as self._tasks:
+                self._tasks.create_task(self._write_frames())
+                self._tasks.create_task(self._tick())
+                try:
+                    await self._read_frames(opened)
+                except MeshError as error:
+                    await self._end_with(error)
+                await self._end_with(_Ended())
+        except _Ended:
+            return
+        finally:
+            self.link.lose()
+
+    def replace(self) -> None:
+        """A newer stream of the same frontend is there: end this one."""
+        self._why = Conflict("a newer stream of this frontend took over", reason="REPLACED")
+        self._wake.set()
+
+    def end(self) -> None:
+        """Ends the stream well, once its slots have ended and all of it is written."""
+        self._is_ending = True
+        self._wake.set()
+
+    async def _end_with(self, why: Exception) -> NoReturn:
+        """Has the writer raise it between two writes: beside one, grpc cannot send a status."""
+        self._why = self._why or why
+        self._wake.set()
+        await asyncio.sleep(LAST_WRITE_S)  # who takes nothing will not hear of this either
+        raise why
+
+    async def _read_frames(self, opened: Callable[[AttachStream], None]) -> None:
+        while (frame := await self._read()) is not None:
+            is_new = self.link.hello is None
+            commands = self.link.receive(frame, self._loop.time())
+            if is_new:
+                opened(self)
+            for command in commands:
+                self._obey(command)
+            self._wake.set()
+
+    def _obey(self, command: Start | Stop) -> None:
+        assert self._tasks is not None
+        match command:
+            case Start():
+                self._start(command)
+            case Stop(slot, reason):
+                key = self._keys.get(slot)
+                if key is not None:
+                    self._tasks.create_task(self._runner.stop(key, reason))
+
+    def _start(self, start: Start) -> None:
+        assert self._tasks is not None
+        request = start.order.request
+        if request is not None and len(request.token_ids.le) != len(start.prompt):
+            request.token_ids = TokenIds(start.prompt)
+        try:
+            key = self._runner.admit(start.order)
+        except MeshError as error:
+            self.link.reject(start.slot, error)
+            return
+        self.link.accept(start.slot)
+        self._keys[start.slot] = key
+        task = self._tasks.create_task(self._run(start.slot, key))
+        task.add_done_callback(lambda _: self._runner.forget(key))
+
+    async def _run(self, slot: int, key: int) -> None:
+        link, wake = self.link, self._wake
+
+        def emit(output: LLMEngineOutput) -> None:
+            if output.token_ids:
+                link.tokens(slot, output.token_ids, output.logprobs)
+            if output.chunk_json is not None:
+                link.chunk(slot, output.chunk_json)
+            wake.set()
+
+        try:
+            terminal = await self._runner.run(key, emit)
+        except MeshError as error:
+            link.end(slot, None, error=error)
+        else:
+            emit(terminal)
+            link.end(
+                slot,
+                terminal.finish_reason,
+                usage=terminal.completion_usage,
+                prefill_result=_prefill_result(terminal),
+                worker_trace_link=terminal.worker_trace_link,
+            )
+        finally:
+            self._keys.pop(slot, None)
+        wake.set()
+
+    async def _write_frames(self) -> None:
+        """The one writer: builds a frame when the last one is gone, so that a slow link batches."""
+        engine, link = self._runner.engine, self.link
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._why is not None:
+                raise self._why
+            while (frame := link.next_frame(self._loop.time(), engine.loads)) is not None:
+                await self._write(frame)
+            if self._is_ending and not self.link.open_slots:
+                raise _Ended
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            lost, late = self.link.tick(self._loop.time())
+            if lost is not None:
+                await self._end_with(lost)
+            for stop in late:
+                self._obey(stop)
+            self._wake.set()
+
+
+def _prefill_result(terminal: LLMEngineOutput) -> PrefillResult | None:
+    if terminal.disaggregated_params is None:
+        return None
+    usage = terminal.completion_usage
+    return PrefillResult(
+        terminal.disaggregated_params, usage.prompt_tokens_details if usage is not None else None
+    )
+
+
+class AttachServer:
+    """All Attach streams of a worker; at most one a frontend process."""
+
+    def __init__(self, worker_id: int, runner: Runner) -> None:
+        self._worker_id = worker_id
+        self._runner = runner
+        self._streams: dict[int, AttachStream] = {}
+
+    @property
+    def open_slots(self) -> int:
+        """Slots open over all streams."""
+        return sum(stream.link.open_slots for stream in self._streams.values())
+
+    def end(self) -> None:
+        """Ends all streams, each when its slots have ended and its last frame is written."""
+        for stream in self._streams.values():
+            stream.end()
+
+    async def serve(self, read: Read, write: Write) -> None:
+        """Serves one stream to its end. Raises MeshError when the frontend broke a rule."""
+        stream = AttachStream(self._worker_id, self._runner, read, write)
+        try:
+            await stream.serve(self._opened)
+        except MeshError as error:
+            log.info("attach_ended", reason=error.reason, message=error.message)
+            raise
+        finally:
+            hello = stream.link.hello
+            if hello is not None and self._streams.get(hello.frontend_id) is stream:
+                del self._streams[hello.frontend_id]
+
+    def _opened(self, stream: AttachStream) -> None:
+        hello = stream.link.hello
+        assert hello is not None, "called when the hello is in"
+        older = self._streams.get(hello.frontend_id)
+        if older is not None:
+            assert older.link.hello is not None
+            if older.link.hello.stream_seq > hello.stream_seq:
+                raise Conflict("a newer stream of this frontend is open", reason="REPLACED")
+            older.replace()
+        self._streams[hello.frontend_id] = stream

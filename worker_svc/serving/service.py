@@ -1,0 +1,244 @@
+"""EngineService over gRPC: translation between messages and the runner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from common.errors import InvalidRequest, MeshError, NotFound, Unimplemented
+from common.kv.hashing import hashes_to_bytes
+from common.registry.card import ModelCard
+from common.registry.instances import Instance
+from common.request.preprocessed import PrefillResult, PreprocessedRequest, TokenLogprob
+from common.request.token_stream import Order, ToFrontend, ToWorker
+from common.rpc.interceptors import request_id, time_left_s
+from common.runtime.tasks import TaskGroup
+from common.wire.kv import TIER_NAMES
+from common.wire.load import load_to_proto
+from common.wire.preprocessed import finish_reason_to_proto, from_proto, part_to_proto
+from common.wire.token_stream import to_frontend_to_proto, to_worker_from_proto
+from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
+from kvmesh.types.v1 import request_pb2
+from worker_svc.engines.contract import EngineConfig, LLMEngineOutput
+from worker_svc.kv_events.publisher import Publisher
+from worker_svc.serving.attach_server import AttachServer
+from worker_svc.serving.runner import Runner
+
+# Longest a Generate call may run that names no deadline.
+GENERATE_CAP_S = 600.0
+_ARTIFACT_CHUNK = 1 << 20
+_TIER_NAMES = {tier: name for name, tier in TIER_NAMES.items()}
+
+# A servicer's context is generic over messages; nothing here depends on which.
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
+    """What peers can ask of a worker."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        attach: AttachServer,
+        instance: Callable[[], Instance],
+        config: EngineConfig,
+        engine_name: str,
+        card: ModelCard | None,
+        *,
+        publisher: Publisher | None = None,
+        vocab_size: int | None = None,
+        generate_cap_s: float = GENERATE_CAP_S,
+    ) -> None:
+        self._runner = runner
+        self._attach = attach
+        self._instance = instance
+        self._config = config
+        self._engine_name = engine_name
+        self._card = card
+        self._publisher = publisher
+        self._vocab_size = vocab_size
+        self._generate_cap_s = generate_cap_s
+
+    # grpc.aio takes coroutines that write to the context; the generated types know generators only.
+    async def Attach(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
+    ) -> None:
+        """The token plane; see the proto."""
+
+        async def read() -> ToWorker | None:
+            message = await context.read()
+            return None if message is grpc.aio.EOF else to_worker_from_proto(message)
+
+        async def write(frame: ToFrontend) -> None:
+            await context.write(to_frontend_to_proto(frame))
+
+        await self._attach.serve(read, write)
+
+    async def Generate(  # type: ignore[override]
+        self, request: engine_pb2.GenerateRequest, context: Context
+    ) -> None:
+        """One request; cancelling the call closes the engine's generator."""
+        timeout_s = time_left_s(self._generate_cap_s)
+        order = Order(
+            request_id=request.request_id or request_id() or "",
+            timeout_s=timeout_s,
+            request=from_proto(request.request),
+        )
+        self._check_vocabulary(order.request)
+        key = self._runner.admit(order)
+        outputs: list[LLMEngineOutput] = []
+        wake = asyncio.Event()
+
+        def emit(output: LLMEngineOutput) -> None:
+            outputs.append(output)
+            wake.set()
+
+        async def outcome() -> LLMEngineOutput | MeshError:
+            # Not raised in the group, where it would cancel a write that is under way; grpc cannot
+            # send a status beside one, and the caller would hear nothing.
+            try:
+                return await self._runner.run(key, emit)
+            except MeshError as error:
+                return error
+
+        async with TaskGroup() as tasks:
+            run = tasks.create_task(outcome())
+            run.add_done_callback(lambda _: self._runner.forget(key))
+            run.add_done_callback(lambda _: wake.set())
+            late = asyncio.get_running_loop().call_later(
+                timeout_s, lambda: tasks.create_task(self._runner.stop(key, "deadline"))
+            )
+            try:
+                while not run.done() or outputs:
+                    await wake.wait()
+                    wake.clear()
+                    if outputs:
+                        message = _generated(outputs)
+                        outputs.clear()
+                        await context.write(message)
+            finally:
+                late.cancel()
+        terminal = run.result()
+        if isinstance(terminal, MeshError):
+            raise terminal
+        message = _generated([terminal])
+        assert terminal.finish_reason is not None
+        message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
+        if terminal.completion_usage is not None:
+            part_to_proto(terminal.completion_usage, message.usage)
+        if terminal.disaggregated_params is not None:
+            part_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
+        await context.write(message)
+
+    def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
+        """Only here: what comes by Attach has been through a frontend, which knows the tokens."""
+        if request is None or self._vocab_size is None or not request.token_ids:
+            return
+        largest = int(request.token_ids.array.max())
+        if largest >= self._vocab_size:
+            raise InvalidRequest(
+                f"token_ids: {largest} is not in the vocabulary of {self._vocab_size} tokens",
+                "token_ids",
+            )
+
+    async def Abort(
+        self, request: engine_pb2.AbortRequest, context: Context
+    ) -> engine_pb2.AbortResponse:
+        """Ends a request by its id."""
+        if not request.request_id:
+            raise InvalidRequest("request_id is needed to know what to abort", "request_id")
+        reason = request.reason or "abort_rpc"
+        aborted = await self._runner.stop_request(request.request_id, reason)
+        return engine_pb2.AbortResponse(aborted=aborted)
+
+    async def Embed(
+        self, request: engine_pb2.EmbedRequest, context: Context
+    ) -> engine_pb2.EmbedResponse:
+        """No engine here makes embeddings."""
+        raise Unimplemented(f"the {self._engine_name} engine makes no embeddings")
+
+    async def ListKvBlocks(  # type: ignore[override]
+        self, request: engine_pb2.ListKvBlocksRequest, context: Context
+    ) -> None:
+        """The published sets of a rank, tier by tier; one empty message when they are empty."""
+        if self._publisher is None or self._instance().kv_index != "events":
+            raise Unimplemented(f"kv_index is {self._instance().kv_index!r}: nothing is published")
+        feed = self._publisher.feeds.get(request.dp_rank)
+        if feed is None:
+            raise NotFound(f"there is no rank {request.dp_rank} here", field="dp_rank")
+        for chunk in feed.ledger.snapshot():
+            message = engine_pb2.ListKvBlocksResponse(
+                epoch=chunk.epoch,
+                sequence=chunk.sequence,
+                prefix_hashes=hashes_to_bytes(chunk.hashes),
+                tier=_TIER_NAMES[chunk.tier],
+            )
+            await context.write(message)
+
+    async def GetInfo(
+        self, request: engine_pb2.GetInfoRequest, context: Context
+    ) -> engine_pb2.GetInfoResponse:
+        """Who this worker is."""
+        instance, config = self._instance(), self._config
+        return engine_pb2.GetInfoResponse(
+            worker_id=instance.id,
+            stable_name=instance.stable_name,
+            model=instance.model,
+            card_checksum=instance.card_checksum,
+            role=instance.role,
+            engine=self._engine_name,
+            context_length=config.context_length,
+            kv_block_size=config.kv_cache_block_size,
+            total_kv_blocks=config.total_kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            bootstrap_host=instance.bootstrap_host,
+            bootstrap_port=instance.bootstrap_port,
+            transfer_group=instance.transfer_group,
+            local_prefill=instance.local_prefill,
+            kv_index=instance.kv_index,
+            kv_index_reason=config.kv_index_reason,
+            draining=self._runner.is_draining,
+            counters={
+                **self._runner.counts(),
+                **(self._publisher.figures() if self._publisher is not None else {}),
+            },
+        )
+
+    async def GetLoad(
+        self, request: engine_pb2.GetLoadRequest, context: Context
+    ) -> engine_pb2.GetLoadResponse:
+        """What the engine does now."""
+        return engine_pb2.GetLoadResponse(
+            loads=[load_to_proto(load) for load in self._runner.engine.loads()],
+            open_slots=self._runner.open_requests,
+        )
+
+    async def GetArtifact(
+        self, request: engine_pb2.GetArtifactRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
+        """One artifact of the model card from an offset on, in chunks."""
+        artifact = self._card.artifacts.get(request.name) if self._card is not None else None
+        if artifact is None or artifact.inline is None:
+            raise NotFound(f"the card has no artifact {request.name!r}", field="name")
+        data, first = artifact.inline, request.offset
+        if first > len(data):
+            raise InvalidRequest(f"{request.name} has {len(data)} bytes", "offset")
+        for at in range(first, max(first + 1, len(data)), _ARTIFACT_CHUNK):
+            chunk = engine_pb2.GetArtifactResponse(data=data[at : at + _ARTIFACT_CHUNK])
+            if at == first:
+                chunk.sha256, chunk.size = artifact.sha256, artifact.size
+            yield chunk
+
+
+def _generated(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
+    token_ids = [token for output in outputs for token in output.token_ids]
+    logprobs = [_logprob(one) for output in outputs for one in output.logprobs]
+    return engine_pb2.GenerateResponse(token_ids=token_ids, logprobs=logprobs)
+
+
+def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
+    return part_to_proto(logprob, request_pb2.TokenLogprob())
