@@ -20,7 +20,7 @@ import numpy as np
 from bench.measure import print_report
 from common.kv.hashing import (
     DEFAULT_BLOCK_SIZE,
-    SCHEME_ID,
+    HASH_SCHEME_ID,
     ChainState,
     PrefixHasher,
     compute_block_hash_for_seq,
@@ -43,8 +43,8 @@ def main() -> None:
         str(tokens): prompt_figures(tokens, settings.block_size, settings.repeats)
         for tokens in PROMPT_TOKENS
     }
-    asked = {
-        "scheme": SCHEME_ID,
+    parameters = {
+        "scheme": HASH_SCHEME_ID,
         "block_size": settings.block_size,
         "repeats": settings.repeats,
         "sample_s": SAMPLE_S,
@@ -55,7 +55,7 @@ def main() -> None:
         "prompt_tokens": prompts,
         "single": single_figures(settings.block_size, settings.repeats),
     }
-    print_report("blocks", asked, result, load_1m_before=load_before)
+    print_report("blocks", parameters, result, load_1m_before=load_before)
 
 
 def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, float]:
@@ -63,7 +63,7 @@ def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, floa
     array = np.random.default_rng(1).integers(0, VOCABULARY, tokens, dtype=np.uint32)
     wire, ints = array.astype("<u4").tobytes(), array.tolist()
     hasher = new_hasher(block_size)
-    ways: dict[str, Callable[[], object]] = {
+    variants: dict[str, Callable[[], object]] = {
         "prefix_from_array": lambda: hasher.prefix_hashes(array),
         "prefix_from_bytes": lambda: hasher.prefix_hashes(wire),
         "prefix_from_list": lambda: hasher.prefix_hashes(ints),
@@ -73,7 +73,7 @@ def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, floa
             compute_block_hash_for_seq(wire, block_size)
         ),
     }
-    return {name: median_us(way, repeats) for name, way in ways.items()}
+    return {name: median_us(variant, repeats) for name, variant in variants.items()}
 
 
 def single_figures(block_size: int, repeats: int) -> dict[str, float]:

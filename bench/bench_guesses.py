@@ -21,21 +21,21 @@ import numpy as np
 from bench.measure import print_report
 from common.kv.events import Source
 from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Standing
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 
-B = 16
-HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
-WORKERS, SESSIONS, BEGINNINGS, REQUESTS, AT_ONCE = 8, 300, 30, 4000, 24
+BLOCK_SIZE = 16
+HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK_SIZE)
+WORKERS, SESSIONS, SHARED_PREFIXES, REQUESTS, CONCURRENCY = 8, 300, 30, 4000, 24
 TURNS_MAX = 12
-WAYS: Mapping[str, Mapping[str, Any]] = {
+CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
     "events": {},
     "events and predictions": {"router_predicted_ttl_secs": 5.0},
     "guesses, 120 s": {"kv_events": False},
@@ -58,15 +58,15 @@ class Caches:
         held = self._held[worker_id]
         return next((n for n, block in enumerate(chain) if block not in held), len(chain))
 
-    def match(self, query: Query) -> list[Matched]:
-        chain = chain_of(query)
+    def match(self, query: Query) -> list[SourceMatch]:
+        chain = block_chain(query)
         depths = {worker_id: self.depth(worker_id, chain) for worker_id in self._held}
-        return [Matched(Source(w), depth, depth, depth) for w, depth in depths.items() if depth]
+        return [SourceMatch(Source(w), depth, depth, depth) for w, depth in depths.items() if depth]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
 
-    def keep(self, worker_id: int, chain: list[int]) -> None:
+    def store(self, worker_id: int, chain: list[int]) -> None:
         held = self._held[worker_id]
         for block in reversed(chain):
             held[block] = None
@@ -75,71 +75,78 @@ class Caches:
             held.popitem(last=False)
 
 
-def chain_of(query: Query) -> list[int]:
+def block_chain(query: Query) -> list[int]:
     chain: list[int] = hashes_from_bytes(query.prefix_hashes).tolist()
     return chain
 
 
-def prompts(rng: Random) -> list[Query]:
+def draw_queries(rng: Random) -> list[Query]:
     """The workload, the same for every way to know."""
-    sessions = [(rng.randrange(BEGINNINGS), n, 0) for n in range(SESSIONS)]
+    sessions = [(rng.randrange(SHARED_PREFIXES), n, 0) for n in range(SESSIONS)]
     queries = []
     for number in range(REQUESTS):
         at = rng.randrange(SESSIONS)
-        beginning, own, turns = sessions[at]
+        prefix, suffix, turns = sessions[at]
         if turns == TURNS_MAX:
-            beginning, own, turns = rng.randrange(BEGINNINGS), SESSIONS + number, 0
-        sessions[at] = (beginning, own, turns + 1)
-        parts = ((beginning, 20), (BEGINNINGS + own, 6 * (turns + 1)))
+            prefix, suffix, turns = rng.randrange(SHARED_PREFIXES), SESSIONS + number, 0
+        sessions[at] = (prefix, suffix, turns + 1)
+        parts = ((prefix, 20), (SHARED_PREFIXES + suffix, 6 * (turns + 1)))
         tokens = np.concatenate(
             [
-                np.random.default_rng(seed).integers(0, 1 << 17, blocks * B, dtype=np.uint32)
+                np.random.default_rng(seed).integers(
+                    0, 1 << 17, blocks * BLOCK_SIZE, dtype=np.uint32
+                )
                 for seed, blocks in parts
             ]
         )
         hashes = hashes_to_bytes(HASHER.prefix_hashes(tokens))
-        queries.append(Query("m", len(tokens), hashes, 1, B))
+        queries.append(Query("m", len(tokens), hashes, 1, BLOCK_SIZE))
     return queries
 
 
-def hit_rate(queries: list[Query], blocks: int, knobs: Mapping[str, Any]) -> float:
-    config, caches = RouterConfig(**knobs), Caches(blocks)
+def measure_hit_rate(queries: list[Query], blocks: int, cost_settings: Mapping[str, Any]) -> float:
+    config, caches = RouterConfig(**cost_settings), Caches(blocks)
     router = Router(
         SELECTORS[config.selector](),
         index=caches,
-        choice=config.index_choice,
-        knobs=config.cost_knobs,
+        choice=config.index_settings,
+        cost_settings=config.cost_settings,
     )
     workers = [
-        Instance(n, "m", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index="events")
+        Instance(
+            n, "m", "worker", "", "127.0.0.1:1", model="m", block_size=BLOCK_SIZE, kv_index="events"
+        )
         for n in range(1, WORKERS + 1)
     ]
     router.update(Snapshot(1, {worker.id: worker for worker in workers}), 0.0)
     rng = Random(5)
-    under_way: deque[tuple[BookingKey, int, list[int]]] = deque()
+    in_flight: deque[tuple[BookingKey, int, list[int]]] = deque()
     hits = sent = 0
     for number, query in enumerate(queries):
-        key, chain = BookingKey(1, str(number), 0), chain_of(query)
+        key, chain = BookingKey(1, str(number), 0), block_chain(query)
         worker_id = router.decide(query, key, number * 0.05, rng).worker.worker_id
         hits += caches.depth(worker_id, chain)
         sent += len(chain)
-        under_way.append((key, worker_id, chain))
-        if len(under_way) > AT_ONCE:
-            ended, at, computed = under_way.popleft()
-            caches.keep(at, computed)
+        in_flight.append((key, worker_id, chain))
+        if len(in_flight) > CONCURRENCY:
+            ended, at, computed = in_flight.popleft()
+            caches.store(at, computed)
             router.book.free(ended)
     return round(hits / sent, 3)
 
 
 def main() -> None:
     load_before = os.getloadavg()[0]
-    queries = prompts(Random(4))
+    queries = draw_queries(Random(4))
     rates = {
-        str(blocks): {way: hit_rate(queries, blocks, knobs) for way, knobs in WAYS.items()}
+        str(blocks): {
+            variant: measure_hit_rate(queries, blocks, cost_settings)
+            for variant, cost_settings in CONFIGURATIONS.items()
+        }
         for blocks in (600, 2_500, 20_000)
     }
-    asked = {"workers": WORKERS, "requests": REQUESTS}
-    print_report("guesses", asked, {"hit_rate": rates}, load_1m_before=load_before)
+    parameters = {"workers": WORKERS, "requests": REQUESTS}
+    print_report("guesses", parameters, {"hit_rate": rates}, load_1m_before=load_before)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ import numpy as np
 
 from bench.measure import print_report, rss_mb
 from common.kv.events import Hashes, Source
-from common.kv.prefix_index import Claims, PrefixIndex
+from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex
 
-CHAIN = 512
-SHARED = 32
-UNKNOWN = 64
-BATCH = 64
+CHAIN_BLOCKS = 512
+SHARED_BLOCKS = 32
+UNKNOWN_BLOCKS = 64
+BATCH_BLOCKS = 64
 QUERIES = 2000
 STRUCTURES = ("sets", "flat", "sharded")
 
@@ -108,22 +108,22 @@ class Flat:
 
     def match(self, hashes: Hashes) -> list[tuple[int, int]]:
         keys, masks = hashes.data, self._masks
-        count, left, held = len(keys), 0, masks.get(keys[0], 0)
+        count, left_index, held = len(keys), 0, masks.get(keys[0], 0)
         rights = [(count, 0), (count - 1, masks.get(keys[count - 1], 0))]
         rows: list[tuple[int, int]] = []
         while held:
-            right, mask = rights[-1]
+            right_index, mask = rights[-1]
             mask &= held
-            if mask != held and right - left > 1:
-                middle = (left + right) // 2
+            if mask != held and right_index - left_index > 1:
+                middle = (left_index + right_index) // 2
                 rights.append((middle, masks.get(keys[middle], 0)))
                 continue
             lost = held ^ mask
             while lost:
                 bit = lost & -lost
                 lost ^= bit
-                rows.append((bit.bit_length() - 1, right))
-            left, held = right, mask
+                rows.append((bit.bit_length() - 1, right_index))
+            left_index, held = right_index, mask
             rights.pop()
         return rows
 
@@ -133,9 +133,11 @@ class Sharded:
 
     def __init__(self, sources: int) -> None:
         self._index = PrefixIndex()
-        self._claims: list[Claims] = [self._index.open(Source(n)) for n in range(sources)]
-        for claims in self._claims:
-            self._index.show(claims, True)
+        self._claims: list[AdvertisedBlocks] = [
+            self._index.add_source(Source(n)) for n in range(sources)
+        ]
+        for advertised in self._claims:
+            self._index.set_visible(advertised, True)
 
     def store(self, source: int, hashes: Hashes) -> None:
         self._index.store(self._claims[source], hashes)
@@ -147,7 +149,7 @@ class Sharded:
         return self._index.match(hashes)
 
 
-MAKERS: dict[str, Callable[[int], Index]] = {"sets": Sets, "flat": Flat, "sharded": Sharded}
+FACTORIES: dict[str, Callable[[int], Index]] = {"sets": Sets, "flat": Flat, "sharded": Sharded}
 
 
 class Data:
@@ -155,18 +157,18 @@ class Data:
 
     def __init__(self, sources: int, blocks: int) -> None:
         rng = np.random.default_rng(7)
-        shared = rng.integers(1, 2**64, (16, SHARED), dtype=np.uint64)
-        count = blocks * 2 // (3 * CHAIN)
-        self.chains = rng.integers(1, 2**64, (count, CHAIN), dtype=np.uint64)
-        self.chains[:, :SHARED] = shared[rng.integers(0, 16, count)]
-        self.everywhere = rng.integers(1, 2**64, CHAIN, dtype=np.uint64)
+        shared = rng.integers(1, 2**64, (16, SHARED_BLOCKS), dtype=np.uint64)
+        count = blocks * 2 // (3 * CHAIN_BLOCKS)
+        self.chains = rng.integers(1, 2**64, (count, CHAIN_BLOCKS), dtype=np.uint64)
+        self.chains[:, :SHARED_BLOCKS] = shared[rng.integers(0, 16, count)]
+        self.shared_chain = rng.integers(1, 2**64, CHAIN_BLOCKS, dtype=np.uint64)
         self.plan: list[tuple[int, Hashes]] = []
         for chain in self.chains:
             whole, part = rng.choice(sources, 2, replace=False).tolist()
             self.plan.append((whole, chain))
-            self.plan.append((part, chain[: int(rng.integers(SHARED, CHAIN))]))
+            self.plan.append((part, chain[: int(rng.integers(SHARED_BLOCKS, CHAIN_BLOCKS))]))
         self.queries = self.chains[rng.permutation(count)[:QUERIES]].copy()
-        self.queries[:, -UNKNOWN:] = rng.integers(1, 2**64, UNKNOWN, dtype=np.uint64)
+        self.queries[:, -UNKNOWN_BLOCKS:] = rng.integers(1, 2**64, UNKNOWN_BLOCKS, dtype=np.uint64)
 
 
 def main() -> None:
@@ -182,15 +184,15 @@ def main() -> None:
         return
     load_before = os.getloadavg()[0]
     rows = [
-        run_alone(name, sources, settings.blocks)
+        run_in_subprocess(name, sources, settings.blocks)
         for sources in settings.sources
         for name in STRUCTURES
     ]
-    asked = {"blocks": settings.blocks, "chain": CHAIN, "batch": BATCH}
-    print_report("index", asked, {"rows": rows}, load_1m_before=load_before)
+    parameters = {"blocks": settings.blocks, "chain": CHAIN_BLOCKS, "batch": BATCH_BLOCKS}
+    print_report("index", parameters, {"rows": rows}, load_1m_before=load_before)
 
 
-def run_alone(name: str, sources: int, blocks: int) -> dict[str, object]:
+def run_in_subprocess(name: str, sources: int, blocks: int) -> dict[str, object]:
     """One candidate's row, from a fresh process: memory is told apart that way."""
     command = [sys.executable, __file__, "--only", name, "--sources", str(sources)]
     done = subprocess.run(
@@ -205,23 +207,23 @@ def measure(name: str, sources: int, blocks: int) -> dict[str, object]:
     data = Data(sources, blocks)
     gc.collect()
     before_mb = rss_mb(os.getpid())
-    index = MAKERS[name](sources)
+    index = FACTORIES[name](sources)
     stored, ingest_s, pause_s = fill(index, data)
     used_mb = rss_mb(os.getpid()) - before_mb
     for source in range(sources):
-        index.store(source, data.everywhere)
+        index.store(source, data.shared_chain)
     queries = list(data.queries)
     matched = [len(index.match(query)) for query in queries]
-    removed, remove_s = empty(index, data)
+    removed, remove_s = remove_and_restore(index, data)
     return {
         "structure": name,
         "sources": sources,
         "claims": stored,
         "rows_a_query": round(statistics.mean(matched), 1),
-        "rotating_us": timed_us(index, queries),
-        "hot_us": timed_us(index, queries[:1] * len(queries)),
-        "all_us": timed_us(index, [data.everywhere] * len(queries)),
-        "miss_us": timed_us(index, [query[-UNKNOWN:] for query in queries]),
+        "rotating_us": median_query_us(index, queries),
+        "hot_us": median_query_us(index, queries[:1] * len(queries)),
+        "all_us": median_query_us(index, [data.shared_chain] * len(queries)),
+        "miss_us": median_query_us(index, [query[-UNKNOWN_BLOCKS:] for query in queries]),
         "store_mblocks_s": round(stored / ingest_s / 1e6, 2),
         "remove_mblocks_s": round(removed / remove_s / 1e6, 2),
         "bytes_a_claim": round(used_mb * 1e6 / stored),
@@ -231,39 +233,39 @@ def measure(name: str, sources: int, blocks: int) -> dict[str, object]:
 
 def fill(index: Index, data: Data) -> tuple[int, float, float]:
     """Blocks stored in batches, the time that took, and the slowest batch."""
-    stored, worst = 0, 0.0
-    began = time.thread_time()
+    stored, slowest_s = 0, 0.0
+    started_at = time.thread_time()
     for source, chain in data.plan:
-        for start in range(0, len(chain), BATCH):
-            part = chain[start : start + BATCH]
-            at = time.thread_time()
+        for start in range(0, len(chain), BATCH_BLOCKS):
+            part = chain[start : start + BATCH_BLOCKS]
+            timer_start = time.thread_time()
             index.store(source, part)
-            worst = max(worst, time.thread_time() - at)
+            slowest_s = max(slowest_s, time.thread_time() - timer_start)
             stored += len(part)
-    return stored, time.thread_time() - began, worst
+    return stored, time.thread_time() - started_at, slowest_s
 
 
-def empty(index: Index, data: Data) -> tuple[int, float]:
+def remove_and_restore(index: Index, data: Data) -> tuple[int, float]:
     """Withdraws the tails of an eighth of the chains and stores them again; blocks and time."""
     part = data.plan[: len(data.plan) // 8]
     removed, spent_s = 0, 0.0
     for source, chain in part:
-        tail = chain[SHARED:][::-1].copy()
-        at = time.thread_time()
+        tail = chain[SHARED_BLOCKS:][::-1].copy()
+        timer_start = time.thread_time()
         index.remove(source, tail)
-        spent_s += time.thread_time() - at
+        spent_s += time.thread_time() - timer_start
         removed += len(tail)
         index.store(source, chain)
     return removed, spent_s
 
 
-def timed_us(index: Index, queries: Sequence[Hashes]) -> float:
+def median_query_us(index: Index, queries: Sequence[Hashes]) -> float:
     """Median microseconds of one query."""
     times = []
     for query in queries:
-        at = time.perf_counter()
+        timer_start = time.perf_counter()
         index.match(query)
-        times.append(time.perf_counter() - at)
+        times.append(time.perf_counter() - timer_start)
     return round(statistics.median(times) * 1e6, 1)
 
 

@@ -18,7 +18,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.index_mesh import CHAIN, IndexerProcess, LoopPause, Workers, be_quiet, dump
+from bench.index_mesh import (
+    CHAIN_BLOCKS,
+    IndexerProcess,
+    LoopLagMonitor,
+    Workers,
+    dump,
+    silence_logs,
+)
 from bench.measure import print_report, rss_mb
 from common.registry.file import FileRegistry
 from common.runtime.tasks import TaskGroup
@@ -26,38 +33,38 @@ from kvmesh.indexer.v1 import indexer_pb2
 
 # Of one block, as the indexer counts.
 BLOCK_BYTES = 108
-HELD_BUDGETS = 4
+HELD_PER_BUDGET = 4
 CHECKS = 10
 # What the process may grow by: twice its budget, and what streams and a dump take.
-BUDGETS_MAX = 2
-FIXED_MB = 16
+GROWTH_BUDGETS_MAX = 2
+FIXED_OVERHEAD_MB = 16
 
 
-class Watch:
+class MemoryWatch:
     """The memory of the indexer, and what it says it uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.before_mb = self.most_mb = rss_mb(pid)
+        self.before_mb = self.peak_mb = rss_mb(pid)
         self.used_mb = 0.0
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self.most_mb = max(self.most_mb, rss_mb(self.pid))
+            self.peak_mb = max(self.peak_mb, rss_mb(self.pid))
             await asyncio.sleep(0.05)
 
 
-async def push(budget_mb: int, times: int, count: int) -> dict[str, object]:
+async def push_blocks(budget_mb: int, times: int, count: int) -> dict[str, object]:
     """Push, and check."""
     budget_blocks = budget_mb * 1_000_000 // BLOCK_BYTES
-    chains = times * budget_blocks // CHAIN
-    capacity = HELD_BUDGETS * budget_blocks // CHAIN // count
+    chains = times * budget_blocks // CHAIN_BLOCKS
+    capacity = HELD_PER_BUDGET * budget_blocks // CHAIN_BLOCKS // count
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         registry = FileRegistry(path)
         indexer = IndexerProcess(path, "--budget-mb", str(budget_mb))
-        workers, pause = Workers(count, registry), LoopPause()
+        workers, pause = Workers(count, registry), LoopLagMonitor()
         checks: list[dict[str, int]] = []
         try:
             async with TaskGroup() as tasks:
@@ -65,17 +72,17 @@ async def push(budget_mb: int, times: int, count: int) -> dict[str, object]:
                 running = [tasks.create_task(one.run()) for one in workers.publishers]
                 try:
                     await indexer.start()
-                    watch = Watch(indexer.pid)
+                    watch = MemoryWatch(indexer.pid)
                     running += [tasks.create_task(watch.run()), tasks.create_task(pause.watch())]
-                    began = time.perf_counter()
+                    started_at = time.perf_counter()
                     for n in range(1, chains + 1):
                         workers.store(n % count)
                         if len(workers.cached[n % count]) > capacity:
                             workers.evict(n % count)
                         await asyncio.sleep(0)
                         if n % (chains // CHECKS) == 0:
-                            checks.append(await _check(workers, indexer, watch, count))
-                    seconds = time.perf_counter() - began
+                            checks.append(await _compare_dump(workers, indexer, watch, count))
+                    seconds = time.perf_counter() - started_at
                     end_mb = rss_mb(indexer.pid)
                 finally:
                     for one in running:
@@ -83,40 +90,44 @@ async def push(budget_mb: int, times: int, count: int) -> dict[str, object]:
         finally:
             await indexer.kill()
             await registry.close()
-    grown_mb = watch.most_mb - watch.before_mb
-    false_claims = sum(check["false"] for check in checks)
+    growth_mb = watch.peak_mb - watch.before_mb
+    false_entries = sum(check["false"] for check in checks)
     return {
         "budget_blocks": budget_blocks,
-        "pushed_blocks": chains * CHAIN,
-        "held_blocks": capacity * count * CHAIN,
+        "pushed_blocks": chains * CHAIN_BLOCKS,
+        "held_blocks": capacity * count * CHAIN_BLOCKS,
         "seconds": round(seconds, 1),
         "rss_before_mb": round(watch.before_mb, 1),
-        "rss_most_mb": round(watch.most_mb, 1),
+        "rss_most_mb": round(watch.peak_mb, 1),
         "rss_end_mb": round(end_mb, 1),
         "used_most_mb": round(watch.used_mb, 1),
         "checks": checks,
-        "false_claims": false_claims,
+        "false_claims": false_entries,
         "shrunk_blocks": workers.counters("shrunk_blocks"),
         "longest_pause_of_publishers_ms": round(pause.longest_s * 1e3, 1),
-        "is_met": not false_claims and grown_mb <= BUDGETS_MAX * budget_mb + FIXED_MB,
+        "is_met": not false_entries
+        and growth_mb <= GROWTH_BUDGETS_MAX * budget_mb + FIXED_OVERHEAD_MB,
     }
 
 
-async def _check(
-    workers: Workers, indexer: IndexerProcess, watch: Watch, count: int
+async def _compare_dump(
+    workers: Workers, indexer: IndexerProcess, watch: MemoryWatch, count: int
 ) -> dict[str, int]:
     async with indexer.stub() as stub:
         stats = await stub.Stats(indexer_pb2.StatsRequest(), timeout=10.0)
         watch.used_mb = max(watch.used_mb, stats.used_bytes / 1e6)
-        await workers.until_exact(stub)
-        claims = await dump(stub)
+        await workers.wait_until_exact(stub)
+        advertised = await dump(stub)
         # A publisher may have withdrawn blocks meanwhile; what its engine holds has not moved.
-        truths = [workers.truth(number) for number in range(count)]
-    claimed = [claims.get(number + 1, set()) for number in range(count)]
+        held_by_worker = [workers.held_hashes(number) for number in range(count)]
+    advertised_blocks = [advertised.get(number + 1, set()) for number in range(count)]
     return {
-        "claimed": sum(map(len, claimed)),
-        "held": sum(map(len, truths)),
-        "false": sum(len(one - truth) for one, truth in zip(claimed, truths, strict=True)),
+        "claimed": sum(map(len, advertised_blocks)),
+        "held": sum(map(len, held_by_worker)),
+        "false": sum(
+            len(one - held_hashes)
+            for one, held_hashes in zip(advertised_blocks, held_by_worker, strict=True)
+        ),
     }
 
 
@@ -127,11 +138,11 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=10)
     parser.add_argument("--workers", type=int, default=4)
     settings = parser.parse_args()
-    be_quiet()
+    silence_logs()
     load_before = os.getloadavg()[0]
-    result = asyncio.run(push(settings.budget_mb, settings.times, settings.workers))
-    asked = vars(settings) | {"chain": CHAIN}
-    print_report("index_memory", asked, result, load_1m_before=load_before)
+    result = asyncio.run(push_blocks(settings.budget_mb, settings.times, settings.workers))
+    parameters = vars(settings) | {"chain": CHAIN_BLOCKS}
+    print_report("index_memory", parameters, result, load_1m_before=load_before)
     sys.exit(not result["is_met"])
 
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.index_mesh import CHAIN, IndexerProcess, Workers, be_quiet, dump
+from bench.index_mesh import CHAIN_BLOCKS, IndexerProcess, Workers, dump, silence_logs
 from bench.measure import print_report, rss_mb
 from common.registry.file import FileRegistry
 from common.runtime.tasks import TaskGroup
@@ -27,7 +27,7 @@ from common.runtime.tasks import TaskGroup
 TARGET_S = 5.0
 
 
-async def restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
+async def measure_restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
     """Fill, kill, start, compare."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
@@ -41,8 +41,8 @@ async def restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
                     await indexer.start()
                     await _fill(workers, blocks, count)
                     async with indexer.stub() as stub:
-                        await workers.until_exact(stub)
-                    rows = [await _round(workers, indexer, count) for _ in range(rounds)]
+                        await workers.wait_until_exact(stub)
+                    rows = [await _restart_once(workers, indexer, count) for _ in range(rounds)]
                 finally:
                     for one in running:
                         one.cancel()
@@ -60,38 +60,38 @@ async def restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
 
 
 async def _fill(workers: Workers, blocks: int, count: int) -> None:
-    for n in range(blocks // CHAIN):
+    for n in range(blocks // CHAIN_BLOCKS):
         workers.store(n % count)
         await asyncio.sleep(0)
 
 
-async def _round(workers: Workers, indexer: IndexerProcess, count: int) -> dict[str, float]:
+async def _restart_once(workers: Workers, indexer: IndexerProcess, count: int) -> dict[str, float]:
     churn = asyncio.create_task(_churn(workers, count - 1))
     try:
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         await indexer.kill()
         await indexer.start()
-        ready_s = time.perf_counter() - began
+        ready_s = time.perf_counter() - started_at
         async with indexer.stub() as stub:
-            await workers.until_exact(stub)
-            exact_s = time.perf_counter() - began
+            await workers.wait_until_exact(stub)
+            exact_s = time.perf_counter() - started_at
             churn.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await churn
-            claimed = await workers.until_exact(stub)
+            advertised_blocks = await workers.wait_until_exact(stub)
             differences = 0
-            claims = await dump(stub)
+            advertised = await dump(stub)
             for number in range(count):
-                announced = workers.published(number)
-                differences += len(claims[number + 1] ^ announced)
-                differences += len(announced ^ workers.truth(number))
+                published_blocks = workers.published_hashes(number)
+                differences += len(advertised[number + 1] ^ published_blocks)
+                differences += len(published_blocks ^ workers.held_hashes(number))
     finally:
         churn.cancel()
     return {
         "ready_s": round(ready_s, 2),
         "exact_s": round(exact_s, 2),
         "exact_after_ready_s": round(exact_s - ready_s, 2),
-        "blocks": claimed,
+        "blocks": advertised_blocks,
         "differences": differences,
         "indexer_rss_mb": round(rss_mb(indexer.pid), 1),
     }
@@ -111,11 +111,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     settings = parser.parse_args()
-    be_quiet()
+    silence_logs()
     load_before = os.getloadavg()[0]
-    result = asyncio.run(restart(settings.blocks, settings.workers, settings.rounds))
-    asked = vars(settings) | {"chain": CHAIN}
-    print_report("index_restart", asked, result, load_1m_before=load_before)
+    result = asyncio.run(measure_restart(settings.blocks, settings.workers, settings.rounds))
+    parameters = vars(settings) | {"chain": CHAIN_BLOCKS}
+    print_report("index_restart", parameters, result, load_1m_before=load_before)
     sys.exit(not result["is_met"])
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import orjson
 
 from frontend_svc.core.openai.bodies import parse_chat
-from frontend_svc.core.openai.sse import ChunkWriter, Kind
+from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
 from frontend_svc.metrics import DeploymentState, Endpoint
 
 CALLS = 100_000
@@ -27,7 +27,7 @@ def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
     return round(min(timeit.repeat(call, number=calls, repeat=ROUNDS)) / calls * 1e9, 1)
 
 
-def whole_dump(answer_id: str) -> bytes:
+def whole_dump(response_id: str) -> bytes:
     """What a chunk costs when it is serialised anew each time."""
     choice = {
         "index": 0,
@@ -36,7 +36,7 @@ def whole_dump(answer_id: str) -> bytes:
         "finish_reason": None,
     }
     chunk = {
-        "id": answer_id,
+        "id": response_id,
         "object": "chat.completion.chunk",
         "created": 1_700_000_000,
         "model": "a-model",
@@ -47,8 +47,8 @@ def whole_dump(answer_id: str) -> bytes:
 
 
 def main() -> None:
-    answer_id = "chatcmpl-0123456789abcdef0123456789abcdef"
-    writer = ChunkWriter(Kind.CHAT, answer_id, "a-model", 1_700_000_000)
+    response_id = "chatcmpl-0123456789abcdef0123456789abcdef"
+    writer = ChunkWriter(ChunkKind.CHAT, response_id, "a-model", 1_700_000_000)
     content = writer.content
     meter = DeploymentState(lambda: {"m"}).begin("m", Endpoint.CHAT_COMPLETIONS, True)
     messages = [{"role": "user", "content": "some words " * 20}] * 10
@@ -61,10 +61,10 @@ def main() -> None:
         "python": platform.python_version(),
         "load_1m": round(os.getloadavg()[0], 2),
         "content_ns": best_ns(lambda: content(TOKEN)),
-        "whole_dump_ns": best_ns(lambda: whole_dump(answer_id)),
+        "whole_dump_ns": best_ns(lambda: whole_dump(response_id)),
         "empty_call_ns": best_ns(lambda: None),
         "meter_tokens_ns": best_ns(lambda: meter.tokens(1, 1.0)),
-        "writer_ns": best_ns(lambda: ChunkWriter(Kind.CHAT, answer_id, "m", 1), CALLS // 10),
+        "writer_ns": best_ns(lambda: ChunkWriter(ChunkKind.CHAT, response_id, "m", 1), CALLS // 10),
         "parse_chat_10_messages_ns": best_ns(lambda: parse_chat(body), CALLS // 50),
     }
     print(json.dumps(result))

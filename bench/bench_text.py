@@ -25,7 +25,7 @@ from tokenizers.decoders import DecodeStream
 
 from frontend_svc.core.text.detokenizer import Detokenizer, StreamDetokenizer, Vocabulary
 from frontend_svc.core.text.prompt import ChatTemplate
-from frontend_svc.core.text.stop_strings import StopMachine
+from frontend_svc.core.text.stop_strings import StopStringMatcher
 
 MODEL_DIR = Path(__file__).parent.parent / "worker_svc/engines/sim/model"
 TOKENS_PER_CALL = (1, 4, 16, 256)
@@ -107,13 +107,14 @@ def stop_figures(ids: Sequence[int], repeats: int) -> dict[str, float]:
     vocabulary = Vocabulary.from_tokenizer_json((MODEL_DIR / "tokenizer.json").read_bytes())
     pieces = [piece for piece in Detokenizer(vocabulary).feed(ids) if "\n" not in piece]
 
-    def feed_all(stops: list[str]) -> None:
-        feed = StopMachine(stops).feed
+    def feed_all(stop_strings: list[str]) -> None:
+        feed = StopStringMatcher(stop_strings).feed
         for piece in pieces:
             feed(piece)
 
     return {
-        name: best(partial(feed_all, stops), len(pieces), repeats) for name, stops in STOPS.items()
+        name: best(partial(feed_all, stop_strings), len(pieces), repeats)
+        for name, stop_strings in STOPS.items()
     }
 
 

@@ -49,12 +49,15 @@ READY_S = 30.0
 
 @contextlib.contextmanager
 def mesh(
-    sim: Sequence[str], extra: Sequence[str], shape: str = "agg", selector: str = "kv"
+    sim_flags: Sequence[str],
+    frontend_flags: Sequence[str],
+    shape: str = "agg",
+    selector: str = "kv",
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """A frontend, a router, an indexer and two sim workers; the HTTP port and the pids."""
     with tempfile.TemporaryDirectory(prefix="kvmesh-bench-") as folder:
         common = ["--registry-path", f"{folder}/registry", "--log-level", "warning"]
-        worker = [*common, *sim, "--model-name", MODEL, "--notice-s", "0"]
+        worker = [*common, *sim_flags, "--model-name", MODEL, "--notice-s", "0"]
         commands = {
             "indexer": ["indexer_svc", *common, "--notice-s", "0"],
             "router": ["router_svc", *common, "--notice-s", "0", "--selector", selector],
@@ -62,7 +65,15 @@ def mesh(
                 f"worker{i}": ["worker_svc", *worker, "--role", role]
                 for i, role in enumerate(ROLES[shape])
             },
-            "frontend": ["frontend_svc", *common, "--http-port", "0", "--notice-s", "0", *extra],
+            "frontend": [
+                "frontend_svc",
+                *common,
+                "--http-port",
+                "0",
+                "--notice-s",
+                "0",
+                *frontend_flags,
+            ],
         }
         running: dict[str, subprocess.Popen[bytes]] = {}
         ready: dict[str, dict[str, Any]] = {}
@@ -105,8 +116,8 @@ def _await_model(port: int) -> None:
     deadline = time.monotonic() + READY_S
     url = f"http://127.0.0.1:{port}/health"
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
-            workers = [i for i in json.load(answer)["instances"] if i["service"] == "worker"]
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as response:
+            workers = [i for i in json.load(response)["instances"] if i["service"] == "worker"]
             if len(workers) == 2:
                 return
         time.sleep(0.05)
@@ -114,23 +125,23 @@ def _await_model(port: int) -> None:
 
 
 # Any: JSON trees of figures.
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from _flatten(value, f"{prefix}{key}.")
         elif isinstance(value, int | float):
             yield prefix + key, value
 
 
-def _median(runs: list[dict[str, Any]]) -> dict[str, float]:
+def _median_row(runs: list[dict[str, Any]]) -> dict[str, float]:
     columns: dict[str, list[float]] = {}
     for run in runs:
-        for key, value in _flat(run):
+        for key, value in _flatten(run):
             columns.setdefault(key, []).append(value)
     return {key: round(statistics.median(values), 4) for key, values in columns.items()}
 
 
-def _show(mode: str, row: dict[str, float]) -> None:
+def _print_row(mode: str, row: dict[str, float]) -> None:
     cpu = "  ".join(
         f"{name} {row.get(f'cpu.{name}.s_per_mtok', 0):.1f}s/Mtok {row[f'cpu.{name}.pct']:.0f}%"
         for name in ("frontend", "router", "worker0", "worker1")
@@ -164,7 +175,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     with machine_lock(), tempfile.TemporaryDirectory(prefix="kvmesh-bodies-") as folder:
         for mode in args.modes.split(","):
-            sim, stream = MODES[mode]
+            sim_flags, stream = MODES[mode]
             bodies = Path(folder) / f"{mode}.jsonl"
             tokenizer = ROOT / "worker_svc/engines/sim/model/tokenizer.json"
             write_bodies(
@@ -179,7 +190,7 @@ def main() -> None:
                 prefixes=SHARED_PREFIXES,
             )
             flags = args.frontend.split()
-            with mesh(sim, flags, args.shape, args.selector) as (port, pids):
+            with mesh(sim_flags, flags, args.shape, args.selector) as (port, pids):
                 for concurrency in map(int, args.concurrency.split(",")):
                     runs = [
                         run_load(
@@ -190,12 +201,12 @@ def main() -> None:
                             args.seconds,
                             pids,
                             offset=997 * i,
-                            tokens_a_request=args.osl,
+                            tokens_per_request=args.osl,
                         )
                         for i in range(args.repeat)
                     ]
-                    row = _median(runs)
-                    _show(mode, row)
+                    row = _median_row(runs)
+                    _print_row(mode, row)
                     rows.append({"mode": mode, "median": row})
     result = {
         "bench": "gateway",

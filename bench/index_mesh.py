@@ -31,23 +31,23 @@ from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from worker_svc.kv_events.normalizer import (
-    Canonicaliser,
-    Duplicates,
-    Feed,
-    KvRules,
+    DuplicatePolicy,
+    KvEventFormat,
+    Normalizer,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
 from worker_svc.kv_events.publisher import Publisher
 
 NAMESPACE = "default"
-BLOCK = 16
-CHAIN = 128
+BLOCK_SIZE = 16
+CHAIN_BLOCKS = 128
 WAIT_S = 60.0
-PARTITION = Partition("bench", BLOCK, 1)
+PARTITION = Partition("bench", BLOCK_SIZE, 1)
 
 
-def be_quiet() -> None:
+def silence_logs() -> None:
     """Standard output is for the result; what publishers log meanwhile is not asked for."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
@@ -71,16 +71,16 @@ class IndexerProcess:
 
     async def start(self) -> None:
         """Returns when it is ready."""
-        ready, theirs = os.pipe()
+        read_fd, write_fd = os.pipe()
         path = os.pathsep.join([str(ROOT / "protos"), str(ROOT)])
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
-            *("--ready-fd", str(theirs)),
+            *("--ready-fd", str(write_fd)),
             env={"PYTHONPATH": path, "PATH": os.environ["PATH"]},
-            pass_fds=[theirs],
+            pass_fds=[write_fd],
         )
-        os.close(theirs)
-        with os.fdopen(ready) as pipe:
+        os.close(write_fd)
+        with os.fdopen(read_fd) as pipe:
             line = json.loads(await asyncio.to_thread(pipe.readline))
         self.address = line["addresses"]["grpc"]
 
@@ -98,7 +98,7 @@ class IndexerProcess:
             yield indexer_pb2_grpc.IndexerServiceStub(channel)
 
 
-def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
     """How this mesh names blocks."""
     return PrefixHasher(mesh_key=b"", model=PARTITION.model, block_size=block_size)
 
@@ -112,7 +112,9 @@ class Workers:
         self._registry = registry
         self._rng = np.random.default_rng(7)
         self._chains = 0
-        self._suffix = self._rng.integers(0, 2**17, CHAIN * BLOCK - 1, dtype="<u4").tobytes()
+        self._suffix = self._rng.integers(
+            0, 2**17, CHAIN_BLOCKS * BLOCK_SIZE - 1, dtype="<u4"
+        ).tobytes()
 
     async def register(self) -> None:
         """Puts the workers into discovery, so that the indexer keeps them."""
@@ -120,7 +122,7 @@ class Workers:
             worker = Instance(
                 *(publisher.worker_id, NAMESPACE, "worker", "", "127.0.0.1:1"),
                 model=PARTITION.model,
-                block_size=BLOCK,
+                block_size=BLOCK_SIZE,
             )
             await self._registry.register(worker)
 
@@ -129,35 +131,35 @@ class Workers:
         chain = self._chains = self._chains + 1
         tokens = chain.to_bytes(4, "little") + self._suffix
         self.cached[number][chain] = None
-        names = range(chain * CHAIN, (chain + 1) * CHAIN)
-        self.publishers[number].take([PagesStored(names, None, tokens, BLOCK)])
+        names = range(chain * CHAIN_BLOCKS, (chain + 1) * CHAIN_BLOCKS)
+        self.publishers[number].take([PagesStored(names, None, tokens, BLOCK_SIZE)])
 
     def evict(self, number: int) -> None:
         """An engine drops the chain it has had for the longest."""
         chain = next(iter(self.cached[number]))
         del self.cached[number][chain]
-        names = range((chain + 1) * CHAIN - 1, chain * CHAIN - 1, -1)
+        names = range((chain + 1) * CHAIN_BLOCKS - 1, chain * CHAIN_BLOCKS - 1, -1)
         self.publishers[number].take([PagesRemoved(names)])
 
-    def truth(self, number: int) -> set[int]:
+    def held_hashes(self, number: int) -> set[int]:
         """The prefix hashes of all that an engine holds."""
-        hasher = hasher_of("", "", BLOCK)
+        hasher = hasher_factory("", "", BLOCK_SIZE)
         names: set[int] = set()
         for chain in self.cached[number]:
             tokens = chain.to_bytes(4, "little") + self._suffix
             names.update(hasher.prefix_hashes(np.frombuffer(tokens, dtype="<u4")).tolist())
         return names
 
-    def published(self, number: int) -> set[int]:
+    def published_hashes(self, number: int) -> set[int]:
         """What a publisher says that it has announced."""
-        ledger = self.publishers[number].feeds[0].ledger
-        return {key for chunk in ledger.snapshot() for key in chunk.hashes.tolist()}
+        event_log = self.publishers[number].feeds[0].event_log
+        return {key for chunk in event_log.snapshot() for key in chunk.hashes.tolist()}
 
     def counters(self, name: str) -> int:
         """A counter of all publishers."""
         return sum(publisher.counters[name] for publisher in self.publishers)
 
-    async def until_exact(self, stub: Any) -> int:
+    async def wait_until_exact(self, stub: Any) -> int:
         """Waits until the index stands where all publishers do; blocks it claims."""
         deadline = time.monotonic() + WAIT_S
         while True:
@@ -167,7 +169,7 @@ class Workers:
                 for row in stats.sources
                 if row.status.state == "exact"
             }
-            ledgers = {p.worker_id: p.feeds[0].ledger for p in self.publishers}
+            ledgers = {p.worker_id: p.feeds[0].event_log for p in self.publishers}
             if all(at.get(n, (0, 0)) == (one.epoch, one.sequence) for n, one in ledgers.items()):
                 return int(stats.blocks)
             if time.monotonic() > deadline:
@@ -175,8 +177,8 @@ class Workers:
             await asyncio.sleep(0.005)
 
     def _publisher(self, worker_id: int, registry: FileRegistry) -> Publisher:
-        rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
-        feed = Feed(Source(worker_id), Canonicaliser(rules, hasher_of))
+        rules = KvEventFormat(BLOCK_SIZE, BLOCK_SIZE, DuplicatePolicy.IDEMPOTENT)
+        feed = SourceFeed(Source(worker_id), Normalizer(rules, hasher_factory))
         return Publisher(
             worker_id,
             PARTITION,
@@ -197,13 +199,13 @@ async def dump(stub: Any) -> Mapping[int, set[int]]:
         if chunk.first:
             part.clear()  # Perhaps anew: the source was replaced amid the dump.
         part.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
-    claims: dict[int, set[int]] = {}
+    advertised: dict[int, set[int]] = {}
     for (worker_id, _), part in parts.items():
-        claims.setdefault(worker_id, set()).update(part)
-    return claims
+        advertised.setdefault(worker_id, set()).update(part)
+    return advertised
 
 
-class LoopPause:
+class LoopLagMonitor:
     """The longest that the event loop kept a task waiting beyond 1 ms, in seconds."""
 
     def __init__(self) -> None:

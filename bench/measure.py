@@ -54,9 +54,9 @@ def core_sha256_mb_s() -> int:
     """SHA-256 on one core, best of five: shows a machine that changes its speed between runs."""
     data, best = b"x" * (1 << 22), 0.0
     for _ in range(5):
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         hashlib.sha256(data).digest()
-        best = max(best, len(data) / 1e6 / (time.perf_counter() - began))
+        best = max(best, len(data) / 1e6 / (time.perf_counter() - started_at))
     return round(best)
 
 
@@ -124,23 +124,28 @@ def run_load(
     path: str = "/v1/chat/completions",
     quickack: bool = False,
     offset: int = 0,
-    tokens_a_request: int,
+    tokens_per_request: int,
 ) -> dict[str, Any]:
     """One closed-loop run; client figures, CPU by process, what others used of the machine."""
     command = [str(loadgen), "127.0.0.1", str(port), str(bodies), str(concurrency), str(seconds)]
     env = {**os.environ, "QUICKACK": "1" if quickack else "0", "BODY_OFFSET": str(offset)}
-    load1 = os.getloadavg()[0]
-    before, busy0 = {name: cpu_s(pid) for name, pid in pids.items()}, machine_busy()
+    load_1m_at_start = os.getloadavg()[0]
+    before, busy_before = {name: cpu_s(pid) for name, pid in pids.items()}, machine_busy()
     done = subprocess.run([*command, path], check=True, capture_output=True, env=env)
     result: dict[str, Any] = json.loads(done.stdout)
-    busy1 = machine_busy()
-    used = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
-    tokens = result["ok"] * tokens_a_request
-    busy_pct = 100 * (busy1[0] - busy0[0]) / max(1, busy1[1] - busy0[1]) * (os.cpu_count() or 1)
-    mine_pct = 100 * (sum(used.values()) + result["client_cpu_s"]) / result["wall"]
-    result["load1_before"] = round(load1, 2)
-    result["tokens_per_s"] = round(result["window_rps"] * tokens_a_request)
-    result["other_cpu_pct"] = round(busy_pct - mine_pct, 1)
+    busy_after = machine_busy()
+    cpu_used_s = {name: cpu_s(pid) - before[name] for name, pid in pids.items()}
+    tokens = result["ok"] * tokens_per_request
+    machine_cpu_pct = (
+        100
+        * (busy_after[0] - busy_before[0])
+        / max(1, busy_after[1] - busy_before[1])
+        * (os.cpu_count() or 1)
+    )
+    own_cpu_pct = 100 * (sum(cpu_used_s.values()) + result["client_cpu_s"]) / result["wall"]
+    result["load1_before"] = round(load_1m_at_start, 2)
+    result["tokens_per_s"] = round(result["window_rps"] * tokens_per_request)
+    result["other_cpu_pct"] = round(machine_cpu_pct - own_cpu_pct, 1)
     result["cpu"] = {
         name: {
             "pct": round(100 * seconds_used / result["wall"], 1),
@@ -148,6 +153,6 @@ def run_load(
             "ms_per_request": round(seconds_used / result["ok"] * 1e3, 3) if result["ok"] else None,
             "rss_mb": round(rss_mb(pids[name]), 1),
         }
-        for name, seconds_used in used.items()
+        for name, seconds_used in cpu_used_s.items()
     }
     return result

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar, Self
 
-_NOTHING: Mapping[str, str] = MappingProxyType({})
+_EMPTY_METADATA: Mapping[str, str] = MappingProxyType({})
 
 
 class MeshError(Exception):
@@ -42,7 +42,7 @@ class MeshError(Exception):
         self.field = field
         self.retry_after_s = retry_after_s
         self.reason = self.kind if reason is None else reason
-        self.metadata = _NOTHING if metadata is None else MappingProxyType(dict(metadata))
+        self.metadata = _EMPTY_METADATA if metadata is None else MappingProxyType(dict(metadata))
 
     @classmethod
     def restore(
@@ -91,8 +91,8 @@ class Unsupported(InvalidRequest):
 
     kind = "UNSUPPORTED"
 
-    def __init__(self, field: str, why: str, *, reason: str | None = None) -> None:
-        super().__init__(f"'{field}' is not supported: {why}.", field, reason=reason)
+    def __init__(self, field: str, message: str, *, reason: str | None = None) -> None:
+        super().__init__(f"'{field}' is not supported: {message}.", field, reason=reason)
 
 
 class PromptTooLong(InvalidRequest):
@@ -147,12 +147,12 @@ class Overloaded(MeshError):
     def __init__(
         self,
         retry_after_s: float | None = None,
-        why: str = "at capacity",
+        message: str = "at capacity",
         *,
         reason: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(why, retry_after_s=retry_after_s, reason=reason, metadata=metadata)
+        super().__init__(message, retry_after_s=retry_after_s, reason=reason, metadata=metadata)
 
 
 class Unavailable(MeshError):
@@ -163,7 +163,7 @@ class Unavailable(MeshError):
 
     def __init__(
         self,
-        why: str,
+        message: str,
         retry_after_s: float | None = None,
         *,
         field: str | None = None,
@@ -171,7 +171,7 @@ class Unavailable(MeshError):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(
-            why, field=field, retry_after_s=retry_after_s, reason=reason, metadata=metadata
+            message, field=field, retry_after_s=retry_after_s, reason=reason, metadata=metadata
         )
 
 
@@ -224,14 +224,14 @@ class Unimplemented(MeshError):
     kind = "UNIMPLEMENTED"
 
 
-class Bug(MeshError):
+class InternalError(MeshError):
     """Our mistake: report it. Never raised for what a peer or a client did wrong."""
 
     kind = "BUG"
 
 
 # Every class a peer can send, for the table in interceptors and for tests that walk them all.
-MESH_ERRORS: tuple[type[MeshError], ...] = (
+MESH_ERROR_CLASSES: tuple[type[MeshError], ...] = (
     InvalidRequest,
     Unsupported,
     PromptTooLong,
@@ -246,5 +246,5 @@ MESH_ERRORS: tuple[type[MeshError], ...] = (
     DeadlineExceeded,
     RequestCancelled,
     Unimplemented,
-    Bug,
+    InternalError,
 )

@@ -35,12 +35,12 @@ from prometheus_client.registry import Collector
 from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
 from frontend_svc.core.openai.errors import ErrorType
-from frontend_svc.core.peers.hit_drift import Standing
+from frontend_svc.core.peers.hit_drift import DriftStats
 
-Registry = CollectorRegistry
+MetricsRegistry = CollectorRegistry
 Clock = Callable[[], float]
 # The models served now; asked once a request.
-Served = Callable[[], Container[str]]
+ServedModels = Callable[[], Container[str]]
 
 LEGACY_PREFIX = "nv_llm"
 PREFIX = "kvmesh_frontend"
@@ -121,7 +121,7 @@ class Metrics:
         self._inflight_children: dict[str, Gauge] = {}
         self._duration_children: dict[str, Histogram] = {}
 
-    def register(self, registry: Registry) -> None:
+    def register(self, registry: MetricsRegistry) -> None:
         """Exposes the three collectors; Conflict where one of their names is taken."""
         _register(registry, self.collectors)
 
@@ -134,12 +134,12 @@ class Metrics:
     ) -> int:
         """Requests that ended so; asking makes no series."""
         child = self._request_children.get((model, endpoint, request_type, status))
-        return 0 if child is None else int(_value(child))
+        return 0 if child is None else int(_child_value(child))
 
     def get_inflight_count(self, model: str) -> int:
         """Guards alive; asking makes no series."""
         child = self._inflight_children.get(model)
-        return 0 if child is None else int(_value(child))
+        return 0 if child is None else int(_child_value(child))
 
     def inc_request_counter(
         self, model: str, endpoint: Endpoint, request_type: RequestType, status: Status
@@ -244,11 +244,11 @@ def log_buckets(low: float, high: float, count: int) -> tuple[float, ...]:
     assert 0 < low < high, "bounds are positive and ascend"
     assert count > 1, "two ends make two bounds"
     ratio = high / low
-    bounds = {_two_digits(low * ratio ** (step / (count - 1))) for step in range(count)}
+    bounds = {_round_to_two_digits(low * ratio ** (step / (count - 1))) for step in range(count)}
     return (0.0, *sorted(bounds))
 
 
-def _two_digits(value: float) -> float:
+def _round_to_two_digits(value: float) -> float:
     return round(value, 1 - math.floor(math.log10(value)))
 
 
@@ -259,7 +259,7 @@ TTFT_BUCKETS_S = log_buckets(0.001, 480, 18)
 ITL_BUCKETS_S = log_buckets(0.001, 80, 20)
 
 
-class LoopHistogramChild:
+class SingleThreadHistogramChild:
     """The counts of one model. `observe` costs a bisection and two additions."""
 
     __slots__ = ("_bounds", "counts", "total")
@@ -285,7 +285,7 @@ class LoopHistogramChild:
         return buckets
 
 
-class LoopHistogram(Collector):
+class SingleThreadHistogram(Collector):
     """A histogram by model that one thread writes, without locks: it is written once a token.
 
     prometheus_client's takes 5 locks and a linear search an observation, and cannot take several
@@ -296,12 +296,12 @@ class LoopHistogram(Collector):
         self._name = name
         self._documentation = documentation
         self._bounds = tuple(float(bound) for bound in bounds)
-        self._children: dict[str, LoopHistogramChild] = {}
+        self._children: dict[str, SingleThreadHistogramChild] = {}
 
-    def labels(self, model: str) -> LoopHistogramChild:
+    def labels(self, model: str) -> SingleThreadHistogramChild:
         child = self._children.get(model)
         if child is None:
-            child = self._children[model] = LoopHistogramChild(self._bounds)
+            child = self._children[model] = SingleThreadHistogramChild(self._bounds)
         return child
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
@@ -326,12 +326,12 @@ class ModelSeries:
     queued: Gauge
     disconnected: Counter
     output_total: Counter
-    duration: LoopHistogramChild
-    input_tokens: LoopHistogramChild
-    output_tokens: LoopHistogramChild
-    cached_tokens: LoopHistogramChild
-    ttft: LoopHistogramChild
-    itl: LoopHistogramChild
+    duration: SingleThreadHistogramChild
+    input_tokens: SingleThreadHistogramChild
+    output_tokens: SingleThreadHistogramChild
+    cached_tokens: SingleThreadHistogramChild
+    ttft: SingleThreadHistogramChild
+    itl: SingleThreadHistogramChild
 
 
 class FrontendMetrics:
@@ -347,8 +347,10 @@ class FrontendMetrics:
         def gauge(name: str, documentation: str) -> Gauge:
             return Gauge(f"{prefix}_{name}", documentation, ("model",), registry=None)
 
-        def histogram(name: str, documentation: str, bounds: Sequence[float]) -> LoopHistogram:
-            return LoopHistogram(f"{prefix}_{name}", documentation, bounds)
+        def histogram(
+            name: str, documentation: str, bounds: Sequence[float]
+        ) -> SingleThreadHistogram:
+            return SingleThreadHistogram(f"{prefix}_{name}", documentation, bounds)
 
         self._started = counter(
             "requests_started_total", "Requests begun", "endpoint", "request_type"
@@ -380,7 +382,7 @@ class FrontendMetrics:
             "inter_token_latency_seconds", "Gap between tokens of a request", ITL_BUCKETS_S
         )
         self._models: dict[str, ModelSeries] = {}
-        self._cells: dict[tuple[str, ...], Counter] = {}
+        self._counter_children: dict[tuple[str, ...], Counter] = {}
 
     @property
     def collectors(self) -> tuple[Collector, ...]:
@@ -417,10 +419,10 @@ class FrontendMetrics:
             )
         return children
 
-    def started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
-        self._cell(self._started, "started", model, endpoint, request_type).inc()
+    def count_started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
+        self._counter_child(self._started, "started", model, endpoint, request_type).inc()
 
-    def ended(
+    def count_ended(
         self,
         model: str,
         endpoint: Endpoint,
@@ -429,15 +431,15 @@ class FrontendMetrics:
         error_type: ErrorType,
     ) -> None:
         labels = (model, endpoint, request_type, status, error_type)
-        self._cell(self._requests, "requests", *labels).inc()
+        self._counter_child(self._requests, "requests", *labels).inc()
         if status is Status.ERROR:
-            self._cell(self._failures, "failures", model, endpoint, error_type).inc()
+            self._counter_child(self._failures, "failures", model, endpoint, error_type).inc()
 
-    def _cell(self, counter: Counter, name: str, *labels: str) -> Counter:
-        cell = self._cells.get((name, *labels))
-        if cell is None:
-            cell = self._cells[(name, *labels)] = counter.labels(*labels)
-        return cell
+    def _counter_child(self, counter: Counter, name: str, *labels: str) -> Counter:
+        child = self._counter_children.get((name, *labels))
+        if child is None:
+            child = self._counter_children[(name, *labels)] = counter.labels(*labels)
+        return child
 
 
 class RequestMeter:
@@ -468,7 +470,7 @@ class RequestMeter:
         self._is_closed = False
         self._last_s = guard.timer
         self._output_tokens = 0
-        frontend.started(guard.model, guard.endpoint, guard.request_type)
+        frontend.count_started(guard.model, guard.endpoint, guard.request_type)
         self._model.inflight.inc()
         self._model.queued.inc()
 
@@ -523,7 +525,7 @@ class RequestMeter:
         model.duration.observe(self._clock() - guard.timer)
         is_ok = guard.status is Status.SUCCESS
         error_type = ErrorType.NONE if is_ok else self._error_type
-        self._frontend.ended(
+        self._frontend.count_ended(
             guard.model, guard.endpoint, guard.request_type, guard.status, error_type
         )
 
@@ -546,16 +548,18 @@ class DeploymentState:
     served: label values of `model` come from here and nowhere else. clock: monotonic seconds.
     """
 
-    served: Served
+    served: ServedModels
     metrics: Metrics = field(default_factory=Metrics)
     frontend: FrontendMetrics = field(default_factory=FrontendMetrics)
     clock: Clock = time.monotonic
 
-    def register(self, registry: Registry, *, legacy: bool = True, current: bool = True) -> None:
+    def register(
+        self, registry: MetricsRegistry, *, legacy: bool = True, current: bool = True
+    ) -> None:
         """Exposes either family or both; both always count. Conflict where a name is taken."""
-        older = self.metrics.collectors if legacy else ()
-        newer = self.frontend.collectors if current else ()
-        _register(registry, (*older, *newer))
+        legacy_collectors = self.metrics.collectors if legacy else ()
+        current_collectors = self.frontend.collectors if current else ()
+        _register(registry, (*legacy_collectors, *current_collectors))
 
     def create_inflight_guard(
         self, model: str, endpoint: Endpoint, streaming: bool
@@ -578,9 +582,9 @@ class ModelConfigCollector(Collector):
     """
 
     SUMS = ("total_kv_blocks", "max_num_seqs", "max_num_batched_tokens")
-    LEAST = ("context_length", "block_size")
+    MINIMA = ("context_length", "block_size")
 
-    def __init__(self, snapshot: Callable[[], Snapshot], served: Served, prefix: str) -> None:
+    def __init__(self, snapshot: Callable[[], Snapshot], served: ServedModels, prefix: str) -> None:
         self._snapshot = snapshot
         self._served = served
         self._prefix = prefix
@@ -598,10 +602,14 @@ class ModelConfigCollector(Collector):
         for model, found in workers.items():
             count.add_metric((model,), len(found))
         yield count
-        for name in (*self.SUMS, *self.LEAST):
-            how = "summed over its workers" if name in self.SUMS else "the least of its workers'"
+        for name in (*self.SUMS, *self.MINIMA):
+            aggregation = (
+                "summed over its workers" if name in self.SUMS else "the least of its workers'"
+            )
             gauge = GaugeMetricFamily(
-                f"{self._prefix}_model_{name}", f"{name} of the model, {how}", labels=("model",)
+                f"{self._prefix}_model_{name}",
+                f"{name} of the model, {aggregation}",
+                labels=("model",),
             )
             for model, found in workers.items():
                 values = [v for w in found if (v := getattr(w, name)) is not None]
@@ -611,16 +619,16 @@ class ModelConfigCollector(Collector):
 
 
 @dataclass(frozen=True, slots=True)
-class KvStanding:
+class LabelledDrift:
     """How predictions about a worker's rank have fared; model and worker are label values."""
 
     model: str
     worker: str
     dp_rank: int
-    standing: Standing
+    stats: DriftStats
 
 
-class KvDriftCollector(Collector):
+class HitDriftCollector(Collector):
     """Predicted against actual cached tokens, by worker; read when it is scraped.
 
     Only workers that are there have samples: a restarted one begins anew.
@@ -628,8 +636,8 @@ class KvDriftCollector(Collector):
 
     LABELS = ("model", "worker", "dp_rank")
 
-    def __init__(self, standings: Callable[[], Iterable[KvStanding]], prefix: str) -> None:
-        self._standings = standings
+    def __init__(self, drift_stats: Callable[[], Iterable[LabelledDrift]], prefix: str) -> None:
+        self._source_drifts = drift_stats
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -646,19 +654,19 @@ class KvDriftCollector(Collector):
         requests = counter("kv_predicted_requests", "Requests whose prediction was compared")
         ratio = gauge("kv_drift_ratio", "Share of cached tokens predicted wrongly, of late, 0 to 1")
         degraded = gauge("kv_degraded", "1 where that is above kv_drift_max")
-        for one in self._standings():
-            labels = (one.model, one.worker, str(one.dp_rank))
-            standing = one.standing
-            predicted.add_metric(labels, standing.predicted)
-            actual.add_metric(labels, standing.actual)
-            requests.add_metric(labels, standing.requests)
-            ratio.add_metric(labels, standing.ratio)
-            degraded.add_metric(labels, float(standing.is_degraded))
+        for entry in self._source_drifts():
+            labels = (entry.model, entry.worker, str(entry.dp_rank))
+            stats = entry.stats
+            predicted.add_metric(labels, stats.predicted)
+            actual.add_metric(labels, stats.actual)
+            requests.add_metric(labels, stats.requests)
+            ratio.add_metric(labels, stats.ratio)
+            degraded.add_metric(labels, float(stats.is_degraded))
         yield from (predicted, actual, requests, ratio, degraded)
 
 
 @dataclass(frozen=True, slots=True)
-class Survival:
+class ResilienceStats:
     """What this frontend did so that requests survive; counts since its start.
 
     lost_s: seconds its own loop has lost. retries, retries_refused: attempts after the first that
@@ -667,29 +675,29 @@ class Survival:
     their turn. left_alone: workers that get no requests.
     """
 
-    lost_s: float
+    stalled_s: float
     retries: int
     retries_refused: int
     unrouted: int
-    rerouted: int
-    rerouted_waiting: int
-    left_alone: int
+    migrations_active: int
+    migrations_waiting: int
+    excluded_workers: int
 
 
-class SurvivalCollector(Collector):
-    """Shows `Survival` as it is at a scrape."""
+class ResilienceCollector(Collector):
+    """Shows `ResilienceStats` as it is at a scrape."""
 
-    def __init__(self, survival: Callable[[], Survival], prefix: str) -> None:
-        self._survival = survival
+    def __init__(self, read_stats: Callable[[], ResilienceStats], prefix: str) -> None:
+        self._read_stats = read_stats
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """See prometheus_client."""
-        now, prefix = self._survival(), self._prefix
+        now, prefix = self._read_stats(), self._prefix
         yield CounterMetricFamily(
             f"{prefix}_loop_lost_seconds",
             "Time the event loop came round late; peers are not judged for it",
-            now.lost_s,
+            now.stalled_s,
         )
         yield CounterMetricFamily(f"{prefix}_retries", "Attempts after the first", now.retries)
         yield CounterMetricFamily(
@@ -697,32 +705,36 @@ class SurvivalCollector(Collector):
         )
         yield CounterMetricFamily(f"{prefix}_unrouted", "Placements without a router", now.unrouted)
         yield GaugeMetricFamily(
-            f"{prefix}_rerouted_requests", "Requests tried again, without a token", now.rerouted
+            f"{prefix}_rerouted_requests",
+            "Requests tried again, without a token",
+            now.migrations_active,
         )
         yield GaugeMetricFamily(
             f"{prefix}_rerouted_waiting_requests",
             "Requests that wait for their turn to be tried again",
-            now.rerouted_waiting,
+            now.migrations_waiting,
         )
         yield GaugeMetricFamily(
-            f"{prefix}_workers_left_alone", "Workers that get no requests for now", now.left_alone
+            f"{prefix}_workers_left_alone",
+            "Workers that get no requests for now",
+            now.excluded_workers,
         )
 
 
-def _register(registry: Registry, collectors: Sequence[Collector]) -> None:
+def _register(registry: MetricsRegistry, collectors: Sequence[Collector]) -> None:
     """All of them or none."""
-    done: list[Collector] = []
+    registered: list[Collector] = []
     for collector in collectors:
         try:
             registry.register(collector)
         except ValueError as error:
-            for earlier in done:
+            for earlier in registered:
                 registry.unregister(earlier)
             raise Conflict(f"metrics are registered already: {error}") from error
-        done.append(collector)
+        registered.append(collector)
 
 
-def _value(child: Counter | Gauge) -> float:
+def _child_value(child: Counter | Gauge) -> float:
     """A child's value, through the only public door."""
     (family,) = child.collect()
     return float(family.samples[0].value)

@@ -8,7 +8,7 @@ from opentelemetry import trace
 
 from common.errors import MeshError
 from common.runtime import telemetry
-from frontend_svc.core.request.machine import Outcome
+from frontend_svc.core.request.machine import RequestOutcome
 
 SPAN_NAME = "http-request"
 
@@ -32,18 +32,18 @@ class RequestSpan:
         sampled = context.is_valid and context.trace_flags.sampled
         self.trace_id = f"{context.trace_id:032x}" if sampled else ""
 
-    def is_about(self, facts: Mapping[str, str | int | bool]) -> None:
+    def set_attributes(self, attributes: Mapping[str, str | int | bool]) -> None:
         """Adds attributes."""
         if self._span.is_recording():
-            self._span.set_attributes(facts)
+            self._span.set_attributes(attributes)
 
-    def first_token(self, ttft_s: float) -> None:
+    def record_first_token(self, ttft_s: float) -> None:
         """The first token is there."""
         if self._span.is_recording():
             self._span.set_attribute("ttft_ms", round(ttft_s * 1000, 3))
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", round(ttft_s, 6))
 
-    def placed(self, outcome: Outcome) -> None:
+    def placed(self, outcome: RequestOutcome) -> None:
         """What the request came to."""
         if not self._span.is_recording():
             return
@@ -65,13 +65,15 @@ class RequestSpan:
         self._span.end()
 
 
-def request_spans(tracer: trace.Tracer | None = None) -> Callable[[str, str], RequestSpan]:
+def request_span_factory(tracer: trace.Tracer | None = None) -> Callable[[str, str], RequestSpan]:
     """A function (path, client's traceparent or "") → RequestSpan."""
-    made_by = trace.get_tracer("kvmesh.frontend") if tracer is None else tracer
+    span_tracer = trace.get_tracer("kvmesh.frontend") if tracer is None else tracer
 
     def start(path: str, traceparent: str) -> RequestSpan:
         parent = telemetry.context_from_traceparent(traceparent)
         attributes = {"http.request.method": "POST", "url.path": path}
-        return RequestSpan(made_by.start_span(SPAN_NAME, parent, trace.SpanKind.SERVER, attributes))
+        return RequestSpan(
+            span_tracer.start_span(SPAN_NAME, parent, trace.SpanKind.SERVER, attributes)
+        )
 
     return start

@@ -10,11 +10,11 @@ from random import SystemRandom
 
 from common.kv.index_feed import IndexFeed
 from common.registry.instances import Instance, new_instance_id
-from common.registry.open import health_meta, open_registry
+from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Lease, Registry
 from common.rpc import channel as rpc
-from common.rpc.interceptors import Calls
-from common.service.lifecycle import Life, Ready
+from common.rpc.interceptors import RunningCalls
+from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.metrics_server import serve_metrics
 from indexer_svc.config import IndexerConfig
 from indexer_svc.core.budget import Budget
@@ -42,7 +42,7 @@ class IndexerApp:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._security = rpc.security_of(config)
+        self._security = rpc.security_from_config(config)
         self._registry = open_registry(config) if registry is None else registry
         self.instance_id = new_instance_id(SystemRandom()) if instance_id is None else instance_id
         self.ingest = Ingest(feed or IndexFeed(), Budget(config.budget_mb * MB), clock)
@@ -56,7 +56,7 @@ class IndexerApp:
             subscriber_bytes=config.subscriber_mb * MB,
             clock=clock,
         )
-        self._calls = Calls()
+        self._calls = RunningCalls()
         self._server = rpc.server(security=self._security, calls=self._calls)
         self._lease: Lease | None = None
         self._meta: dict[str, str] = {}
@@ -64,23 +64,25 @@ class IndexerApp:
         self.address = ""
         self.metrics_address = ""
 
-    async def start(self, life: Life) -> Ready:
+    async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
         """Bind; follow the fleet; SERVING with the first publisher, or after a moment."""
         config = self._config
         port = rpc.bind(self._server, config.host, config.port, security=self._security)
         self.address = rpc.join_address(config.advertise_host or config.host, port)
-        self._meta = health_meta(config, self.address, life.health.port)
+        self._meta = health_check_meta(config, self.address, lifecycle.health.port)
         indexer_pb2_grpc.add_IndexerServiceServicer_to_server(self._service, self._server)
-        rpc.add_health(self._server, life.health.servicer)
+        rpc.add_health(self._server, lifecycle.health.servicer)
         rpc.enable_reflection(self._server, [SERVICE_NAME])
         addresses = {"grpc": self.address, **self._serve_metrics()}
-        await life.health.set(SERVICE_NAME, False)
-        await life.health.set("", False)
-        life.spawn(self.fleet.run(), name="fleet watch")
-        life.spawn(self._tick(), name="tick")
-        life.spawn(self._serve_when_filled(life), name="first publisher", essential=False)
+        await lifecycle.health.set(SERVICE_NAME, False)
+        await lifecycle.health.set("", False)
+        lifecycle.spawn(self.fleet.run(), name="fleet watch")
+        lifecycle.spawn(self._tick(), name="tick")
+        lifecycle.spawn(
+            self._serve_when_published(lifecycle), name="first publisher", essential=False
+        )
         await self._server.start()
-        return Ready(str(self.instance_id), addresses)
+        return ServiceInfo(str(self.instance_id), addresses)
 
     async def register(self) -> None:
         # At once, not when SERVING: publishers have to find it first.
@@ -122,13 +124,13 @@ class IndexerApp:
         self.metrics_address = address
         return {"metrics": address}
 
-    async def _serve_when_filled(self, life: Life) -> None:
+    async def _serve_when_published(self, lifecycle: Lifecycle) -> None:
         # There may be no workers yet, and an empty index is a right one then.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_PUBLISHER_S):
                 await self.ingest.first_published.wait()
-        await life.health.set(SERVICE_NAME, True)
-        await life.health.set("", True)
+        await lifecycle.health.set(SERVICE_NAME, True)
+        await lifecycle.health.set("", True)
 
     async def _tick(self) -> None:
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.runtime.config import ServiceConfig, at_least, between, knob
+from common.runtime.config import ServiceConfig, at_least, between, setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +13,7 @@ class IndexerConfig(ServiceConfig):
 
     budget_mb: int = field(
         default=4096,
-        metadata=knob(
+        metadata=setting(
             "Memory for the index; above it workers are asked to withdraw blocks, deepest first."
             " 0: no bound. About 110 bytes a block, twice that where hundreds of workers share it;"
             " lower it on small hosts.",
@@ -22,7 +22,7 @@ class IndexerConfig(ServiceConfig):
     )
     subscriber_mb: int = field(
         default=64,
-        metadata=knob(
+        metadata=setting(
             "What may wait for a slow router before it is cut and has to resume; raise it when"
             " routers far away are cut at bursts.",
             check=at_least(1),
@@ -30,7 +30,7 @@ class IndexerConfig(ServiceConfig):
     )
     metrics_port: int | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "Serve Prometheus metrics over HTTP on this port (0: any); set it to be scraped.",
             check=between(0, 65535),
         ),

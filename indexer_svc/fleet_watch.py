@@ -15,7 +15,7 @@ class FleetWatch:
         self._registry = registry
         self._namespace = namespace
         self._clock = clock
-        self._left_at: dict[int, float] = {}
+        self._absent_since: dict[int, float] = {}
         self.snapshot = Snapshot()
 
     def worker(self, worker_id: int) -> Instance | None:
@@ -33,13 +33,13 @@ class FleetWatch:
         To be asked about workers that are kept: who is asked about is remembered until `forget`.
         """
         if not self.is_absent(worker_id):
-            self._left_at.pop(worker_id, None)
+            self._absent_since.pop(worker_id, None)
             return None
-        return self._left_at.setdefault(worker_id, self._clock())
+        return self._absent_since.setdefault(worker_id, self._clock())
 
     def forget(self, worker_id: int) -> None:
         """Nobody will ask about it any more."""
-        self._left_at.pop(worker_id, None)
+        self._absent_since.pop(worker_id, None)
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""

@@ -16,10 +16,16 @@ from typing import NamedTuple
 import structlog
 
 from common.kv.events import Partition, Source
-from common.kv.index_feed import Applied, Changed, Demand, IndexFeed, Replaced
+from common.kv.index_feed import (
+    BatchApplied,
+    IndexFeed,
+    ResendRequest,
+    SourceReplaced,
+    StatusChanged,
+)
 from common.kv.load import Load
 from indexer_svc.core.budget import Budget
-from indexer_svc.core.history import History
+from indexer_svc.core.history import BatchHistory
 from indexer_svc.core.subscriber import Subscriber
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.outbox import PublisherOutbox
@@ -57,7 +63,7 @@ class Ingest:
     ) -> None:
         self.feed = feed
         self.budget = budget
-        self.histories: dict[Source, History] = {}
+        self.histories: dict[Source, BatchHistory] = {}
         self.loads: dict[Source, ReportedLoad] = {}
         self.publishers: dict[int, PublisherOutbox] = {}
         self.subscribers: dict[Subscriber, asyncio.Event] = {}
@@ -81,12 +87,12 @@ class Ingest:
             try:
                 yield
             finally:
-                self.tell()
+                self.dispatch_changes()
 
     async def run(self, steps: Iterable[None]) -> None:
         """Runs one change to its end."""
         async with self.exclusive():
-            await self._in_slices(iter(steps))
+            await self._run_in_slices(iter(steps))
 
     async def tick(self, fleet: FleetWatch) -> None:
         """What time alone brings: the gone, the stale, the budget, what was put off."""
@@ -94,7 +100,7 @@ class Ingest:
         async with self.exclusive():
             self._forget_gone(fleet, now)
             self.feed.tick(now)
-            self._keep_budget(now)
+            self._enforce_budget(now)
         while self.feed.sweep(0):
             await self.run(self._sweep())
 
@@ -110,7 +116,7 @@ class Ingest:
             subscriber.load(source, partition, load)
         self.wake()
 
-    async def _in_slices(self, steps: Iterator[None]) -> None:
+    async def _run_in_slices(self, steps: Iterator[None]) -> None:
         self._begin_turn()
         for _ in steps:
             began = self._begin_turn()
@@ -137,35 +143,35 @@ class Ingest:
                 return
             yield
 
-    def tell(self) -> None:
+    def dispatch_changes(self) -> None:
         """Passes on what has changed."""
-        news = self.feed.take_news()
-        for one in news:
-            match one:
-                case Applied(batch):
-                    self.histories.setdefault(batch.source, History()).add(batch)
+        news = self.feed.take_events()
+        for event in news:
+            match event:
+                case BatchApplied(batch):
+                    self.histories.setdefault(batch.source, BatchHistory()).add(batch)
                     for subscriber in self.subscribers:
                         subscriber.batch(batch)
-                case Replaced(source):
+                case SourceReplaced(source):
                     self.histories.pop(source, None)
                     for subscriber in self.subscribers:
-                        subscriber.replaced(source)
-                case Changed():
-                    self._tell_changed(one)
-                case Demand():
-                    if (publisher := self.publishers.get(one.source.worker_id)) is not None:
-                        publisher.demand(one)
+                        subscriber.source_replaced(source)
+                case StatusChanged():
+                    self._dispatch_status_change(event)
+                case ResendRequest():
+                    if (publisher := self.publishers.get(event.source.worker_id)) is not None:
+                        publisher.resend(event)
         if news:
             self.wake()
 
-    def _tell_changed(self, news: Changed) -> None:
+    def _dispatch_status_change(self, news: StatusChanged) -> None:
         source, status = news.source, news.status
         LOG.info("source", source=source, state=status.state, reason=status.reason)
         if source not in self.feed:
             self.histories.pop(source, None)
             self.loads.pop(source, None)
         for subscriber in self.subscribers:
-            subscriber.changed(source, news.partition, status)
+            subscriber.status_changed(source, news.partition, status)
 
     def _forget_gone(self, fleet: FleetWatch, now: float) -> None:
         known = {source.worker_id for source in (*self.feed.sources(), *self.loads)}
@@ -173,7 +179,7 @@ class Ingest:
             since = fleet.absent_since(worker_id)
             if since is None or worker_id in self.publishers:
                 continue
-            lost = [self.feed.heard_at(s) for s in self.feed.sources_of(worker_id)]
+            lost = [self.feed.last_received_at(s) for s in self.feed.sources_of(worker_id)]
             if now - max([since, *lost]) >= GONE_GRACE_S:
                 fleet.forget(worker_id)
                 for source in self.feed.sources_of(worker_id):
@@ -181,24 +187,26 @@ class Ingest:
                 for source in [s for s in self.loads if s.worker_id == worker_id]:
                     del self.loads[source]
 
-    def _keep_budget(self, now: float) -> None:
+    def _enforce_budget(self, now: float) -> None:
         feed, budget_bytes = self.feed, self.budget.budget_bytes
         if budget_bytes and self.used_bytes > budget_bytes:
             # They are kept for convenience only: without them, who is behind gets a snapshot.
             self.histories.clear()
         sources = feed.sources()
-        verdict = self.budget.review(
+        budget_actions = self.budget.plan_actions(
             now,
             self.used_bytes,
-            {source: feed.kept_blocks_of(source) for source in sources},
-            {s: feed.withheld_blocks_of(s) for s in sources if feed.is_load_only(s)},
+            {source: feed.retained_blocks_of(source) for source in sources},
+            {s: feed.unindexed_blocks_of(s) for s in sources if feed.is_load_only(s)},
         )
-        for worker_id, count in verdict.shrink.items():
+        for worker_id, count in budget_actions.shrink.items():
             if (publisher := self.publishers.get(worker_id)) is not None:
                 publisher.shrink(count)
-        if verdict.shrink:
-            LOG.warning("over budget", used_bytes=self.used_bytes, shrink=dict(verdict.shrink))
-        if verdict.drop is not None:
-            feed.make_load_only(verdict.drop, now)
-        if verdict.admit is not None:
-            feed.admit(verdict.admit, now)
+        if budget_actions.shrink:
+            LOG.warning(
+                "over budget", used_bytes=self.used_bytes, shrink=dict(budget_actions.shrink)
+            )
+        if budget_actions.drop is not None:
+            feed.make_load_only(budget_actions.drop, now)
+        if budget_actions.end_load_only is not None:
+            feed.end_load_only(budget_actions.end_load_only, now)

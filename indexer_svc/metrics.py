@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.wire.kv import STATES
+from common.wire.kv import SOURCE_STATES
 from indexer_svc.ingest import Ingest
 
 PREFIX = "kvmesh_indexer"
@@ -31,7 +31,7 @@ class Metrics:
             buckets=MATCH_BUCKETS_S,
             registry=self.registry,
         )
-        self.cuts = Counter(
+        self.subscribers_cut = Counter(
             f"{prefix}_subscribers_cut",
             "Subscribers that read too slowly and have to resume.",
             registry=self.registry,
@@ -57,7 +57,7 @@ class _State(Collector):
             yield GaugeMetricFamily(f"{prefix}_{name}", text, value=value)
         states = Tally(feed.status(source).state for source in feed.sources())
         sources = GaugeMetricFamily(f"{prefix}_sources", "Sources by state.", labels=["state"])
-        for state in sorted(STATES):
+        for state in sorted(SOURCE_STATES):
             sources.add_metric([state], states[state])
         yield sources
         for name, text, value in (

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from common.errors import MeshError
 from common.kv.events import Source, SourceState
-from common.kv.index_feed import Demand
-from common.wire.kv import state_to_proto
+from common.kv.index_feed import ResendRequest
+from common.wire.kv import source_state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
 
 # Acknowledgements gather this long; demands go at once.
@@ -25,69 +25,70 @@ class PublisherOutbox:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._acked: dict[Source, SourceState] = {}
-        self._demands: dict[Source, Demand] = {}
+        self._resends: dict[Source, ResendRequest] = {}
         self._shrink_blocks = 0
         self._is_closed = False
-        self.breach: MeshError | None = None
-        self._filled = asyncio.Event()
-        self._urgent = asyncio.Event()
+        self.failure: MeshError | None = None
+        self._has_items = asyncio.Event()
+        self._must_send_now = asyncio.Event()
         self._written_at = clock()
 
     def acknowledge(self, state: SourceState) -> None:
         """The batch applied last of a source."""
         self._acked[state.source] = state
-        self._filled.set()
+        self._has_items.set()
 
-    def demand(self, demand: Demand) -> None:
+    def resend(self, resend: ResendRequest) -> None:
         """Batches are missing."""
-        self._demands[demand.source] = demand
-        self._hurry()
+        self._resends[resend.source] = resend
+        self._send_now()
 
     def shrink(self, blocks: int) -> None:
         """The index is over budget."""
         self._shrink_blocks = blocks
-        self._hurry()
+        self._send_now()
 
-    def drop(self) -> None:
+    def discard_all(self) -> None:
         """The peer has left: what is there has nobody to go to."""
         self._acked.clear()
-        self._demands.clear()
+        self._resends.clear()
         self._shrink_blocks = 0
 
-    def close(self, breach: MeshError | None = None) -> None:
+    def close(self, failure: MeshError | None = None) -> None:
         """What is there is still sent, then `next_frame` says that it is over."""
-        self.breach = self.breach or breach
+        self.failure = self.failure or failure
         self._is_closed = True
-        self._hurry()
+        self._send_now()
 
     async def next_frame(self) -> indexer_pb2.PublishResponse | None:
         """All that has gathered, as one frame; None at the end."""
-        await self._filled.wait()
-        if not self._urgent.is_set():
+        await self._has_items.wait()
+        if not self._must_send_now.is_set():
             left_s = self._written_at + ACK_EVERY_S - self._clock()
             # Out of time, the acknowledgements are due.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, left_s)):
-                    await self._urgent.wait()
-        if not (self._acked or self._demands or self._shrink_blocks):
+                    await self._must_send_now.wait()
+        if not (self._acked or self._resends or self._shrink_blocks):
             assert self._is_closed, "woken for nothing"
             return None
         frame = indexer_pb2.PublishResponse(
-            acked=map(state_to_proto, self._acked.values()), shrink_blocks=self._shrink_blocks
+            acked=map(source_state_to_proto, self._acked.values()),
+            shrink_blocks=self._shrink_blocks,
         )
-        for demand in self._demands.values():
+        for resend in self._resends.values():
             frame.resends.add(
-                dp_rank=demand.source.dp_rank,
-                epoch=demand.epoch,
-                from_sequence=demand.from_sequence,
+                dp_rank=resend.source.dp_rank,
+                epoch=resend.epoch,
+                from_sequence=resend.from_sequence,
             )
-        self.drop()
+        self.discard_all()
         self._written_at = self._clock()
         if not self._is_closed:
-            self._filled.clear()
-            self._urgent.clear()
+            self._has_items.clear()
+            self._must_send_now.clear()
         return frame
 
-    def _hurry(self) -> None:
-        self._filled.set()
-        self._urgent.set()
+    def _send_now(self) -> None:
+        self._has_items.set()
+        self._must_send_now.set()

@@ -17,31 +17,31 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
-from common.kv.index_feed import EXACT, STALE_S
+from common.kv.index_feed import EXACT, STALE_GRACE_S
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
     batch_to_proto,
-    chunk_from_proto,
-    chunk_to_proto,
-    hashes_of,
+    hashes_from_wire,
     matches_to_proto,
     partition_from_proto,
     partition_to_proto,
+    snapshot_chunk_from_proto,
+    snapshot_chunk_to_proto,
+    source_state_from_proto,
+    source_state_to_proto,
+    source_status_to_proto,
     source_to_proto,
-    state_from_proto,
-    state_to_proto,
-    status_to_proto,
 )
 from common.wire.load import load_from_proto, load_to_proto
 from indexer_svc.core.subscriber import (
     CaughtUp,
-    LoadTold,
-    StatusTold,
+    LoadUpdate,
+    Outbound,
+    StatusUpdate,
     Subscriber,
-    Told,
-    snapshot_of,
+    snapshot_chunks,
 )
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import Ingest
@@ -54,9 +54,9 @@ LOG = structlog.get_logger(__name__)
 
 SERVICE_NAME = "kvmesh.indexer.v1.IndexerService"
 # Answers a MatchStream may have waiting for its peer; above it nothing more is read from it.
-ANSWERS_MAX = 4096
+OUTBOX_ANSWERS_MAX = 4096
 # Questions answered without letting the loop run; about 1 ms.
-QUESTIONS_A_SLICE = 32
+QUESTIONS_PER_SLICE = 32
 # How often the dump of a source is begun before it is given up.
 DUMP_TRIES = 5
 
@@ -82,7 +82,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self._security = security
         self._subscriber_bytes = subscriber_bytes
         self._clock = clock
-        self._answers: set[_Answers] = set()
+        self._answers: set[_MatchOutbox] = set()
         self._is_ending = False
 
     def end_streams(self) -> None:
@@ -106,15 +106,15 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             while (frame := await outbox.next_frame()) is not None:
                 await context.write(frame)
             reader.cancel()
-        if outbox.breach is not None:
-            raise outbox.breach
+        if outbox.failure is not None:
+            raise outbox.failure
 
     async def _read_publisher(
         self, frames: AsyncIterator[indexer_pb2.PublishRequest], outbox: PublisherOutbox
     ) -> None:
         publishers = self._ingest.publishers
         hello: _Hello | None = None
-        breach: MeshError | None = None
+        failure: MeshError | None = None
         try:
             async for frame in frames:
                 if hello is None:
@@ -127,15 +127,17 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 await self._take(frame, hello, outbox)
         except MeshError as error:
             LOG.warning("publisher refused", error=error.message)
-            breach = error
+            failure = error
         finally:
             if hello is not None and publishers.get(hello.worker_id) is outbox:
                 del publishers[hello.worker_id]
                 for source in self._ingest.feed.sources_of(hello.worker_id):
-                    self._ingest.feed.lose(source, self._clock(), "its publisher's stream ended")
-                self._ingest.tell()
-            outbox.drop()
-            outbox.close(breach)
+                    self._ingest.feed.mark_disconnected(
+                        source, self._clock(), "its publisher's stream ended"
+                    )
+                self._ingest.dispatch_changes()
+            outbox.discard_all()
+            outbox.close(failure)
 
     async def _open(self, hello: _Hello, outbox: PublisherOutbox) -> None:
         feed, publishers = self._ingest.feed, self._ingest.publishers
@@ -151,7 +153,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 if source not in listed:
                     feed.forget(source, "its worker does not publish it any more")
             for state in hello.states:
-                feed.announce(hello.partition, state, self._clock())
+                feed.register_source(hello.partition, state, self._clock())
         for state in hello.states:
             self._acknowledge(state.source, outbox)
 
@@ -160,9 +162,9 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     ) -> None:
         ingest, now = self._ingest, self._clock()
         for one in hello.states:
-            ingest.feed.heard(one.source, now)
+            ingest.feed.mark_received(one.source, now)
         for message in frame.states:
-            state = state_from_proto(message, "states")
+            state = source_state_from_proto(message, "states")
             _require_own(state.source, hello, "states.source")
             async with ingest.exclusive():
                 ingest.feed.set_degraded(state.source, state.degraded, now)
@@ -171,7 +173,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             await ingest.run(ingest.feed.apply(batch, now))
             self._acknowledge(batch.source, outbox)
         if frame.HasField("snapshot"):
-            chunk = chunk_from_proto(frame.snapshot)
+            chunk = snapshot_chunk_from_proto(frame.snapshot)
             _require_own(chunk.source, hello, "snapshot.source")
             await ingest.run(ingest.feed.load(chunk, now))
             if chunk.last:
@@ -191,32 +193,32 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     async def Subscribe(  # type: ignore[override]
         self, request: indexer_pb2.SubscribeRequest, context: Context
     ) -> None:
-        resume = [state_from_proto(state, "resume") for state in request.resume]
+        resume = [source_state_from_proto(state, "resume") for state in request.resume]
         partition = None
         if request.HasField("partition"):
             partition = partition_from_proto(request.partition)
-        filled = asyncio.Event()
+        wake_event = asyncio.Event()
         async with self._ingest.exclusive():
-            subscriber = self._subscriber(resume, partition, loads_only=request.loads_only)
-            self._ingest.subscribers[subscriber] = filled
+            subscriber = self._create_subscriber(resume, partition, loads_only=request.loads_only)
+            self._ingest.subscribers[subscriber] = wake_event
         try:
             while not self._is_ending:
-                if subscriber.is_cut:
-                    self._metrics.cuts.inc()
+                if subscriber.is_overflowed:
+                    self._metrics.subscribers_cut.inc()
                     raise Overloaded(0.1, "read too slowly; resume", reason="SUBSCRIBER_CUT")
                 if not subscriber.has_more:
-                    filled.clear()
-                    await filled.wait()
+                    wake_event.clear()
+                    await wake_event.wait()
                     continue
                 # A snapshot must not be read amid a batch.
                 async with self._ingest.exclusive():
-                    told = subscriber.take()
-                if told:
-                    await context.write(_told_to_proto(told))
+                    outbound = subscriber.take()
+                if outbound:
+                    await context.write(_updates_to_proto(outbound))
         finally:
             del self._ingest.subscribers[subscriber]
 
-    def _subscriber(
+    def _create_subscriber(
         self, resume: Sequence[SourceState], partition: Partition | None, *, loads_only: bool
     ) -> Subscriber:
         ingest = self._ingest
@@ -230,7 +232,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             loads_only=loads_only,
         )
         for source, reported in ingest.loads.items():
-            if self._clock() - reported.at < STALE_S:
+            if self._clock() - reported.at < STALE_GRACE_S:
                 subscriber.load(source, reported.partition, reported.load)
         return subscriber
 
@@ -244,7 +246,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     async def MatchStream(  # type: ignore[override]
         self, request_iterator: AsyncIterator[indexer_pb2.MatchStreamRequest], context: Context
     ) -> None:
-        answers = _Answers()
+        answers = _MatchOutbox()
         self._answers.add(answers)
         if self._is_ending:
             answers.close()
@@ -256,23 +258,23 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                 reader.cancel()
         finally:
             self._answers.discard(answers)
-        if answers.breach is not None:
-            raise answers.breach
+        if answers.failure is not None:
+            raise answers.failure
 
     async def _read_questions(
-        self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: _Answers
+        self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: _MatchOutbox
     ) -> None:
-        breach: MeshError | None = None
+        failure: MeshError | None = None
         try:
             async for frame in frames:
                 questions = frame.questions
-                for start in range(0, len(questions), QUESTIONS_A_SLICE):
-                    part = questions[start : start + QUESTIONS_A_SLICE]
+                for start in range(0, len(questions), QUESTIONS_PER_SLICE):
+                    part = questions[start : start + QUESTIONS_PER_SLICE]
                     await answers.put([self._answer(question) for question in part])
         except MeshError as error:
-            breach = error
+            failure = error
         finally:
-            answers.close(breach)
+            answers.close(failure)
 
     def _answer(self, question: indexer_pb2.MatchQuestion) -> indexer_pb2.MatchAnswer:
         response = self._match(question.request, "questions.request.")
@@ -282,7 +284,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         if not request.HasField("partition"):
             raise InvalidRequest(f"{prefix}partition is required", f"{prefix}partition")
         partition = partition_from_proto(request.partition, f"{prefix}partition")
-        hashes = hashes_of(request.prefix_hashes, f"{prefix}prefix_hashes")
+        hashes = hashes_from_wire(request.prefix_hashes, f"{prefix}prefix_hashes")
         began = time.perf_counter()
         rows = self._ingest.feed.match(partition, hashes)
         self._metrics.match_seconds.observe(time.perf_counter() - began)
@@ -296,8 +298,8 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     ) -> AsyncIterator[indexer_pb2.DumpResponse]:
         """Source by source. Blocks that come or go meanwhile may be told or not."""
         for source in self._sources_of(request.worker_id):
-            is_whole, tries = False, 0
-            while not is_whole:
+            is_complete, tries = False, 0
+            while not is_complete:
                 if tries == DUMP_TRIES:
                     raise Unavailable(
                         f"rank {source.dp_rank} of worker {source.worker_id} was cleared"
@@ -306,7 +308,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
                     )
                 tries += 1
                 async for part in self._dump(source):
-                    is_whole = part.chunk.last
+                    is_complete = part.chunk.last
                     yield part
                 if source not in self._ingest.feed:
                     break  # It has left.
@@ -318,17 +320,19 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             if source not in feed:
                 return
             partition = partition_to_proto(feed.partition(source))
-            index, claims = feed.claims(source)
+            index, advertised = feed.advertised(source)
             # What is not known of a load-only source is not what it holds at its position.
             known = not feed.is_load_only(source)
             at = feed.position(source) if known else SourceState(source, 0, 0)
-            chunks = snapshot_of(at, index.chunks(claims))
+            chunks = snapshot_chunks(at, index.chunks(advertised))
         while True:
             async with self._ingest.exclusive():
                 chunk = next(chunks, None)
-            if chunk is None or claims.retired:
+            if chunk is None or advertised.retired:
                 return
-            yield indexer_pb2.DumpResponse(partition=partition, chunk=chunk_to_proto(chunk))
+            yield indexer_pb2.DumpResponse(
+                partition=partition, chunk=snapshot_chunk_to_proto(chunk)
+            )
 
     async def Verify(
         self, request: indexer_pb2.VerifyRequest, context: Context
@@ -359,11 +363,11 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         )
         for source in feed.sources():
             response.sources.add(
-                state=state_to_proto(feed.position(source)),
-                status=status_to_proto(feed.status(source)),
+                state=source_state_to_proto(feed.position(source)),
+                status=source_status_to_proto(feed.status(source)),
                 blocks=feed.device_blocks_of(source),
                 partition=partition_to_proto(feed.partition(source)),
-                age_ms=max(0, round((now - feed.heard_at(source)) * 1000)),
+                age_ms=max(0, round((now - feed.last_received_at(source)) * 1000)),
             )
         return response
 
@@ -385,12 +389,12 @@ class _Hello:
             raise InvalidRequest("hello.worker_id is required", "hello.worker_id")
         self.worker_id = message.worker_id
         self.partition = partition_from_proto(message.partition, "hello.partition")
-        self.states = [state_from_proto(one, "hello.sources") for one in message.sources]
+        self.states = [source_state_from_proto(one, "hello.sources") for one in message.sources]
         for state in self.states:
             _require_own(state.source, self, "hello.sources.source")
 
 
-class _Answers:
+class _MatchOutbox:
     """What a MatchStream still has to send, for its one writer.
 
     breach: why the stream ends, if it ends with an error.
@@ -399,36 +403,36 @@ class _Answers:
     def __init__(self) -> None:
         self._answers: list[indexer_pb2.MatchAnswer] = []
         self._is_closed = False
-        self._filled = asyncio.Event()
-        self._taken = asyncio.Event()
-        self.breach: MeshError | None = None
+        self._has_items = asyncio.Event()
+        self._frame_taken = asyncio.Event()
+        self.failure: MeshError | None = None
 
     async def put(self, answers: list[indexer_pb2.MatchAnswer]) -> None:
         """Queue answers; waits while the peer is ANSWERS_MAX behind."""
-        while len(self._answers) >= ANSWERS_MAX:
-            self._taken.clear()
-            await self._taken.wait()
+        while len(self._answers) >= OUTBOX_ANSWERS_MAX:
+            self._frame_taken.clear()
+            await self._frame_taken.wait()
         self._answers += answers
-        self._filled.set()
+        self._has_items.set()
         await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
 
-    def close(self, breach: MeshError | None = None) -> None:
+    def close(self, failure: MeshError | None = None) -> None:
         """What is queued is still sent, then `next_frame` says that it is over."""
-        self.breach = self.breach or breach
+        self.failure = self.failure or failure
         self._is_closed = True
-        self._filled.set()
+        self._has_items.set()
 
     async def next_frame(self) -> indexer_pb2.MatchStreamResponse | None:
         """All that has gathered, as one frame; None at the end."""
-        await self._filled.wait()
+        await self._has_items.wait()
         if not self._answers:
             assert self._is_closed, "woken for nothing"
             return None
         frame = indexer_pb2.MatchStreamResponse(answers=self._answers)
         self._answers = []
         if not self._is_closed:
-            self._filled.clear()
-        self._taken.set()
+            self._has_items.clear()
+        self._frame_taken.set()
         return frame
 
 
@@ -446,28 +450,28 @@ def _require_own(source: Source, hello: _Hello, field: str) -> None:
         )
 
 
-def _told_to_proto(told: Sequence[Told]) -> indexer_pb2.SubscribeResponse:
-    first, *more = map(_one_told_to_proto, told)
+def _updates_to_proto(outbound: Sequence[Outbound]) -> indexer_pb2.SubscribeResponse:
+    first, *more = map(_update_to_proto, outbound)
     first.more.extend(more)
     return first
 
 
-def _one_told_to_proto(told: Told) -> indexer_pb2.SubscribeResponse:
+def _update_to_proto(outbound: Outbound) -> indexer_pb2.SubscribeResponse:
     message = indexer_pb2.SubscribeResponse()
-    match told:
+    match outbound:
         case EventBatch():
-            message.source.CopyFrom(source_to_proto(told.source))
-            message.batch.CopyFrom(batch_to_proto(told))
+            message.source.CopyFrom(source_to_proto(outbound.source))
+            message.batch.CopyFrom(batch_to_proto(outbound))
         case SnapshotChunk():
-            message.source.CopyFrom(source_to_proto(told.source))
-            message.snapshot.CopyFrom(chunk_to_proto(told))
-        case StatusTold(source, partition, status, at):
+            message.source.CopyFrom(source_to_proto(outbound.source))
+            message.snapshot.CopyFrom(snapshot_chunk_to_proto(outbound))
+        case StatusUpdate(source, partition, status, at):
             message.source.CopyFrom(source_to_proto(source))
-            message.status.CopyFrom(status_to_proto(status))
+            message.status.CopyFrom(source_status_to_proto(status))
             message.epoch, message.sequence = at
             if partition is not None:
                 message.partition.CopyFrom(partition_to_proto(partition))
-        case LoadTold(source, load):
+        case LoadUpdate(source, load):
             message.source.CopyFrom(source_to_proto(source))
             message.load.CopyFrom(load_to_proto(load))
         case CaughtUp():

@@ -68,36 +68,36 @@ Options = UpOptions | HealthOptions | StatusOptions | DemoOptions
 
 def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Options:
     """The options of a command line; exits 0 for --help, 2 with a message for what is wrong."""
-    parser, commands = _parsers(environ)
+    parser, commands = _build_parsers(environ)
     if argv and not argv[0].startswith("-") and argv[0] not in commands:
-        parser.error(f"{argv[0]!r}: no such command{_did_you_mean(argv[0], commands)}")
-    given, unknown = parser.parse_known_args(argv)
+        parser.error(f"{argv[0]!r}: no such command{_suggest(argv[0], commands)}")
+    args, unknown = parser.parse_known_args(argv)
     if unknown:
-        commands[given.command].refuse(unknown[0])
+        commands[args.command].reject_unknown(unknown[0])
     # Defaults from the environment are not checked against choices.
-    registry = getattr(given, "registry", "file")
+    registry = getattr(args, "registry", "file")
     if registry not in ("file", "consul"):
         parser.error(f"--registry: {registry!r} is not one of file, consul")
-    match given.command:
+    match args.command:
         case "health":
-            return HealthOptions(given.address, given.service)
+            return HealthOptions(args.address, args.service)
         case "status":
-            return StatusOptions(_service_config(parser, given, environ), given.json)
+            return StatusOptions(_service_config(parser, args, environ), args.json)
         case "demo":
-            return DemoOptions(given.registry)
+            return DemoOptions(args.registry)
         case _:
-            return _up_options(commands["up"], given, environ)
+            return _up_options(commands["up"], args, environ)
 
 
 def _service_config(
-    parser: _Parser, given: argparse.Namespace, environ: Mapping[str, str]
+    parser: _Parser, args: argparse.Namespace, environ: Mapping[str, str]
 ) -> ServiceConfig:
     """How to reach the registry and the services: as they are told, and by flags."""
     for name in sorted(environ):
         if name.startswith(f"{PREFIX}MESHCTL_"):
             parser.error(f"{name}: meshctl is told by flags only")
     flags = ("namespace", "registry", "registry_path", "consul_url")
-    argv = [f"--{flag.replace('_', '-')}={getattr(given, flag)}" for flag in flags]
+    argv = [f"--{flag.replace('_', '-')}={getattr(args, flag)}" for flag in flags]
     try:
         config, _ = read_config(ServiceConfig, "MESHCTL", environ, argv)
     except ConfigError as error:
@@ -105,46 +105,46 @@ def _service_config(
     return config
 
 
-def _up_options(up: _Parser, given: argparse.Namespace, environ: Mapping[str, str]) -> UpOptions:
-    config = _service_config(up, given, environ)
-    if given.http_port and given.http_port + given.frontends - 1 > 65535:
+def _up_options(up: _Parser, args: argparse.Namespace, environ: Mapping[str, str]) -> UpOptions:
+    config = _service_config(up, args, environ)
+    if args.http_port and args.http_port + args.frontends - 1 > 65535:
         up.error("--http-port: the ports of all --frontends must be below 65536")
-    if given.then == []:
+    if args.then == []:
         up.error("--then: needs a command")
-    if not (_workers(given) or (given.prefill and given.decode)):
+    if not (_workers(args) or (args.prefill and args.decode)):
         up.error("--workers: a mesh needs a worker, or --prefill and --decode")
     return UpOptions(
-        mesh=_mesh(given, environ),
+        mesh=_mesh_options(args, environ),
         config=config,
-        log_dir=given.log_dir,
-        ready_s=given.ready_s,
-        sample=given.sample or (given.once and not given.then),
-        then=tuple(given.then or ()),
-        once=given.once,
+        log_dir=args.log_dir,
+        ready_s=args.ready_s,
+        sample=args.sample or (args.once and not args.then),
+        then=tuple(args.then or ()),
+        once=args.once,
         http_host=environ.get(f"{PREFIX}FRONTEND_HTTP_HOST", "127.0.0.1"),
     )
 
 
-def _mesh(given: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
+def _mesh_options(args: argparse.Namespace, environ: Mapping[str, str]) -> MeshOptions:
     return MeshOptions(
-        frontends=given.frontends,
-        routers=given.routers,
-        indexers=given.indexers,
-        workers=_workers(given),
-        prefill=given.prefill,
-        decode=given.decode,
-        engine=given.engine,
-        model_name=given.model_name,
-        model_path=given.model_path,
-        http_port=given.http_port,
-        namespace=given.namespace,
-        registry=given.registry,
-        registry_path=given.registry_path,
-        consul_url=given.consul_url,
-        speedup=given.speedup,
-        drain_s=given.drain_s,
+        frontends=args.frontends,
+        routers=args.routers,
+        indexers=args.indexers,
+        workers=_workers(args),
+        prefill=args.prefill,
+        decode=args.decode,
+        engine=args.engine,
+        model_name=args.model_name,
+        model_path=args.model_path,
+        http_port=args.http_port,
+        namespace=args.namespace,
+        registry=args.registry,
+        registry_path=args.registry_path,
+        consul_url=args.consul_url,
+        speedup=args.speedup,
+        drain_s=args.drain_s,
         # Another host's worker-0 is not this one's predecessor.
-        name_prefix=f"{socket.gethostname()}-" if given.registry == "consul" else "",
+        name_prefix=f"{socket.gethostname()}-" if args.registry == "consul" else "",
     )
 
 
@@ -156,23 +156,23 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
-    def refuse(self, word: str) -> NoReturn:
+    def reject_unknown(self, argument: str) -> NoReturn:
         """Exits, naming a word of the command line that means nothing, and one that would."""
-        flag = word.partition("=")[0]
+        flag = argument.partition("=")[0]
         if not flag.startswith("-"):
-            self.error(f"{word!r}: not a flag")
-        known = (one for action in self._actions for one in action.option_strings)
-        self.error(f"{flag}: no such flag{_did_you_mean(flag, known)}")
+            self.error(f"{argument!r}: not a flag")
+        known_names = (one for action in self._actions for one in action.option_strings)
+        self.error(f"{flag}: no such flag{_suggest(flag, known_names)}")
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
+def _suggest(argument: str, known_names: Iterable[str]) -> str:
     # The dashes are no likeness.
-    words = {one.lstrip("-"): one for one in known}
-    near = difflib.get_close_matches(word.lstrip("-"), words, n=1)
-    return f"; did you mean {words[near[0]]}?" if near else ""
+    candidates = {one.lstrip("-"): one for one in known_names}
+    matches = difflib.get_close_matches(argument.lstrip("-"), candidates, n=1)
+    return f"; did you mean {candidates[matches[0]]}?" if matches else ""
 
 
-def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, Mapping[str, _Parser]]:
+def _build_parsers(environ: Mapping[str, str]) -> tuple[_Parser, Mapping[str, _Parser]]:
     """The parser of all, and those of the commands by name."""
     parser = _Parser(prog="meshctl", description="Starts, shows and asks a KVMesh.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -185,7 +185,7 @@ def _parsers(environ: Mapping[str, str]) -> tuple[_Parser, Mapping[str, _Parser]
     )
     _add_mesh_flags(up, environ)
     _add_registry_flags(up, environ)
-    _add_session_flags(up)
+    _add_run_flags(up)
     status = commands.add_parser("status", help="who is in the mesh, health, load and KV use")
     _add_registry_flags(status, environ)
     status.add_argument(
@@ -212,28 +212,28 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
         default = getattr(_DEFAULT, name)
         mesh.add_argument(
             f"--{name}",
-            type=_count,
+            type=_positive_int,
             default=default,
             metavar="N",
             help=f"how many {name} (default {default})",
         )
     mesh.add_argument(
         "--indexers",
-        type=_count_or_none,
+        type=_non_negative_int,
         default=_DEFAULT.indexers,
         metavar="N",
         help="how many indexers; without one, routers go by load alone (default 1)",
     )
     mesh.add_argument(
         "--workers",
-        type=_count_or_none,
+        type=_non_negative_int,
         metavar="N",
         help="how many workers that do prefill and decode (default 2; 0 with --prefill, --decode)",
     )
     for name in ("prefill", "decode"):
         mesh.add_argument(
             f"--{name}",
-            type=_count_or_none,
+            type=_non_negative_int,
             default=0,
             metavar="N",
             help=f"how many workers for {name} alone (default 0)",
@@ -253,14 +253,14 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
     )
     mesh.add_argument(
         "--model-name",
-        type=_text,
+        type=_non_empty_text,
         default=_DEFAULT.model_name,
         metavar="NAME",
         help="the model clients ask for (default sim)",
     )
     mesh.add_argument(
         "--speedup",
-        type=_not_negative,
+        type=_non_negative_float,
         metavar="X",
         help="how much faster than real time the sim engine runs; 0: infinitely",
     )
@@ -273,7 +273,7 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
     )
     mesh.add_argument(
         "--drain-s",
-        type=_not_negative,
+        type=_non_negative_float,
         default=_DEFAULT.drain_s,
         metavar="S",
         help="seconds that streams may take to end when the mesh is stopped (default 10)",
@@ -281,27 +281,27 @@ def _add_mesh_flags(up: argparse.ArgumentParser, environ: Mapping[str, str]) -> 
 
 
 def _add_registry_flags(command: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
-    where = command.add_argument_group("where services find each other")
-    where.add_argument(
+    registry_group = command.add_argument_group("where services find each other")
+    registry_group.add_argument(
         "--registry",
         default=environ.get(f"{PREFIX}REGISTRY", _DEFAULT.registry),
         choices=("file", "consul"),
         help="default file",
     )
-    where.add_argument(
+    registry_group.add_argument(
         "--registry-path",
         type=Path,
         default=environ.get(f"{PREFIX}REGISTRY_PATH", str(_DEFAULT.registry_path)),
         metavar="DIR",
         help="folder of the file registry (default .run/registry)",
     )
-    where.add_argument(
+    registry_group.add_argument(
         "--consul-url",
         default=environ.get(f"{PREFIX}CONSUL_URL", _DEFAULT.consul_url),
         metavar="URL",
         help=f"the Consul agent (default {_DEFAULT.consul_url})",
     )
-    where.add_argument(
+    registry_group.add_argument(
         "--namespace",
         default=environ.get(f"{PREFIX}NAMESPACE", _DEFAULT.namespace),
         metavar="NAME",
@@ -309,9 +309,9 @@ def _add_registry_flags(command: argparse.ArgumentParser, environ: Mapping[str, 
     )
 
 
-def _add_session_flags(up: argparse.ArgumentParser) -> None:
-    session = up.add_argument_group("what to do with it")
-    session.add_argument(
+def _add_run_flags(up: argparse.ArgumentParser) -> None:
+    run_group = up.add_argument_group("what to do with it")
+    run_group.add_argument(
         "--log-dir",
         type=Path,
         default=Path(".run/logs"),
@@ -319,24 +319,24 @@ def _add_session_flags(up: argparse.ArgumentParser) -> None:
         help="logs go to DIR/SERVICE.log, those of the run before to SERVICE.log.1"
         " (default .run/logs)",
     )
-    session.add_argument(
+    run_group.add_argument(
         "--ready-s",
-        type=_positive,
+        type=_positive_float,
         default=60.0,
         metavar="S",
         help="seconds in which all must be ready, else it is given up (default 60)",
     )
-    session.add_argument(
+    run_group.add_argument(
         "--sample",
         action="store_true",
         help="once ready, send one chat request and print the answer as it comes",
     )
-    session.add_argument(
+    run_group.add_argument(
         "--once",
         action="store_true",
         help="stop after the sample request, or after --then; the exit status is theirs",
     )
-    session.add_argument(
+    run_group.add_argument(
         "--then",
         nargs=argparse.REMAINDER,
         metavar="CMD",
@@ -345,48 +345,48 @@ def _add_session_flags(up: argparse.ArgumentParser) -> None:
     )
 
 
-def _workers(given: argparse.Namespace) -> int:
-    if given.workers is not None:
-        return int(given.workers)
-    return 0 if given.prefill or given.decode else _DEFAULT.workers
+def _workers(args: argparse.Namespace) -> int:
+    if args.workers is not None:
+        return int(args.workers)
+    return 0 if args.prefill or args.decode else _DEFAULT.workers
 
 
-def _count_or_none(text: str) -> int:
-    number = _whole(text)
+def _non_negative_int(text: str) -> int:
+    number = _parse_int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
     return number
 
 
-def _count(text: str) -> int:
-    number = _whole(text)
+def _positive_int(text: str) -> int:
+    number = _parse_int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
     return number
 
 
 def _port(text: str) -> int:
-    number = _whole(text)
+    number = _parse_int(text)
     if not 0 <= number <= 65535:
         raise argparse.ArgumentTypeError(f"{text}: must be from 0 to 65535")
     return number
 
 
-def _positive(text: str) -> float:
-    number = _real(text)
+def _positive_float(text: str) -> float:
+    number = _parse_float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be above 0")
     return number
 
 
-def _not_negative(text: str) -> float:
-    number = _real(text)
+def _non_negative_float(text: str) -> float:
+    number = _parse_float(text)
     if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
     return number
 
 
-def _text(text: str) -> str:
+def _non_empty_text(text: str) -> str:
     if not text.strip():
         raise argparse.ArgumentTypeError("must not be empty")
     return text
@@ -399,14 +399,14 @@ def _address(text: str) -> str:
     return text
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a whole number") from None
 
 
-def _real(text: str) -> float:
+def _parse_float(text: str) -> float:
     try:
         return float(text)
     except ValueError:

@@ -10,7 +10,7 @@ from typing import Literal
 # Peers see a file registry's change within 50 ms: the notice of a mesh on one host can be short.
 NOTICE_S = 0.3
 # What a service may take beyond its notice and drain: the bounds of its lifecycle's other steps.
-MARGIN_S = 10.0
+STOP_MARGIN_S = 10.0
 
 # Who takes work ends before who does it. A service of one rank waits for all of lower ones.
 _DRAIN_RANK = {"frontend": 0, "router": 1, "worker": 2, "indexer": 3}
@@ -61,7 +61,7 @@ class MeshOptions:
     name_prefix: str = ""
 
 
-def mesh_services(options: MeshOptions) -> list[ServiceSpec]:
+def build_service_specs(options: MeshOptions) -> list[ServiceSpec]:
     """The services of a mesh, in the order in which they are shown and started.
 
     `--ready-fd` is not among the flags: it is the launcher's to add.
@@ -72,24 +72,27 @@ def mesh_services(options: MeshOptions) -> list[ServiceSpec]:
     if options.speedup is not None:
         engine += ["--speedup", f"{options.speedup:g}"]
     specs = [
-        _spec(
-            "frontend", i, options, [*_stable(options, f"frontend-{i}"), "--http-port", f"{port}"]
+        _build_spec(
+            "frontend",
+            i,
+            options,
+            [*_stable_name_flags(options, f"frontend-{i}"), "--http-port", f"{port}"],
         )
         for i, port in enumerate(http_ports(options))
     ]
-    specs += [_spec("router", i, options, []) for i in range(options.routers)]
-    specs += [_spec("indexer", i, options, []) for i in range(options.indexers)]
+    specs += [_build_spec("router", i, options, []) for i in range(options.routers)]
+    specs += [_build_spec("indexer", i, options, []) for i in range(options.indexers)]
     for name, role, count in (
         ("worker", "aggregated", options.workers),
         ("prefill", "prefill", options.prefill),
         ("decode", "decode", options.decode),
     ):
         specs += [
-            _spec(
+            _build_spec(
                 "worker",
                 i,
                 options,
-                [*_stable(options, f"{name}-{i}"), *_role(role), *engine],
+                [*_stable_name_flags(options, f"{name}-{i}"), *_role_flags(role), *engine],
                 name=name,
             )
             for i in range(count)
@@ -104,11 +107,11 @@ def http_ports(options: MeshOptions) -> list[int]:
     return [options.http_port + i for i in range(options.frontends)]
 
 
-def _stable(options: MeshOptions, name: str) -> list[str]:
+def _stable_name_flags(options: MeshOptions, name: str) -> list[str]:
     return ["--stable-name", f"{options.name_prefix}{name}"]
 
 
-def _role(role: str) -> list[str]:
+def _role_flags(role: str) -> list[str]:
     return [] if role == "aggregated" else ["--role", role]
 
 
@@ -122,7 +125,7 @@ def _common_flags(options: MeshOptions) -> list[str]:
     return [*flags, "--notice-s", f"{NOTICE_S:g}", "--drain-s", f"{options.drain_s:g}"]
 
 
-def _spec(
+def _build_spec(
     kind: str, index: int, options: MeshOptions, flags: Sequence[str], *, name: str = ""
 ) -> ServiceSpec:
     return ServiceSpec(
@@ -130,5 +133,5 @@ def _spec(
         module=f"{kind}_svc",
         args=(*_common_flags(options), *flags),
         drain_rank=_DRAIN_RANK[kind],
-        drain_s=NOTICE_S + options.drain_s + MARGIN_S,
+        drain_s=NOTICE_S + options.drain_s + STOP_MARGIN_S,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from common.registry.instances import Changes, Snapshot
+from common.registry.instances import Snapshot, SnapshotDiff
 from common.registry.registry import Registry, follow
 from router_svc.core.router import Router
 
@@ -15,7 +15,7 @@ LOG = structlog.get_logger(__name__)
 
 
 class FleetWatch:
-    """Follows one namespace. `first_seen` is set once a first snapshot was taken."""
+    """Follows one namespace. `first_snapshot` is set once a first snapshot was taken."""
 
     def __init__(
         self, registry: Registry, namespace: str, router: Router, clock: Callable[[], float]
@@ -24,7 +24,7 @@ class FleetWatch:
         self._namespace = namespace
         self._router = router
         self._clock = clock
-        self.first_seen = asyncio.Event()
+        self.first_snapshot = asyncio.Event()
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""
@@ -33,9 +33,9 @@ class FleetWatch:
     def _take(self, snapshot: Snapshot) -> None:
         changes = self._router.update(snapshot, self._clock())
         self._log(changes)
-        self.first_seen.set()
+        self.first_snapshot.set()
 
-    def _log(self, changes: Changes) -> None:
+    def _log(self, changes: SnapshotDiff) -> None:
         joined = [i.id for i in changes.joined if i.service == "worker"]
         left = [i.id for i in changes.left if i.service == "worker"]
         if joined or left:

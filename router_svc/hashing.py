@@ -11,7 +11,7 @@ from common.kv.hashing import BLOCK_SIZE_MAX, PrefixHasher, hashes_to_bytes
 HASHERS_MAX = 64
 
 
-class Hashers:
+class HasherCache:
     """Hashers by model, block size and adapter; the last HASHERS_MAX that were used."""
 
     def __init__(self, mesh_key: bytes) -> None:

@@ -24,25 +24,25 @@ import structlog
 from common.errors import MeshError, Unavailable
 from common.kv.events import Partition, Source, SourceStatus
 from common.kv.hashing import hashes_from_bytes
-from common.kv.index_feed import Demand, IndexFeed
+from common.kv.index_feed import IndexFeed, ResendRequest
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
-    chunk_from_proto,
+    message_parts,
     partition_from_proto,
-    parts_of,
+    snapshot_chunk_from_proto,
     source_from_proto,
-    state_to_proto,
-    status_from_proto,
+    source_state_to_proto,
+    source_status_from_proto,
 )
 from common.wire.load import load_from_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from router_svc.core.fleet import Placement
-from router_svc.core.overlap import Standing
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 
 LOG = structlog.get_logger(__name__)
@@ -50,18 +50,18 @@ LOG = structlog.get_logger(__name__)
 # Before dialling again; jittered so that a fleet of routers does not stampede a new indexer.
 REDIAL_S = 0.3
 # Workers report their load ten times a second: an indexer that says nothing is no use.
-SILENT_S = 5.0
+SILENCE_TIMEOUT_S = 5.0
 TICK_S = 0.25
 # Longest stretch of applying without letting decisions run.
 SLICE_S = 0.001
 SWEEP_BLOCKS = 4096
 # A source that was stale for this long has no indexer that knows it.
-FORGET_S = 60.0
+STALE_FORGET_S = 60.0
 
-_UNTOLD = SourceStatus("gapped", "the indexer has not said how far to trust it")
+_NOT_REPORTED = SourceStatus("gapped", "the indexer has not said how far to trust it")
 
 # Takes (worker id, rank, load, now): `LoadBook.report`.
-Report = Callable[[int, int, Load, float], None]
+ReportLoad = Callable[[int, int, Load, float], None]
 
 
 class Subscription(Protocol):
@@ -86,7 +86,7 @@ class IndexReplica:
     def __init__(
         self,
         indexers: Callable[[], Sequence[Instance]],
-        report: Report,
+        report: ReportLoad,
         *,
         subscribe: Subscribe | None = None,
         feed: IndexFeed | None = None,
@@ -96,15 +96,15 @@ class IndexReplica:
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._indexers = indexers
-        self._report = report
+        self._report_load = report
         self._subscribe = subscribe or grpc_subscriptions()
         self._loads_only = loads_only
         self._rng = rng or Random()
         self._clock = clock
         self._stopwatch = stopwatch
         self._partitions: dict[tuple[str, int, int], tuple[Partition, ...]] = {}
-        self._heard: dict[Source, float] = {}
-        self._heard_any = 0.0
+        self._last_received_at: dict[Source, float] = {}
+        self._last_message_at = 0.0
         # While something is being applied, nobody else may touch its source.
         self._is_applying = False
         self._is_tick_due = False
@@ -115,10 +115,10 @@ class IndexReplica:
 
     # The core's Index.
 
-    def match(self, query: Query) -> Sequence[Matched]:
+    def match(self, query: Query) -> Sequence[SourceMatch]:
         """See `Index`; ranks count whatever the version of their adapter is."""
-        named = (query.model, query.block_size, query.hash_scheme)
-        partitions = self._partitions.get(named, ())
+        partitions_by_key = (query.model, query.block_size, query.hash_scheme)
+        partitions = self._partitions.get(partitions_by_key, ())
         if not (partitions and query.prefix_hashes):
             return ()
         hashes = hashes_from_bytes(query.prefix_hashes)
@@ -126,52 +126,56 @@ class IndexReplica:
             return self.feed.match(partitions[0], hashes)
         return [row for partition in partitions for row in self.feed.match(partition, hashes)]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
         """See `Index`."""
         source = Source(*placement)
-        heard = self._heard.get(source)
-        if heard is None or source not in self.feed:
-            why = "the index has not heard of it" if self._heard_any else "no indexer was heard yet"
-            return Standing("none", why)
+        received_at = self._last_received_at.get(source)
+        if received_at is None or source not in self.feed:
+            reason = (
+                "the index has not heard of it"
+                if self._last_message_at
+                else "no indexer was heard yet"
+            )
+            return IndexStatus("none", reason)
         state, reason = self.feed.status(source)
-        if state == "stale" and not self.feed.counts(source):
+        if state == "stale" and not self.feed.is_matchable(source):
             reason = f"{reason}; counts no more"
-        return Standing(state, reason, now - heard)
+        return IndexStatus(state, reason, now - received_at)
 
     # Following.
 
     async def run(self) -> None:
         """Follow for ever; ends by cancellation only."""
         async with TaskGroup() as tasks:
-            tasks.create_task(self._keep_tidy())
+            tasks.create_task(self._run_maintenance())
             last: int | None = None
             while True:
-                if (indexer := self._choose(last)) is not None:
+                if (indexer := self._choose_indexer(last)) is not None:
                     last = indexer.id
-                    await self._follow(indexer)
+                    await self._follow_indexer(indexer)
                 await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
 
-    def _choose(self, last: int | None) -> Instance | None:
+    def _choose_indexer(self, last: int | None) -> Instance | None:
         """Any indexer; not the one that was just lost, if there is another."""
         indexers = self._indexers()
-        others = [i for i in indexers if i.id != last]
-        return self._rng.choice(others or indexers) if indexers else None
+        alternatives = [i for i in indexers if i.id != last]
+        return self._rng.choice(alternatives or indexers) if indexers else None
 
-    async def _follow(self, indexer: Instance) -> None:
-        resume = [state_to_proto(state) for state in self.feed.positions()]
+    async def _follow_indexer(self, indexer: Instance) -> None:
+        resume = [source_state_to_proto(state) for state in self.feed.positions()]
         request = indexer_pb2.SubscribeRequest(resume=resume, loads_only=self._loads_only)
-        why = "the indexer was lost"
+        reason = "the indexer was lost"
         try:
             async with (
                 self._subscribe(indexer, request) as subscription,
                 TaskGroup() as tasks,
             ):
-                self._heard_any = self._clock()
+                self._last_message_at = self._clock()
                 tasks.create_task(self._end_when_silent())
                 await self._read(subscription, indexer)
         except MeshError as error:
-            why = f"{why}: {error}"
-            LOG.warning("indexer lost", indexer_id=indexer.id, why=str(error))
+            reason = f"{reason}: {error}"
+            LOG.warning("indexer lost", indexer_id=indexer.id, reason=str(error))
         except Exception:
             # Whatever ails the index, decisions go on with what is known, and without it then.
             LOG.exception("following an indexer failed", indexer_id=indexer.id)
@@ -179,79 +183,81 @@ class IndexReplica:
             self.indexer_id, self.is_caught_up = None, False
             now = self._clock()
             for source in self.feed.sources():
-                self.feed.lose(source, now, why)
+                self.feed.mark_disconnected(source, now, reason)
 
     async def _read(self, subscription: Subscription, indexer: Instance) -> None:
         """Until the stream ends, or cannot be used any more: always raises MeshError."""
         while (message := await subscription.read()) is not None:
-            self._heard_any = self._clock()
+            self._last_message_at = self._clock()
             if self.indexer_id is None:
                 self.indexer_id = indexer.id
                 LOG.info("following an indexer", indexer_id=indexer.id)
             self._slice_began = self._stopwatch()
-            for part in parts_of(message):
-                await self._take(part)
-                await self._let_others_run()
+            for part in message_parts(message):
+                await self._apply_part(part)
+                await self._yield_if_slice_used()
             if self._is_tick_due:
                 self.tick(self._clock())
-            for news in self.feed.take_news():
-                if isinstance(news, Demand):
-                    raise Unavailable(f"batches of {news.source} are missing", reason="INDEX_GAP")
+            for event in self.feed.take_events():
+                if isinstance(event, ResendRequest):
+                    raise Unavailable(f"batches of {event.source} are missing", reason="INDEX_GAP")
         raise Unavailable("the indexer closed the stream")
 
-    async def _take(self, part: indexer_pb2.SubscribeResponse) -> None:
+    async def _apply_part(self, part: indexer_pb2.SubscribeResponse) -> None:
         """What a part of a message says of its source first, then what the source holds."""
         now = self._clock()
         if part.HasField("source"):
             source = source_from_proto(part.source)
-            self._heard[source] = now
+            self._last_received_at[source] = now
             if part.HasField("partition") or part.HasField("status"):
-                self._heed(source, part, now)
+                self._apply_source_status(source, part, now)
             if part.HasField("batch"):
                 batch = batch_from_proto(part.batch, source.worker_id)
-                await self._apply(self.feed.apply(batch, now))
+                await self._run_steps(self.feed.apply(batch, now))
             if part.HasField("snapshot"):
-                await self._apply(self.feed.load(chunk_from_proto(part.snapshot), now))
+                await self._run_steps(self.feed.load(snapshot_chunk_from_proto(part.snapshot), now))
             if part.HasField("load"):
                 load = load_from_proto(part.load)
-                self._report(source.worker_id, source.dp_rank, load, now)
+                self._report_load(source.worker_id, source.dp_rank, load, now)
         if part.caught_up:
             self.is_caught_up = True
 
-    def _heed(self, source: Source, part: indexer_pb2.SubscribeResponse, now: float) -> None:
+    def _apply_source_status(
+        self, source: Source, part: indexer_pb2.SubscribeResponse, now: float
+    ) -> None:
         """What the indexer says of a source; until it says how far to trust it, it is gapped."""
         is_known = source in self.feed
         if part.HasField("status"):
-            status = status_from_proto(part.status)
+            status = source_status_from_proto(part.status)
         elif is_known:
             return  # Unchanged.
         else:
-            status = _UNTOLD
+            status = _NOT_REPORTED
         if status.state == "gone":
-            self._heard.pop(source, None)
+            self._last_received_at.pop(source, None)
             self.feed.forget(source, status.reason)
             return
         if not (is_known or part.HasField("partition")):
             LOG.debug("status of an unknown source ignored", source=source, state=status.state)
             return
-        told = partition_from_proto(part.partition) if part.HasField("partition") else None
-        self.feed.follow(told, source, status, now, (part.epoch, part.sequence))
+        new_partition = partition_from_proto(part.partition) if part.HasField("partition") else None
+        self.feed.apply_status(new_partition, source, status, now, (part.epoch, part.sequence))
         partition = self.feed.partition(source)
-        key = _name_of(partition)
+        key = _partition_key(partition)
         if partition not in self._partitions.get(key, ()):
             self._partitions[key] = (*self._partitions.get(key, ()), partition)
 
-    async def _apply(self, steps: Iterator[None]) -> None:
+    async def _run_steps(self, steps: Iterator[None]) -> None:
         assert isinstance(steps, Generator), "the feed's iterators can be closed"
         self._is_applying = True
         try:
             with closing(steps):
                 for _ in steps:
-                    await self._let_others_run()
+                    await self._yield_if_slice_used()
         finally:
             self._is_applying = False
 
-    async def _let_others_run(self) -> None:
+    async def _yield_if_slice_used(self) -> None:
         """Between two steps, once they have taken SLICE_S together."""
         if self._stopwatch() - self._slice_began >= SLICE_S:
             await asyncio.sleep(0)
@@ -260,22 +266,25 @@ class IndexReplica:
     async def _end_when_silent(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self._clock() - self._heard_any > SILENT_S and self._expects_news():
-                raise Unavailable(f"it said nothing for {SILENT_S:g} s")
+            if (
+                self._clock() - self._last_message_at > SILENCE_TIMEOUT_S
+                and self._expects_messages()
+            ):
+                raise Unavailable(f"it said nothing for {SILENCE_TIMEOUT_S:g} s")
 
-    def _expects_news(self) -> bool:
+    def _expects_messages(self) -> bool:
         """Whether the indexer owes the end of what was there when the call began, or a load: of
         a worker that lives according to it."""
         if not self.is_caught_up:
             return True
         states = (self.feed.status(source).state for source in self.feed.sources())
         # Who wants no claims is told that they are gapped.
-        lives = ("exact", "degraded", "gapped") if self._loads_only else ("exact", "degraded")
-        return any(state in lives for state in states)
+        live_states = ("exact", "degraded", "gapped") if self._loads_only else ("exact", "degraded")
+        return any(state in live_states for state in states)
 
     # Time.
 
-    async def _keep_tidy(self) -> None:
+    async def _run_maintenance(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             if self._is_applying:
@@ -293,18 +302,20 @@ class IndexReplica:
         self.feed.tick(now)
         for source in self.feed.sources():
             is_stale = self.feed.status(source).state == "stale"
-            if is_stale and now - self._heard.get(source, 0.0) > FORGET_S:
+            if is_stale and now - self._last_received_at.get(source, 0.0) > STALE_FORGET_S:
                 self.feed.forget(source, "no indexer knows it")
-        for source in [s for s in self._heard if s not in self.feed]:
-            del self._heard[source]
-        self._count_partitions()
+        for source in [s for s in self._last_received_at if s not in self.feed]:
+            del self._last_received_at[source]
+        self._rebuild_partitions()
 
-    def _count_partitions(self) -> None:
-        named: dict[tuple[str, int, int], dict[Partition, None]] = {}
+    def _rebuild_partitions(self) -> None:
+        partitions_by_key: dict[tuple[str, int, int], dict[Partition, None]] = {}
         for source in self.feed.sources():
             partition = self.feed.partition(source)
-            named.setdefault(_name_of(partition), {})[partition] = None
-        self._partitions = {key: tuple(those) for key, those in named.items()}
+            partitions_by_key.setdefault(_partition_key(partition), {})[partition] = None
+        self._partitions = {
+            key: tuple(partition_set) for key, partition_set in partitions_by_key.items()
+        }
 
 
 def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
@@ -338,6 +349,6 @@ class _GrpcSubscription:
         return await rpc.read(self._call)
 
 
-def _name_of(partition: Partition) -> tuple[str, int, int]:
+def _partition_key(partition: Partition) -> tuple[str, int, int]:
     """What a query says of its partition."""
     return (partition.model, partition.block_size, partition.hash_scheme)

@@ -12,20 +12,20 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from common.errors import MESH_ERRORS, MeshError
+from common.errors import MESH_ERROR_CLASSES, MeshError
 from router_svc.core.approx_index import ApproxIndex
-from router_svc.core.pairing import BYPASSES
-from router_svc.core.placement import FALLBACKS
-from router_svc.core.query import Query, block_size_of, decode_charge
+from router_svc.core.pairing import BYPASS_REASONS
+from router_svc.core.placement import FALLBACK_REASONS
+from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
 from router_svc.core.replication import Replica
 from router_svc.core.router import Decision, Router
-from router_svc.core.sessions import AFFINITIES
+from router_svc.core.sessions import AFFINITY_OUTCOMES
 from router_svc.index_replica import IndexReplica
 
 PREFIX = "kvmesh_router"
 # What has another name is counted under this one: a selector of somebody else's may raise anything.
 OTHER = "other"
-OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERRORS), OTHER)
+OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERROR_CLASSES), OTHER)
 UNCLAIMED_KINDS = ("prefill_done", "output", "free", "announce_refused")
 STAGES = ("block_hashes", "find_matches", "schedule", "total")
 SOURCE_STATES = ("exact", "degraded", "stale", "gapped")
@@ -78,21 +78,21 @@ class Metrics:
             ("reason",),
             registry=self.registry,
         )
-        self._fallbacks = {reason: fallbacks.labels(reason) for reason in FALLBACKS}
+        self._fallbacks = {reason: fallbacks.labels(reason) for reason in FALLBACK_REASONS}
         bypasses = Counter(
             f"{prefix}_prefill_bypasses",
             "Requests in one piece although they could have been split, by why.",
             ("reason",),
             registry=self.registry,
         )
-        self._bypasses = {reason: bypasses.labels(reason) for reason in BYPASSES}
+        self._bypasses = {reason: bypasses.labels(reason) for reason in BYPASS_REASONS}
         affinity = Counter(
             f"{prefix}_affinity",
             "Placed requests that name a session, by what became of its binding.",
             ("outcome",),
             registry=self.registry,
         )
-        self._affinity = {outcome: affinity.labels(outcome) for outcome in AFFINITIES}
+        self._affinity = {outcome: affinity.labels(outcome) for outcome in AFFINITY_OUTCOMES}
         self._prompt_blocks = Counter(
             f"{prefix}_prompt_blocks", "Blocks of placed prompts.", registry=self.registry
         )
@@ -145,8 +145,9 @@ class Metrics:
             ("kind",),
             registry=self.registry,
         )
-        for kind in ("guesses", "predictions"):
-            guessed.labels(kind).set_function(partial(_blocks, getattr(router.overlaps, kind)))
+        entries = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
+        for kind, entries_of_kind in entries.items():
+            guessed.labels(kind).set_function(partial(_block_count, entries_of_kind))
         self._gauge(f"{prefix}_affinity_bindings", "Sessions bound to a worker.").set_function(
             lambda: len(router.affinity)
         )
@@ -155,13 +156,13 @@ class Metrics:
         ).set_function(lambda: router.affinity.evicted)
         self._gauge(
             f"{prefix}_stale_reports", "Ranks whose load report is too old to count."
-        ).set_function(lambda: router.book.stale_reports(clock()))
+        ).set_function(lambda: router.book.stale_report_count(clock()))
         if index is not None:
-            self._watch_index(index, prefix)
+            self._add_index_gauges(index, prefix)
         if replica is not None:
-            self._watch_peers(replica, prefix)
+            self._add_peer_gauges(replica, prefix)
 
-    def waited(self, seconds: float) -> None:
+    def record_queue_wait(self, seconds: float) -> None:
         """One request left the queue, whatever became of it."""
         self._wait_seconds.observe(seconds)
 
@@ -180,7 +181,7 @@ class Metrics:
         """One placement. seconds: of each of STAGES."""
         for stage, spent in zip(STAGES, seconds, strict=True):
             self._overhead[stage].observe(spent)
-        self._prompt_blocks.inc(decode_charge(query, block_size_of(query, None)))
+        self._prompt_blocks.inc(bookable_decode_blocks(query, block_size_of(query, None)))
         self._overlap_blocks.inc(decision.overlap_blocks)
         if decision.fallback:
             self._fallbacks[decision.fallback].inc()
@@ -193,7 +194,7 @@ class Metrics:
         """A word about a booking that came to nothing: one of UNCLAIMED_KINDS."""
         self._unclaimed[kind].inc()
 
-    def _watch_index(self, index: IndexReplica, prefix: str) -> None:
+    def _add_index_gauges(self, index: IndexReplica, prefix: str) -> None:
         feed = index.feed
         self._gauge(f"{prefix}_index_connected", "Whether an indexer is followed.").set_function(
             lambda: index.indexer_id is not None
@@ -214,7 +215,7 @@ class Metrics:
         for state in SOURCE_STATES:
             sources.labels(state).set_function(partial(count, state))
 
-    def _watch_peers(self, replica: Replica, prefix: str) -> None:
+    def _add_peer_gauges(self, replica: Replica, prefix: str) -> None:
         self._gauge(f"{prefix}_peers", "Routers that tell of their bookings.").set_function(
             lambda: len(replica.peers)
         )
@@ -230,5 +231,5 @@ class Metrics:
         return Gauge(name, text, registry=self.registry)
 
 
-def _blocks(index: ApproxIndex | None) -> int:
+def _block_count(index: ApproxIndex | None) -> int:
     return 0 if index is None else index.blocks

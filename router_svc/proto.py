@@ -7,20 +7,20 @@ from typing import TypeVar
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
-from common.wire.preprocessed import part_from_proto, part_to_proto
+from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.explain import Considered
+from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet, Placement
-from router_svc.core.load_tracker import NUMBER_MAX, Booking, BookingKey, SessionHello, Totals
+from router_svc.core.load_tracker import COUNTER_MAX, Booking, BookingKey, LoadTotals, SessionHello
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
 from router_svc.core.router import Decision, PotentialLoad
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
-    Binding,
-    Bond,
     SessionName,
-    ToldBond,
+    SessionPlacement,
+    SessionRecord,
+    SessionUpdate,
 )
 
 REQUEST_ID_CHARS_MAX = 256
@@ -32,24 +32,24 @@ T = TypeVar("T")
 def query_from_proto(message: router_pb2.Query) -> Query:
     """The query; token ids are counted, not hashed. InvalidRequest names the field at fault."""
     total_tokens = message.total_tokens
-    counted = len(message.token_ids)
-    if counted:
-        if total_tokens not in (0, counted):
+    token_count = len(message.token_ids)
+    if token_count:
+        if total_tokens not in (0, token_count):
             raise InvalidRequest(
-                f"query.total_tokens is {total_tokens}, but there are {counted} token_ids",
+                f"query.total_tokens is {total_tokens}, but there are {token_count} token_ids",
                 "query.total_tokens",
             )
-        total_tokens = counted
+        total_tokens = token_count
     return Query(
         message.model,
         total_tokens,
         message.prefix_hashes,
         message.hash_scheme,
         message.block_size,
-        part_from_proto(RoutingHints, message.routing, "query.routing")
+        dataclass_from_proto(RoutingHints, message.routing, "query.routing")
         if message.HasField("routing")
         else None,
-        part_from_proto(RouterConfigOverride, message.config_override, "query.config_override")
+        dataclass_from_proto(RouterConfigOverride, message.config_override, "query.config_override")
         if message.HasField("config_override")
         else None,
         frozenset(message.excluded_worker_ids),
@@ -119,60 +119,70 @@ def frame_from_proto(message: router_pb2.SyncRequest) -> Frame:
     if not message.sequence:
         raise InvalidRequest("sequence counts from 1", "sequence")
     refused: list[InvalidRequest] = []
-    refused_bonds: list[InvalidRequest] = []
+    refused_session_records: list[InvalidRequest] = []
     return Frame(
         message.sequence,
-        tuple(_sound(peer_booking_from_proto, message.upserts, "upserts", refused)),
-        tuple(_sound(_key_of, message.removals, "removals", refused)),
+        tuple(_parse_valid(peer_booking_from_proto, message.upserts, "upserts", refused)),
+        tuple(_parse_valid(_key_of, message.removals, "removals", refused)),
         message.digest,
         message.begins_all,
         message.ends_all,
-        tuple(SessionHello(one.frontend_id, one.generation) for one in message.sessions),
-        tuple(_sound(bond_from_proto, message.bindings, "bindings", refused_bonds)),
-        tuple(_sound(_key_of, message.released, "released", refused)),
+        tuple(SessionHello(hello.frontend_id, hello.generation) for hello in message.sessions),
+        tuple(
+            _parse_valid(
+                session_record_from_proto, message.bindings, "bindings", refused_session_records
+            )
+        ),
+        tuple(_parse_valid(_key_of, message.released, "released", refused)),
         tuple(refused),
-        tuple(refused_bonds),
+        tuple(refused_session_records),
     )
 
 
 def snapshot_from_proto(
     message: router_pb2.SyncResponse,
-) -> tuple[list[Booking], list[ToldBond], list[InvalidRequest]]:
+) -> tuple[list[Booking], list[SessionUpdate], list[InvalidRequest]]:
     """A part of a peer's snapshot, and what is wrong with entries that are left out of it."""
     refused: list[InvalidRequest] = []
-    bookings = _sound(peer_booking_from_proto, message.snapshot, "snapshot", refused)
-    bonds = _sound(bond_from_proto, message.snapshot_bindings, "snapshot_bindings", refused)
-    return list(bookings), list(bonds), refused
+    bookings = _parse_valid(peer_booking_from_proto, message.snapshot, "snapshot", refused)
+    session_records = _parse_valid(
+        session_record_from_proto, message.snapshot_bindings, "snapshot_bindings", refused
+    )
+    return list(bookings), list(session_records), refused
 
 
-def bond_from_proto(message: router_pb2.SessionBinding, field: str) -> ToldBond:
+def session_record_from_proto(message: router_pb2.SessionBinding, field: str) -> SessionUpdate:
     """What a router knows of a client session. InvalidRequest names the field at fault."""
     if not message.model:
         raise InvalidRequest(f"{field}.model is required", f"{field}.model")
     _check_session_id(message.session_id, field)
     _check_number(message.revision, 1, f"{field}.revision")
-    binding = None
+    session_placement = None
     if message.HasField("worker"):
         prefill = _placement(message.prefill) if message.HasField("prefill") else None
-        binding = Binding(_placement(message.worker), prefill)
+        session_placement = SessionPlacement(_placement(message.worker), prefill)
     session = SessionName(message.model, message.session_id, message.lora_name)
     key = key_from_proto(message.bound_by, message.frontend_id, f"{field}.bound_by")
-    return ToldBond(Bond(session, binding, message.revision, key), message.idle_ms / 1000)
+    return SessionUpdate(
+        SessionRecord(session, session_placement, message.revision, key), message.idle_ms / 1000
+    )
 
 
-def bond_to_proto(told: ToldBond) -> router_pb2.SessionBinding:
-    bond, idle_s = told
+def session_record_to_proto(told: SessionUpdate) -> router_pb2.SessionBinding:
+    record, idle_s = told
     message = router_pb2.SessionBinding(
-        **bond.session._asdict(),
-        revision=bond.revision,
-        bound_by=router_pb2.BookingKey(request_id=bond.key.request_id, attempt=bond.key.attempt),
-        frontend_id=bond.key.frontend_id,
+        **record.session._asdict(),
+        revision=record.revision,
+        bound_by=router_pb2.BookingKey(
+            request_id=record.key.request_id, attempt=record.key.attempt
+        ),
+        frontend_id=record.key.frontend_id,
         idle_ms=max(0, int(idle_s * 1000)),
     )
-    if bond.binding is not None:
-        message.worker.CopyFrom(placement_to_proto(bond.binding.worker))
-        if bond.binding.prefill is not None:
-            message.prefill.CopyFrom(placement_to_proto(bond.binding.prefill))
+    if record.session_placement is not None:
+        message.worker.CopyFrom(placement_to_proto(record.session_placement.worker))
+        if record.session_placement.prefill is not None:
+            message.prefill.CopyFrom(placement_to_proto(record.session_placement.prefill))
     return message
 
 
@@ -186,8 +196,8 @@ def frame_to_proto(frame: Frame, router_id: int) -> router_pb2.SyncRequest:
         digest=frame.digest,
         begins_all=frame.begins_all,
         ends_all=frame.ends_all,
-        sessions=(router_pb2.SessionHello(**one._asdict()) for one in frame.sessions),
-        bindings=map(bond_to_proto, frame.bonds),
+        sessions=(router_pb2.SessionHello(**hello._asdict()) for hello in frame.sessions),
+        bindings=map(session_record_to_proto, frame.session_records),
     )
 
 
@@ -227,11 +237,11 @@ def decision_to_proto(decision: Decision, fleet: Fleet) -> router_pb2.Decision:
         message.prefill.CopyFrom(placement_to_proto(decision.prefill))
         message.prefill_address = fleet.address(decision.prefill.worker_id)
     if decision.bootstrap is not None:
-        part_to_proto(decision.bootstrap, message.bootstrap)
+        dataclass_to_proto(decision.bootstrap, message.bootstrap)
     return message
 
 
-def candidates_to_proto(rows: Iterable[Considered]) -> list[router_pb2.Candidate]:
+def candidates_to_proto(rows: Iterable[CandidateRow]) -> list[router_pb2.Candidate]:
     return [_candidate_to_proto(row) for row in rows]
 
 
@@ -243,7 +253,7 @@ def placement_to_proto(placement: Placement) -> router_pb2.Placement:
     return router_pb2.Placement(worker_id=placement.worker_id, dp_rank=placement.dp_rank)
 
 
-def _sound(
+def _parse_valid(
     parse: Callable[[M, str], T], entries: Iterable[M], field: str, refused: list[InvalidRequest]
 ) -> Iterator[T]:
     for entry in entries:
@@ -263,8 +273,8 @@ def _check_session_id(session_id: str, field: str) -> None:
 
 
 def _check_number(number: int, least: int, field: str) -> None:
-    if not least <= number <= NUMBER_MAX:
-        raise InvalidRequest(f"{field} must be {least} to {NUMBER_MAX}, not {number}", field)
+    if not least <= number <= COUNTER_MAX:
+        raise InvalidRequest(f"{field} must be {least} to {COUNTER_MAX}, not {number}", field)
 
 
 def _key_of(message: router_pb2.Booking, field: str) -> BookingKey:
@@ -282,24 +292,24 @@ def _placement(message: router_pb2.Placement) -> Placement:
     return Placement(message.worker_id, message.dp_rank)
 
 
-def _candidate_to_proto(row: Considered) -> router_pb2.Candidate:
-    age_s, standing = row.report_age_s, row.standing
+def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
+    age_s, index_status = row.report_age_s, row.index_status
     return router_pb2.Candidate(
         worker=placement_to_proto(row.placement),
         cost=row.cost,
         overlap_blocks=row.overlap_blocks,
         load=_load_to_proto(row.placement, row.load),
         report_age_ms=None if age_s is None else round(age_s * 1000),
-        excluded_reason=row.excluded_why,
+        excluded_reason=row.excluded_reason,
         leg=row.leg,
         terms=None if row.terms is None else row.terms._asdict(),
-        source_state=standing.state,
-        source_reason=standing.reason,
-        source_age_ms=None if standing.age_s is None else round(standing.age_s * 1000),
+        source_state=index_status.state,
+        source_reason=index_status.reason,
+        source_age_ms=None if index_status.age_s is None else round(index_status.age_s * 1000),
     )
 
 
-def _load_to_proto(placement: Placement, load: Totals) -> router_pb2.PotentialLoad:
+def _load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
     return router_pb2.PotentialLoad(
         worker=placement_to_proto(placement),
         potential_prefill_tokens=load.prefill_tokens,

@@ -26,27 +26,27 @@ from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from router_svc.core.load_tracker import LoadBook
-from router_svc.core.replication import Replica, Telling
-from router_svc.core.sessions import Affinity
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.replication import OutboundSync, Replica
+from router_svc.core.sessions import SessionAffinity
 from router_svc.proto import (
-    bond_to_proto,
     booking_to_proto,
     frame_from_proto,
     frame_to_proto,
+    session_record_to_proto,
     snapshot_from_proto,
 )
 
 LOG = structlog.get_logger(__name__)
 
 # Changes are gathered so long before they are told: a frame costs more than what is in it.
-GATHER_S = 0.01
+BATCH_DELAY_S = 0.01
 # Three digests that did not come, or an answer that did not.
-SILENT_S = 3.0
+SILENCE_TIMEOUT_S = 3.0
 REDIAL_S = 0.2
 TICK_S = 0.1
 
-Respond = Callable[[router_pb2.SyncResponse], Awaitable[None]]
+SendResponse = Callable[[router_pb2.SyncResponse], Awaitable[None]]
 
 
 class Stream(Protocol):
@@ -75,8 +75,8 @@ class PeerSync:
         self,
         router_id: int,
         routers: Callable[[], Sequence[Instance]],
-        book: LoadBook,
-        affinity: Affinity | None = None,
+        book: LoadTracker,
+        affinity: SessionAffinity | None = None,
         *,
         open_sync: OpenSync | None = None,
         rng: Random | None = None,
@@ -87,10 +87,10 @@ class PeerSync:
         self._open_sync = open_sync or grpc_syncs()
         self._rng = rng or Random()
         self._clock = clock
-        self._changed = asyncio.Event()
+        self._change_event = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
-        self._unheard: set[int] = set()
-        self.replica = Replica(book, self._changed.set, affinity)
+        self._awaiting_snapshot: set[int] = set()
+        self.replica = Replica(book, self._change_event.set, affinity)
         self.caught_up = asyncio.Event()
 
     # Telling.
@@ -98,118 +98,122 @@ class PeerSync:
     async def run(self) -> None:
         """Keep a stream to every peer of discovery; ends by cancellation only."""
         async with TaskGroup() as tasks:
-            telling: dict[int, asyncio.Task[None]] = {}
-            self._unheard = set(self._peers())
-            self._hear_of(None)
+            outbound: dict[int, asyncio.Task[None]] = {}
+            self._awaiting_snapshot = set(self._peers())
+            self._mark_snapshot_done(None)
             is_first = True
             while True:
                 peers = self._peers()
-                for router_id in telling.keys() - peers.keys():
-                    telling.pop(router_id).cancel()
-                    self._hear_of(router_id)
-                for router_id in peers.keys() - telling.keys():
+                for router_id in outbound.keys() - peers.keys():
+                    outbound.pop(router_id).cancel()
+                    self._mark_snapshot_done(router_id)
+                for router_id in peers.keys() - outbound.keys():
                     # A newcomer finds its peers waiting; they do not all dial it at once.
-                    delay_s = 0.0 if is_first else self._pause_s()
-                    work = self._keep_telling(peers[router_id], delay_s)
-                    telling[router_id] = tasks.create_task(work, name=f"sync {router_id}")
+                    delay_s = 0.0 if is_first else self._reconnect_delay_s()
+                    work = self._keep_outbound_stream(peers[router_id], delay_s)
+                    outbound[router_id] = tasks.create_task(work, name=f"sync {router_id}")
                 is_first = False
                 await asyncio.sleep(TICK_S)
 
     def _peers(self) -> dict[int, Instance]:
         return {r.id: r for r in self._routers() if r.id != self._router_id}
 
-    def _pause_s(self) -> float:
+    def _reconnect_delay_s(self) -> float:
         return REDIAL_S * (0.5 + self._rng.random())
 
-    def _hear_of(self, router_id: int | None) -> None:
+    def _mark_snapshot_done(self, router_id: int | None) -> None:
         """That peer's snapshot is in, or will never be."""
-        self._unheard.discard(router_id or 0)
-        if not self._unheard:
+        self._awaiting_snapshot.discard(router_id or 0)
+        if not self._awaiting_snapshot:
             self.caught_up.set()
 
-    async def _keep_telling(self, peer: Instance, delay_s: float) -> None:
+    async def _keep_outbound_stream(self, peer: Instance, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
-        was_told = True
+        was_connected = True
         while True:
-            telling = self.replica.tell()
+            outbound = self.replica.open_outbound()
             try:
                 async with self._open_sync(peer) as stream:
                     await self._read_snapshot(peer.id, stream)
-                    was_told = True
-                    await self._tell(peer.id, stream, telling)
+                    was_connected = True
+                    await self._send_updates(peer.id, stream, outbound)
             except MeshError as error:
                 # One line for a peer that is down, however long.
-                log = LOG.warning if was_told else LOG.debug
-                log("peer_lost", router_id=peer.id, why=str(error))
-                was_told = False
+                log = LOG.warning if was_connected else LOG.debug
+                log("peer_lost", router_id=peer.id, reason=str(error))
+                was_connected = False
             except Exception:
                 # Whatever ails a peer, decisions go on.
                 LOG.exception("telling a peer failed", router_id=peer.id)
             finally:
-                self.replica.told(telling)
-                self.replica.unanswered(peer.id)
-            await asyncio.sleep(self._pause_s())
+                self.replica.told(outbound)
+                self.replica.peer_stream_ended(peer.id)
+            await asyncio.sleep(self._reconnect_delay_s())
 
     async def _read_snapshot(self, router_id: int, stream: Stream) -> None:
-        is_whole = False
-        while not is_whole:
-            response = await _answer(stream)
-            if router_id in self._unheard:
+        is_complete = False
+        while not is_complete:
+            response = await _read_response(stream)
+            if router_id in self._awaiting_snapshot:
                 now = self._clock()
-                bookings, bonds, refused = snapshot_from_proto(response)
-                self.replica.heard_snapshot(router_id, bookings, now, bonds)
+                bookings, session_records, refused = snapshot_from_proto(response)
+                self.replica.receive_snapshot(router_id, bookings, now, session_records)
                 self.replica.refused += len(refused)
                 _log_refused(router_id, refused)
-            is_whole = response.ends_snapshot
-        self._hear_of(router_id)
+            is_complete = response.ends_snapshot
+        self._mark_snapshot_done(router_id)
 
-    async def _tell(self, router_id: int, stream: Stream, telling: Telling) -> None:
+    async def _send_updates(self, router_id: int, stream: Stream, outbound: OutboundSync) -> None:
         """Until the stream fails."""
         while True:
-            frame = telling.frame(self._clock())
+            frame = outbound.frame(self._clock())
             await stream.write(frame_to_proto(frame, self._router_id))
-            response = await _answer(stream)
-            self.replica.answered(router_id, self._clock())
+            response = await _read_response(stream)
+            self.replica.peer_responded(router_id, self._clock())
             if response.resend:
-                telling.tell_all()
-            await self._gathered(telling)
+                outbound.request_full_sync()
+            await self._wait_for_changes(outbound)
 
-    async def _gathered(self, telling: Telling) -> None:
+    async def _wait_for_changes(self, outbound: OutboundSync) -> None:
         """Returns when it is time for the next frame."""
-        if telling.is_behind:
+        if outbound.is_frame_full:
             await asyncio.sleep(0)
             return
-        due_s = telling.due_in(self._clock())
+        due_s = outbound.seconds_until_due(self._clock())
         if due_s > 0:
-            self._changed.clear()
+            self._change_event.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(due_s):
-                    await self._changed.wait()
-        await asyncio.sleep(GATHER_S)
+                    await self._change_event.wait()
+        await asyncio.sleep(BATCH_DELAY_S)
 
     # Hearing.
 
-    async def serve(self, frames: AsyncIterator[router_pb2.SyncRequest], respond: Respond) -> None:
+    async def serve(
+        self, frames: AsyncIterator[router_pb2.SyncRequest], send_response: SendResponse
+    ) -> None:
         """One stream that a peer opened, until it ends. Raises MeshError, also for silence."""
         for part in self.replica.snapshot():
             bookings = map(booking_to_proto, part)
-            await respond(router_pb2.SyncResponse(router_id=self._router_id, snapshot=bookings))
-        for bonds in self.replica.snapshot_bonds(self._clock()):
-            told = map(bond_to_proto, bonds)
-            await respond(
+            await send_response(
+                router_pb2.SyncResponse(router_id=self._router_id, snapshot=bookings)
+            )
+        for session_records in self.replica.snapshot_session_records(self._clock()):
+            told = map(session_record_to_proto, session_records)
+            await send_response(
                 router_pb2.SyncResponse(router_id=self._router_id, snapshot_bindings=told)
             )
-        await respond(router_pb2.SyncResponse(router_id=self._router_id, ends_snapshot=True))
-        hearing = _Hearing(self.replica, self._router_id, respond, self._clock)
+        await send_response(router_pb2.SyncResponse(router_id=self._router_id, ends_snapshot=True))
+        inbound = _InboundStream(self.replica, self._router_id, send_response, self._clock)
         try:
             async with TaskGroup() as tasks:
-                reader = tasks.create_task(hearing.read(frames))
-                watch = tasks.create_task(hearing.end_when_silent())
+                reader = tasks.create_task(inbound.read(frames))
+                watch = tasks.create_task(inbound.end_when_silent())
                 reader.add_done_callback(lambda _: watch.cancel())
                 self._readers.add(reader)
                 reader.add_done_callback(self._readers.discard)
         finally:
-            hearing.end()
+            inbound.close_stream()
 
     def close(self) -> None:
         """End the streams that peers opened."""
@@ -217,69 +221,77 @@ class PeerSync:
             reader.cancel()
 
 
-class _Hearing:
+class _InboundStream:
     """One stream that a peer opened. peer_id: 0 until its first frame."""
 
     def __init__(
-        self, replica: Replica, router_id: int, respond: Respond, clock: Callable[[], float]
+        self,
+        replica: Replica,
+        router_id: int,
+        send_response: SendResponse,
+        clock: Callable[[], float],
     ) -> None:
         self._replica = replica
         self._router_id = router_id
-        self._respond = respond
+        self._send_response = send_response
         self._clock = clock
-        self._heard_at = clock()
+        self._last_received_at = clock()
         self._peer_id = self._stream = 0
 
     async def read(self, frames: AsyncIterator[router_pb2.SyncRequest]) -> None:
         async for message in frames:
-            self._heard_at = self._clock()
+            self._last_received_at = self._clock()
             if not self._peer_id:
-                self._begin(message.router_id)
+                self._identify_peer(message.router_id)
             elif message.router_id != self._peer_id:
                 raise InvalidRequest("router_id must not change on a stream", "router_id")
             elif not self._replica.is_current(self._peer_id, self._stream):
                 raise Conflict("a newer stream of this router took its place", reason="REPLACED")
             frame = frame_from_proto(message)
-            _log_refused(self._peer_id, (*frame.refused, *frame.refused_bonds))
-            resend = self._replica.take(self._peer_id, self._stream, frame, self._heard_at)
+            _log_refused(self._peer_id, (*frame.refused, *frame.refused_session_records))
+            resend = self._replica.apply_frame(
+                self._peer_id, self._stream, frame, self._last_received_at
+            )
             if resend:
                 LOG.warning("peer_differs", router_id=self._peer_id, sequence=frame.sequence)
-            answer = router_pb2.SyncResponse(
+            response = router_pb2.SyncResponse(
                 router_id=self._router_id, acked_sequence=frame.sequence, resend=resend
             )
-            await self._respond(answer)
+            await self._send_response(response)
 
-    def _begin(self, peer_id: int) -> None:
+    def _identify_peer(self, peer_id: int) -> None:
         if peer_id in (0, self._router_id):
             raise InvalidRequest("router_id must be the sending router's", "router_id")
-        self._peer_id, self._stream = peer_id, self._replica.joined(peer_id)
+        self._peer_id, self._stream = peer_id, self._replica.stream_opened(peer_id)
         LOG.info("peer_joined", router_id=peer_id)
 
     async def end_when_silent(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self._clock() - self._heard_at > SILENT_S:
-                raise Unavailable(f"the peer said nothing for {SILENT_S:g} s", reason="SILENT")
+            if self._clock() - self._last_received_at > SILENCE_TIMEOUT_S:
+                raise Unavailable(
+                    f"the peer said nothing for {SILENCE_TIMEOUT_S:g} s", reason="SILENT"
+                )
 
-    def end(self) -> None:
+    def close_stream(self) -> None:
         if self._stream:
-            orphaned = self._replica.left(self._peer_id, self._stream, self._clock())
+            orphaned = self._replica.stream_closed(self._peer_id, self._stream, self._clock())
             LOG.info("peer_left", router_id=self._peer_id, orphaned=orphaned)
 
 
 def _log_refused(router_id: int, refused: Sequence[InvalidRequest]) -> None:
     """One line, however many entries are wrong."""
     if refused:
-        why = refused[0].message
-        LOG.warning("peer_entries_refused", router_id=router_id, count=len(refused), why=why)
+        reason = refused[0].message
+        LOG.warning("peer_entries_refused", router_id=router_id, count=len(refused), reason=reason)
 
 
-async def _answer(stream: Stream) -> router_pb2.SyncResponse:
+async def _read_response(stream: Stream) -> router_pb2.SyncResponse:
     try:
-        async with asyncio.timeout(SILENT_S):
+        async with asyncio.timeout(SILENCE_TIMEOUT_S):
             response = await stream.read()
     except TimeoutError:
-        raise Unavailable(f"the peer answered nothing for {SILENT_S:g} s") from None
+        raise Unavailable(f"the peer answered nothing for {SILENCE_TIMEOUT_S:g} s") from None
     if response is None:
         raise Unavailable("the peer closed the stream")
     return response

@@ -19,8 +19,8 @@ import grpc.aio
 import structlog
 
 from common.errors import (
-    Bug,
     Conflict,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -31,11 +31,11 @@ from common.runtime import telemetry
 from common.runtime.tasks import TaskGroup
 from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from router_svc.core.admission import Parked
+from router_svc.core.admission import QueuedRequest
 from router_svc.core.load_tracker import BookingKey
 from router_svc.core.router import RECENT_MAX, Decision, Router
-from router_svc.decisions import DRAINING, Decisions
-from router_svc.hashing import Hashers
+from router_svc.decisions import DRAINING_REASON, Decisions
+from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
 from router_svc.proto import (
     booking_from_proto,
@@ -53,11 +53,11 @@ LOG = structlog.get_logger(__name__)
 
 SERVICE_NAME = "kvmesh.router.v1.RouterService"
 # Answers a session may have waiting for its peer to read; above it, nothing more is read from it.
-OUTBOX_MAX = 8192
+OUTBOX_RESULTS_MAX = 8192
 # What stands before a request's id in that of its answer.
-_ANSWER_WORD = re.compile("^(chat)?cmpl-")
+_RESPONSE_ID_PREFIX = re.compile("^(chat)?cmpl-")
 # News decided without letting the loop run; about 5 ms.
-SLICE = 256
+QUERIES_PER_SLICE = 256
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -75,7 +75,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         metrics: Metrics,
         *,
         rng: Random,
-        hashers: Hashers | None = None,
+        hasher_cache: HasherCache | None = None,
         spans: DecisionSpans | None = None,
         peers: PeerSync | None = None,
         track_output_blocks: bool = False,
@@ -87,16 +87,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._rng = rng
         self._clock = clock
         self._peers = peers
-        self._tracks_output = track_output_blocks
+        self._track_output_blocks = track_output_blocks
         self.decisions = Decisions(
             router,
             metrics,
             rng=rng,
-            hashers=Hashers(b"") if hashers is None else hashers,
+            hasher_cache=HasherCache(b"") if hasher_cache is None else hasher_cache,
             spans=DecisionSpans() if spans is None else spans,
             clock=clock,
         )
-        self._outboxes: set[_Outbox] = set()
+        self._outboxes: set[_SessionOutbox] = set()
 
     def end_sessions(self) -> None:
         """Send what is answered and close every session, so that frontends go elsewhere.
@@ -114,24 +114,24 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Session(  # type: ignore[override]
         self, request_iterator: AsyncIterator[router_pb2.SessionRequest], context: Context
     ) -> None:
-        queue = self._router.queue.rules
+        queue = self._router.queue.policy
         hello_ack = router_pb2.SessionHelloAck(
             router_id=self._router_id,
-            track_output_blocks=self._tracks_output,
+            track_output_blocks=self._track_output_blocks,
             queue_wait_ms=0 if queue.threshold is None else round(queue.wait_max_s * 1000),
         )
-        outbox = _Outbox(hello_ack)
+        outbox = _SessionOutbox(hello_ack)
         self._outboxes.add(outbox)
         try:
             async with TaskGroup() as tasks:
-                reader = tasks.create_task(self._serve(request_iterator, outbox))
+                reader = tasks.create_task(self._read_session(request_iterator, outbox))
                 while (frame := await outbox.next_frame()) is not None:
                     await context.write(frame)
                 reader.cancel()
         finally:
             self._outboxes.discard(outbox)
-        if outbox.breach is not None:
-            raise outbox.breach
+        if outbox.failure is not None:
+            raise outbox.failure
 
     async def Route(
         self, request: router_pb2.RouteRequest, context: Context
@@ -139,33 +139,33 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         key = _key_of(request) if request.book else None
         _require_query(request.HasField("query"), "query")
         trace = telemetry.current_traceparent() or ""
-        decision = await self._decided(request.query, key, trace)
+        decision = await self._await_decision(request.query, key, trace)
         return router_pb2.RouteResponse(decision=decision_to_proto(decision, self._router.fleet))
 
-    async def _decided(
+    async def _await_decision(
         self, query: router_pb2.Query, key: BookingKey | None, traceparent: str
     ) -> Decision:
         """The decision, waited for if it must be. Nothing stays booked if the caller gives up."""
-        late: asyncio.Future[Decision | MeshError]
-        late = asyncio.get_running_loop().create_future()
-        answer = self.decisions.ask(query, key, None, traceparent, late.set_result)
-        if isinstance(answer, Decision):
-            return answer
+        late_result: asyncio.Future[Decision | MeshError]
+        late_result = asyncio.get_running_loop().create_future()
+        reply = self.decisions.submit(query, key, None, traceparent, late_result.set_result)
+        if isinstance(reply, Decision):
+            return reply
         try:
-            answered = await asyncio.shield(late)
+            late_decision = await asyncio.shield(late_result)
         except asyncio.CancelledError:
-            if not self.decisions.withdraw(answer) and isinstance(late.result(), Decision):
-                self._router.book.free(answer.key)
+            if not self.decisions.withdraw(reply) and isinstance(late_result.result(), Decision):
+                self._router.book.free(reply.key)
             raise
-        if isinstance(answered, MeshError):
-            raise answered
-        return answered
+        if isinstance(late_decision, MeshError):
+            raise late_decision
+        return late_decision
 
     async def PotentialLoads(
         self, request: router_pb2.PotentialLoadsRequest, context: Context
     ) -> router_pb2.PotentialLoadsResponse:
         _require_query(request.HasField("query"), "query")
-        query = self.decisions.hashed(query_from_proto(request.query), request.query)
+        query = self.decisions.with_hashes(query_from_proto(request.query), request.query)
         rows = self._router.potential_loads(query, self._clock())
         queue = self._router.queue
         return router_pb2.PotentialLoadsResponse(
@@ -181,9 +181,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise InvalidRequest("give either request_id or query", "request_id")
         now = self._clock()
         if request.request_id:
-            decision = self._recent(request.request_id)
+            decision = self._recent_decision(request.request_id)
         else:
-            query = self.decisions.hashed(query_from_proto(request.query), request.query)
+            query = self.decisions.with_hashes(query_from_proto(request.query), request.query)
             decision = self._router.preview(query, now, self._rng)
         return router_pb2.ExplainResponse(
             decision=decision_to_proto(decision, self._router.fleet),
@@ -192,9 +192,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             age_ms=round((now - decision.made_at) * 1000),
         )
 
-    def _recent(self, request_id: str) -> Decision:
+    def _recent_decision(self, request_id: str) -> Decision:
         """By a request's id, or by the id of its answer, which has a word before it."""
-        decision = self._router.recent(_ANSWER_WORD.sub("", request_id))
+        decision = self._router.recent(_RESPONSE_ID_PREFIX.sub("", request_id))
         if decision is None:
             raise NotFound(
                 f"no decision for the request {request_id!r} among the last {RECENT_MAX} that this "
@@ -222,8 +222,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     # A session.
 
-    async def _serve(
-        self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _Outbox
+    async def _read_session(
+        self, frames: AsyncIterator[router_pb2.SessionRequest], outbox: _SessionOutbox
     ) -> None:
         """Read until the stream ends or breaks the protocol; then its bookings are orphans."""
         book = self._router.book
@@ -231,17 +231,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         try:
             async for frame in frames:
                 if session is None:
-                    frontend_id = _hello_of(frame)
+                    frontend_id = _frontend_id_from_hello(frame)
                     session = book.open_session(frontend_id, frame.hello.generation, self._clock())
                     self._metrics.sessions.inc()
                     outbox.put_hello_ack()
                 elif frame.HasField("hello"):
                     raise InvalidRequest("hello is for the first frame only", "hello")
                 elif not frame.ListFields():
-                    outbox.put_sign_of_life()
+                    outbox.put_heartbeat()
                 await self._apply(frame, frontend_id, session, outbox)
         except MeshError as error:
-            outbox.breach = error
+            outbox.failure = error
         finally:
             if session is not None:
                 self.decisions.withdraw_session(session)
@@ -251,14 +251,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             outbox.close()
 
     async def _apply(
-        self, frame: router_pb2.SessionRequest, frontend_id: int, session: int, outbox: _Outbox
+        self,
+        frame: router_pb2.SessionRequest,
+        frontend_id: int,
+        session: int,
+        outbox: _SessionOutbox,
     ) -> None:
         """In the order that the contract gives the parts of a frame."""
         book = self._router.book
         for announced in frame.announced:
             booking = booking_from_proto(announced, frontend_id, "announced")
             try:
-                self._router.announce(booking, session, self._clock())
+                self._router.reregister(booking, session, self._clock())
             except Overloaded as error:
                 self._metrics.unclaimed("announce_refused")
                 LOG.warning(
@@ -267,7 +271,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     request_id=booking.key.request_id,
                     error=error.message,
                 )
-        for results in self._answers(frame, frontend_id, session, outbox):
+        for results in self._replies(frame, frontend_id, session, outbox):
             await outbox.put(results)
         for message in frame.prefills_done:
             if not book.mark_prefill_done(key_from_proto(message, frontend_id, "prefills_done")):
@@ -280,45 +284,49 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         for message in frame.frees:
             key = key_from_proto(message, frontend_id, "frees")
             # A parked one has no booking; peers may hold an orphan of the same key all the same.
-            has_waited = self.decisions.give_up(key)
-            if not book.free(key) and not has_waited:
+            was_queued = self.decisions.cancel_request(key)
+            if not book.free(key) and not was_queued:
                 self._metrics.unclaimed("free")
 
-    def _answers(
-        self, frame: router_pb2.SessionRequest, frontend_id: int, session: int, outbox: _Outbox
+    def _replies(
+        self,
+        frame: router_pb2.SessionRequest,
+        frontend_id: int,
+        session: int,
+        outbox: _SessionOutbox,
     ) -> Iterator[list[router_pb2.NewResult]]:
         """The answers to the News of a frame, a slice at a time; those in the queue come later."""
         news = iter(frame.news)
-        while part := list(islice(news, SLICE)):
-            answers = (self._answer(new, frontend_id, session, outbox) for new in part)
-            yield [answer for answer in answers if answer is not None]
+        while part := list(islice(news, QUERIES_PER_SLICE)):
+            replies = (self._reply(new, frontend_id, session, outbox) for new in part)
+            yield [reply for reply in replies if reply is not None]
 
-    def _answer(
-        self, new: router_pb2.New, frontend_id: int, session: int, outbox: _Outbox
+    def _reply(
+        self, new: router_pb2.New, frontend_id: int, session: int, outbox: _SessionOutbox
     ) -> router_pb2.NewResult | None:
         """The answer to one of them; None if it comes later. Whatever is wrong with it is its own
         answer: those around it are answered as if it were not there.
         """
         number = new.id
 
-        def answer(outcome: Decision | MeshError) -> None:
-            if isinstance(outcome, MeshError) and outcome.reason == DRAINING:
-                outbox.breach = outcome
+        def reply(outcome: Decision | MeshError) -> None:
+            if isinstance(outcome, MeshError) and outcome.reason == DRAINING_REASON:
+                outbox.failure = outcome
             else:
                 outbox.post(self._result(number, key, outcome))
 
         try:
             key = key_from_proto(new.key, frontend_id, "news.key")
             _require_query(new.HasField("query"), "news.query")
-            decided = self.decisions.ask(new.query, key, session, new.traceparent, answer)
+            decided = self.decisions.submit(new.query, key, session, new.traceparent, reply)
         except MeshError as error:
-            if error.reason != DRAINING:
+            if error.reason != DRAINING_REASON:
                 return self._result(number, None, error)
             # Not for the client: other routers may have room. See `end_sessions`.
-            outbox.breach = error
+            outbox.failure = error
             outbox.close()
             return None
-        return None if isinstance(decided, Parked) else self._result(number, key, decided)
+        return None if isinstance(decided, QueuedRequest) else self._result(number, key, decided)
 
     def _result(
         self, number: int, key: BookingKey | None, outcome: Decision | MeshError
@@ -335,70 +343,70 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             LOG.exception("answer cannot be told", outcome=type(outcome).__name__)
             if key is not None:
                 self._router.book.free(key)
-            bug = Bug("the router's answer cannot be told")
+            bug = InternalError("the router's answer cannot be told")
             return router_pb2.NewResult(id=number, error=error_to_proto(bug))
 
 
-class _Outbox:
+class _SessionOutbox:
     """What a session still has to send, for its one writer.
 
     breach: why the session ends, if it ends with an error.
     """
 
     def __init__(self, hello_ack: router_pb2.SessionHelloAck) -> None:
-        self._greeting = hello_ack
+        self._hello_ack_message = hello_ack
         self._hello_ack: router_pb2.SessionHelloAck | None = None
         self._results: list[router_pb2.NewResult] = []
-        self._sign_of_life = False
+        self._heartbeat_due = False
         self._closed = False
-        self._filled = asyncio.Event()
-        self._taken = asyncio.Event()
-        self.breach: MeshError | None = None
+        self._has_items = asyncio.Event()
+        self._frame_taken = asyncio.Event()
+        self.failure: MeshError | None = None
 
     def put_hello_ack(self) -> None:
-        self._hello_ack = self._greeting
-        self._filled.set()
+        self._hello_ack = self._hello_ack_message
+        self._has_items.set()
 
-    def put_sign_of_life(self) -> None:
+    def put_heartbeat(self) -> None:
         """The peer asked for one; any frame is one."""
-        self._sign_of_life = True
-        self._filled.set()
+        self._heartbeat_due = True
+        self._has_items.set()
 
     def post(self, result: router_pb2.NewResult) -> None:
         """Queue an answer that waited for its turn; the bound of the router's queue is theirs."""
         self._results.append(result)
-        self._filled.set()
+        self._has_items.set()
 
     async def put(self, results: list[router_pb2.NewResult]) -> None:
         """Queue answers; waits while the peer is OUTBOX_MAX behind."""
-        while len(self._results) >= OUTBOX_MAX:
-            self._taken.clear()
-            await self._taken.wait()
+        while len(self._results) >= OUTBOX_RESULTS_MAX:
+            self._frame_taken.clear()
+            await self._frame_taken.wait()
         if results:
             self._results += results
-            self._filled.set()
+            self._has_items.set()
         await asyncio.sleep(0)  # The writer's turn, also amid a long frame.
 
     def close(self) -> None:
         """What is queued is still sent, then `next_frame` says that it is over."""
         self._closed = True
-        self._filled.set()
+        self._has_items.set()
 
     async def next_frame(self) -> router_pb2.SessionResponse | None:
         """All that has gathered, as one frame; None at the end."""
-        await self._filled.wait()
-        if not self._results and self._hello_ack is None and not self._sign_of_life:
+        await self._has_items.wait()
+        if not self._results and self._hello_ack is None and not self._heartbeat_due:
             assert self._closed, "woken for nothing"
             return None
         frame = router_pb2.SessionResponse(hello_ack=self._hello_ack, results=self._results)
-        self._hello_ack, self._results, self._sign_of_life = None, [], False
+        self._hello_ack, self._results, self._heartbeat_due = None, [], False
         if not self._closed:
-            self._filled.clear()
-        self._taken.set()
+            self._has_items.clear()
+        self._frame_taken.set()
         return frame
 
 
-def _hello_of(frame: router_pb2.SessionRequest) -> int:
+def _frontend_id_from_hello(frame: router_pb2.SessionRequest) -> int:
     if not frame.HasField("hello"):
         raise Conflict("the first frame of a session must carry hello", reason="HELLO_REQUIRED")
     if frame.hello.frontend_id == 0:
@@ -412,6 +420,6 @@ def _key_of(request: router_pb2.RouteRequest) -> BookingKey:
     return key_from_proto(request.key, request.frontend_id, "key")
 
 
-def _require_query(present: bool, field: str) -> None:
-    if not present:
+def _require_query(is_present: bool, field: str) -> None:
+    if not is_present:
         raise InvalidRequest(f"{field} is required", field)

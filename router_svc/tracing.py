@@ -20,7 +20,7 @@ from router_svc.core.router import Decision
 # In the order in which they happen.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")
 # What the last span calls their durations, in microseconds; total_us is the sum.
-FIGURES = ("hash_us", "find_matches_us", "schedule_us")
+DURATION_ATTRIBUTES = ("hash_us", "find_matches_us", "schedule_us")
 
 
 class Stopwatch:
@@ -56,7 +56,7 @@ class DecisionSpans:
     def placed(
         self,
         traceparent: str,
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
         query: Query,
         key: BookingKey | None,
         decision: Decision,
@@ -75,8 +75,8 @@ class DecisionSpans:
             "selector": decision.selector,
             "reasons": decision.reasons,
         }
-        attributes["total_us"] = watch.total_s() * 1e6
-        for name, lap_s in zip(FIGURES, watch.laps_s(), strict=False):
+        attributes["total_us"] = stopwatch.total_s() * 1e6
+        for name, lap_s in zip(DURATION_ATTRIBUTES, stopwatch.laps_s(), strict=False):
             attributes[name] = lap_s * 1e6
         if decision.prefill is not None:
             attributes["prefill_worker_id"] = str(decision.prefill.worker_id)
@@ -84,26 +84,26 @@ class DecisionSpans:
         for row in decision.considered:
             if row.placement == decision.worker and row.cost is not None:
                 attributes["cost"] = row.cost
-        self._write(traceparent, watch, attributes, None)
+        self._write(traceparent, stopwatch, attributes, None)
 
-    def failed(self, traceparent: str, watch: Stopwatch, error: MeshError) -> None:
+    def failed(self, traceparent: str, stopwatch: Stopwatch, error: MeshError) -> None:
         """The spans of the stages up to the one that failed, which carries the error."""
         if traceparent:
-            watch.lap()
-            self._write(traceparent, watch, {"error.type": type(error).__name__}, error)
+            stopwatch.lap()
+            self._write(traceparent, stopwatch, {"error.type": type(error).__name__}, error)
 
     def _write(
         self,
         traceparent: str,
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
         attributes: dict[str, AttributeValue],
         error: MeshError | None,
     ) -> None:
         parent = telemetry.context_from_traceparent(traceparent)
         if parent is None or not telemetry.is_sampled(parent):
             return
-        laps = watch.laps_s()
-        began_ns = watch.began_ns
+        laps = stopwatch.laps_s()
+        began_ns = stopwatch.began_ns
         for number, (name, lap_s) in enumerate(zip(SPANS, laps, strict=False), 1):
             is_last = number == len(laps)
             span = self._tracer.start_span(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from common.service.lifecycle import App, Health, Life
+from common.service.lifecycle import App, HealthReporter, Lifecycle
 
 # Nothing here takes seconds; a loaded machine may.
 WAIT_S = 30.0
@@ -27,30 +27,30 @@ class Clock:
 
 @asynccontextmanager
 async def living(
-    app: A, life: Life | None = None, *, grace_s: float = 0.0, registered: bool = True
+    app: A, lifecycle: Lifecycle | None = None, *, grace_s: float = 0.0, registered: bool = True
 ) -> AsyncIterator[A]:
     """The app from its start to its end, in the steps of `common.service.lifecycle`.
 
     life: one that the test wants to look into. grace_s: see `App.drain`. registered: whether others
     know it. AssertionError when a task of it does not end.
     """
-    life = life or Life(Health())
+    lifecycle = lifecycle or Lifecycle(HealthReporter())
     try:
-        await app.start(life)
-        await life.health.open(True)
+        await app.start(lifecycle)
+        await lifecycle.health.set_enabled(True)
         if registered:
             await app.register()
         yield app
     finally:
-        await end(app, life, grace_s)
+        await end(app, lifecycle, grace_s)
 
 
-async def end(app: App, life: Life, grace_s: float = 0.0) -> None:
+async def end(app: App, lifecycle: Lifecycle, grace_s: float = 0.0) -> None:
     """Ends an app in order; one that was ended already does not mind."""
-    life.drain("test over")
+    lifecycle.drain("test over")
     await app.deregister()
     await app.drain(grace_s)
-    stuck = await life.cancel_tasks(WAIT_S)
+    stuck = await lifecycle.cancel_tasks(WAIT_S)
     await app.close()
     assert stuck == []
 

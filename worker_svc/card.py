@@ -9,83 +9,87 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidRequest
-from common.kv.hashing import SCHEME_ID
-from common.registry.card import Artifact, ModelCard, ModelType, model_type_of
+from common.kv.hashing import HASH_SCHEME_ID
+from common.registry.card import Artifact, ModelCard, ModelType, parse_model_type
 from worker_svc.engines.contract import EngineConfig
 
-_NEEDED = ("tokenizer.json", "tokenizer_config.json")
-_WANTED = ("generation_config.json", "chat_template.jinja", "config.json")
+_REQUIRED_FILES = ("tokenizer.json", "tokenizer_config.json")
+_OPTIONAL_FILES = ("generation_config.json", "chat_template.jinja", "config.json")
 
 
 # What some fields of a card follow from.
-_KNOBS = {
+_CARD_SETTINGS = {
     "model_type": "--serve",
     "context_length": "--context-length",
     "kv_block_size": "--block-size",
 }
 
 # What a worker of tokens can be asked for.
-KINDS = ("chat", "completions")
+ENDPOINT_KINDS = ("chat", "completions")
 
 
-def model_type_served(kinds: Sequence[str]) -> ModelType:
+def served_model_type(kinds: Sequence[str]) -> ModelType:
     """The kinds as a card has them. Raises ValueError for none, or one that is none of KINDS."""
     for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(f"{kind!r} is none of {', '.join(KINDS)}")
+        if kind not in ENDPOINT_KINDS:
+            raise ValueError(f"{kind!r} is none of {', '.join(ENDPOINT_KINDS)}")
     if not kinds:
-        raise ValueError(f"name at least one of {', '.join(KINDS)}")
-    return model_type_of(kinds)
+        raise ValueError(f"name at least one of {', '.join(ENDPOINT_KINDS)}")
+    return parse_model_type(kinds)
 
 
-def missing_files(folder: Path) -> list[str]:
+def find_missing_files(folder: Path) -> list[str]:
     """The files that a card needs and the folder has not."""
-    return [name for name in _NEEDED if not (folder / name).is_file()]
+    return [name for name in _REQUIRED_FILES if not (folder / name).is_file()]
 
 
-def card_of(folder: Path, config: EngineConfig, kinds: Sequence[str] = KINDS) -> ModelCard:
-    """The card, its artifacts inline. kinds: see `model_type_served`.
+def build_card(
+    folder: Path, config: EngineConfig, kinds: Sequence[str] = ENDPOINT_KINDS
+) -> ModelCard:
+    """The card, its artifacts inline. kinds: see `served_model_type`.
 
     Raises InvalidRequest naming a file that is missing.
     """
-    if missing := missing_files(folder):
+    if missing := find_missing_files(folder):
         raise InvalidRequest(f"{folder} has no {missing[0]}", "model_path")
-    paths = (folder / name for name in (*_NEEDED, *_WANTED))
+    paths = (folder / name for name in (*_REQUIRED_FILES, *_OPTIONAL_FILES))
     artifacts = {path.name: Artifact.of(path.read_bytes()) for path in paths if path.is_file()}
     return ModelCard(
         name=config.advertised_name,
-        model_type=model_type_served(kinds),
+        model_type=served_model_type(kinds),
         context_length=config.context_length,
         kv_block_size=config.kv_cache_block_size,
-        hash_scheme=str(SCHEME_ID) if config.kv_index != "none" else "",
+        hash_scheme=str(HASH_SCHEME_ID) if config.kv_index != "none" else "",
         eos_token_ids=_eos_token_ids(folder),
         artifacts=artifacts,
     )
 
 
-def differences(card: ModelCard, other: ModelCard) -> list[str]:
+def card_differences(card: ModelCard, other: ModelCard) -> list[str]:
     """What tells two cards apart, field by field: "kv_block_size (--block-size) 32, not 16"."""
     found = []
     for spec in fields(ModelCard):
-        here, there = getattr(card, spec.name), getattr(other, spec.name)
+        ours, theirs = getattr(card, spec.name), getattr(other, spec.name)
         if spec.name == "artifacts":
-            digests = [{name: one.sha256 for name, one in files.items()} for files in (here, there)]
+            digests = [
+                {name: one.sha256 for name, one in files.items()} for files in (ours, theirs)
+            ]
             names = sorted({name for name, _ in digests[0].items() ^ digests[1].items()})
             found += [f"another {name} (--model-path)" for name in names]
-        elif here != there:
-            knob = f" ({_KNOBS[spec.name]})" if spec.name in _KNOBS else ""
-            found.append(f"{spec.name}{knob} {_shown(here)}, not {_shown(there)}")
+        elif ours != theirs:
+            setting = f" ({_CARD_SETTINGS[spec.name]})" if spec.name in _CARD_SETTINGS else ""
+            found.append(f"{spec.name}{setting} {_format_value(ours)}, not {_format_value(theirs)}")
     return found
 
 
 # Any: the value of whatever field of a card.
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, ModelType):
         return ",".join(str(flag.name).lower() for flag in value)
     return str(value)
 
 
-def vocab_size_of(card: ModelCard) -> int | None:
+def read_vocab_size(card: ModelCard) -> int | None:
     """Token ids of the card's tokenizer.json are below this; None: that file does not say."""
     try:
         tokenizer = json.loads(card.artifacts["tokenizer.json"].inline or b"")
@@ -101,14 +105,14 @@ def _eos_token_ids(folder: Path) -> tuple[int, ...]:
     """From generation_config.json, else config.json, as Hugging Face does."""
     for name in ("generation_config.json", "config.json"):
         path = folder / name
-        value = _object(path).get("eos_token_id") if path.is_file() else None
+        value = _read_json_object(path).get("eos_token_id") if path.is_file() else None
         if value is not None:
             return tuple(value) if isinstance(value, list) else (int(value),)
     return ()
 
 
 # Any: a JSON object of somebody's model.
-def _object(path: Path) -> dict[str, Any]:
+def _read_json_object(path: Path) -> dict[str, Any]:
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path.name} is not a JSON object", "model_path")

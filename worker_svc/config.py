@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from common.errors import InvalidRequest
-from common.runtime.config import ServiceConfig, at_least, between, knob
-from worker_svc.card import KINDS, missing_files, model_type_served
-from worker_svc.engines.sglang.sampling import page_size_of
+from common.runtime.config import ServiceConfig, at_least, between, setting
+from worker_svc.card import ENDPOINT_KINDS, find_missing_files, served_model_type
+from worker_svc.engines.sglang.sampling import resolve_page_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,101 +20,108 @@ class WorkerConfig(ServiceConfig):
 
     stable_name: str = field(
         default="",
-        metadata=knob(
+        metadata=setting(
             "Name that survives restarts, one per replica: the mesh sees only the newest of a name."
             " Empty: none."
         ),
     )
     engine: Literal["sim", "echo", "sglang"] = field(
         default="sim",
-        metadata=knob("sglang is the real one; sim needs no GPU; echo repeats the prompt."),
+        metadata=setting("sglang is the real one; sim needs no GPU; echo repeats the prompt."),
     )
     role: Literal["aggregated", "prefill", "decode"] = field(
         default="aggregated",
-        metadata=knob("prefill and decode split requests in two; not the echo engine."),
+        metadata=setting("prefill and decode split requests in two; not the echo engine."),
     )
     handoff: Literal["bootstrap", "completed"] = field(
         default="bootstrap",
-        metadata=knob("Prefill: both legs start at once, or decode when prefill has ended."),
+        metadata=setting("Prefill: both legs start at once, or decode when prefill has ended."),
     )
     bootstrap_port: int = field(
         default=0,
-        metadata=knob("Where prefill waits for decode; 0: any free port.", check=between(0, 65535)),
+        metadata=setting(
+            "Where prefill waits for decode; 0: any free port.", check=between(0, 65535)
+        ),
     )
     transfer_group: str = field(
         default="",
-        metadata=knob("Workers that can move KV to each other; empty: by model and block size."),
+        metadata=setting("Workers that can move KV to each other; empty: by model and block size."),
     )
     transfer_gb_per_s: float = field(
         default=25.0,
-        metadata=knob("KV from a sim, 10^9 bytes a second; your network's.", check=at_least(1e-6)),
+        metadata=setting(
+            "KV from a sim, 10^9 bytes a second; your network's.", check=at_least(1e-6)
+        ),
     )
     handoff_timeout_s: float = field(
         default=10.0,
-        metadata=knob("How long a leg waits for the other; below deadlines.", check=at_least(0.1)),
+        metadata=setting(
+            "How long a leg waits for the other; below deadlines.", check=at_least(0.1)
+        ),
     )
     local_prefill: bool = field(
         default=True,
-        metadata=knob("Decode: compute prompts that come without a handoff; else refuse them."),
+        metadata=setting("Decode: compute prompts that come without a handoff; else refuse them."),
     )
     model_name: str | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "What clients put in `model`, the same on replicas; unset: sim, or what an engine of"
             " your own says."
         ),
     )
     model_path: Path | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "Folder with tokenizer.json and tokenizer_config.json; for sim also with a sim.json, as"
             " python -m worker_svc.engines.sim.make_model writes it. Unset: the sim model's."
         ),
     )
     serve: tuple[str, ...] = field(
-        default=KINDS,
-        metadata=knob("chat, completions or both; less where the model can do one only."),
+        default=ENDPOINT_KINDS,
+        metadata=setting("chat, completions or both; less where the model can do one only."),
     )
     context_length: int | None = field(
         default=None,
-        metadata=knob("Tokens of prompt and answer; below the model's own.", check=at_least(2)),
+        metadata=setting("Tokens of prompt and answer; below the model's own.", check=at_least(2)),
     )
     block_size: int = field(
-        default=16, metadata=knob("Tokens a KV block; the engine's page size.", check=at_least(1))
+        default=16,
+        metadata=setting("Tokens a KV block; the engine's page size.", check=at_least(1)),
     )
     total_kv_blocks: int = field(
         default=16384,
-        metadata=knob("KV blocks of the sim; less to see evictions.", check=at_least(1)),
+        metadata=setting("KV blocks of the sim; less to see evictions.", check=at_least(1)),
     )
     max_num_seqs: int = field(
-        default=256, metadata=knob("Requests the sim computes at once.", check=at_least(1))
+        default=256, metadata=setting("Requests the sim computes at once.", check=at_least(1))
     )
     max_num_batched_tokens: int = field(
-        default=8192, metadata=knob("Tokens the sim computes in a step.", check=at_least(1))
+        default=8192, metadata=setting("Tokens the sim computes in a step.", check=at_least(1))
     )
     speedup: float = field(
         default=1.0,
-        metadata=knob("How often the sim outruns real time; 0: infinitely.", check=at_least(0)),
+        metadata=setting("How often the sim outruns real time; 0: infinitely.", check=at_least(0)),
     )
     prefill_tokens_per_s: float = field(
         default=12_000.0,
-        metadata=knob("Prompt tokens the sim computes a second; your GPU's.", check=at_least(1)),
+        metadata=setting("Prompt tokens the sim computes a second; your GPU's.", check=at_least(1)),
     )
     step_ms: float = field(
         default=6.0,
-        metadata=knob("Milliseconds of a sim step with one sequence.", check=at_least(0)),
+        metadata=setting("Milliseconds of a sim step with one sequence.", check=at_least(0)),
     )
     requests_max: int = field(
         default=4096,
-        metadata=knob("Requests inside at once, queued ones included.", check=at_least(1)),
+        metadata=setting("Requests inside at once, queued ones included.", check=at_least(1)),
     )
     kv_events: bool = field(
         default=True,
-        metadata=knob("Tell indexers which KV blocks are cached; off: routers only guess."),
+        metadata=setting("Tell indexers which KV blocks are cached; off: routers only guess."),
     )
     card_inline_bytes: int = field(
         default=1 << 20,
-        metadata=knob(
+        metadata=setting(
             "Larger files of the model stay out of the registry, and frontends ask workers for"
             " them; less where the registry must stay small.",
             check=at_least(0),
@@ -122,38 +129,38 @@ class WorkerConfig(ServiceConfig):
     )
     canary_idle_s: float = field(
         default=30.0,
-        metadata=knob(
+        metadata=setting(
             "Silence of the engine before it is probed; 0: never, if your engine has no probes.",
             check=at_least(0),
         ),
     )
     canary_timeout_s: float = field(
         default=10.0,
-        metadata=knob(
+        metadata=setting(
             "How long a probe may take until health says NOT_SERVING; above your longest step.",
             check=at_least(0.1),
         ),
     )
     metrics_port: int | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "Serve Prometheus metrics over HTTP on this port (0: any); set it to be scraped.",
             check=between(0, 65535),
         ),
     )
     taints: tuple[str, ...] = field(
-        default=(), metadata=knob("Marks that routing constraints match, e.g. zone=a.")
+        default=(), metadata=setting("Marks that routing constraints match, e.g. zone=a.")
     )
     loras: tuple[str, ...] = field(
-        default=(), metadata=knob("Adapters that the sim has; requests name one of them.")
+        default=(), metadata=setting("Adapters that the sim has; requests name one of them.")
     )
     engine_args: str = field(
         default="",
-        metadata=knob('More arguments of SGLang, a JSON object: {"tp_size": 2}.'),
+        metadata=setting('More arguments of SGLang, a JSON object: {"tp_size": 2}.'),
     )
 
     @property
-    def own_model_name(self) -> str:
+    def default_model_name(self) -> str:
         """What an engine that comes with the worker calls its model."""
         return self.model_name or "sim"
 
@@ -161,10 +168,10 @@ class WorkerConfig(ServiceConfig):
         """Contradictions between fields."""
         found = ServiceConfig.problems(self)
         try:
-            model_type_served(self.serve)
+            served_model_type(self.serve)
         except ValueError as error:
             found.append(f"serve: {error}")
-        if self.model_path is not None and (missing := missing_files(self.model_path)):
+        if self.model_path is not None and (missing := find_missing_files(self.model_path)):
             found.append(f"model_path: {self.model_path} has no {' and no '.join(missing)}")
         if self.engine == "echo" and self.role != "aggregated":
             found.append("role: the echo engine has no prefill and decode")
@@ -188,7 +195,7 @@ class WorkerConfig(ServiceConfig):
         try:
             arguments = json.loads(self.engine_args or "{}")
             if isinstance(arguments, dict):
-                page_size_of(arguments, self.block_size)
+                resolve_page_size(arguments, self.block_size)
             else:
                 found.append("engine_args: must be a JSON object")
         except ValueError as error:

@@ -42,13 +42,13 @@ class RunnerCollector(Collector):
         for outcome in OUTCOMES:
             requests.add_metric((outcome,), self._runner.counters[outcome])
         yield requests
-        canaries = CounterMetricFamily(
+        probes = CounterMetricFamily(
             f"{PREFIX}_canaries", "Probes of an idle engine, by result", labels=("result",)
         )
         failed = self._runner.counters["canaries_failed"]
-        canaries.add_metric(("ok",), self._runner.counters["canaries"] - failed)
-        canaries.add_metric(("failed",), failed)
-        yield canaries
+        probes.add_metric(("ok",), self._runner.counters["canaries"] - failed)
+        probes.add_metric(("failed",), failed)
+        yield probes
         yield GaugeMetricFamily(
             f"{PREFIX}_open_requests", "Requests inside", self._runner.open_requests
         )

@@ -12,7 +12,7 @@ from opentelemetry import trace
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from common.runtime import telemetry
 from worker_svc.engines.contract import LLMEngineOutput
 
@@ -35,17 +35,17 @@ class GenerateSpans:
         self._clock = clock
         self._tracer = trace.get_tracer("kvmesh.worker") if tracer is None else tracer
 
-    def start(self, order: Order) -> GenerateSpan | None:
+    def start(self, leg_request: LegRequest) -> GenerateSpan | None:
         """The span of an order; None where its caller is not sampled."""
-        parent = telemetry.context_from_traceparent(order.traceparent)
+        parent = telemetry.context_from_traceparent(leg_request.traceparent)
         if parent is None or not telemetry.is_sampled(parent):
             return None
-        request = order.request
+        request = leg_request.request
         attributes: dict[str, str | int] = {
             "model": self._model,
-            "disagg_role": order.phase or self._role,
-            "request_id": order.request_id,
-            "attempt": order.attempt,
+            "disagg_role": leg_request.phase or self._role,
+            "request_id": leg_request.request_id,
+            "attempt": leg_request.attempt,
             "gen_ai.operation.name": "text_completion",
             "gen_ai.provider.name": "kvmesh",
             "gen_ai.request.model": self._model,
@@ -54,14 +54,14 @@ class GenerateSpans:
             attributes["input_tokens"] = len(request.token_ids)
             attributes["gen_ai.usage.input_tokens"] = len(request.token_ids)
         links = []
-        origin = request.migration_link if request is not None else None
-        if origin is not None:
-            found = telemetry.link(origin.trace_id, origin.span_id)
+        migration_source = request.migration_link if request is not None else None
+        if migration_source is not None:
+            found = telemetry.link(migration_source.trace_id, migration_source.span_id)
             if found is not None:
                 links.append(found)
-                attributes["migration_trace_id"] = origin.trace_id
-                attributes["migration_span_id"] = origin.span_id
-        with telemetry.use_span_id(order.span_id or telemetry.new_span_id()):
+                attributes["migration_trace_id"] = migration_source.trace_id
+                attributes["migration_span_id"] = migration_source.span_id
+        with telemetry.assign_next_span_id(leg_request.span_id or telemetry.new_span_id()):
             span = self._tracer.start_span(
                 SPAN_NAME, parent, trace.SpanKind.SERVER, attributes, links
             )
@@ -74,8 +74,8 @@ class GenerateSpan:
     def __init__(self, span: trace.Span, clock: Callable[[], float]) -> None:
         self._span = span
         self._clock = clock
-        self._began_s = clock()
-        self._last_s: float | None = None
+        self._started_s = clock()
+        self._last_output_s: float | None = None
         self._tokens = 0
         self._gaps_ms: list[float] = []
 
@@ -85,11 +85,11 @@ class GenerateSpan:
         if not count:
             return
         now = self._clock()
-        if self._last_s is None:
-            self._span.set_attribute("ttft_ms", round((now - self._began_s) * 1000, 3))
+        if self._last_output_s is None:
+            self._span.set_attribute("ttft_ms", round((now - self._started_s) * 1000, 3))
         else:
-            self._gaps_ms += [(now - self._last_s) * 1000 / count] * count
-        self._last_s = now
+            self._gaps_ms += [(now - self._last_output_s) * 1000 / count] * count
+        self._last_output_s = now
         self._tokens += count
 
     def end(self, terminal: LLMEngineOutput) -> None:
@@ -130,7 +130,7 @@ class GenerateSpan:
         self._span.end()
 
 
-def _nearest_rank(ascending: list[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed."""
-    rank = -int(-share * len(ascending) // 1)
+def _nearest_rank(ascending: list[float], quantile: float) -> float:
+    """The smallest value that at least `quantile` of all values do not exceed."""
+    rank = -int(-quantile * len(ascending) // 1)
     return ascending[max(0, rank - 1)]

@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
 
-NO_HASHES: Hashes = np.empty(0, dtype=np.uint64)
+EMPTY_HASHES: Hashes = np.empty(0, dtype=np.uint64)
 # Most hashes in one chunk of a snapshot.
-CHUNK_BLOCKS = 4096
+SNAPSHOT_CHUNK_BLOCKS = 4096
 
 
 class Tier(IntEnum):
@@ -63,7 +63,7 @@ class Event:
     """One change. hashes: stored shallow first, removed deep first, none when cleared."""
 
     kind: EventKind
-    hashes: Hashes = field(default_factory=lambda: NO_HASHES)
+    hashes: Hashes = field(default_factory=lambda: EMPTY_HASHES)
     tier: Tier = Tier.DEVICE
 
 

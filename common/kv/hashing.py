@@ -40,7 +40,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-SCHEME_ID: Final = 1
+HASH_SCHEME_ID: Final = 1
 """Names the prefix hash described above; any change of its results needs another id."""
 
 DEFAULT_BLOCK_SIZE: Final = 16
@@ -52,7 +52,7 @@ BLOCK_SIZE_MAX: Final = 65_536
 POSITION_MAX: Final = 2**48
 """Largest position of a chain state: far beyond any prompt, and safe in 64-bit arithmetic."""
 
-POSITION_KEYS_KEPT: Final = 65_536
+POSITION_KEYS_CACHED_MAX: Final = 65_536
 """Position keys a hasher keeps at most (512 KiB); keys past them are computed anew each time."""
 
 LocalBlockHash = NewType("LocalBlockHash", int)
@@ -67,7 +67,7 @@ TokenIds: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequence[i
 _U64_MAX: Final = 2**64 - 1
 _GOLDEN_GAMMA: Final = 0x9E3779B97F4A7C15
 _XXH3_SEED: Final = 1337
-_KEYS_AT_FIRST: Final = 512
+_INITIAL_KEYS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class ChainState:
     def __post_init__(self) -> None:
         if not 0 <= self.position <= POSITION_MAX:
             raise ValueError(f"position: {self.position} is not in 0..{POSITION_MAX}")
-        _check_u64("total", self.total)
+        _require_uint64("total", self.total)
 
 
 class PrefixHasher:
@@ -109,11 +109,11 @@ class PrefixHasher:
     ) -> None:
         if not 1 <= block_size <= BLOCK_SIZE_MAX:
             raise ValueError(f"block_size: {block_size} is not in 1..{BLOCK_SIZE_MAX}")
-        multiplier_seed, position_seed = _seeds(
+        multiplier_seed, position_seed = _derive_seeds(
             mesh_key, block_size, (model, lora_name, cache_salt)
         )
         self._block_size = block_size
-        self._multipliers = _expand(multiplier_seed, 0, block_size) | 1
+        self._multipliers = _splitmix64_stream(multiplier_seed, 0, block_size) | 1
         self._position_seed = position_seed
         self._position_keys = np.empty(0, dtype=np.uint64)
 
@@ -128,7 +128,7 @@ class PrefixHasher:
         Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
         bytes whose length is no multiple of 4.
         """
-        return _mix_in_place(self._running_sums(ChainState(0, 0), token_ids))
+        return _splitmix64_finalize(self._running_sums(ChainState(0, 0), token_ids))
 
     def extend(
         self, state: ChainState, token_ids: TokenIds
@@ -139,32 +139,32 @@ class PrefixHasher:
         ChainState(state.position + n, int(sums[n - 1])). Errors as in `prefix_hashes`.
         """
         sums = self._running_sums(state, token_ids)
-        return _mix_in_place(sums.copy()), sums
+        return _splitmix64_finalize(sums.copy()), sums
 
     def _running_sums(self, state: ChainState, token_ids: TokenIds) -> NDArray[np.uint64]:
-        ids = _as_u32(token_ids, "token_ids")
+        ids = _to_uint32_array(token_ids, "token_ids")
         count = len(ids) // self._block_size
         if count == 0:
             return np.empty(0, dtype=np.uint64)
         blocks = ids[: count * self._block_size].reshape(count, self._block_size)
         # vecdot widens the ids in cache-sized pieces: no 64-bit copy of the prompt is made.
         terms: NDArray[np.uint64] = np.vecdot(blocks, self._multipliers)
-        terms += self._keys(state.position, state.position + count)
-        _mix_in_place(terms)
+        terms += self._position_keys_between(state.position, state.position + count)
+        _splitmix64_finalize(terms)
         # A slice, for numpy warns when a scalar wraps and stays silent when an array does.
         terms[:1] += np.uint64(state.total)
         return np.add.accumulate(terms, out=terms)
 
-    def _keys(self, start: int, stop: int) -> NDArray[np.uint64]:
+    def _position_keys_between(self, start: int, stop: int) -> NDArray[np.uint64]:
         """Return the keys of positions start..stop-1, from the kept ones where they reach."""
-        if stop > POSITION_KEYS_KEPT:
-            return _expand(self._position_seed, start, stop)
-        kept = self._position_keys
-        if stop > len(kept):
-            size = min(max(stop, 2 * len(kept), _KEYS_AT_FIRST), POSITION_KEYS_KEPT)
+        if stop > POSITION_KEYS_CACHED_MAX:
+            return _splitmix64_stream(self._position_seed, start, stop)
+        cached = self._position_keys
+        if stop > len(cached):
+            size = min(max(stop, 2 * len(cached), _INITIAL_KEYS), POSITION_KEYS_CACHED_MAX)
             # Replaced whole, so that another thread sees either the old or the new array.
-            self._position_keys = kept = _expand(self._position_seed, 0, size)
-        return kept[start:stop]
+            self._position_keys = cached = _splitmix64_stream(self._position_seed, 0, size)
+        return cached[start:stop]
 
 
 def hashes_to_bytes(hashes: NDArray[np.uint64]) -> bytes:
@@ -190,7 +190,7 @@ def hashes_from_bytes(data: bytes) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True, slots=True)
-class MmObject:
+class MediaHash:
     """One image, video or audio clip in a block, named by the hash of its content.
 
     `offsets` are [start, end) token positions in the block; they do not enter the hash.
@@ -201,20 +201,20 @@ class MmObject:
     offsets: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_u64("mm_hash", self.mm_hash)
+        _require_uint64("mm_hash", self.mm_hash)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockExtraInfo:
+class BlockMediaInfo:
     """What distinguishes a block beside its token ids: the multimodal objects in it."""
 
-    mm_objects: tuple[MmObject, ...] = ()
+    mm_objects: tuple[MediaHash, ...] = ()
 
 
 def compute_block_hash_for_seq(
     tokens: TokenIds,
     block_size: int,
-    block_mm_infos: Sequence[BlockExtraInfo | None] | None = None,
+    block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
     lora_name: str | None = None,
     *,
     is_eagle: bool = False,
@@ -234,20 +234,20 @@ def compute_block_hash_for_seq(
     """
     if block_size < 1:
         raise ValueError(f"block_size: {block_size} is below 1")
-    ids = _as_u32(tokens, "tokens")
-    infos = block_mm_infos or ()
-    blocks_begun = -(-len(ids) // block_size)
-    if len(infos) > blocks_begun:
-        raise ValueError(f"block_mm_infos: {len(infos)} entries for {blocks_begun} blocks")
+    ids = _to_uint32_array(tokens, "tokens")
+    media_infos = block_mm_infos or ()
+    started_blocks = -(-len(ids) // block_size)
+    if len(media_infos) > started_blocks:
+        raise ValueError(f"block_mm_infos: {len(media_infos)} entries for {started_blocks} blocks")
     window = block_size + 1 if is_eagle else block_size
     data = ids.astype("<u4", copy=False).tobytes()
-    seed = _local_seed(lora_name)
+    seed = _local_hash_seed(lora_name)
     hashes = []
     for i, start in enumerate(range(0, len(ids) - window + 1, block_size)):
         content = data[4 * start : 4 * (start + window)]
-        info = infos[i] if i < len(infos) else None
+        info = media_infos[i] if i < len(media_infos) else None
         if info is not None:
-            content += _mm_suffix(info)
+            content += _media_hash_bytes(info)
         hashes.append(LocalBlockHash(xxhash.xxh3_64_intdigest(content, seed)))
     return hashes
 
@@ -258,13 +258,13 @@ def compute_seq_hashes(local_hashes: Iterable[int]) -> list[SequenceHash]:
     Raises ValueError when a local hash is not in 0..2^64-1.
     """
     hashes: list[SequenceHash] = []
-    for local in local_hashes:
-        _check_u64("local_hashes", local)
+    for local_hash in local_hashes:
+        _require_uint64("local_hashes", local_hash)
         if hashes:
-            pair = struct.pack("<QQ", hashes[-1], local)
+            pair = struct.pack("<QQ", hashes[-1], local_hash)
             hashes.append(SequenceHash(xxhash.xxh3_64_intdigest(pair, _XXH3_SEED)))
         else:
-            hashes.append(SequenceHash(local))
+            hashes.append(SequenceHash(local_hash))
     return hashes
 
 
@@ -290,14 +290,14 @@ class TokensWithHashes:
         self,
         tokens: TokenIds,
         block_size: int,
-        block_mm_infos: Sequence[BlockExtraInfo | None] | None = None,
+        block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
         lora_name: str | None = None,
         *,
         is_eagle: bool = False,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size: {block_size} is below 1")
-        self._tokens = _as_u32(tokens, "tokens").copy()
+        self._tokens = _to_uint32_array(tokens, "tokens").copy()
         self._tokens.flags.writeable = False
         self._block_size = block_size
         self._block_mm_infos = tuple(block_mm_infos or ())
@@ -343,11 +343,11 @@ class TokensWithHashes:
         return self._seq_hashes
 
 
-def _seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tuple[int, int]:
+def _derive_seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tuple[int, int]:
     """Return the multiplier and the position seed of a hasher."""
     # Hashing the key first admits keys of any length; BLAKE2b itself takes at most 64 bytes.
     digest = hashlib.blake2b(
-        struct.pack("<QQ", SCHEME_ID, block_size),
+        struct.pack("<QQ", HASH_SCHEME_ID, block_size),
         key=hashlib.blake2b(mesh_key).digest(),
         digest_size=16,
         person=b"kvmesh-prefix",
@@ -361,16 +361,16 @@ def _seeds(mesh_key: bytes, block_size: int, names: tuple[str, str, str]) -> tup
     return multiplier_seed, position_seed
 
 
-def _expand(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
+def _splitmix64_stream(seed: int, start: int, stop: int) -> NDArray[np.uint64]:
     """Return elements start..stop-1 of the SplitMix64 stream of `seed`."""
     # Ours rather than numpy's generators: hashes must not change with a numpy version.
     counters = np.arange(start + 1, stop + 1, dtype=np.uint64)
     counters *= np.uint64(_GOLDEN_GAMMA)
     counters += np.uint64(seed)
-    return _mix_in_place(counters)
+    return _splitmix64_finalize(counters)
 
 
-def _mix_in_place(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Apply the SplitMix64 finaliser (a bijection on 64 bits) to each element; return `x`."""
     x ^= x >> 30
     x *= 0xBF58476D1CE4E5B9
@@ -380,10 +380,10 @@ def _mix_in_place(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _as_u32(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
+def _to_uint32_array(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
     """Return token ids as a 1-D uint32 array, without a copy where their form allows."""
     if isinstance(token_ids, np.ndarray):
-        return _checked_array(token_ids, name)
+        return _validate_array(token_ids, name)
     if isinstance(token_ids, bytes | bytearray | memoryview):
         view = memoryview(token_ids)
         if not view.c_contiguous:
@@ -399,7 +399,7 @@ def _as_u32(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
     return np.frombuffer(packed, dtype=np.uintc).astype(np.uint32, copy=False)
 
 
-def _checked_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
+def _validate_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
     if token_ids.ndim != 1:
         raise ValueError(f"{name}: want one dimension, not {token_ids.ndim}")
     if token_ids.dtype == np.uint32:
@@ -411,7 +411,7 @@ def _checked_array(token_ids: NDArray[Any], name: str) -> NDArray[np.uint32]:
     return token_ids.astype(np.uint32)
 
 
-def _local_seed(lora_name: str | None) -> int:
+def _local_hash_seed(lora_name: str | None) -> int:
     if not lora_name:
         return _XXH3_SEED
     # Surrogates pass for the same reason as in _seeds.
@@ -419,11 +419,11 @@ def _local_seed(lora_name: str | None) -> int:
     return (_XXH3_SEED + xxhash.xxh3_64_intdigest(name)) & _U64_MAX
 
 
-def _mm_suffix(info: BlockExtraInfo) -> bytes:
+def _media_hash_bytes(info: BlockMediaInfo) -> bytes:
     hashes = sorted(mm.mm_hash for mm in info.mm_objects)
     return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
-def _check_u64(name: str, value: int) -> None:
+def _require_uint64(name: str, value: int) -> None:
     if not 0 <= value <= _U64_MAX:
         raise ValueError(f"{name}: {value} is not in 0..2^64-1")

@@ -16,8 +16,10 @@ For each source (one rank of one worker) a state machine over (epoch, sequence):
   heard of it, whatever came before, so it is never gapped, and says nothing of what it claims.
 
 States: exact; degraded (claims are a subset: counts); stale (nobody reports any more: counts for
-`stale_s`); gapped (does not count); gone. An indexer feeds it with `announce` (a publisher's hello)
-and answers its demands; a replica with `follow` (an indexer's word about a source) and takes a
+`stale_s`); gapped (does not count); gone. An indexer feeds it with `register_source` (a
+publisher's hello)
+and answers its demands; a replica with `apply_status` (an indexer's word about a source) and takes
+a
 demand as the sign to subscribe again.
 
 `apply` and `load` are iterators that do STEP_BLOCKS of work a step, so that a caller can let others
@@ -46,12 +48,12 @@ from common.kv.events import (
     SourceStatus,
     Tier,
 )
-from common.kv.prefix_index import Claims, Matched, PrefixIndex
+from common.kv.prefix_index import AdvertisedBlocks, PrefixIndex, SourceMatch
 
-STEP_BLOCKS = 1024
+STEP_BLOCKS_MAX = 1024
 """Blocks applied between two steps; about 0.2 ms."""
 
-STALE_S = 10.0
+STALE_GRACE_S = 10.0
 """How long a source counts after its publisher, or the index it is read from, was lost."""
 
 RETRY_S = 2.0
@@ -60,7 +62,9 @@ RETRY_S = 2.0
 BUFFER_BLOCKS_MAX = 2**20
 """Blocks of batches that wait for a gap or a snapshot, a source; 8 MiB of hashes."""
 
-_BATCH_BLOCKS = 56  # What a batch weighs in the buffer beside its hashes; 450 bytes, measured.
+_BATCH_OVERHEAD_BLOCKS = (
+    56  # What a batch weighs in the buffer beside its hashes; 450 bytes, measured.
+)
 
 EXACT = SourceStatus("exact")
 GAPPED = SourceStatus("gapped", "batches are missing")
@@ -69,21 +73,21 @@ DEGRADED = SourceStatus("degraded", "events were lost: a subset is claimed")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Applied:
+class BatchApplied:
     """A batch was applied, in order."""
 
     batch: EventBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class SourceReplaced:
     """A source's set was replaced, not by batches: who copies it needs a snapshot."""
 
     source: Source
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class StatusChanged:
     """How far a source can be trusted has changed."""
 
     source: Source
@@ -92,7 +96,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ResendRequest:
     """Batches are missing: send from this sequence on, or a snapshot."""
 
     source: Source
@@ -100,7 +104,7 @@ class Demand:
     from_sequence: int
 
 
-News: TypeAlias = Applied | Replaced | Changed | Demand
+FeedEvent: TypeAlias = BatchApplied | SourceReplaced | StatusChanged | ResendRequest
 
 
 @dataclass(slots=True)
@@ -116,60 +120,62 @@ class FeedCounters:
 
 
 @dataclass(slots=True, eq=False)
-class _Incoming:
+class _PendingSnapshot:
     """A snapshot being gathered."""
 
     epoch: int
     sequence: int
-    claims: Claims
+    advertised: AdvertisedBlocks
 
 
 @dataclass(slots=True, eq=False)
-class _Track:
+class _SourceEntry:
     """One source."""
 
     source: Source
     partition: Partition
     index: PrefixIndex
-    claims: Claims
+    advertised: AdvertisedBlocks
     epoch: int = 0
     sequence: int = 0
-    head: int = 0
+    head_sequence: int = 0
     status: SourceStatus | None = None
     degraded: bool = False
     load_only: bool = False
-    withheld_blocks: int = 0  # What a load-only source is estimated to hold.
-    said: SourceStatus = EXACT  # What the index this one follows says.
+    unindexed_blocks: int = 0  # What a load-only source is estimated to hold.
+    upstream_status: SourceStatus = EXACT  # What the index this one follows says.
     stale_since: float | None = None
     stale_reason: str = ""
-    incoming: _Incoming | None = None
-    is_cut_short: bool = False  # What was under way was dropped, though nobody was lost.
+    pending_snapshot: _PendingSnapshot | None = None
+    is_interrupted: bool = False  # What was under way was dropped, though nobody was lost.
     buffer: dict[int, EventBatch] = field(default_factory=dict)
     buffered_blocks: int = 0
-    demanded_at: float | None = None
-    heard_at: float = 0.0
-    progressed_at: float = 0.0
+    resend_requested_at: float | None = None
+    last_received_at: float = 0.0
+    last_progress_at: float = 0.0
 
     @property
     def is_gapped(self) -> bool:
-        return self.sequence < self.head
+        return self.sequence < self.head_sequence
 
     @property
-    def kept_blocks(self) -> int:
-        incoming = 0 if self.incoming is None else self.incoming.claims.blocks
-        return self.claims.blocks + incoming + self.buffered_blocks
+    def retained_blocks(self) -> int:
+        pending_snapshot = (
+            0 if self.pending_snapshot is None else self.pending_snapshot.advertised.blocks
+        )
+        return self.advertised.blocks + pending_snapshot + self.buffered_blocks
 
     def state(self) -> SourceStatus:
         if self.is_gapped:
             return GAPPED
-        if self.said.state == "gapped":
-            return self.said
+        if self.upstream_status.state == "gapped":
+            return self.upstream_status
         if self.stale_since is not None:
             return SourceStatus("stale", self.stale_reason)
         if self.load_only:
             return LOAD_ONLY
-        if self.said.state == "degraded":
-            return self.said
+        if self.upstream_status.state == "degraded":
+            return self.upstream_status
         return DEGRADED if self.degraded else EXACT
 
 
@@ -179,16 +185,16 @@ class IndexFeed:
     def __init__(
         self,
         *,
-        stale_s: float = STALE_S,
+        stale_s: float = STALE_GRACE_S,
         retry_s: float = RETRY_S,
         buffer_blocks_max: int = BUFFER_BLOCKS_MAX,
     ) -> None:
         self._stale_s = stale_s
         self._retry_s = retry_s
         self._buffer_blocks_max = buffer_blocks_max
-        self._tracks: dict[Source, _Track] = {}
+        self._entries: dict[Source, _SourceEntry] = {}
         self._indexes: dict[Partition, PrefixIndex] = {}
-        self._news: list[News] = []
+        self._feed_events: list[FeedEvent] = []
         self.counters = FeedCounters()
 
     # Questions.
@@ -201,108 +207,109 @@ class IndexFeed:
     @property
     def used_bytes(self) -> int:
         """What the indexes, and the batches that wait, are estimated to use."""
-        waiting = sum(track.buffered_blocks for track in self._tracks.values())
-        return 8 * waiting + sum(index.used_bytes for index in self._indexes.values())
+        buffered = sum(entry.buffered_blocks for entry in self._entries.values())
+        return 8 * buffered + sum(index.used_bytes for index in self._indexes.values())
 
     def sources(self) -> list[Source]:
         """All sources known."""
-        return list(self._tracks)
+        return list(self._entries)
 
     def sources_of(self, worker_id: int) -> list[Source]:
         """The sources of one worker."""
-        return [source for source in self._tracks if source.worker_id == worker_id]
+        return [source for source in self._entries if source.worker_id == worker_id]
 
     def __contains__(self, source: Source) -> bool:
-        return source in self._tracks
+        return source in self._entries
 
     def partition(self, source: Source) -> Partition:
         """Where a known source's blocks are."""
-        return self._tracks[source].partition
+        return self._entries[source].partition
 
     def position(self, source: Source) -> SourceState:
         """The batch applied last of a known source; heard last, if it is load-only."""
-        track = self._tracks[source]
-        return SourceState(source, track.epoch, track.sequence, track.degraded)
+        entry = self._entries[source]
+        return SourceState(source, entry.epoch, entry.sequence, entry.degraded)
 
     def positions(self) -> list[SourceState]:
-        """The positions of all sources: what a subscriber resumes from, after `lose_all`."""
-        return [self.position(source) for source in self._tracks]
+        """The positions of all sources: what a subscriber resumes from, after
+        `mark_all_disconnected`."""
+        return [self.position(source) for source in self._entries]
 
     def status(self, source: Source) -> SourceStatus:
         """How far a known source can be trusted."""
-        return self._tracks[source].state()
+        return self._entries[source].state()
 
     def is_load_only(self, source: Source) -> bool:
         """Whether `make_load_only` is in force for a known source."""
-        return self._tracks[source].load_only
+        return self._entries[source].load_only
 
-    def withheld_blocks_of(self, source: Source) -> int:
+    def unindexed_blocks_of(self, source: Source) -> int:
         """Blocks a known source is estimated to hold that a load-only one does not claim here."""
-        return self._tracks[source].withheld_blocks
+        return self._entries[source].unindexed_blocks
 
-    def heard_at(self, source: Source) -> float:
+    def last_received_at(self, source: Source) -> float:
         """When a known source's publisher said something last."""
-        return self._tracks[source].heard_at
+        return self._entries[source].last_received_at
 
-    def counts(self, source: Source) -> bool:
+    def is_matchable(self, source: Source) -> bool:
         """Whether a known source matches."""
-        return self._tracks[source].claims.shown
+        return self._entries[source].advertised.is_visible
 
     def blocks_of(self, source: Source) -> int:
         """Blocks a known source claims, over all tier sets."""
-        return self._tracks[source].claims.blocks
+        return self._entries[source].advertised.blocks
 
-    def kept_blocks_of(self, source: Source) -> int:
+    def retained_blocks_of(self, source: Source) -> int:
         """Blocks that are kept of a known source: claimed, being gathered, or put off."""
-        return self._tracks[source].kept_blocks
+        return self._entries[source].retained_blocks
 
     def device_blocks_of(self, source: Source) -> int:
         """Blocks a known source claims on the device."""
-        return self._tracks[source].claims.blocks_on(Tier.DEVICE)
+        return self._entries[source].advertised.blocks_on(Tier.DEVICE)
 
-    def claims(self, source: Source) -> tuple[PrefixIndex, Claims]:
+    def advertised(self, source: Source) -> tuple[PrefixIndex, AdvertisedBlocks]:
         """What a known source claims, and the index to read it from (`PrefixIndex.chunks`)."""
-        track = self._tracks[source]
-        return track.index, track.claims
+        entry = self._entries[source]
+        return entry.index, entry.advertised
 
-    def match(self, partition: Partition, hashes: Hashes) -> list[Matched]:
+    def match(self, partition: Partition, hashes: Hashes) -> list[SourceMatch]:
         """One row for each source that counts and holds the first block, deepest first."""
         index = self._indexes.get(partition)
         return [] if index is None else index.match(hashes)
 
-    def take_news(self) -> list[News]:
+    def take_events(self) -> list[FeedEvent]:
         """What has happened since this was called last, in order."""
-        news, self._news = self._news, []
-        return news
+        feed_events, self._feed_events = self._feed_events, []
+        return feed_events
 
     # What sources and those who know them say.
 
-    def announce(self, partition: Partition, state: SourceState, now: float) -> None:
+    def register_source(self, partition: Partition, state: SourceState, now: float) -> None:
         """A publisher says where it stands, at the start of its stream."""
-        track = self._opened(partition, state.source)
-        self._drop_pending(track)
-        known = state.epoch == track.epoch and state.sequence >= track.sequence
-        if not known or track.load_only:
-            self._start_over(track, state.epoch)
-        track.head = state.sequence
-        track.degraded = state.degraded
-        track.stale_since = None
-        track.heard_at = now
-        self._settle(track, now)
+        entry = self._get_or_create_entry(partition, state.source)
+        self._drop_pending(entry)
+        is_continuation = state.epoch == entry.epoch and state.sequence >= entry.sequence
+        if not is_continuation or entry.load_only:
+            self._reset_source(entry, state.epoch)
+        entry.head_sequence = state.sequence
+        entry.degraded = state.degraded
+        entry.stale_since = None
+        entry.last_received_at = now
+        self._reconcile(entry, now)
 
-    def heard(self, source: Source, now: float) -> None:
+    def mark_received(self, source: Source, now: float) -> None:
         """A publisher said something that changes nothing here; no matter if it is unknown."""
-        track = self._tracks.get(source)
-        if track is not None:
-            track.heard_at = now
+        entry = self._entries.get(source)
+        if entry is not None:
+            entry.last_received_at = now
 
-    def follow(
+    def apply_status(
         self,
         partition: Partition | None,
         source: Source,
         status: SourceStatus,
         now: float,
-        at: tuple[int, int] = (0, 0),
+        position: tuple[int, int] = (0, 0),
     ) -> None:
         """The index that this one copies says how far it trusts a source.
 
@@ -313,81 +320,87 @@ class IndexFeed:
             self.forget(source, status.reason)
             return
         if partition is None:
-            partition = self._known(source).partition
-        track = self._opened(partition, source)
-        track.said = status
-        if track.incoming is None and not track.buffer and not track.is_cut_short:
+            partition = self._require_entry(source).partition
+        entry = self._get_or_create_entry(partition, source)
+        entry.upstream_status = status
+        if entry.pending_snapshot is None and not entry.buffer and not entry.is_interrupted:
             # What an index lost meanwhile had been about to send, this one sends if it has it.
-            track.head = track.sequence
-        self._look_ahead(track, *at)
+            entry.head_sequence = entry.sequence
+        self._raise_head(entry, *position)
         if status.state == "stale":
-            self._mark_stale(track, now, status.reason)
+            self._mark_stale(entry, now, status.reason)
         else:
-            track.stale_since = None
-        self._settle(track, now)
+            entry.stale_since = None
+        self._reconcile(entry, now)
 
     def set_degraded(self, source: Source, degraded: bool, now: float) -> None:
         """A publisher has lost events beyond repair, or has recovered from that."""
-        track = self._known(source)
-        track.degraded = degraded
-        track.heard_at = now
-        self._settle(track, now)
+        entry = self._require_entry(source)
+        entry.degraded = degraded
+        entry.last_received_at = now
+        self._reconcile(entry, now)
 
-    def lose(self, source: Source, now: float, reason: str) -> None:
+    def mark_disconnected(self, source: Source, now: float, reason: str) -> None:
         """Nobody reports about the source any more; nothing happens if it is unknown."""
-        track = self._tracks.get(source)
-        if track is not None:
-            self._drop_pending(track)
-            track.is_cut_short = False
-            self._mark_stale(track, now, reason)
-            self._settle(track, now)
+        entry = self._entries.get(source)
+        if entry is not None:
+            self._drop_pending(entry)
+            entry.is_interrupted = False
+            self._mark_stale(entry, now, reason)
+            self._reconcile(entry, now)
 
-    def lose_all(self, now: float, reason: str) -> None:
+    def mark_all_disconnected(self, now: float, reason: str) -> None:
         """The index that this one copies is lost; due before another subscription begins.
 
         What was under way is dropped, since `positions`, from which that resumes, leave it out.
         """
-        for source in self._tracks:
-            self.lose(source, now, reason)
+        for source in self._entries:
+            self.mark_disconnected(source, now, reason)
 
     def make_load_only(self, source: Source, now: float) -> None:
         """Drops what a source claims, and takes no events of it until it is announced again."""
-        track = self._known(source)
+        entry = self._require_entry(source)
         # A snapshot being gathered replaces the claims; what is left of it will be counted.
-        incoming = track.incoming
-        track.withheld_blocks = track.kept_blocks if incoming is None else incoming.claims.blocks
-        self._drop_pending(track)
-        self._empty(track)
-        track.load_only = True
-        track.is_cut_short = False
-        track.head = track.sequence
-        self._news.append(Replaced(source))
-        self._settle(track, now)
+        pending_snapshot = entry.pending_snapshot
+        entry.unindexed_blocks = (
+            entry.retained_blocks
+            if pending_snapshot is None
+            else pending_snapshot.advertised.blocks
+        )
+        self._drop_pending(entry)
+        self._clear_blocks(entry)
+        entry.load_only = True
+        entry.is_interrupted = False
+        entry.head_sequence = entry.sequence
+        self._feed_events.append(SourceReplaced(source))
+        self._reconcile(entry, now)
 
-    def admit(self, source: Source, now: float) -> None:
+    def end_load_only(self, source: Source, now: float) -> None:
         """Ends `make_load_only`: what the source holds is demanded."""
-        track = self._known(source)
-        head = track.sequence
-        self._start_over(track, track.epoch)
-        track.head = head
-        self._settle(track, now)
+        entry = self._require_entry(source)
+        head_sequence = entry.sequence
+        self._reset_source(entry, entry.epoch)
+        entry.head_sequence = head_sequence
+        self._reconcile(entry, now)
 
     def forget(self, source: Source, reason: str) -> None:
         """The source is gone; O(1), what it held is swept later."""
-        track = self._tracks.pop(source, None)
-        if track is not None:
-            self._drop_pending(track)
-            track.index.retire(track.claims)
-            self._news.append(Changed(source, track.partition, SourceStatus("gone", reason)))
+        entry = self._entries.pop(source, None)
+        if entry is not None:
+            self._drop_pending(entry)
+            entry.index.retire(entry.advertised)
+            self._feed_events.append(
+                StatusChanged(source, entry.partition, SourceStatus("gone", reason))
+            )
 
     def tick(self, now: float) -> None:
         """Ends the grace of stale sources and repeats demands that brought nothing."""
-        for track in self._tracks.values():
-            quiet_since = max(track.progressed_at, track.demanded_at or 0.0)
-            if track.demanded_at is not None and now - quiet_since >= self._retry_s:
-                self._drop_pending(track)
-                track.is_cut_short = True
-            self._settle(track, now)
+        for entry in self._entries.values():
+            idle_since = max(entry.last_progress_at, entry.resend_requested_at or 0.0)
+            if entry.resend_requested_at is not None and now - idle_since >= self._retry_s:
+                self._drop_pending(entry)
+                entry.is_interrupted = True
+            self._reconcile(entry, now)
 
     def sweep(self, blocks: int) -> bool:
         """Does about `blocks` blocks' worth of put-off work; whether there is more to do."""
@@ -395,7 +408,7 @@ class IndexFeed:
             if index.needs_sweep:
                 index.sweep(blocks)
                 return True
-            if not index.blocks and not any(t.index is index for t in self._tracks.values()):
+            if not index.blocks and not any(t.index is index for t in self._entries.values()):
                 del self._indexes[partition]
         return False
 
@@ -403,229 +416,245 @@ class IndexFeed:
 
     def apply(self, batch: EventBatch, now: float) -> Iterator[None]:
         """Takes a batch; raises InvalidRequest for a source that was not announced."""
-        track = self._known(batch.source)
-        track.heard_at = now
-        if track.load_only:
-            self._pass_over(track, batch)
+        entry = self._require_entry(batch.source)
+        entry.last_received_at = now
+        if entry.load_only:
+            self._skip_batch(entry, batch)
             return
-        if batch.epoch > track.epoch:
-            self._begin_epoch(track, batch.epoch)
-        covered = max(track.sequence, track.incoming.sequence if track.incoming else 0)
-        if batch.epoch < track.epoch or batch.sequence <= covered:
+        if batch.epoch > entry.epoch:
+            self._begin_epoch(entry, batch.epoch)
+        covered_sequence = max(
+            entry.sequence, entry.pending_snapshot.sequence if entry.pending_snapshot else 0
+        )
+        if batch.epoch < entry.epoch or batch.sequence <= covered_sequence:
             self.counters.duplicates += 1
             return
-        if track.incoming is not None or batch.sequence > track.sequence + 1:
-            track.head = max(track.head, batch.sequence)
-            self._put_off(track, batch)
+        if entry.pending_snapshot is not None or batch.sequence > entry.sequence + 1:
+            entry.head_sequence = max(entry.head_sequence, batch.sequence)
+            self._buffer_batch(entry, batch)
         else:
-            track.progressed_at = now
-            yield from self._apply_now(track, batch)
-            yield from self._apply_put_off(track)
-        self._settle(track, now)
+            entry.last_progress_at = now
+            yield from self._apply_batch(entry, batch)
+            yield from self._apply_buffered(entry)
+        self._reconcile(entry, now)
 
     def load(self, chunk: SnapshotChunk, now: float) -> Iterator[None]:
         """Takes a part of a snapshot; raises InvalidRequest for a source not announced."""
-        track = self._known(chunk.source)
-        track.heard_at = now
-        if track.load_only:
-            self._pass_over_chunk(track, chunk)
+        entry = self._require_entry(chunk.source)
+        entry.last_received_at = now
+        if entry.load_only:
+            self._skip_chunk(entry, chunk)
             return
         if chunk.first:
-            self._begin_snapshot(track, chunk)
-        incoming = track.incoming
-        at = (chunk.epoch, chunk.sequence)
-        if incoming is None or (incoming.epoch, incoming.sequence) != at:
+            self._begin_snapshot(entry, chunk)
+        pending_snapshot = entry.pending_snapshot
+        position = (chunk.epoch, chunk.sequence)
+        if (
+            pending_snapshot is None
+            or (pending_snapshot.epoch, pending_snapshot.sequence) != position
+        ):
             # Of a snapshot that was given up, or that is older than what is here.
             self.counters.chunks_ignored += 1
             return
-        track.progressed_at = now
-        for start in range(0, len(chunk.hashes), STEP_BLOCKS):
-            part = chunk.hashes[start : start + STEP_BLOCKS]
-            track.index.store(incoming.claims, part, chunk.tier)
+        entry.last_progress_at = now
+        for start in range(0, len(chunk.hashes), STEP_BLOCKS_MAX):
+            part = chunk.hashes[start : start + STEP_BLOCKS_MAX]
+            entry.index.store(pending_snapshot.advertised, part, chunk.tier)
             yield
         if chunk.last:
-            self._swap_in(track, incoming)
-            yield from self._apply_put_off(track)
-        self._settle(track, now)
+            self._install_snapshot(entry, pending_snapshot)
+            yield from self._apply_buffered(entry)
+        self._reconcile(entry, now)
 
     # Inside.
 
-    def _known(self, source: Source) -> _Track:
-        track = self._tracks.get(source)
-        if track is None:
+    def _require_entry(self, source: Source) -> _SourceEntry:
+        entry = self._entries.get(source)
+        if entry is None:
             raise InvalidRequest(
                 f"rank {source.dp_rank} of worker {source.worker_id} was not announced",
                 "dp_rank",
                 reason="UNKNOWN_SOURCE",
             )
-        return track
+        return entry
 
-    def _opened(self, partition: Partition, source: Source) -> _Track:
+    def _get_or_create_entry(self, partition: Partition, source: Source) -> _SourceEntry:
         """The track of a source; a new one, if it is unknown or was in another partition."""
-        track = self._tracks.get(source)
-        if track is not None and track.partition == partition:
-            return track
+        entry = self._entries.get(source)
+        if entry is not None and entry.partition == partition:
+            return entry
         self.forget(source, "it has moved to another partition")
         index = self._indexes.setdefault(partition, PrefixIndex())
-        track = self._tracks[source] = _Track(source, partition, index, index.open(source))
-        return track
+        entry = self._entries[source] = _SourceEntry(
+            source, partition, index, index.add_source(source)
+        )
+        return entry
 
-    def _begin_epoch(self, track: _Track, epoch: int) -> None:
-        self._drop_pending(track)
-        self._empty(track)
-        track.epoch, track.sequence, track.head = epoch, 0, 0
-        track.is_cut_short = False
+    def _begin_epoch(self, entry: _SourceEntry, epoch: int) -> None:
+        self._drop_pending(entry)
+        self._clear_blocks(entry)
+        entry.epoch, entry.sequence, entry.head_sequence = epoch, 0, 0
+        entry.is_interrupted = False
 
-    def _start_over(self, track: _Track, epoch: int) -> None:
-        self._begin_epoch(track, epoch)
-        track.load_only = False
-        track.withheld_blocks = 0
-        self._news.append(Replaced(track.source))
+    def _reset_source(self, entry: _SourceEntry, epoch: int) -> None:
+        self._begin_epoch(entry, epoch)
+        entry.load_only = False
+        entry.unindexed_blocks = 0
+        self._feed_events.append(SourceReplaced(entry.source))
 
-    def _look_ahead(self, track: _Track, epoch: int, sequence: int) -> None:
+    def _raise_head(self, entry: _SourceEntry, epoch: int, sequence: int) -> None:
         """There is that much of a source: until it is here, the source is gapped."""
-        if epoch > track.epoch:
-            self._begin_epoch(track, epoch)
-        if epoch == track.epoch:
-            track.head = max(track.head, sequence)
+        if epoch > entry.epoch:
+            self._begin_epoch(entry, epoch)
+        if epoch == entry.epoch:
+            entry.head_sequence = max(entry.head_sequence, sequence)
 
-    def _pass_over(self, track: _Track, batch: EventBatch) -> None:
+    def _skip_batch(self, entry: _SourceEntry, batch: EventBatch) -> None:
         """A batch of a load-only source: where it stands, and about how much it holds."""
-        at = (batch.epoch, batch.sequence)
-        if at <= (track.epoch, track.sequence):
+        position = (batch.epoch, batch.sequence)
+        if position <= (entry.epoch, entry.sequence):
             self.counters.duplicates += 1
             return
-        if batch.epoch > track.epoch:
-            track.withheld_blocks = 0
+        if batch.epoch > entry.epoch:
+            entry.unindexed_blocks = 0
         for event in batch.events:
             match event.kind:
                 case EventKind.STORED:
-                    track.withheld_blocks += len(event.hashes)
+                    entry.unindexed_blocks += len(event.hashes)
                 case EventKind.REMOVED:
-                    track.withheld_blocks = max(0, track.withheld_blocks - len(event.hashes))
+                    entry.unindexed_blocks = max(0, entry.unindexed_blocks - len(event.hashes))
                 case EventKind.CLEARED:
-                    track.withheld_blocks = 0
-                    track.degraded = False
-        track.epoch, track.sequence = at
-        track.head = track.sequence
+                    entry.unindexed_blocks = 0
+                    entry.degraded = False
+        entry.epoch, entry.sequence = position
+        entry.head_sequence = entry.sequence
         self.counters.batches += 1
 
-    def _pass_over_chunk(self, track: _Track, chunk: SnapshotChunk) -> None:
+    def _skip_chunk(self, entry: _SourceEntry, chunk: SnapshotChunk) -> None:
         """A part of a snapshot of a load-only source, which live batches may have gone past."""
-        if chunk.epoch < track.epoch:
+        if chunk.epoch < entry.epoch:
             self.counters.chunks_ignored += 1
             return
         if chunk.first:
-            track.withheld_blocks = 0
-        track.withheld_blocks += len(chunk.hashes)
+            entry.unindexed_blocks = 0
+        entry.unindexed_blocks += len(chunk.hashes)
         if chunk.last:
-            at, here = (chunk.epoch, chunk.sequence), (track.epoch, track.sequence)
-            track.epoch, track.sequence = max(at, here)
-            track.head = track.sequence
+            position, current_position = (
+                (chunk.epoch, chunk.sequence),
+                (entry.epoch, entry.sequence),
+            )
+            entry.epoch, entry.sequence = max(position, current_position)
+            entry.head_sequence = entry.sequence
 
-    def _empty(self, track: _Track) -> None:
+    def _clear_blocks(self, entry: _SourceEntry) -> None:
         """A new empty set, shown as the old one was."""
-        shown = track.claims.shown
-        track.index.retire(track.claims)
-        track.claims = track.index.open(track.source)
-        track.index.show(track.claims, shown)
+        is_visible = entry.advertised.is_visible
+        entry.index.retire(entry.advertised)
+        entry.advertised = entry.index.add_source(entry.source)
+        entry.index.set_visible(entry.advertised, is_visible)
 
-    def _drop_pending(self, track: _Track) -> None:
-        if track.incoming is not None:
-            track.index.retire(track.incoming.claims)
-            track.incoming = None
-        track.buffer.clear()
-        track.buffered_blocks = 0
-        track.demanded_at = None
+    def _drop_pending(self, entry: _SourceEntry) -> None:
+        if entry.pending_snapshot is not None:
+            entry.index.retire(entry.pending_snapshot.advertised)
+            entry.pending_snapshot = None
+        entry.buffer.clear()
+        entry.buffered_blocks = 0
+        entry.resend_requested_at = None
 
-    def _put_off(self, track: _Track, batch: EventBatch) -> None:
-        if batch.sequence in track.buffer:
+    def _buffer_batch(self, entry: _SourceEntry, batch: EventBatch) -> None:
+        if batch.sequence in entry.buffer:
             self.counters.duplicates += 1
             return
-        weight = _weight(batch)
-        if track.buffered_blocks + weight > self._buffer_blocks_max:
+        batch_weight = _batch_weight(batch)
+        if entry.buffered_blocks + batch_weight > self._buffer_blocks_max:
             self.counters.overflows += 1
-            self._drop_pending(track)
-            track.is_cut_short = True
+            self._drop_pending(entry)
+            entry.is_interrupted = True
             return
-        track.buffer[batch.sequence] = batch
-        track.buffered_blocks += weight
+        entry.buffer[batch.sequence] = batch
+        entry.buffered_blocks += batch_weight
 
-    def _apply_put_off(self, track: _Track) -> Iterator[None]:
-        while (batch := track.buffer.pop(track.sequence + 1, None)) is not None:
-            track.buffered_blocks -= _weight(batch)
-            yield from self._apply_now(track, batch)
+    def _apply_buffered(self, entry: _SourceEntry) -> Iterator[None]:
+        while (batch := entry.buffer.pop(entry.sequence + 1, None)) is not None:
+            entry.buffered_blocks -= _batch_weight(batch)
+            yield from self._apply_batch(entry, batch)
 
-    def _apply_now(self, track: _Track, batch: EventBatch) -> Iterator[None]:
+    def _apply_batch(self, entry: _SourceEntry, batch: EventBatch) -> Iterator[None]:
         # The position moves at the end: a batch cut short is applied again, which does no harm.
         for event in batch.events:
-            yield from self._apply_event(track, event.kind, event.hashes, event.tier)
-        self._news.append(Applied(batch))
-        track.sequence = batch.sequence
-        track.head = max(track.head, batch.sequence)
+            yield from self._apply_event(entry, event.kind, event.hashes, event.tier)
+        self._feed_events.append(BatchApplied(batch))
+        entry.sequence = batch.sequence
+        entry.head_sequence = max(entry.head_sequence, batch.sequence)
         self.counters.batches += 1
 
     def _apply_event(
-        self, track: _Track, kind: EventKind, hashes: Hashes, tier: Tier
+        self, entry: _SourceEntry, kind: EventKind, hashes: Hashes, tier: Tier
     ) -> Iterator[None]:
         if kind is EventKind.CLEARED:
-            self._empty(track)
-            track.degraded = False
+            self._clear_blocks(entry)
+            entry.degraded = False
             return
-        change = track.index.store if kind is EventKind.STORED else track.index.remove
-        for start in range(0, len(hashes), STEP_BLOCKS):
-            change(track.claims, hashes[start : start + STEP_BLOCKS], tier)
+        update = entry.index.store if kind is EventKind.STORED else entry.index.remove
+        for start in range(0, len(hashes), STEP_BLOCKS_MAX):
+            update(entry.advertised, hashes[start : start + STEP_BLOCKS_MAX], tier)
             yield
 
-    def _begin_snapshot(self, track: _Track, chunk: SnapshotChunk) -> None:
-        here = (track.epoch, track.sequence)
-        if (chunk.epoch, chunk.sequence) < here:
+    def _begin_snapshot(self, entry: _SourceEntry, chunk: SnapshotChunk) -> None:
+        current_position = (entry.epoch, entry.sequence)
+        if (chunk.epoch, chunk.sequence) < current_position:
             return
-        if chunk.epoch > track.epoch:
-            self._begin_epoch(track, chunk.epoch)
-        if track.incoming is not None:
-            track.index.retire(track.incoming.claims)
-        track.incoming = _Incoming(chunk.epoch, chunk.sequence, track.index.open(track.source))
-        track.head = max(track.head, chunk.sequence)
-        for sequence in [s for s in track.buffer if s <= chunk.sequence]:
-            track.buffered_blocks -= _weight(track.buffer.pop(sequence))
+        if chunk.epoch > entry.epoch:
+            self._begin_epoch(entry, chunk.epoch)
+        if entry.pending_snapshot is not None:
+            entry.index.retire(entry.pending_snapshot.advertised)
+        entry.pending_snapshot = _PendingSnapshot(
+            chunk.epoch, chunk.sequence, entry.index.add_source(entry.source)
+        )
+        entry.head_sequence = max(entry.head_sequence, chunk.sequence)
+        for sequence in [s for s in entry.buffer if s <= chunk.sequence]:
+            entry.buffered_blocks -= _batch_weight(entry.buffer.pop(sequence))
 
-    def _swap_in(self, track: _Track, incoming: _Incoming) -> None:
-        track.index.retire(track.claims)
-        track.claims, track.incoming = incoming.claims, None
-        track.sequence = incoming.sequence
-        track.is_cut_short = False
+    def _install_snapshot(self, entry: _SourceEntry, pending_snapshot: _PendingSnapshot) -> None:
+        entry.index.retire(entry.advertised)
+        entry.advertised, entry.pending_snapshot = pending_snapshot.advertised, None
+        entry.sequence = pending_snapshot.sequence
+        entry.is_interrupted = False
         self.counters.snapshots += 1
-        self._news.append(Replaced(track.source))
+        self._feed_events.append(SourceReplaced(entry.source))
 
-    def _mark_stale(self, track: _Track, now: float, reason: str) -> None:
-        track.stale_reason = reason
-        if track.stale_since is None:
-            track.stale_since = now
+    def _mark_stale(self, entry: _SourceEntry, now: float, reason: str) -> None:
+        entry.stale_reason = reason
+        if entry.stale_since is None:
+            entry.stale_since = now
 
-    def _settle(self, track: _Track, now: float) -> None:
+    def _reconcile(self, entry: _SourceEntry, now: float) -> None:
         """Shows or hides the claims, tells of a new status, demands what is missing."""
-        status = track.state()
-        in_grace = track.stale_since is None or now - track.stale_since < self._stale_s
-        counts = status.state != "gapped" and in_grace
-        if counts != track.claims.shown:
-            track.index.show(track.claims, counts)
-        if status != track.status:
+        status = entry.state()
+        in_grace_period = entry.stale_since is None or now - entry.stale_since < self._stale_s
+        is_matchable = status.state != "gapped" and in_grace_period
+        if is_matchable != entry.advertised.is_visible:
+            entry.index.set_visible(entry.advertised, is_matchable)
+        if status != entry.status:
             self.counters.gaps += status.state == "gapped"
-            track.status = status
-            self._news.append(Changed(track.source, track.partition, status))
-        if not track.is_gapped:
-            track.demanded_at = None
-        elif track.stale_since is None and track.incoming is None and track.demanded_at is None:
-            track.demanded_at = now
-            self._news.append(Demand(track.source, track.epoch, track.sequence + 1))
+            entry.status = status
+            self._feed_events.append(StatusChanged(entry.source, entry.partition, status))
+        if not entry.is_gapped:
+            entry.resend_requested_at = None
+        elif (
+            entry.stale_since is None
+            and entry.pending_snapshot is None
+            and entry.resend_requested_at is None
+        ):
+            entry.resend_requested_at = now
+            self._feed_events.append(ResendRequest(entry.source, entry.epoch, entry.sequence + 1))
 
 
-def _weight(batch: EventBatch) -> int:
-    return _BATCH_BLOCKS + sum(len(event.hashes) for event in batch.events)
+def _batch_weight(batch: EventBatch) -> int:
+    return _BATCH_OVERHEAD_BLOCKS + sum(len(event.hashes) for event in batch.events)
 
 
-def exhaust(steps: Iterable[None]) -> None:
+def run_all_steps(steps: Iterable[None]) -> None:
     """Runs `apply` or `load` to its end at once."""
     for _ in steps:
         pass

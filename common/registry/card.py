@@ -40,24 +40,24 @@ class ModelType(Flag):
     PREFILL = auto()
 
 
-def model_type_of(names: Iterable[str]) -> ModelType:
+def parse_model_type(names: Iterable[str]) -> ModelType:
     """What the names, in lower case, say together. Raises ValueError with the one that is none."""
-    known = {str(flag.name).lower(): flag for flag in ModelType}
+    flags_by_name = {str(flag.name).lower(): flag for flag in ModelType}
     result = ModelType(0)
     for name in names:
-        if not isinstance(name, str) or name not in known:
-            raise ValueError(f"{name!r} is none of {', '.join(known)}")
-        result |= known[name]
+        if not isinstance(name, str) or name not in flags_by_name:
+            raise ValueError(f"{name!r} is none of {', '.join(flags_by_name)}")
+        result |= flags_by_name[name]
     return result
 
 
-def _read_model_type(raw: object) -> ModelType:
+def _parse_model_type_list(raw: object) -> ModelType:
     if not isinstance(raw, list):
         raise ValueError("must be a list of names")
-    return model_type_of(raw)
+    return parse_model_type(raw)
 
 
-def _read_inline(raw: object) -> bytes | None:
+def _decode_inline(raw: object) -> bytes | None:
     if raw is None:
         return None
     if not isinstance(raw, str):
@@ -71,7 +71,7 @@ class Artifact:
 
     sha256: str
     size: int
-    inline: Annotated[bytes | None, PlainValidator(_read_inline)] = None
+    inline: Annotated[bytes | None, PlainValidator(_decode_inline)] = None
 
     @staticmethod
     def of(data: bytes, *, inline: bool = True) -> Artifact:
@@ -98,7 +98,7 @@ class ModelCard:
 
     name: str
     aliases: tuple[str, ...] = ()
-    model_type: Annotated[ModelType, PlainValidator(_read_model_type)] = (
+    model_type: Annotated[ModelType, PlainValidator(_parse_model_type_list)] = (
         ModelType.CHAT | ModelType.COMPLETIONS
     )
     model_input: ModelInput = "tokens"
@@ -128,7 +128,7 @@ class ModelCard:
         if any(not 0 <= token < 2**32 for token in self.eos_token_ids):
             raise InvalidRequest("eos_token_ids must fit 32 bits", "eos_token_ids")
         for name, artifact in self.artifacts.items():
-            _check_artifact(name, artifact)
+            _validate_artifact(name, artifact)
 
     @property
     def requires_preprocessing(self) -> bool:
@@ -137,41 +137,41 @@ class ModelCard:
 
     @property
     def checksum(self) -> str:
-        """Its name: 64 hex digits, computed from `canonical` at every call (tens of µs)."""
-        return hashlib.sha256(self.canonical()).hexdigest()
+        """Its name: 64 hex digits, computed from `canonical_json` at every call (tens of µs)."""
+        return hashlib.sha256(self.canonical_json()).hexdigest()
 
-    def canonical(self) -> bytes:
+    def canonical_json(self) -> bytes:
         """The JSON the checksum is taken of: sorted keys, no blanks, UTF-8, no inline bytes.
 
         Fields at their default are left out: a field added later leaves old checksums alone, and
         a reader that does not know a field in use sees another checksum and refuses the card.
         """
-        return _dump(_plain(self.without_inline()))
+        return _dump_canonical_json(_card_to_json(self.without_inline_bytes()))
 
-    def without_inline(self, *, above_bytes: int = -1) -> ModelCard:
+    def without_inline_bytes(self, *, larger_than_bytes: int = -1) -> ModelCard:
         """The same card (and checksum) for stores with small values; artifacts by digest only.
 
         above_bytes: only those that are larger; the smaller ones keep what they have inline.
         """
-        bare = {
-            name: replace(a, inline=None) if a.size > above_bytes else a
+        artifacts_without_bytes = {
+            name: replace(a, inline=None) if a.size > larger_than_bytes else a
             for name, a in self.artifacts.items()
         }
-        return replace(self, artifacts=bare)
+        return replace(self, artifacts=artifacts_without_bytes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sealed:
+class _CardEnvelope:
     checksum: str
     card: ModelCard
 
 
-_SEALED: TypeAdapter[_Sealed] = TypeAdapter(_Sealed)
+_CARD_ENVELOPE_ADAPTER: TypeAdapter[_CardEnvelope] = TypeAdapter(_CardEnvelope)
 
 
 def encode_card(card: ModelCard) -> bytes:
     """`{"card": …, "checksum": …}`, inline artifacts in base64."""
-    return _dump({"card": _plain(card), "checksum": card.checksum})
+    return _dump_canonical_json({"card": _card_to_json(card), "checksum": card.checksum})
 
 
 def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
@@ -180,16 +180,18 @@ def decode_card(raw: bytes, expected_checksum: str | None = None) -> ModelCard:
     Raises InvalidRequest whose field says what differs: a path into the card, or `checksum` when
     the content is not what the stated, or the expected, checksum names.
     """
-    sealed = parse_json(_SEALED, raw, "model card")
-    card = sealed.card
+    envelope = parse_json(_CARD_ENVELOPE_ADAPTER, raw, "model card")
+    card = envelope.card
     for name, artifact in card.artifacts.items():
         if artifact.inline is not None:
             verify_artifact(name, artifact, artifact.inline)
-    actual = card.checksum
-    for stated in (sealed.checksum, expected_checksum):
-        if stated not in (None, actual):
+    actual_checksum = card.checksum
+    for required_checksum in (envelope.checksum, expected_checksum):
+        if required_checksum not in (None, actual_checksum):
             raise InvalidRequest(
-                f"the card of {card.name!r} has checksum {actual}, not {stated}", "checksum"
+                f"the card of {card.name!r} has checksum {actual_checksum}, not "
+                f"{required_checksum}",
+                "checksum",
             )
     return card
 
@@ -222,7 +224,7 @@ def model_slug(name: str) -> str:
     return f"{slug[:100].lstrip('.')}-{suffix}"
 
 
-def _check_artifact(name: str, artifact: Artifact) -> None:
+def _validate_artifact(name: str, artifact: Artifact) -> None:
     if not _ARTIFACT_NAME.fullmatch(name):
         raise InvalidRequest(f"artifact name {name!r} is no plain file name", "artifacts")
     if not _SHA256.fullmatch(artifact.sha256):
@@ -232,28 +234,28 @@ def _check_artifact(name: str, artifact: Artifact) -> None:
 
 
 # Any: these are JSON trees, of whatever shape the fields have.
-def _plain(card: ModelCard) -> dict[str, Any]:
+def _card_to_json(card: ModelCard) -> dict[str, Any]:
     default = ModelCard(name="-")  # a name no card should have: the key is always written
     values = {f.name: getattr(card, f.name) for f in fields(card)}
     raw: dict[str, Any] = {k: v for k, v in values.items() if v != getattr(default, k)}
     if "model_type" in raw:
         raw["model_type"] = sorted(str(flag.name).lower() for flag in card.model_type)
     if "artifacts" in raw:
-        raw["artifacts"] = {name: _plain_artifact(a) for name, a in card.artifacts.items()}
+        raw["artifacts"] = {name: _artifact_to_json(a) for name, a in card.artifacts.items()}
     if "user_data" in raw:
         raw["user_data"] = dict(card.user_data)
     return raw
 
 
-def _plain_artifact(artifact: Artifact) -> dict[str, Any]:
+def _artifact_to_json(artifact: Artifact) -> dict[str, Any]:
     inline = None if artifact.inline is None else base64.b64encode(artifact.inline).decode()
     return {"sha256": artifact.sha256, "size": artifact.size, "inline": inline}
 
 
-def _dump(tree: dict[str, Any]) -> bytes:
+def _dump_canonical_json(json_object: dict[str, Any]) -> bytes:
     try:
         text = json.dumps(
-            tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+            json_object, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
         )
         return text.encode()
     except (TypeError, ValueError) as error:

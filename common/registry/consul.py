@@ -61,20 +61,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import InvalidRequest, MeshError, NotFound, PermissionDenied, Unavailable
 from common.registry.card import ModelCard, decode_card, encode_card, model_slug
-from common.registry.instances import Instance, Snapshot, card_rival, check_namespace
+from common.registry.instances import Instance, Snapshot, check_namespace, find_card_conflict
 from common.registry.registry import (
     Lease,
     Watch,
-    card_not_found,
+    card_not_found_error,
     check_same_incarnation,
-    instance_exists,
-    lease_closed,
-    refuse_rival,
-    registry_closed,
+    instance_exists_error,
+    lease_closed_error,
+    raise_if_card_conflicts,
+    registry_closed_error,
 )
 
 # Key of Instance.meta: the address whose gRPC health Consul asks.
-HEALTH = "health"
+HEALTH_META_KEY = "health"
 
 PATIENCE_S = 30.0
 TTL_S = 10.0
@@ -94,7 +94,7 @@ PROBES_AT_ONCE = 32
 CHECK_INTERVAL_S = 1.0
 CHECK_TIMEOUT_S = 0.5
 REAP_S = 60
-LEFT_KEPT_S = 3600.0
+DEPARTURE_KEPT_S = 3600.0
 # Consul allows 512 KiB a value, 512 characters a meta value and 64 of these.
 CARD_PART_BYTES = 384 * 1024
 CARD_BYTES_MAX = 512 << 20
@@ -127,14 +127,14 @@ class ConsulRegistry:
         *,
         token: str | None = None,
         ttl_s: float = TTL_S,
-        tend_s: float = TEND_S,
-        patience_s: float = PATIENCE_S,
+        reconcile_interval_s: float = TEND_S,
+        unreachable_timeout_s: float = PATIENCE_S,
         rng: Random | None = None,
     ) -> None:
         self._agent = _Agent(url, token)
         self._ttl_s = ttl_s
-        self._tend_s = tend_s
-        self._patience_s = patience_s
+        self._tend_s = reconcile_interval_s
+        self._patience_s = unreachable_timeout_s
         self._rng = SystemRandom() if rng is None else rng
         self._views: dict[str, _View] = {}
         self._leases: dict[int, _ConsulLease] = {}
@@ -146,13 +146,13 @@ class ConsulRegistry:
         self._check_open()
         lease = _ConsulLease(self, self._agent, instance, self._ttl_s)
         if instance.id in self._leases:
-            raise instance_exists(instance)
+            raise instance_exists_error(instance)
         self._leases[instance.id] = lease
         try:
             listing = await self._patiently(partial(self._agent.listing, instance.namespace))
             if any(e.instance.id == instance.id for e in listing.entries):
-                raise instance_exists(instance)
-            await self._refuse_rival(listing.entries, instance)
+                raise instance_exists_error(instance)
+            await self._raise_if_card_conflicts(listing.entries, instance)
             await self._sweep_left(instance.namespace)
         except BaseException:
             self._leases.pop(instance.id, None)
@@ -196,7 +196,7 @@ class ConsulRegistry:
         key = f"kvmesh/cards/{checksum}"
         manifest = await self._agent.get(f"{key}/manifest")
         if manifest is None:
-            raise card_not_found(checksum)
+            raise card_not_found_error(checksum)
         parts = [await self._agent.get(f"{key}/{n}") for n in range(_parts_of(manifest.value))]
         packed = b"".join(part.value for part in parts if part is not None)
         return await asyncio.to_thread(_unpack_card, packed, checksum)
@@ -221,7 +221,7 @@ class ConsulRegistry:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise registry_closed()
+            raise registry_closed_error()
 
     async def _patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """The answer, as soon as Consul can be reached; the last error when patience is over."""
@@ -257,7 +257,7 @@ class ConsulRegistry:
                 listing = await self._patiently(partial(self._list, lease, index))
                 mine = next(e.order for e in listing.entries if e.instance.id == instance.id)
                 older = [e for e in listing.entries if e.order < mine]
-                await self._refuse_rival(older, instance)
+                await self._raise_if_card_conflicts(older, instance)
                 await self._patiently(partial(self._point, instance))
         except BaseException:
             await lease.close()
@@ -277,23 +277,25 @@ class ConsulRegistry:
             return
         before = lease.instance
         listing = await self._agent.listing(instance.namespace)
-        await self._refuse_rival(listing.entries, instance)
+        await self._raise_if_card_conflicts(listing.entries, instance)
         await lease.publish(instance)
         try:
             listing = await self._until_listed(instance, listing.index)
-            await self._refuse_rival(listing.entries, instance)
+            await self._raise_if_card_conflicts(listing.entries, instance)
             await self._point(instance)
         except BaseException:
             await lease.publish(before)
             raise
 
-    async def _refuse_rival(self, entries: Sequence[_Entry], newcomer: Instance) -> None:
+    async def _raise_if_card_conflicts(
+        self, entries: Sequence[_Entry], candidate: Instance
+    ) -> None:
         """Raise the Conflict `register` owes if one who lives serves the model otherwise."""
         living = sorted(entries, key=lambda e: e.order)
-        while rival := card_rival((e.instance for e in living), newcomer):
-            entry = next(e for e in living if e.instance is rival)
+        while conflicting := find_card_conflict((e.instance for e in living), candidate):
+            entry = next(e for e in living if e.instance is conflicting)
             if await _lives(entry):
-                refuse_rival(rival, newcomer)
+                raise_if_card_conflicts(conflicting, candidate)
             living.remove(entry)
 
     async def _until_listed(self, instance: Instance, index: int) -> _Listing:
@@ -345,7 +347,7 @@ class ConsulRegistry:
         self._swept.add(namespace)
         try:
             for key, written_s in (await self._agent.left(namespace)).items():
-                if time.time() - written_s > LEFT_KEPT_S:
+                if time.time() - written_s > DEPARTURE_KEPT_S:
                     await self._agent.delete(key)
         except Unavailable as error:
             self._swept.remove(namespace)  # for whoever registers next
@@ -380,7 +382,7 @@ class _ConsulLease:
     async def update(self, instance: Instance) -> None:
         async with self.turn:
             if not self._is_open:
-                raise lease_closed(self._instance)
+                raise lease_closed_error(self._instance)
             check_same_incarnation(self._instance, instance)
             await self._registry._change(self, instance)
 
@@ -425,7 +427,7 @@ class _ConsulLease:
             self._is_troubled = True
             await self.publish(self._instance)
             await self._agent.delete(_left_key(namespace, instance_id))
-        if HEALTH not in self._instance.meta:
+        if HEALTH_META_KEY not in self._instance.meta:
             check = quote(_check_id(namespace, instance_id), safe="")
             await self._agent.call("PUT", f"/v1/agent/check/pass/{check}")
 
@@ -561,9 +563,9 @@ class _View:
         self._index = listing.index
         # Those held come first: a registration that is listed is younger than one that was lost.
         self._members = held | dict(sorted(passing.items(), key=lambda item: item[1].order))
-        following = self.snapshot.following(e.instance for e in self._members.values())
-        if following is not self.snapshot:
-            self.snapshot = following
+        next_snapshot = self.snapshot.next_snapshot(e.instance for e in self._members.values())
+        if next_snapshot is not self.snapshot:
+            self.snapshot = next_snapshot
             self._wake()
 
     async def _hold(
@@ -752,7 +754,7 @@ async def _lives(entry: _Entry, gate: asyncio.Semaphore | None = None) -> bool:
     if entry.standing is not _Standing.DOUBTFUL:
         return entry.standing is _Standing.PASSING
     async with gate or contextlib.nullcontext():
-        target = entry.instance.meta.get(HEALTH)
+        target = entry.instance.meta.get(HEALTH_META_KEY)
         if target is not None:
             return await _is_serving(target)
         return await _accepts(entry.instance.address)
@@ -838,11 +840,13 @@ def _check_json(instance: Instance, ttl_s: float) -> dict[str, object]:
         "Name": f"kvmesh {instance.service}",
         "DeregisterCriticalServiceAfter": f"{REAP_S}s",
     }
-    target = instance.meta.get(HEALTH)
+    target = instance.meta.get(HEALTH_META_KEY)
     if target is None:
         return check | {"TTL": f"{ttl_s}s", "Status": "passing"}
     if not _HOST_PORT.fullmatch(target):
-        raise InvalidRequest(f"meta.health must be host:port, not {target!r}", f"meta.{HEALTH}")
+        raise InvalidRequest(
+            f"meta.health must be host:port, not {target!r}", f"meta.{HEALTH_META_KEY}"
+        )
     # Critical until the agent has reached it: a wrong address never becomes routable.
     return check | {
         "GRPC": target,
@@ -898,7 +902,7 @@ def _standing(instance: Instance, checks: Iterable[Any]) -> _Standing:
     if not failing:
         return _Standing.PASSING
     doubted = {"serfHealth"}
-    if HEALTH in instance.meta:
+    if HEALTH_META_KEY in instance.meta:
         doubted.add(_check_id(instance.namespace, instance.id))
     return _Standing.DOUBTFUL if failing <= doubted else _Standing.OUT
 

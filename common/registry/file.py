@@ -46,49 +46,55 @@ from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import Instance, Snapshot, card_rival, check_namespace, parse_json
+from common.registry.instances import (
+    Instance,
+    Snapshot,
+    check_namespace,
+    find_card_conflict,
+    parse_json,
+)
 from common.registry.registry import (
     Lease,
     Watch,
-    card_not_found,
+    card_not_found_error,
     check_same_incarnation,
-    instance_exists,
-    lease_closed,
-    refuse_rival,
-    registry_closed,
+    instance_exists_error,
+    lease_closed_error,
+    raise_if_card_conflicts,
+    registry_closed_error,
 )
 
-POLL_S = 0.05
+POLL_INTERVAL_S = 0.05
 # A check takes about a millisecond.
-ADMISSION_WAIT_S = 5.0
+CARD_CHECK_WAIT_S = 5.0
 # A directory's mtime has the kernel's tick as its grain: one younger than this proves nothing yet.
-MTIME_GRAIN_NS = 100_000_000
+MTIME_RESOLUTION_NS = 100_000_000
 # The listing is repeated this often even if the mtime stands still.
 POLLS_PER_LISTING = 20
 ENTRY_BYTES_MAX = 1 << 20
 # A hidden file this old was left by an owner that died before it could rename it.
-ABANDONED_S = 60.0
+ABANDONED_AFTER_S = 60.0
 
 _ENTRY_NAME = re.compile(r"[0-9a-f]{16}\.json")
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 # struct flock of 64-bit Linux: type, whence, start, length (0 = all), pid (0 for such locks).
 _FLOCK = struct.Struct("hhqqi4x")
 _WRITE_LOCK = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-_NO_LOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
+_UNLOCK = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0)
 _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 LOG = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _EntryRecord:
     """What an entry file holds. order: CLOCK_MONOTONIC at registration, ns, one scale a host."""
 
     order: int
     instance: Instance
 
 
-_RECORD: TypeAdapter[_Record] = TypeAdapter(_Record)
+_ENTRY_RECORD_ADAPTER: TypeAdapter[_EntryRecord] = TypeAdapter(_EntryRecord)
 
 
 class FileRegistry:
@@ -101,38 +107,42 @@ class FileRegistry:
     """
 
     def __init__(
-        self, path: Path, *, poll_s: float = POLL_S, admission_wait_s: float = ADMISSION_WAIT_S
+        self,
+        path: Path,
+        *,
+        poll_interval_s: float = POLL_INTERVAL_S,
+        card_check_wait_s: float = CARD_CHECK_WAIT_S,
     ) -> None:
         self._path = path
-        self._poll_s = poll_s
-        self._admission_wait_s = admission_wait_s
-        self._views: dict[str, _View] = {}
+        self._poll_interval_s = poll_interval_s
+        self._card_check_wait_s = card_check_wait_s
+        self._views: dict[str, _NamespaceView] = {}
         self._leases: dict[int, _FileLease] = {}
-        self._tending: asyncio.Task[None] | None = None
+        self._reconcile_task: asyncio.Task[None] | None = None
         self._closed = False
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _abandon(this()))
+        registry_ref = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _detach_in_child(registry_ref()))
 
     async def register(self, instance: Instance) -> Lease:
         self._check_open()
         view = self._view(instance.namespace)
-        if instance.id in self._leases or view.holds(instance.id):
-            raise instance_exists(instance)
+        if instance.id in self._leases or view.is_registered(instance.id):
+            raise instance_exists_error(instance)
         lease = _FileLease(self, view.directory, instance, time.monotonic_ns())
-        await self._admit(instance, lambda: lease.publish(instance))
+        await self._publish_if_card_agrees(instance, lambda: lease.publish(instance))
         self._leases[instance.id] = lease
-        if self._tending is None:
-            self._tending = asyncio.create_task(self._tend(), name="file-registry-tend")
+        if self._reconcile_task is None:
+            self._reconcile_task = asyncio.create_task(self._reconcile(), name="file-registry-tend")
         return lease
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
         self._check_open()
-        yield _FileWatch(self, self._view(namespace), self._poll_s)
+        yield _FileWatch(self, self._view(namespace), self._poll_interval_s)
 
     async def snapshot(self, namespace: str) -> Snapshot:
         self._check_open()
-        return self._view(namespace).refresh()
+        return self._view(namespace).poll()
 
     async def put_card(self, card: ModelCard) -> None:
         self._check_open()
@@ -145,38 +155,38 @@ class FileRegistry:
     async def deregister(self, namespace: str, instance_id: int) -> None:
         self._check_open()
         path = self._view(namespace).directory / _entry_name(instance_id)
-        with _store_errors(path):
-            _withdraw(path)
+        with _map_os_errors(path):
+            _withdraw_entry(path)
 
     async def close(self) -> None:
         self._closed = True
-        if self._tending is not None:
-            self._tending.cancel()
-            await asyncio.wait((self._tending,))
+        if self._reconcile_task is not None:
+            self._reconcile_task.cancel()
+            await asyncio.wait((self._reconcile_task,))
         for lease in tuple(self._leases.values()):
             await lease.close()
         for view in self._views.values():
             view.close()
         self._views.clear()
         # What ended the task early, if not we: a bug, to be seen.
-        if self._tending is not None and not self._tending.cancelled():
-            self._tending.result()
+        if self._reconcile_task is not None and not self._reconcile_task.cancelled():
+            self._reconcile_task.result()
 
-    def abandon_leases(self) -> None:
+    def detach_leases(self) -> None:
         """Be closed without deregistering: for a forked child, the leases are its parent's."""
         self._closed = True
         for lease in self._leases.values():
-            lease.abandon()
+            lease.detach()
         self._leases.clear()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise registry_closed()
+            raise registry_closed_error()
 
-    def _view(self, namespace: str) -> _View:
+    def _view(self, namespace: str) -> _NamespaceView:
         check_namespace(namespace)
         if namespace not in self._views:
-            self._views[namespace] = _View(self._path / namespace / "instances", namespace)
+            self._views[namespace] = _NamespaceView(self._path / namespace / "instances", namespace)
         return self._views[namespace]
 
     def _card_path(self, checksum: str) -> Path:
@@ -184,40 +194,46 @@ class FileRegistry:
             raise InvalidRequest(f"{checksum!r} is not 64 hex digits", "card_checksum")
         return self._path / "cards" / f"{checksum}.json"
 
-    async def _admit(self, instance: Instance, publish: Callable[[], None]) -> None:
+    async def _publish_if_card_agrees(
+        self, instance: Instance, publish: Callable[[], None]
+    ) -> None:
         """Publish once the card is agreed to; others cannot register under a card meanwhile."""
         view = self._view(instance.namespace)
-        _sweep_abandoned(view.directory)
+        _remove_abandoned_files(view.directory)
         if not instance.card_checksum:
             publish()
             return
-        deadline = time.monotonic() + self._admission_wait_s
-        while not self._admitted(view, instance, publish):
+        deadline = time.monotonic() + self._card_check_wait_s
+        while not self._try_publish(view, instance, publish):
             if time.monotonic() > deadline:
-                raise Unavailable(f"another registration holds {view.admission}", self._poll_s)
-            await asyncio.sleep(self._poll_s / 10)
+                raise Unavailable(
+                    f"another registration holds {view.card_check_lock}", self._poll_interval_s
+                )
+            await asyncio.sleep(self._poll_interval_s / 10)
 
-    def _admitted(self, view: _View, instance: Instance, publish: Callable[[], None]) -> bool:
+    def _try_publish(
+        self, view: _NamespaceView, instance: Instance, publish: Callable[[], None]
+    ) -> bool:
         # Asked again: the registry may have been closed while we waited.
         self._check_open()
-        with _store_errors(view.admission):
+        with _map_os_errors(view.card_check_lock):
             view.directory.mkdir(parents=True, exist_ok=True)
-            gate = os.open(view.admission, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
+            lock_fd = os.open(view.card_check_lock, os.O_RDWR | os.O_CREAT | _OPEN_FLAGS, 0o600)
         try:
-            if not _lock(gate):
+            if not _try_lock(lock_fd):
                 return False
-            refuse_rival(card_rival(view.members(), instance), instance)
+            raise_if_card_conflicts(find_card_conflict(view.members(), instance), instance)
             publish()
             return True
         finally:
-            _unlock(gate)
-            os.close(gate)
+            _release_lock(lock_fd)
+            os.close(lock_fd)
 
-    async def _tend(self) -> None:
+    async def _reconcile(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._poll_interval_s)
             for lease in tuple(self._leases.values()):
-                lease.tend()
+                lease.reconcile()
 
 
 class _FileLease:
@@ -229,9 +245,9 @@ class _FileLease:
         self._registry = registry
         self._path = directory / _entry_name(instance.id)
         self._instance = instance
-        self._order = order
+        self._registered_at_ns = order
         self._fd: int | None = None
-        self._is_lost = False
+        self._is_publish_failing = False
 
     @property
     def instance(self) -> Instance:
@@ -239,26 +255,28 @@ class _FileLease:
 
     async def update(self, instance: Instance) -> None:
         check_same_incarnation(self._instance, instance)
-        await self._registry._admit(instance, lambda: self._republish(instance))
+        await self._registry._publish_if_card_agrees(
+            instance, lambda: self._publish_update(instance)
+        )
 
     async def close(self) -> None:
         self._registry._leases.pop(self._instance.id, None)
-        fd = self.abandon(keep_open=True)
+        fd = self.detach(keep_open=True)
         if fd is None:
             return
         try:
             with contextlib.suppress(FileNotFoundError):
-                if _inode(self._path) == os.fstat(fd).st_ino:
+                if _inode_of_path(self._path) == os.fstat(fd).st_ino:
                     self._path.unlink()
         except OSError as error:
             # Not lost: the file stays behind unlocked, and the next watcher removes it.
             LOG.warning("registry_entry_left_behind", path=str(self._path), error=str(error))
         finally:
             # Unlocking ends the lock even where a child shares the description.
-            _unlock(fd)
+            _release_lock(fd)
             os.close(fd)
 
-    def abandon(self, *, keep_open: bool = False) -> int | None:
+    def detach(self, *, keep_open: bool = False) -> int | None:
         """Be closed, leaving the file alone; the descriptor is the caller's if `keep_open`."""
         fd, self._fd = self._fd, None
         if fd is not None and not keep_open:
@@ -270,43 +288,43 @@ class _FileLease:
 
         Raises Unavailable, and InvalidRequest for an entry that nobody would read.
         """
-        record = b'{"order":%d,"instance":%s}' % (self._order, instance.to_json())
+        record = b'{"order":%d,"instance":%s}' % (self._registered_at_ns, instance.to_json())
         if len(record) > ENTRY_BYTES_MAX:
             raise InvalidRequest(
                 f"the entry has {len(record)} bytes, more than {ENTRY_BYTES_MAX}", "instance"
             )
-        with _store_errors(self._path):
+        with _map_os_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            fd = _write(self._path, record, _take_lock)
-        self.abandon()
+            fd = _write_atomically(self._path, record, _acquire_lock)
+        self.detach()
         self._fd = fd
         self._instance = instance
 
-    def tend(self) -> None:
+    def reconcile(self) -> None:
         """Put the entry back if it vanished; log once when that fails and once when it works."""
         try:
-            if self._is_in_place():
+            if self._is_file_current():
                 return
             self.publish(self._instance)
         except (OSError, Unavailable) as error:
-            if not self._is_lost:
+            if not self._is_publish_failing:
                 LOG.warning("registration_lost", path=str(self._path), error=str(error))
-            self._is_lost = True
+            self._is_publish_failing = True
         else:
             LOG.info("registration_restored", path=str(self._path))
-            self._is_lost = False
+            self._is_publish_failing = False
 
-    def _republish(self, instance: Instance) -> None:
+    def _publish_update(self, instance: Instance) -> None:
         # Asked here, not in update(): the lease may end while admission waits.
         if self._fd is None:
-            raise lease_closed(self._instance)
+            raise lease_closed_error(self._instance)
         self.publish(instance)
 
-    def _is_in_place(self) -> bool:
+    def _is_file_current(self) -> bool:
         if self._fd is None:
             return True
-        own = os.fstat(self._fd)
-        return own.st_size > 0 and _inode(self._path) == own.st_ino
+        own_stat = os.fstat(self._fd)
+        return own_stat.st_size > 0 and _inode_of_path(self._path) == own_stat.st_ino
 
 
 @dataclass(slots=True)
@@ -320,38 +338,40 @@ class _Entry:
 
 
 # An entry whose owner updates it all the time is looked at so often before the next poll.
-OPEN_TRIES = 16
+OPEN_ATTEMPTS_MAX = 16
 
 
-class _View:
+class _NamespaceView:
     """The members of one namespace as this process sees them; reads, and sweeps up the dead."""
 
     def __init__(self, directory: Path, namespace: str) -> None:
         self.directory = directory
-        self.admission = directory.parent / ".admission"
+        self.card_check_lock = directory.parent / ".admission"
         self._namespace = namespace
         self._snapshot = Snapshot()
-        self._was_seen = False  # Whether the directory, or its absence, was seen at all.
+        self._was_listed = False  # Whether the directory, or its absence, was seen at all.
         self._entries: dict[str, _Entry] = {}
-        self._complaints: set[str] = set()
-        self._stamp: tuple[int, int] | None = None
-        self._polls_left = 0
+        self._warned_names: set[str] = set()
+        self._listing_stamp: tuple[int, int] | None = None
+        self._polls_until_listing = 0
 
-    def refresh(self) -> Snapshot:
+    def poll(self) -> Snapshot:
         """Poll once: list the directory if it may have changed, ask every lock."""
-        changed = self._list_if_due() or (self._was_seen and not self._snapshot.revision)
-        changed |= self._drop_dead()
+        changed = self._scan_directory_if_due() or (
+            self._was_listed and not self._snapshot.revision
+        )
+        changed |= self._drop_dead_entries()
         if changed:
-            self._snapshot = self._snapshot.following(self._in_order())
+            self._snapshot = self._snapshot.next_snapshot(self._instances_in_order())
         return self._snapshot
 
     def members(self) -> list[Instance]:
         """All live instances now, oldest first, superseded ones too."""
-        self._stamp = None
-        self.refresh()
-        return list(self._in_order())
+        self._listing_stamp = None
+        self.poll()
+        return list(self._instances_in_order())
 
-    def holds(self, instance_id: int) -> bool:
+    def is_registered(self, instance_id: int) -> bool:
         """Whether a live owner has registered this id."""
         self.members()
         return _entry_name(instance_id) in self._entries
@@ -361,111 +381,111 @@ class _View:
             os.close(entry.fd)
         self._entries.clear()
 
-    def _in_order(self) -> Iterator[Instance]:
+    def _instances_in_order(self) -> Iterator[Instance]:
         for entry in sorted(self._entries.values(), key=lambda e: e.order):
             if entry.instance is not None:
                 yield entry.instance
 
-    def _list_if_due(self) -> bool:
+    def _scan_directory_if_due(self) -> bool:
         try:
-            status = os.stat(self.directory)
-            stamp = (status.st_mtime_ns, status.st_ino)
-            self._polls_left -= 1
-            if stamp == self._stamp and self._polls_left > 0:
+            directory_stat = os.stat(self.directory)
+            listing_stamp = (directory_stat.st_mtime_ns, directory_stat.st_ino)
+            self._polls_until_listing -= 1
+            if listing_stamp == self._listing_stamp and self._polls_until_listing > 0:
                 return False
             # A change within the mtime's grain after this listing would leave it the same.
-            is_settled = time.time_ns() - status.st_mtime_ns > MTIME_GRAIN_NS
-            with os.scandir(self.directory) as found:
-                listed = {item.name: item.inode() for item in found}
+            is_settled = time.time_ns() - directory_stat.st_mtime_ns > MTIME_RESOLUTION_NS
+            with os.scandir(self.directory) as directory_entries:
+                listed = {item.name: item.inode() for item in directory_entries}
         except FileNotFoundError:
             # Not there yet, or lost: those we know are alive as long as their locks are held.
-            self._was_seen = True
-            self._stamp = None
+            self._was_listed = True
+            self._listing_stamp = None
             return False
         except OSError as error:
-            self._complain(str(self.directory), "registry_unreadable", error)
-            self._stamp = None
+            self._warn_once(str(self.directory), "registry_unreadable", error)
+            self._listing_stamp = None
             return False
-        self._was_seen = True
-        self._complaints.intersection_update(listed)
-        self._stamp = stamp if is_settled else None
-        self._polls_left = POLLS_PER_LISTING
-        return self._take_in(listed)
+        self._was_listed = True
+        self._warned_names.intersection_update(listed)
+        self._listing_stamp = listing_stamp if is_settled else None
+        self._polls_until_listing = POLLS_PER_LISTING
+        return self._apply_listing(listed)
 
-    def _take_in(self, listed: dict[str, int]) -> bool:
+    def _apply_listing(self, listed: dict[str, int]) -> bool:
         changed = False
         for name, inode in listed.items():
-            known = self._entries.get(name)
-            if known is not None and known.inode == inode:
+            known_entry = self._entries.get(name)
+            if known_entry is not None and known_entry.inode == inode:
                 continue
             if _ENTRY_NAME.fullmatch(name):
-                changed |= self._open(name)
+                changed |= self._load_entry(name)
             elif not name.startswith("."):
-                self._complain(name, "registry_file_ignored", "not an entry's name")
+                self._warn_once(name, "registry_file_ignored", "not an entry's name")
         for name in self._entries.keys() - listed.keys():
             if os.fstat(self._entries[name].fd).st_size == 0:
-                self._forget(name)
+                self._drop_entry(name)
                 changed = True
         return changed
 
-    def _drop_dead(self) -> bool:
+    def _drop_dead_entries(self) -> bool:
         changed = False
         for name, entry in tuple(self._entries.items()):
             if _is_locked(entry.fd):
                 continue
             changed = True
             # An update unlocks the old file; the new one already stands in its place then.
-            if not self._open(name):
-                self._forget(name)
+            if not self._load_entry(name):
+                self._drop_entry(name)
         return changed
 
-    def _open(self, name: str) -> bool:
+    def _load_entry(self, name: str) -> bool:
         """Take in the file now under `name`, if its owner lives; else remove it."""
         path = self.directory / name
-        for _ in range(OPEN_TRIES):
+        for _ in range(OPEN_ATTEMPTS_MAX):
             try:
                 fd = os.open(path, os.O_RDONLY | _OPEN_FLAGS)
             except FileNotFoundError:
                 return False
             except OSError as error:
-                self._complain(name, "registry_entry_unreadable", error)
+                self._warn_once(name, "registry_entry_unreadable", error)
                 return False
             try:
                 if _is_locked(fd):
-                    entry = self._read(name, fd)
+                    entry = self._read_entry(name, fd)
                     break
-                is_swept = self._sweep(path, fd)
+                is_removed = self._remove_dead_file(path, fd)
                 os.close(fd)
-                if is_swept:
+                if is_removed:
                     return False
                 # An update put another file in its place between the opening and the look.
             except OSError as error:
                 os.close(fd)
-                self._complain(name, "registry_entry_unreadable", error)
+                self._warn_once(name, "registry_entry_unreadable", error)
                 return False
         else:
             return name in self._entries  # its owner is busy updating: it lives
-        self._forget(name)
+        self._drop_entry(name)
         self._entries[name] = entry
         return True
 
-    def _sweep(self, path: Path, fd: int) -> bool:
+    def _remove_dead_file(self, path: Path, fd: int) -> bool:
         """Remove a dead owner's file: it was seen unlocked *before* it is seen in place.
 
         False if another file has taken the place meanwhile.
         """
-        if _inode(path) != os.fstat(fd).st_ino:
+        if _inode_of_path(path) != os.fstat(fd).st_ino:
             return False
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        LOG.info("registry_entry_removed", path=str(path), why="its owner is gone")
+        LOG.info("registry_entry_removed", path=str(path), reason="its owner is gone")
         return True
 
-    def _read(self, name: str, fd: int) -> _Entry:
+    def _read_entry(self, name: str, fd: int) -> _Entry:
         inode = os.fstat(fd).st_ino
         raw = os.pread(fd, ENTRY_BYTES_MAX, 0)
         try:
-            record = parse_json(_RECORD, raw, name)
+            record = parse_json(_ENTRY_RECORD_ADAPTER, raw, name)
             instance = record.instance
             if (_entry_name(instance.id), instance.namespace) != (name, self._namespace):
                 raise InvalidRequest("it belongs elsewhere", "id")
@@ -475,26 +495,28 @@ class _View:
             return _Entry(fd, inode, 0, None)
         return _Entry(fd, inode, record.order, instance)
 
-    def _forget(self, name: str) -> None:
+    def _drop_entry(self, name: str) -> None:
         entry = self._entries.pop(name, None)
         if entry is not None:
             os.close(entry.fd)
 
-    def _complain(self, name: str, event: str, why: object) -> None:
+    def _warn_once(self, name: str, event: str, reason: object) -> None:
         """Log it once, until the file is gone."""
-        if name not in self._complaints:
-            self._complaints.add(name)
-            LOG.warning(event, path=name, error=str(why))
+        if name not in self._warned_names:
+            self._warned_names.add(name)
+            LOG.warning(event, path=name, error=str(reason))
 
 
 class _FileWatch:
     """Polls by itself while `next` is awaited: no task, and errors reach the reader."""
 
-    def __init__(self, registry: FileRegistry, view: _View, poll_s: float) -> None:
+    def __init__(
+        self, registry: FileRegistry, view: _NamespaceView, poll_interval_s: float
+    ) -> None:
         self._registry = registry
         self._view = view
-        self._poll_s = poll_s
-        self._current = view.refresh()
+        self._poll_interval_s = poll_interval_s
+        self._current = view.poll()
 
     @property
     def current(self) -> Snapshot:
@@ -503,66 +525,66 @@ class _FileWatch:
     async def next(self) -> Snapshot:
         while True:
             self._registry._check_open()
-            latest = self._view.refresh()
+            latest = self._view.poll()
             if latest is not self._current:
                 self._current = latest
                 return latest
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._poll_interval_s)
 
 
 def _entry_name(instance_id: int) -> str:
     return f"{instance_id:016x}.json"
 
 
-def _lock(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
-        _take_lock(fd)
+        _acquire_lock(fd)
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: POSIX allows both.
         return False
     return True
 
 
-def _take_lock(fd: int) -> None:
+def _acquire_lock(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WRITE_LOCK)
 
 
-def _unlock(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _NO_LOCK)
+def _release_lock(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _UNLOCK)
 
 
 def _is_locked(fd: int) -> bool:
     """Whether another open file description holds a lock; takes none itself."""
-    kind: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK))[0]
-    return kind != fcntl.F_UNLCK
+    lock_type: int = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WRITE_LOCK))[0]
+    return lock_type != fcntl.F_UNLCK
 
 
-def _inode(path: Path) -> int | None:
+def _inode_of_path(path: Path) -> int | None:
     try:
         return os.stat(path, follow_symlinks=False).st_ino
     except FileNotFoundError:
         return None
 
 
-def _write(path: Path, data: bytes, finish: Callable[[int], None]) -> int:
+def _write_atomically(path: Path, data: bytes, before_rename: Callable[[int], None]) -> int:
     """Let a file with `data` appear at `path` at once and whole; returns its descriptor.
 
-    `finish` locks or syncs the file before it gets its name.
+    `before_rename` locks or syncs the file before it gets its name.
     """
-    fd, hidden = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    fd, temp_path = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(fd, "wb", closefd=False) as file:
             file.write(data)
-        finish(fd)
-        os.rename(hidden, path)
+        before_rename(fd)
+        os.rename(temp_path, path)
     except BaseException:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(hidden)
+            os.unlink(temp_path)
         raise
     return fd
 
 
-def _withdraw(path: Path) -> None:
+def _withdraw_entry(path: Path) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | _OPEN_FLAGS)
     except FileNotFoundError:
@@ -575,12 +597,12 @@ def _withdraw(path: Path) -> None:
         os.close(fd)
 
 
-def _sweep_abandoned(directory: Path) -> None:
+def _remove_abandoned_files(directory: Path) -> None:
     """Remove what owners left that died between writing and renaming."""
-    with _store_errors(directory), contextlib.suppress(FileNotFoundError):
-        for hidden in directory.glob(".*.json.*"):
-            if time.time() - hidden.stat().st_mtime > ABANDONED_S:
-                hidden.unlink()
+    with _map_os_errors(directory), contextlib.suppress(FileNotFoundError):
+        for temp_path in directory.glob(".*.json.*"):
+            if time.time() - temp_path.stat().st_mtime > ABANDONED_AFTER_S:
+                temp_path.unlink()
 
 
 def _store_card(path: Path, card: ModelCard) -> None:
@@ -588,29 +610,29 @@ def _store_card(path: Path, card: ModelCard) -> None:
         _load_card(path, card.checksum)
     except MeshError:
         # Not there, or damaged: content has its checksum for a name, so replacing is repairing.
-        with _store_errors(path):
+        with _map_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(_write(path, encode_card(card), os.fsync))
+            os.close(_write_atomically(path, encode_card(card), os.fsync))
 
 
 def _load_card(path: Path, checksum: str) -> ModelCard:
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
-        raise card_not_found(checksum) from error
+        raise card_not_found_error(checksum) from error
     except OSError as error:
         raise Unavailable(f"cannot read {path}: {error.strerror}") from error
     return decode_card(raw, checksum)
 
 
 @contextlib.contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
+def _map_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from error
 
 
-def _abandon(registry: FileRegistry | None) -> None:
+def _detach_in_child(registry: FileRegistry | None) -> None:
     if registry is not None:
-        registry.abandon_leases()
+        registry.detach_leases()

@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
-ENDPOINT = "serve"
+ENDPOINT_NAME = "serve"
 # In a router's meta: its policy to serve whole what could be split; absent where it has none.
-PREFILL_BYPASS = "prefill_bypass"
+PREFILL_BYPASS_META_KEY = "prefill_bypass"
 
 # A namespace is a directory name and a Consul tag.
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_ILLEGAL_IN_SLUG = re.compile(r"[^a-z0-9._-]")
+_NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (
     "block_size",
     "total_kv_blocks",
@@ -116,7 +116,7 @@ class Instance:
     @property
     def network_name(self) -> ModelNetworkName:
         """Its key in the S0 sense."""
-        return EndpointInfo(self.namespace, self.service, ENDPOINT, self.id).network_name()
+        return EndpointInfo(self.namespace, self.service, ENDPOINT_NAME, self.id).network_name()
 
     def to_json(self) -> bytes:
         """A JSON object of every field; `from_json` reads an equal value back."""
@@ -132,21 +132,22 @@ class Instance:
 
         Raises InvalidRequest for anything missing, wrongly typed or out of range, naming it.
         """
-        return parse_json(_INSTANCE, raw, "instance")
+        return parse_json(_INSTANCE_ADAPTER, raw, "instance")
 
 
-_INSTANCE: TypeAdapter[Instance] = TypeAdapter(Instance)
+_INSTANCE_ADAPTER: TypeAdapter[Instance] = TypeAdapter(Instance)
 
 
-def parse_json(shape: TypeAdapter[T], raw: bytes | str, what: str) -> T:
-    """`raw` as `shape`, with no coercion of types; InvalidRequest names `what` and the field."""
+def parse_json(adapter: TypeAdapter[T], raw: bytes | str, subject: str) -> T:
+    """`raw` as `adapter`, with no coercion of types; InvalidRequest names `subject` and the
+    field."""
     try:
-        return shape.validate_json(raw, strict=True)
+        return adapter.validate_json(raw, strict=True)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        path = ".".join(str(part) for part in first["loc"]) or None
-        where = what if path is None else f"{what}.{path}"
-        raise InvalidRequest(f"{where}: {first['msg']}", path) from error
+        first_error = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(part) for part in first_error["loc"]) or None
+        location = subject if path is None else f"{subject}.{path}"
+        raise InvalidRequest(f"{location}: {first_error['msg']}", path) from error
 
 
 def new_instance_id(rng: Random) -> int:
@@ -198,19 +199,19 @@ class Snapshot:
         """
         return next((i.card_checksum for i in self.serving(model) if i.card_checksum), None)
 
-    def following(self, members: Iterable[Instance]) -> Snapshot:
+    def next_snapshot(self, members: Iterable[Instance]) -> Snapshot:
         """The next snapshot of `members` (oldest first), or this very one if nothing changed.
 
         The first one that was seen follows revision 0 also when there is nobody.
         """
-        instances = {i.id: i for i in supersede(members)}
+        instances = {i.id: i for i in newest_incarnations(members)}
         if self.revision and instances == self.instances:
             return self
         return Snapshot(self.revision + 1, instances)
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class SnapshotDiff:
     """What turns one snapshot into another; `changed` holds the new values."""
 
     joined: tuple[Instance, ...] = ()
@@ -221,44 +222,48 @@ class Changes:
         return bool(self.joined or self.left or self.changed)
 
 
-def diff(old: Snapshot, new: Snapshot) -> Changes:
+def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
     """What happened between the two. A restart is one that left and one that joined."""
-    before, after = old.instances, new.instances
-    return Changes(
-        joined=tuple(i for key, i in after.items() if key not in before),
-        left=tuple(i for key, i in before.items() if key not in after),
-        changed=tuple(i for key, i in after.items() if key in before and before[key] != i),
+    old_instances, new_instances = old.instances, new.instances
+    return SnapshotDiff(
+        joined=tuple(i for key, i in new_instances.items() if key not in old_instances),
+        left=tuple(i for key, i in old_instances.items() if key not in new_instances),
+        changed=tuple(
+            i
+            for key, i in new_instances.items()
+            if key in old_instances and old_instances[key] != i
+        ),
     )
 
 
-def supersede(instances: Iterable[Instance]) -> tuple[Instance, ...]:
+def newest_incarnations(instances: Iterable[Instance]) -> tuple[Instance, ...]:
     """`instances` (oldest registration first) without those that a later incarnation replaced.
 
     Two are incarnations of one thing if namespace, service and a non-empty stable_name agree.
     """
     instances = tuple(instances)
-    newest = {_lineage(i): i.id for i in instances}
-    return tuple(i for i in instances if newest[_lineage(i)] == i.id)
+    newest = {_incarnation_key(i): i.id for i in instances}
+    return tuple(i for i in instances if newest[_incarnation_key(i)] == i.id)
 
 
-def card_rival(members: Iterable[Instance], newcomer: Instance) -> Instance | None:
+def find_card_conflict(members: Iterable[Instance], candidate: Instance) -> Instance | None:
     """The live instance that serves newcomer's model under another card, or None.
 
     `members` stand oldest first. The newcomer's own predecessor is no rival: it is superseded.
     """
-    if not newcomer.card_checksum:
+    if not candidate.card_checksum:
         return None
-    others = (i for i in members if i.id != newcomer.id)
-    for member in supersede((*others, newcomer)):
-        same_model = member.namespace == newcomer.namespace and member.model == newcomer.model
-        if same_model and member.card_checksum not in ("", newcomer.card_checksum):
+    others = (i for i in members if i.id != candidate.id)
+    for member in newest_incarnations((*others, candidate)):
+        is_same_model = member.namespace == candidate.namespace and member.model == candidate.model
+        if is_same_model and member.card_checksum not in ("", candidate.card_checksum):
             return member
     return None
 
 
 def slugify(text: str) -> str:
     """`text` in lower case, each character outside a-z 0-9 `.` `_` `-` replaced by `_`."""
-    return _ILLEGAL_IN_SLUG.sub("_", text.lower())
+    return _NOT_IN_SLUG.sub("_", text.lower())
 
 
 class ModelNetworkName(str):
@@ -310,9 +315,9 @@ class EndpointInfo:
         )
 
 
-def _lineage(instance: Instance) -> tuple[str, str, str, int]:
-    own = 0 if instance.stable_name else instance.id
-    return (instance.namespace, instance.service, instance.stable_name, own)
+def _incarnation_key(instance: Instance) -> tuple[str, str, str, int]:
+    unique_part = 0 if instance.stable_name else instance.id
+    return (instance.namespace, instance.service, instance.stable_name, unique_part)
 
 
 def _check_address(name: str, address: str) -> None:

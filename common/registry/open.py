@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.errors import InvalidRequest
-from common.registry.consul import HEALTH, ConsulRegistry
+from common.registry.consul import HEALTH_META_KEY, ConsulRegistry
 from common.registry.file import FileRegistry
 from common.registry.registry import MemoryRegistry, Registry
 from common.runtime.config import ServiceConfig
@@ -22,7 +22,9 @@ def open_registry(config: ServiceConfig) -> Registry:
             raise InvalidRequest(f"the registry {other!r} is not available", "registry")
 
 
-def health_meta(config: ServiceConfig, address: str, health_port: int | None) -> dict[str, str]:
+def health_check_meta(
+    config: ServiceConfig, address: str, health_port: int | None
+) -> dict[str, str]:
     """What an app adds to `Instance.meta` so that the registry can ask for its health.
 
     address: its gRPC address as advertised. health_port: the bound port of its HealthThread
@@ -30,5 +32,5 @@ def health_meta(config: ServiceConfig, address: str, health_port: int | None) ->
     bars Consul's agent from it: then nothing is, and the lease keeps the registration alive.
     """
     if health_port is not None:
-        return {HEALTH: f"{address.rpartition(':')[0]}:{health_port}"}
-    return {} if config.tls_cert_path is not None else {HEALTH: address}
+        return {HEALTH_META_KEY: f"{address.rpartition(':')[0]}:{health_port}"}
+    return {} if config.tls_cert_path is not None else {HEALTH_META_KEY: address}

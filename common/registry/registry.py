@@ -18,13 +18,13 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import Instance, Snapshot, card_rival, check_namespace
+from common.registry.instances import Instance, Snapshot, check_namespace, find_card_conflict
 
 LOG = structlog.get_logger(__name__)
 
 # Between attempts to open a failing watch again: first, and at most.
-FOLLOW_PAUSE_S = 0.1
-FOLLOW_PAUSE_MAX_S = 5.0
+WATCH_RETRY_DELAY_S = 0.1
+WATCH_RETRY_DELAY_MAX_S = 5.0
 
 
 class Lease(Protocol):
@@ -103,41 +103,47 @@ class Registry(Protocol):
         """End all leases and watches of this client. Idempotent."""
 
 
-async def follow(registry: Registry, namespace: str, take: Callable[[Snapshot], None]) -> NoReturn:
-    """Hands every snapshot of `namespace` to `take`, for ever; ends by cancellation only.
+async def follow(
+    registry: Registry, namespace: str, on_snapshot: Callable[[Snapshot], None]
+) -> NoReturn:
+    """Hands every snapshot of `namespace` to `on_snapshot`, for ever; ends by cancellation only.
 
-    A lost or failing registry stops nobody: `take` is not called then, and the watch is opened
+    A lost or failing registry stops nobody: `on_snapshot` is not called then, and the watch is
+    opened
     again with growing pauses. Nor is it called with revision 0, which has seen nothing: neither
     that somebody is there nor that nobody is.
     """
-    pause_s = FOLLOW_PAUSE_S
+    pause_s = WATCH_RETRY_DELAY_S
     while True:
         try:
             async with registry.watch(namespace) as watch:
                 snapshot = watch.current
                 while True:
                     if snapshot.revision > 0:
-                        take(snapshot)
-                        pause_s = FOLLOW_PAUSE_S
+                        on_snapshot(snapshot)
+                        pause_s = WATCH_RETRY_DELAY_S
                     snapshot = await watch.next()
         except Exception as error:
             # Whatever ails the registry, everybody goes on with what was seen last.
             LOG.warning("registry_watch_failed", error=repr(error), pause_s=pause_s)
         await asyncio.sleep(pause_s)
-        pause_s = min(FOLLOW_PAUSE_MAX_S, 2 * pause_s)
+        pause_s = min(WATCH_RETRY_DELAY_MAX_S, 2 * pause_s)
 
 
-def refuse_rival(rival: Instance | None, newcomer: Instance) -> None:
-    """Raise the Conflict that `register` owes if `common.registry.instances.card_rival` found
+def raise_if_card_conflicts(conflicting: Instance | None, candidate: Instance) -> None:
+    """Raise the Conflict that `register` owes if `common.registry.instances.find_card_conflict`
+    found
     one."""
-    if rival is not None:
+    if conflicting is not None:
         raise Conflict(
-            f"model {newcomer.model!r} is served in namespace {newcomer.namespace!r} under another "
-            f"card: {rival.card_checksum[:12]} by {rival.stable_name or rival.id}, here "
-            f"{newcomer.card_checksum[:12]}",
+            f"model {candidate.model!r} is served in namespace {candidate.namespace!r} "
+            "under another "
+            f"card: {conflicting.card_checksum[:12]} by "
+            f"{conflicting.stable_name or conflicting.id}, here "
+            f"{candidate.card_checksum[:12]}",
             field="card_checksum",
             reason="CARD_CONFLICT",
-            metadata={"model": newcomer.model, "served_checksum": rival.card_checksum},
+            metadata={"model": candidate.model, "served_checksum": conflicting.card_checksum},
         )
 
 
@@ -160,10 +166,10 @@ class MemoryStore:
         check_namespace(namespace)
         return self._members.setdefault(namespace, _Members())
 
-    def wake_watches(self) -> None:
+    def notify_watches(self) -> None:
         """Let every watch look again: its registry may have been closed."""
         for members in self._members.values():
-            members.wake()
+            members.notify()
 
 
 class _Members:
@@ -171,11 +177,11 @@ class _Members:
 
     def __init__(self) -> None:
         self.registered: dict[int, Instance] = {}
-        self.snapshot = Snapshot().following(())  # In memory, nobody is nobody.
+        self.snapshot = Snapshot().next_snapshot(())  # In memory, nobody is nobody.
         self.changed = asyncio.Event()
 
     def put(self, instance: Instance) -> None:
-        refuse_rival(card_rival(self.registered.values(), instance), instance)
+        raise_if_card_conflicts(find_card_conflict(self.registered.values(), instance), instance)
         self.registered[instance.id] = instance
         self._publish()
 
@@ -183,15 +189,15 @@ class _Members:
         self.registered.pop(instance_id, None)
         self._publish()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
     def _publish(self) -> None:
-        following = self.snapshot.following(self.registered.values())
-        if following is not self.snapshot:
-            self.snapshot = following
-            self.wake()
+        next_snapshot = self.snapshot.next_snapshot(self.registered.values())
+        if next_snapshot is not self.snapshot:
+            self.snapshot = next_snapshot
+            self.notify()
 
 
 class MemoryRegistry:
@@ -206,7 +212,7 @@ class MemoryRegistry:
         self._check_open()
         members = self._store.members(instance.namespace)
         if instance.id in members.registered or instance.id in self._leases:
-            raise instance_exists(instance)
+            raise instance_exists_error(instance)
         members.put(instance)
         lease = _MemoryLease(self._leases, members, instance)
         self._leases[instance.id] = lease
@@ -229,7 +235,7 @@ class MemoryRegistry:
         self._check_open()
         raw = self._store.cards.get(checksum)
         if raw is None:
-            raise card_not_found(checksum)
+            raise card_not_found_error(checksum)
         return decode_card(raw, checksum)
 
     async def deregister(self, namespace: str, instance_id: int) -> None:
@@ -240,11 +246,11 @@ class MemoryRegistry:
         self._closed = True
         for lease in tuple(self._leases.values()):
             await lease.close()
-        self._store.wake_watches()
+        self._store.notify_watches()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise registry_closed()
+            raise registry_closed_error()
 
 
 class _MemoryLease:
@@ -262,7 +268,7 @@ class _MemoryLease:
 
     async def update(self, instance: Instance) -> None:
         if not self._open:
-            raise lease_closed(self._instance)
+            raise lease_closed_error(self._instance)
         check_same_incarnation(self._instance, instance)
         self._members.put(instance)
         self._instance = instance
@@ -293,23 +299,23 @@ class _MemoryWatch:
             await self._members.changed.wait()
 
 
-def instance_exists(instance: Instance) -> Conflict:
+def instance_exists_error(instance: Instance) -> Conflict:
     """The error of registering an id twice."""
     return Conflict(
         f"instance {instance.id} is registered already", field="id", reason="INSTANCE_EXISTS"
     )
 
 
-def lease_closed(instance: Instance) -> Conflict:
+def lease_closed_error(instance: Instance) -> Conflict:
     """The error of updating a lease after its end."""
     return Conflict(f"the lease of instance {instance.id} is closed", reason="LEASE_CLOSED")
 
 
-def registry_closed() -> Unavailable:
+def registry_closed_error() -> Unavailable:
     """The error of using a closed registry."""
     return Unavailable("the registry is closed", reason="REGISTRY_CLOSED")
 
 
-def card_not_found(checksum: str) -> NotFound:
+def card_not_found_error(checksum: str) -> NotFound:
     """The error of asking for a card nobody stored; it names the key searched."""
     return NotFound(f"there is no model card cards/{checksum}", field="card_checksum")

@@ -1,7 +1,8 @@
 """The preprocessed request: what the frontend hands to a worker, as plain Python values.
 
 The same types have two wire forms: JSON here, protobuf in `common/wire/preprocessed.py`. Both are
-driven by the `Wire` in each field's metadata, so that a field is declared once. The rules of the
+driven by the `WireSpec` in each field's metadata, so that a field is declared once. The rules of
+the
 JSON form: *skip* leaves a key out while the field has its default, *null* always writes the key,
 *always* writes the value even when it is empty. On input a key may be missing wherever the field
 has a default; `null` means the default where nothing else could be meant. Unknown keys are
@@ -38,7 +39,7 @@ JsonValue: TypeAlias = Any
 TokenIdType: TypeAlias = int
 TOKEN_ID_MAX = 2**32 - 1
 # Longer than any scheme, user and host that a fetcher accepts.
-URL_HEAD_CHARS = 2048
+URL_HEAD_CHARS_MAX = 2048
 
 P = TypeVar("P")
 E = TypeVar("E", bound=StrEnum)
@@ -51,10 +52,10 @@ class TokenIds(Sequence[int]):
     `array` is a read-only view of shape [tokens], dtype uint32, without a copy.
     """
 
-    le: bytes = b""
+    little_endian: bytes = b""
 
     def __post_init__(self) -> None:
-        assert len(self.le) % 4 == 0, "token ids are 4 bytes each"
+        assert len(self.little_endian) % 4 == 0, "token ids are 4 bytes each"
 
     @classmethod
     def of(cls, ids: Iterable[int]) -> TokenIds:
@@ -62,12 +63,12 @@ class TokenIds(Sequence[int]):
         if isinstance(ids, TokenIds):
             return ids
         if isinstance(ids, np.ndarray):
-            return cls(_checked_u32(ids).astype("<u4").tobytes())
+            return cls(_check_u32_range(ids).astype("<u4").tobytes())
         return cls(np.asarray(array("I", ids)).astype("<u4").tobytes())
 
     @property
     def array(self) -> npt.NDArray[np.uint32]:
-        return np.frombuffer(self.le, dtype="<u4")
+        return np.frombuffer(self.little_endian, dtype="<u4")
 
     def tolist(self) -> list[int]:
         ids: list[int] = self.array.tolist()
@@ -75,10 +76,10 @@ class TokenIds(Sequence[int]):
 
     def extended(self, ids: Iterable[int]) -> TokenIds:
         """These ids followed by `ids`."""
-        return TokenIds(self.le + TokenIds.of(ids).le)
+        return TokenIds(self.little_endian + TokenIds.of(ids).little_endian)
 
     def __len__(self) -> int:
-        return len(self.le) // 4
+        return len(self.little_endian) // 4
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tolist())
@@ -96,13 +97,13 @@ class TokenIds(Sequence[int]):
         return f"TokenIds({reprlib.repr(self[:7].tolist())}, len={len(self)})"
 
 
-def _checked_u32(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _check_u32_range(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > TOKEN_ID_MAX):
         raise OverflowError(f"token ids are integers from 0 to {TOKEN_ID_MAX}")
     return ids
 
 
-class Kind(Protocol):
+class FieldCodec(Protocol):
     """Any: what comes out of `read` is as various as the fields are."""
 
     def read(self, value: JsonValue, path: str) -> Any:
@@ -112,13 +113,13 @@ class Kind(Protocol):
         """The JSON value."""
 
 
-def _refuse(path: str, wanted: str, value: object) -> InvalidRequest:
+def _invalid_value(path: str, expected: str, value: object) -> InvalidRequest:
     return InvalidRequest(
-        f"{path or 'the value'} must be {wanted}, not {_shown(value)}", path or None
+        f"{path or 'the value'} must be {expected}, not {_describe(value)}", path or None
     )
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     match value:
         case None | bool():
             return json.dumps(value)
@@ -131,13 +132,13 @@ def _shown(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Integer:
+class IntegerCodec:
     low: int
     high: int
 
     def read(self, value: JsonValue, path: str) -> int:
         if type(value) is not int or not self.low <= value <= self.high:
-            raise _refuse(path, f"an integer from {self.low} to {self.high}", value)
+            raise _invalid_value(path, f"an integer from {self.low} to {self.high}", value)
         return value
 
     def write(self, value: int) -> JsonValue:
@@ -145,12 +146,12 @@ class Integer:
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class FloatCodec:
     """A finite float; an integer in JSON is one too."""
 
     def read(self, value: JsonValue, path: str) -> float:
         if type(value) not in (int, float) or abs(value) > sys.float_info.max or value != value:
-            raise _refuse(path, "a finite number", value)
+            raise _invalid_value(path, "a finite number", value)
         return float(value)
 
     def write(self, value: float) -> JsonValue:
@@ -158,16 +159,16 @@ class Number:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextCodec:
     """A string that UTF-8 can carry, so not one with half a surrogate pair."""
 
     def read(self, value: JsonValue, path: str) -> str:
         if not isinstance(value, str):
-            raise _refuse(path, "a string", value)
+            raise _invalid_value(path, "a string", value)
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _refuse(path, "valid Unicode", value) from None
+            raise _invalid_value(path, "valid Unicode", value) from None
         return value
 
     def write(self, value: str) -> JsonValue:
@@ -175,10 +176,10 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class BoolCodec:
     def read(self, value: JsonValue, path: str) -> bool:
         if not isinstance(value, bool):
-            raise _refuse(path, "true or false", value)
+            raise _invalid_value(path, "true or false", value)
         return value
 
     def write(self, value: bool) -> JsonValue:
@@ -186,11 +187,11 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class AnyJson:
+class AnyJsonCodec:
     """Any JSON value, carried and not interpreted."""
 
     def read(self, value: JsonValue, path: str) -> JsonValue:
-        json_text(value, path)
+        dump_json_text(value, path)
         return value
 
     def write(self, value: JsonValue) -> JsonValue:
@@ -198,30 +199,32 @@ class AnyJson:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Generic[E]):
+class EnumCodec(Generic[E]):
     """One word of an enumeration."""
 
-    words: type[E]
+    enum_type: type[E]
 
     def read(self, value: JsonValue, path: str) -> E:
         try:
-            return self.words(value)
+            return self.enum_type(value)
         except ValueError:
-            wanted = "one of " + ", ".join(self.words)
-            raise _refuse(path, wanted, value) from None
+            expected = "one of " + ", ".join(self.enum_type)
+            raise _invalid_value(path, expected, value) from None
 
     def write(self, value: E) -> JsonValue:
         return value.value
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenIdsCodec:
     def read(self, value: JsonValue, path: str) -> TokenIds:
         if not isinstance(value, list):
-            raise _refuse(path, "a list of token ids", value)
+            raise _invalid_value(path, "a list of token ids", value)
         for index, item in enumerate(value):
             if type(item) is not int or not 0 <= item <= TOKEN_ID_MAX:
-                raise _refuse(f"{path}[{index}]", f"an integer from 0 to {TOKEN_ID_MAX}", item)
+                raise _invalid_value(
+                    f"{path}[{index}]", f"an integer from 0 to {TOKEN_ID_MAX}", item
+                )
         return TokenIds.of(value)
 
     def write(self, value: TokenIds) -> JsonValue:
@@ -229,23 +232,23 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Generic[P]):
+class ObjectCodec(Generic[P]):
     """A nested dataclass, an object in JSON."""
 
     cls: type[P]
 
     def read(self, value: JsonValue, path: str) -> P:
-        return from_value(self.cls, value, path)
+        return from_json_value(self.cls, value, path)
 
     def write(self, value: P) -> JsonValue:
-        return to_value(value)
+        return to_json_value(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Maybe:
+class NullableCodec:
     """An element that may be null."""
 
-    item: Kind
+    item: FieldCodec
 
     def read(self, value: JsonValue, path: str) -> Any:
         return None if value is None else self.item.read(value, path)
@@ -255,14 +258,14 @@ class Maybe:
 
 
 @dataclass(frozen=True, slots=True)
-class Many:
+class ListCodec:
     """A list in JSON, a tuple in Python."""
 
-    item: Kind
+    item: FieldCodec
 
     def read(self, value: JsonValue, path: str) -> tuple[Any, ...]:
         if not isinstance(value, list):
-            raise _refuse(path, "a list", value)
+            raise _invalid_value(path, "a list", value)
         return tuple(self.item.read(one, f"{path}[{index}]") for index, one in enumerate(value))
 
     def write(self, value: tuple[Any, ...]) -> JsonValue:
@@ -270,29 +273,29 @@ class Many:
 
 
 @dataclass(frozen=True, slots=True)
-class SetOf:
+class SetCodec:
     """A list in JSON, written in ascending order; a frozenset in Python."""
 
-    item: Kind
+    item: FieldCodec
 
     def read(self, value: JsonValue, path: str) -> frozenset[Any]:
-        return frozenset(Many(self.item).read(value, path))
+        return frozenset(ListCodec(self.item).read(value, path))
 
     def write(self, value: frozenset[Any]) -> JsonValue:
         return [self.item.write(one) for one in sorted(value)]
 
 
 @dataclass(frozen=True, slots=True)
-class MapOf:
+class MapCodec:
     """An object in JSON with free keys."""
 
-    item: Kind
+    item: FieldCodec
 
     def read(self, value: JsonValue, path: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _refuse(path, "an object", value)
+            raise _invalid_value(path, "an object", value)
         return {
-            Text().read(key, path): self.item.read(one, f"{path}.{key}")
+            TextCodec().read(key, path): self.item.read(one, f"{path}.{key}")
             for key, one in value.items()
         }
 
@@ -301,21 +304,22 @@ class MapOf:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenMapOf:
+class TokenMapCodec:
     """An object in JSON whose keys are token ids in decimal; a dict by id in Python."""
 
-    item: Kind
+    item: FieldCodec
 
     def read(self, value: JsonValue, path: str) -> dict[int, Any]:
         if not isinstance(value, dict):
-            raise _refuse(path, "an object", value)
+            raise _invalid_value(path, "an object", value)
         return {
-            self._id(key, path): self.item.read(one, f"{path}.{key}") for key, one in value.items()
+            self._parse_token_id(key, path): self.item.read(one, f"{path}.{key}")
+            for key, one in value.items()
         }
 
-    def _id(self, key: str, path: str) -> int:
+    def _parse_token_id(self, key: str, path: str) -> int:
         if not re.fullmatch(r"(0|[1-9][0-9]{0,9})", key) or int(key) > TOKEN_ID_MAX:
-            raise _refuse(f"{path}.{key}", "named by a token id", key)
+            raise _invalid_value(f"{path}.{key}", "named by a token id", key)
         return int(key)
 
     def write(self, value: Mapping[int, Any]) -> JsonValue:
@@ -323,86 +327,86 @@ class TokenMapOf:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSpan:
+class TokenSpanCodec:
     """A pair [start, end) in JSON and in Python."""
 
     def read(self, value: JsonValue, path: str) -> tuple[int, int]:
         match value:
             case [start, end] if type(start) is int is type(end) and 0 <= start <= end < 2**64:
                 return start, end
-        raise _refuse(path, "a pair [start, end] with start <= end", value)
+        raise _invalid_value(path, "a pair [start, end] with start <= end", value)
 
     def write(self, value: tuple[int, int]) -> JsonValue:
         return list(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Media:
+class MediaCodec:
     """One medium: an object with exactly one tag."""
 
     def read(self, value: JsonValue, path: str) -> MultimodalData:
         match value:
             case {"Url": url, **rest} if not rest:
-                return MediaUrl(absolute_url(TEXT.read(url, f"{path}.Url"), f"{path}.Url"))
+                return MediaUrl(check_absolute_url(TEXT.read(url, f"{path}.Url"), f"{path}.Url"))
             case {"RawUrl": url, **rest} if not rest:
                 return MediaRawUrl(TEXT.read(url, f"{path}.RawUrl"))
             case {"Decoded": decoded, **rest} if not rest:
-                return from_value(RdmaMediaDataDescriptor, decoded, f"{path}.Decoded")
-        raise _refuse(path, "an object with one key of Url, RawUrl, Decoded", value)
+                return from_json_value(RdmaMediaDataDescriptor, decoded, f"{path}.Decoded")
+        raise _invalid_value(path, "an object with one key of Url, RawUrl, Decoded", value)
 
     def write(self, value: MultimodalData) -> JsonValue:
         match value:
             case MediaUrl(url) | MediaRawUrl(url):
                 return {"Url": url}
             case RdmaMediaDataDescriptor():
-                return {"Decoded": to_value(value)}
+                return {"Decoded": to_json_value(value)}
 
 
-TEXT = Text()
-FLAG = Flag()
-NUMBER = Number()
-ANY_JSON = AnyJson()
-TOKENS = Tokens()
-U16 = Integer(0, 2**16 - 1)
-U32 = Integer(0, 2**32 - 1)
-U64 = Integer(0, 2**64 - 1)
-I32 = Integer(-(2**31), 2**31 - 1)
-I64 = Integer(-(2**63), 2**63 - 1)
+TEXT = TextCodec()
+BOOL = BoolCodec()
+FLOAT = FloatCodec()
+ANY_JSON = AnyJsonCodec()
+TOKEN_IDS = TokenIdsCodec()
+U16 = IntegerCodec(0, 2**16 - 1)
+U32 = IntegerCodec(0, 2**32 - 1)
+U64 = IntegerCodec(0, 2**64 - 1)
+I32 = IntegerCodec(-(2**31), 2**31 - 1)
+I64 = IntegerCodec(-(2**63), 2**63 - 1)
 
 
-def absolute_url(url: str, path: str) -> str:
+def check_absolute_url(url: str, path: str) -> str:
     """`url` if it is absolute and could be fetched; InvalidRequest naming `path` otherwise."""
     # Only the head is parsed: urlsplit keeps what it was given in a cache, and a data: URL is big.
-    head = url[:URL_HEAD_CHARS]
+    url_head = url[:URL_HEAD_CHARS_MAX]
     try:
-        parts = urlsplit(head)
+        parts = urlsplit(url_head)
         # Reading the port is what makes urlsplit check it.
-        host_ok = bool(parts.hostname) and (parts.port is None or parts.port >= 0)
+        has_host = bool(parts.hostname) and (parts.port is None or parts.port >= 0)
     except ValueError:
-        raise _refuse(path, "a valid URL", head) from None
+        raise _invalid_value(path, "a valid URL", url_head) from None
     needs_host = parts.scheme in ("http", "https", "ws", "wss", "ftp")
-    complete = bool(parts.scheme) and (host_ok or bool(parts.path and not needs_host))
-    if not complete or any(blank in url for blank in " \t\r\n\0"):
-        raise _refuse(path, "a valid URL", head)
+    is_absolute = bool(parts.scheme) and (has_host or bool(parts.path and not needs_host))
+    if not is_absolute or any(whitespace in url for whitespace in " \t\r\n\0"):
+        raise _invalid_value(path, "a valid URL", url_head)
     return url
 
 
-Rule = Literal["skip", "null", "always"]
+PresenceRule = Literal["skip", "null", "always"]
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class WireSpec:
     """How one field travels.
 
     key: its JSON key, where that is not its name. proto: its protobuf field, likewise.
     neutral: values that ask for nothing, so that an engine without the feature honours them.
     """
 
-    kind: Kind
-    rule: Rule
+    kind: FieldCodec
+    rule: PresenceRule
     key: str | None = None
     proto: str | None = None
-    neutral: tuple[object, ...] = ()
+    no_op_values: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,9 +416,9 @@ class WireField:
     name: str
     key: str
     proto: str
-    kind: Kind
-    rule: Rule
-    neutral: tuple[object, ...]
+    kind: FieldCodec
+    rule: PresenceRule
+    no_op_values: tuple[object, ...]
     default: object
     required: bool
 
@@ -424,28 +428,28 @@ class WireField:
         return self.default is None or (self.rule == "skip" and self.default in ((), {}))
 
 
-def _skip(
-    kind: Kind, *neutral: object, key: str | None = None, proto: str | None = None
-) -> dict[str, Wire]:
-    return {"wire": Wire(kind, "skip", key, proto, neutral)}
+def _optional(
+    kind: FieldCodec, *no_op_values: object, key: str | None = None, proto: str | None = None
+) -> dict[str, WireSpec]:
+    return {"wire": WireSpec(kind, "skip", key, proto, no_op_values)}
 
 
-def _null(kind: Kind) -> dict[str, Wire]:
-    return {"wire": Wire(kind, "null")}
+def _nullable(kind: FieldCodec) -> dict[str, WireSpec]:
+    return {"wire": WireSpec(kind, "null")}
 
 
-def _always(kind: Kind) -> dict[str, Wire]:
-    return {"wire": Wire(kind, "always")}
+def _always(kind: FieldCodec) -> dict[str, WireSpec]:
+    return {"wire": WireSpec(kind, "always")}
 
 
 def wire_fields(cls: type[Any]) -> tuple[WireField, ...]:
     """The fields of `cls` that travel, in the order of declaration."""
     # mypy takes the hash of a class for that of its instances.
-    return _declared(cls)  # type: ignore[arg-type]
+    return _cached_wire_fields(cls)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _declared(cls: type[Any]) -> tuple[WireField, ...]:
+def _cached_wire_fields(cls: type[Any]) -> tuple[WireField, ...]:
     return tuple(
         _wire_field(one, one.metadata["wire"])
         for one in dataclasses.fields(cls)
@@ -453,18 +457,18 @@ def _declared(cls: type[Any]) -> tuple[WireField, ...]:
     )
 
 
-def _wire_field(one: dataclasses.Field[Any], wire: Wire) -> WireField:
+def _wire_field(one: dataclasses.Field[Any], wire: WireSpec) -> WireField:
     default = one.default
     if one.default_factory is not MISSING:
         default = one.default_factory()
-    suffix = "_json" if isinstance(wire.kind, AnyJson) else ""
+    suffix = "_json" if isinstance(wire.kind, AnyJsonCodec) else ""
     return WireField(
         name=one.name,
         key=wire.key or one.name,
         proto=wire.proto or one.name + suffix,
         kind=wire.kind,
         rule=wire.rule,
-        neutral=wire.neutral,
+        no_op_values=wire.no_op_values,
         default=default,
         required=default is MISSING,
     )
@@ -477,17 +481,17 @@ class RouterParams:
     Engines never read it.
     """
 
-    ttft_target: float | None = field(default=None, metadata=_skip(NUMBER))
-    itl_target: float | None = field(default=None, metadata=_skip(NUMBER))
+    ttft_target: float | None = field(default=None, metadata=_optional(FLOAT))
+    itl_target: float | None = field(default=None, metadata=_optional(FLOAT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConstraints:
     """Taints of a worker: all of `required_taints` must match, `preferred_taints` weigh."""
 
-    required_taints: frozenset[str] = field(default=frozenset(), metadata=_always(SetOf(TEXT)))
+    required_taints: frozenset[str] = field(default=frozenset(), metadata=_always(SetCodec(TEXT)))
     preferred_taints: Mapping[str, float] = field(
-        default_factory=dict, metadata=_always(MapOf(NUMBER))
+        default_factory=dict, metadata=_always(MapCodec(FLOAT))
     )
 
 
@@ -503,30 +507,32 @@ class SessionControl:
     """Keeps the requests of one session on one worker."""
 
     session_id: str = field(metadata=_always(TEXT))
-    action: SessionAction | None = field(default=None, metadata=_skip(Choice(SessionAction)))
+    action: SessionAction | None = field(default=None, metadata=_optional(EnumCodec(SessionAction)))
 
 
 @dataclass(slots=True, kw_only=True)
 class RoutingHints:
     """Where a request may or must run; every part is optional. Mutable: see `routing_mut`."""
 
-    backend_instance_id: int | None = field(default=None, metadata=_skip(U64))
-    prefill_worker_id: int | None = field(default=None, metadata=_skip(U64))
-    decode_worker_id: int | None = field(default=None, metadata=_skip(U64))
-    dp_rank: int | None = field(default=None, metadata=_skip(U32))
-    prefill_dp_rank: int | None = field(default=None, metadata=_skip(U32))
-    expected_output_tokens: int | None = field(default=None, metadata=_skip(U32))
-    lora_name: str | None = field(default=None, metadata=_skip(TEXT, ""))
+    backend_instance_id: int | None = field(default=None, metadata=_optional(U64))
+    prefill_worker_id: int | None = field(default=None, metadata=_optional(U64))
+    decode_worker_id: int | None = field(default=None, metadata=_optional(U64))
+    dp_rank: int | None = field(default=None, metadata=_optional(U32))
+    prefill_dp_rank: int | None = field(default=None, metadata=_optional(U32))
+    expected_output_tokens: int | None = field(default=None, metadata=_optional(U32))
+    lora_name: str | None = field(default=None, metadata=_optional(TEXT, ""))
     # Seconds; positive moves the request forward in the queue.
-    priority_jump: float | None = field(default=None, metadata=_skip(NUMBER))
-    priority: int | None = field(default=None, metadata=_skip(I32))
+    priority_jump: float | None = field(default=None, metadata=_optional(FLOAT))
+    priority: int | None = field(default=None, metadata=_optional(I32))
     # None lets every worker be scored, the empty set none.
-    allowed_worker_ids: frozenset[int] | None = field(default=None, metadata=_skip(SetOf(U64)))
+    allowed_worker_ids: frozenset[int] | None = field(
+        default=None, metadata=_optional(SetCodec(U64))
+    )
     routing_constraints: RoutingConstraints | None = field(
-        default=None, metadata=_skip(Part(RoutingConstraints))
+        default=None, metadata=_optional(ObjectCodec(RoutingConstraints))
     )
     session_control: SessionControl | None = field(
-        default=None, metadata=_skip(Part(SessionControl))
+        default=None, metadata=_optional(ObjectCodec(SessionControl))
     )
 
     @staticmethod
@@ -538,13 +544,13 @@ class RoutingHints:
 class RouterConfigOverride:
     """Knobs of the router's cost for one request; None leaves the router's own."""
 
-    overlap_score_credit: float | None = field(default=None, metadata=_skip(NUMBER))
-    prefill_load_scale: float | None = field(default=None, metadata=_skip(NUMBER))
-    overlap_score_weight: float | None = field(default=None, metadata=_skip(NUMBER))
-    router_temperature: float | None = field(default=None, metadata=_skip(NUMBER))
-    assume_kv_reuse: bool | None = field(default=None, metadata=_skip(FLAG))
-    track_prefill_tokens: bool | None = field(default=None, metadata=_skip(FLAG))
-    shared_cache_multiplier: float | None = field(default=None, metadata=_skip(NUMBER))
+    overlap_score_credit: float | None = field(default=None, metadata=_optional(FLOAT))
+    prefill_load_scale: float | None = field(default=None, metadata=_optional(FLOAT))
+    overlap_score_weight: float | None = field(default=None, metadata=_optional(FLOAT))
+    router_temperature: float | None = field(default=None, metadata=_optional(FLOAT))
+    assume_kv_reuse: bool | None = field(default=None, metadata=_optional(BOOL))
+    track_prefill_tokens: bool | None = field(default=None, metadata=_optional(BOOL))
+    shared_cache_multiplier: float | None = field(default=None, metadata=_optional(FLOAT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -580,19 +586,19 @@ class TraceLink:
 class PromptTokensDetails:
     """What the prompt's tokens were made of; None is not reported."""
 
-    cached_tokens: int | None = field(default=None, metadata=_skip(U32))
-    audio_tokens: int | None = field(default=None, metadata=_skip(U32))
-    cache_write_tokens: int | None = field(default=None, metadata=_skip(U32))
+    cached_tokens: int | None = field(default=None, metadata=_optional(U32))
+    audio_tokens: int | None = field(default=None, metadata=_optional(U32))
+    cache_write_tokens: int | None = field(default=None, metadata=_optional(U32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionTokensDetails:
     """What the answer's tokens were made of; None is not reported."""
 
-    reasoning_tokens: int | None = field(default=None, metadata=_skip(U32))
-    accepted_prediction_tokens: int | None = field(default=None, metadata=_skip(U32))
-    rejected_prediction_tokens: int | None = field(default=None, metadata=_skip(U32))
-    audio_tokens: int | None = field(default=None, metadata=_skip(U32))
+    reasoning_tokens: int | None = field(default=None, metadata=_optional(U32))
+    accepted_prediction_tokens: int | None = field(default=None, metadata=_optional(U32))
+    rejected_prediction_tokens: int | None = field(default=None, metadata=_optional(U32))
+    audio_tokens: int | None = field(default=None, metadata=_optional(U32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,10 +609,10 @@ class CompletionUsage:
     completion_tokens: int = field(metadata=_always(U32))
     total_tokens: int = field(metadata=_always(U32))
     prompt_tokens_details: PromptTokensDetails | None = field(
-        default=None, metadata=_skip(Part(PromptTokensDetails))
+        default=None, metadata=_optional(ObjectCodec(PromptTokensDetails))
     )
     completion_tokens_details: CompletionTokensDetails | None = field(
-        default=None, metadata=_skip(Part(CompletionTokensDetails))
+        default=None, metadata=_optional(ObjectCodec(CompletionTokensDetails))
     )
 
 
@@ -622,7 +628,7 @@ class PrefillResult:
 
     disaggregated_params: JsonValue = field(metadata=_always(ANY_JSON))
     prompt_tokens_details: PromptTokensDetails | None = field(
-        default=None, metadata=_skip(Part(PromptTokensDetails))
+        default=None, metadata=_optional(ObjectCodec(PromptTokensDetails))
     )
 
 
@@ -631,14 +637,18 @@ class MmObject:
     """One medium inside a block: its content's hash and the token ranges [start, end)."""
 
     mm_hash: int = field(metadata=_always(U64))
-    offsets: tuple[tuple[int, int], ...] = field(default=(), metadata=_always(Many(TokenSpan())))
+    offsets: tuple[tuple[int, int], ...] = field(
+        default=(), metadata=_always(ListCodec(TokenSpanCodec()))
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class BlockExtraInfo:
     """The media that touch one block, in prompt order."""
 
-    mm_objects: tuple[MmObject, ...] = field(default=(), metadata=_always(Many(Part(MmObject))))
+    mm_objects: tuple[MmObject, ...] = field(
+        default=(), metadata=_always(ListCodec(ObjectCodec(MmObject)))
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -648,9 +658,9 @@ class MmRoutingInfo:
     block_mm_infos[i] belongs to block i of routing_token_ids; None where it has no media.
     """
 
-    routing_token_ids: TokenIds = field(default=TokenIds(), metadata=_always(TOKENS))
+    routing_token_ids: TokenIds = field(default=TokenIds(), metadata=_always(TOKEN_IDS))
     block_mm_infos: tuple[BlockExtraInfo | None, ...] = field(
-        default=(), metadata=_always(Many(Maybe(Part(BlockExtraInfo))))
+        default=(), metadata=_always(ListCodec(NullableCodec(ObjectCodec(BlockExtraInfo))))
     )
 
 
@@ -669,16 +679,16 @@ class RdmaMediaDataDescriptor:
     """A decoded medium to be fetched by RDMA; shape is outermost first."""
 
     nixl_metadata: str = field(metadata=_always(TEXT))
-    nixl_descriptor: NixlDescriptor = field(metadata=_always(Part(NixlDescriptor)))
-    shape: tuple[int, ...] = field(default=(), metadata=_always(Many(U64)))
+    nixl_descriptor: NixlDescriptor = field(metadata=_always(ObjectCodec(NixlDescriptor)))
+    shape: tuple[int, ...] = field(default=(), metadata=_always(ListCodec(U64)))
     dtype: str = field(metadata=_always(TEXT))
-    metadata: JsonValue = field(default=None, metadata=_skip(ANY_JSON))
-    content_hash: str | None = field(default=None, metadata=_skip(TEXT))
+    metadata: JsonValue = field(default=None, metadata=_optional(ANY_JSON))
+    content_hash: str | None = field(default=None, metadata=_optional(TEXT))
 
 
 @dataclass(frozen=True, slots=True)
 class MediaUrl:
-    """A medium at a URL that was found valid (`absolute_url`)."""
+    """A medium at a URL that was found valid (`check_absolute_url`)."""
 
     url: str
 
@@ -701,10 +711,10 @@ MultimodalData: TypeAlias = MediaUrl | MediaRawUrl | RdmaMediaDataDescriptor
 class AgentContext:
     """The agent session a request belongs to."""
 
-    session_type_id: str | None = field(default=None, metadata=_skip(TEXT))
-    session_id: str | None = field(default=None, metadata=_skip(TEXT))
-    trajectory_id: str | None = field(default=None, metadata=_skip(TEXT))
-    parent_trajectory_id: str | None = field(default=None, metadata=_skip(TEXT))
+    session_type_id: str | None = field(default=None, metadata=_optional(TEXT))
+    session_id: str | None = field(default=None, metadata=_optional(TEXT))
+    trajectory_id: str | None = field(default=None, metadata=_optional(TEXT))
+    parent_trajectory_id: str | None = field(default=None, metadata=_optional(TEXT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,13 +724,13 @@ class StopConditions:
     Hidden stop tokens end the answer and are left out of it, visible ones are its last token.
     """
 
-    max_tokens: int | None = field(default=None, metadata=_skip(U32))
-    stop: tuple[str, ...] = field(default=(), metadata=_skip(Many(TEXT)))
-    stop_token_ids_hidden: tuple[int, ...] = field(default=(), metadata=_skip(Many(U32)))
-    stop_token_ids_visible: tuple[int, ...] = field(default=(), metadata=_skip(Many(U32)))
-    min_tokens: int | None = field(default=None, metadata=_skip(U32, 0))
-    ignore_eos: bool | None = field(default=None, metadata=_skip(FLAG, False))
-    max_thinking_tokens: int | None = field(default=None, metadata=_skip(U32))
+    max_tokens: int | None = field(default=None, metadata=_optional(U32))
+    stop: tuple[str, ...] = field(default=(), metadata=_optional(ListCodec(TEXT)))
+    stop_token_ids_hidden: tuple[int, ...] = field(default=(), metadata=_optional(ListCodec(U32)))
+    stop_token_ids_visible: tuple[int, ...] = field(default=(), metadata=_optional(ListCodec(U32)))
+    min_tokens: int | None = field(default=None, metadata=_optional(U32, 0))
+    ignore_eos: bool | None = field(default=None, metadata=_optional(BOOL, False))
+    max_thinking_tokens: int | None = field(default=None, metadata=_optional(U32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -730,13 +740,13 @@ class GuidedDecoding:
     InvalidRequest for none, for more, and for a choice without texts.
     """
 
-    json: JsonValue = field(default=None, metadata=_skip(ANY_JSON, proto="json_schema_json"))
-    regex: str | None = field(default=None, metadata=_skip(TEXT))
-    choice: tuple[str, ...] | None = field(default=None, metadata=_skip(Many(TEXT)))
-    grammar: str | None = field(default=None, metadata=_skip(TEXT))
-    structural_tag: JsonValue = field(default=None, metadata=_skip(ANY_JSON))
-    backend: str | None = field(default=None, metadata=_skip(TEXT))
-    whitespace_pattern: str | None = field(default=None, metadata=_skip(TEXT))
+    json: JsonValue = field(default=None, metadata=_optional(ANY_JSON, proto="json_schema_json"))
+    regex: str | None = field(default=None, metadata=_optional(TEXT))
+    choice: tuple[str, ...] | None = field(default=None, metadata=_optional(ListCodec(TEXT)))
+    grammar: str | None = field(default=None, metadata=_optional(TEXT))
+    structural_tag: JsonValue = field(default=None, metadata=_optional(ANY_JSON))
+    backend: str | None = field(default=None, metadata=_optional(TEXT))
+    whitespace_pattern: str | None = field(default=None, metadata=_optional(TEXT))
 
     def __post_init__(self) -> None:
         constraints = (self.json, self.regex, self.choice, self.grammar, self.structural_tag)
@@ -756,23 +766,23 @@ class GuidedDecoding:
 class SamplingOptions:
     """How the next token is chosen; None leaves it to the engine."""
 
-    n: int | None = field(default=None, metadata=_skip(U32, 1))
-    best_of: int | None = field(default=None, metadata=_skip(U32, 1))
-    presence_penalty: float | None = field(default=None, metadata=_skip(NUMBER, 0))
-    frequency_penalty: float | None = field(default=None, metadata=_skip(NUMBER, 0))
-    repetition_penalty: float | None = field(default=None, metadata=_skip(NUMBER, 1))
-    temperature: float | None = field(default=None, metadata=_skip(NUMBER))
-    top_p: float | None = field(default=None, metadata=_skip(NUMBER, 1))
-    top_k: int | None = field(default=None, metadata=_skip(I32, -1, 0))
-    min_p: float | None = field(default=None, metadata=_skip(NUMBER, 0))
-    use_beam_search: bool | None = field(default=None, metadata=_skip(FLAG, False))
-    length_penalty: float | None = field(default=None, metadata=_skip(NUMBER, 1))
-    seed: int | None = field(default=None, metadata=_skip(I64))
+    n: int | None = field(default=None, metadata=_optional(U32, 1))
+    best_of: int | None = field(default=None, metadata=_optional(U32, 1))
+    presence_penalty: float | None = field(default=None, metadata=_optional(FLOAT, 0))
+    frequency_penalty: float | None = field(default=None, metadata=_optional(FLOAT, 0))
+    repetition_penalty: float | None = field(default=None, metadata=_optional(FLOAT, 1))
+    temperature: float | None = field(default=None, metadata=_optional(FLOAT))
+    top_p: float | None = field(default=None, metadata=_optional(FLOAT, 1))
+    top_k: int | None = field(default=None, metadata=_optional(I32, -1, 0))
+    min_p: float | None = field(default=None, metadata=_optional(FLOAT, 0))
+    use_beam_search: bool | None = field(default=None, metadata=_optional(BOOL, False))
+    length_penalty: float | None = field(default=None, metadata=_optional(FLOAT, 1))
+    seed: int | None = field(default=None, metadata=_optional(I64))
     logit_bias: Mapping[int, float] = field(
-        default_factory=dict, metadata=_skip(TokenMapOf(NUMBER))
+        default_factory=dict, metadata=_optional(TokenMapCodec(FLOAT))
     )
     guided_decoding: GuidedDecoding | None = field(
-        default=None, metadata=_skip(Part(GuidedDecoding))
+        default=None, metadata=_optional(ObjectCodec(GuidedDecoding))
     )
 
 
@@ -780,12 +790,12 @@ class SamplingOptions:
 class OutputOptions:
     """What the answer carries beside token ids; `logprobs` counts alternatives, 0 is a value."""
 
-    logprobs: int | None = field(default=None, metadata=_skip(U32))
-    prompt_logprobs: int | None = field(default=None, metadata=_skip(U32))
-    skip_special_tokens: bool | None = field(default=None, metadata=_skip(FLAG, True))
-    formatted_prompt: bool | None = field(default=None, metadata=_skip(FLAG, False))
-    include_stop_str_in_output: bool | None = field(default=None, metadata=_skip(FLAG, False))
-    return_tokens_as_token_ids: bool | None = field(default=None, metadata=_skip(FLAG, False))
+    logprobs: int | None = field(default=None, metadata=_optional(U32))
+    prompt_logprobs: int | None = field(default=None, metadata=_optional(U32))
+    skip_special_tokens: bool | None = field(default=None, metadata=_optional(BOOL, True))
+    formatted_prompt: bool | None = field(default=None, metadata=_optional(BOOL, False))
+    include_stop_str_in_output: bool | None = field(default=None, metadata=_optional(BOOL, False))
+    return_tokens_as_token_ids: bool | None = field(default=None, metadata=_optional(BOOL, False))
 
 
 class FinishReason(StrEnum):
@@ -821,7 +831,7 @@ class TopLogprob:
     """An alternative token; natural logarithm."""
 
     token_id: int = field(metadata=_always(U32))
-    logprob: float = field(metadata=_always(NUMBER))
+    logprob: float = field(metadata=_always(FLOAT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -829,11 +839,13 @@ class TokenLogprob:
     """The log probability (natural) of one token, and the likeliest at its place, best first."""
 
     token_id: int = field(metadata=_always(U32))
-    logprob: float = field(metadata=_always(NUMBER))
-    top: tuple[TopLogprob, ...] = field(default=(), metadata=_always(Many(Part(TopLogprob))))
+    logprob: float = field(metadata=_always(FLOAT))
+    top: tuple[TopLogprob, ...] = field(
+        default=(), metadata=_always(ListCodec(ObjectCodec(TopLogprob)))
+    )
 
 
-TrackedPoint = Literal["prefill_started", "prefill_finished", "first_token", "finished"]
+TimingPoint = Literal["prefill_started", "prefill_finished", "first_token", "finished"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -848,9 +860,9 @@ class RequestTracker:
     received_s: float
     prompt_blocks: int | None = None
     cached_blocks: int | None = None
-    marks: dict[TrackedPoint, float] = field(default_factory=dict)
+    marks: dict[TimingPoint, float] = field(default_factory=dict)
 
-    def mark(self, point: TrackedPoint, now: float) -> None:
+    def mark(self, point: TimingPoint, now: float) -> None:
         assert now >= self.received_s, "the clock of a tracker never runs backwards"
         self.marks.setdefault(point, now)
 
@@ -885,37 +897,49 @@ class PreprocessedRequest:
     """
 
     model: str = field(default="", metadata=_always(TEXT))
-    token_ids: TokenIds = field(metadata=_always(TOKENS))
-    prompt_embeds: str | None = field(default=None, metadata=_skip(TEXT))
+    token_ids: TokenIds = field(metadata=_always(TOKEN_IDS))
+    prompt_embeds: str | None = field(default=None, metadata=_optional(TEXT))
     multi_modal_data: Mapping[str, tuple[MultimodalData, ...]] = field(
-        default_factory=dict, metadata=_skip(MapOf(Many(Media())))
+        default_factory=dict, metadata=_optional(MapCodec(ListCodec(MediaCodec())))
     )
-    mm_routing_info: MmRoutingInfo | None = field(default=None, metadata=_skip(Part(MmRoutingInfo)))
+    mm_routing_info: MmRoutingInfo | None = field(
+        default=None, metadata=_optional(ObjectCodec(MmRoutingInfo))
+    )
     stop_conditions: StopConditions = field(
-        default=StopConditions(), metadata=_always(Part(StopConditions))
+        default=StopConditions(), metadata=_always(ObjectCodec(StopConditions))
     )
     sampling_options: SamplingOptions = field(
-        default=SamplingOptions(), metadata=_always(Part(SamplingOptions))
+        default=SamplingOptions(), metadata=_always(ObjectCodec(SamplingOptions))
     )
     output_options: OutputOptions = field(
-        default=OutputOptions(), metadata=_always(Part(OutputOptions))
+        default=OutputOptions(), metadata=_always(ObjectCodec(OutputOptions))
     )
-    eos_token_ids: tuple[int, ...] = field(default=(), metadata=_always(Many(U32)))
-    mdc_sum: str | None = field(default=None, metadata=_null(TEXT))
-    annotations: tuple[str, ...] = field(default=(), metadata=_always(Many(TEXT)))
-    routing: RoutingHints | None = field(default=None, metadata=_skip(Part(RoutingHints)))
+    eos_token_ids: tuple[int, ...] = field(default=(), metadata=_always(ListCodec(U32)))
+    mdc_sum: str | None = field(default=None, metadata=_nullable(TEXT))
+    annotations: tuple[str, ...] = field(default=(), metadata=_always(ListCodec(TEXT)))
+    routing: RoutingHints | None = field(
+        default=None, metadata=_optional(ObjectCodec(RoutingHints))
+    )
     router_config_override: RouterConfigOverride | None = field(
-        default=None, metadata=_null(Part(RouterConfigOverride))
+        default=None, metadata=_nullable(ObjectCodec(RouterConfigOverride))
     )
-    prefill_result: PrefillResult | None = field(default=None, metadata=_skip(Part(PrefillResult)))
-    migration_link: TraceLink | None = field(default=None, metadata=_skip(Part(TraceLink)))
-    bootstrap_info: BootstrapInfo | None = field(default=None, metadata=_skip(Part(BootstrapInfo)))
-    extra_args: JsonValue = field(default=None, metadata=_skip(ANY_JSON))
-    router: RouterParams | None = field(default=None, metadata=_skip(Part(RouterParams)))
-    agent_context: AgentContext | None = field(default=None, metadata=_skip(Part(AgentContext)))
-    mm_processor_kwargs: JsonValue = field(default=None, metadata=_skip(ANY_JSON))
-    request_timestamp_ms: float | None = field(default=None, metadata=_skip(NUMBER))
-    is_probe: bool = field(default=False, metadata=_skip(FLAG, key="_HEALTH_CHECK"))
+    prefill_result: PrefillResult | None = field(
+        default=None, metadata=_optional(ObjectCodec(PrefillResult))
+    )
+    migration_link: TraceLink | None = field(
+        default=None, metadata=_optional(ObjectCodec(TraceLink))
+    )
+    bootstrap_info: BootstrapInfo | None = field(
+        default=None, metadata=_optional(ObjectCodec(BootstrapInfo))
+    )
+    extra_args: JsonValue = field(default=None, metadata=_optional(ANY_JSON))
+    router: RouterParams | None = field(default=None, metadata=_optional(ObjectCodec(RouterParams)))
+    agent_context: AgentContext | None = field(
+        default=None, metadata=_optional(ObjectCodec(AgentContext))
+    )
+    mm_processor_kwargs: JsonValue = field(default=None, metadata=_optional(ANY_JSON))
+    request_timestamp_ms: float | None = field(default=None, metadata=_optional(FLOAT))
+    is_probe: bool = field(default=False, metadata=_optional(BOOL, key="_HEALTH_CHECK"))
     tracker: RequestTracker | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
@@ -955,12 +979,12 @@ class PreprocessedRequest:
 class PreprocessedEmbeddingRequest:
     """One request for embeddings after tokenization; one `token_ids` entry per text."""
 
-    token_ids: tuple[TokenIds, ...] = field(metadata=_always(Many(TOKENS)))
+    token_ids: tuple[TokenIds, ...] = field(metadata=_always(ListCodec(TOKEN_IDS)))
     model: str = field(metadata=_always(TEXT))
-    encoding_format: str | None = field(default=None, metadata=_null(TEXT))
-    dimensions: int | None = field(default=None, metadata=_null(U32))
-    mdc_sum: str | None = field(default=None, metadata=_null(TEXT))
-    annotations: tuple[str, ...] = field(metadata=_always(Many(TEXT)))
+    encoding_format: str | None = field(default=None, metadata=_nullable(TEXT))
+    dimensions: int | None = field(default=None, metadata=_nullable(U32))
+    mdc_sum: str | None = field(default=None, metadata=_nullable(TEXT))
+    annotations: tuple[str, ...] = field(metadata=_always(ListCodec(TEXT)))
 
     @staticmethod
     def builder() -> Builder[PreprocessedEmbeddingRequest]:
@@ -972,10 +996,11 @@ class PreprocessedEmbeddingRequest:
 
 @dataclass(slots=True)
 class Builder(Generic[P]):
-    """Collects fields by name and builds a `cls`; the fields of `needed` must have been set."""
+    """Collects fields by name and builds a `cls`; the fields of `required_fields` must have been
+    set."""
 
     cls: type[P]
-    needed: tuple[str, ...]
+    required_fields: tuple[str, ...]
     values: dict[str, object] = field(default_factory=dict)
 
     def set(self, **values: object) -> Builder[P]:
@@ -989,62 +1014,63 @@ class Builder(Generic[P]):
 
     def build(self) -> P:
         """InvalidRequest names the first field that is needed and was not set."""
-        for name in self.needed:
+        for name in self.required_fields:
             if name not in self.values:
                 raise InvalidRequest(f"{self.cls.__name__} needs {name}", name)
         return self.cls(**self.values)
 
 
-def from_value(cls: type[P], value: JsonValue, path: str = "") -> P:
+def from_json_value(cls: type[P], value: JsonValue, path: str = "") -> P:
     """A `cls` from a parsed JSON object at `path`; InvalidRequest names the field at fault."""
     if not isinstance(value, dict):
-        raise _refuse(path, "an object", value)
+        raise _invalid_value(path, "an object", value)
     fields: dict[str, object] = {}
     for one in wire_fields(cls):
-        where = f"{path}.{one.key}" if path else one.key
+        field_path = f"{path}.{one.key}" if path else one.key
         if one.key in value:
-            found = value[one.key]
-            if found is not None or not one.nullable:
-                fields[one.name] = one.kind.read(found, where)
+            raw_value = value[one.key]
+            if raw_value is not None or not one.nullable:
+                fields[one.name] = one.kind.read(raw_value, field_path)
         elif one.required:
-            raise InvalidRequest(f"{where} is required", where)
+            raise InvalidRequest(f"{field_path} is required", field_path)
     return cls(**fields)
 
 
-def to_value(part: object) -> JsonValue:
+def to_json_value(obj: object) -> JsonValue:
     """The JSON object of any dataclass of this module, ready for `json.dumps`."""
-    written: dict[str, JsonValue] = {}
-    for one in wire_fields(type(part)):
-        value = getattr(part, one.name)
+    json_object: dict[str, JsonValue] = {}
+    for one in wire_fields(type(obj)):
+        value = getattr(obj, one.name)
         if one.rule == "skip" and value == one.default:
             continue
-        written[one.key] = None if value is None else one.kind.write(value)
-    return written
+        json_object[one.key] = None if value is None else one.kind.write(value)
+    return json_object
 
 
 def from_json(cls: type[P], text: str | bytes) -> P:
-    """A `cls` from JSON text; InvalidRequest for text that is not JSON, and as `from_value`."""
-    return from_value(cls, parsed_json(text, ""))
+    """A `cls` from JSON text; InvalidRequest for text that is not JSON, and as
+    `from_json_value`."""
+    return from_json_value(cls, load_json_text(text, ""))
 
 
-def to_json(part: object) -> str:
+def to_json(obj: object) -> str:
     """Compact JSON text."""
-    return json_text(to_value(part), "")
+    return dump_json_text(to_json_value(obj), "")
 
 
-def parsed_json(text: str | bytes, path: str) -> JsonValue:
+def load_json_text(text: str | bytes, path: str) -> JsonValue:
     """The value of RFC 8259 text: no NaN or Infinity, also none by overflow.
 
     InvalidRequest names `path`.
     """
     try:
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite_float)
     except (ValueError, RecursionError) as error:
         name = path or "the request"
         raise InvalidRequest(f"{name} is not valid JSON: {error}", path or None) from None
 
 
-def json_text(value: JsonValue, path: str) -> str:
+def dump_json_text(value: JsonValue, path: str) -> str:
     """Compact RFC 8259 text of a value; InvalidRequest names `path` where JSON has no form."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
@@ -1052,11 +1078,11 @@ def json_text(value: JsonValue, path: str) -> str:
         raise InvalidRequest(f"{path or 'the value'} is not JSON: {error}", path or None) from None
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(digits: str) -> float:
+def _parse_finite_float(digits: str) -> float:
     number = float(digits)
     if math.isinf(number):
         raise ValueError(f"{digits[:40]} is too large")
@@ -1078,35 +1104,37 @@ ENGINE_FIELDS = (
 )
 
 
-def unsupported_fields(request: PreprocessedRequest, honoured: frozenset[str]) -> list[str]:
-    """Dotted names of what the request asks of an engine and `honoured` does not contain.
+def unsupported_fields(request: PreprocessedRequest, supported: frozenset[str]) -> list[str]:
+    """Dotted names of what the request asks of an engine and `supported` does not contain.
 
-    A name in `honoured` covers all below it; `sampling_options.guided_decoding.regex` alone
+    A name in `supported` covers all below it; `sampling_options.guided_decoding.regex` alone
     honours just that part. Neutral values (n = 1, top_p = 1, a penalty of 0, ...) ask for nothing.
     """
-    refused = [
+    unsupported = [
         name
         for one in wire_fields(PreprocessedRequest)
         if one.name in ENGINE_FIELDS
-        for name in _refused(one, getattr(request, one.name), one.name, honoured)
+        for name in _unsupported_names(one, getattr(request, one.name), one.name, supported)
     ]
-    lora = request.routing is not None and request.routing.lora_name
-    if lora and not honoured & {"routing", "routing.lora_name"}:
-        refused.append("routing.lora_name")
-    return refused
+    adapter_name = request.routing is not None and request.routing.lora_name
+    if adapter_name and not supported & {"routing", "routing.lora_name"}:
+        unsupported.append("routing.lora_name")
+    return unsupported
 
 
-def _refused(one: WireField, value: object, name: str, honoured: frozenset[str]) -> list[str]:
-    if value is None or value == one.default or value in one.neutral or name in honoured:
+def _unsupported_names(
+    one: WireField, value: object, name: str, supported: frozenset[str]
+) -> list[str]:
+    if value is None or value == one.default or value in one.no_op_values or name in supported:
         return []
     options = name in ("stop_conditions", "sampling_options", "output_options")
-    partly = any(other.startswith(f"{name}.") for other in honoured)
-    if isinstance(one.kind, Part) and (options or partly):
+    is_partly_supported = any(other.startswith(f"{name}.") for other in supported)
+    if isinstance(one.kind, ObjectCodec) and (options or is_partly_supported):
         return [
-            refused
+            unsupported
             for inner in wire_fields(type(value))
-            for refused in _refused(
-                inner, getattr(value, inner.name), f"{name}.{inner.name}", honoured
+            for unsupported in _unsupported_names(
+                inner, getattr(value, inner.name), f"{name}.{inner.name}", supported
             )
         ]
     return [name]

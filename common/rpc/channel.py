@@ -1,6 +1,7 @@
 """How every room speaks gRPC: channels and servers with one set of options on both sides.
 
-Pings: clients ping every `KEEPALIVE_S`, also without calls, and servers take any number of them, so
+Pings: clients ping every `KEEPALIVE_INTERVAL_S`, also without calls, and servers take any number
+of them, so
 that a silent stream (a long prefill) is neither lost nor ended by GOAWAY `too_many_pings`. Messages
 may have `MESSAGE_BYTES_MAX` in both directions. A client leaving a call does not cancel it (since
 grpcio 1.83 not even when collected): use `cancelling`, always.
@@ -26,24 +27,24 @@ from opentelemetry import trace
 
 from common.errors import Conflict, InvalidRequest
 from common.rpc.interceptors import (
-    Calls,
     MeshInterceptor,
-    from_rpc_error,
+    RunningCalls,
+    map_rpc_errors,
+    mesh_error_from_rpc,
     outgoing_metadata,
-    raising_mesh_errors,
-    time_left_s,
+    remaining_time_s,
 )
-from common.runtime.config import ServiceConfig, flag_of, is_loopback
+from common.runtime.config import ServiceConfig, flag_name, is_loopback
 from common.runtime.tasks import TaskGroup
 
-KEEPALIVE_S = 10.0
+KEEPALIVE_INTERVAL_S = 10.0
 KEEPALIVE_TIMEOUT_S = 5.0
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 32 * 1024
 CONNECT_TIMEOUT_S = 2.0
-RECONNECT_MAX_S = 2.0
+RECONNECT_BACKOFF_MAX_S = 2.0
 # After the grace of `stop` is over, cancelled handlers have this long to clean up.
-CLEANUP_S = 5.0
+CLEANUP_TIMEOUT_S = 5.0
 
 _CallT = TypeVar("_CallT", bound=grpc.aio.Call)
 _MessageT = TypeVar("_MessageT")
@@ -66,7 +67,7 @@ class Security:
     insecure: bool = False
 
     @property
-    def tls(self) -> bool:
+    def uses_mutual_tls(self) -> bool:
         """Whether connections are mutual TLS."""
         return self.cert is not None and self.key is not None and self.ca is not None
 
@@ -74,36 +75,36 @@ class Security:
 PLAINTEXT = Security()
 
 
-def security_of(config: ServiceConfig) -> Security:
+def security_from_config(config: ServiceConfig) -> Security:
     """The security a configuration names, with its PEM files.
 
     Raises InvalidRequest, which names the knob of a file that cannot be read.
     """
     return Security(
         token=config.mesh_token,
-        cert=_pem(config.tls_cert_path, "tls_cert_path"),
-        key=_pem(config.tls_key_path, "tls_key_path"),
-        ca=_pem(config.tls_ca_path, "tls_ca_path"),
+        cert=_read_pem(config.tls_cert_path, "tls_cert_path"),
+        key=_read_pem(config.tls_key_path, "tls_key_path"),
+        ca=_read_pem(config.tls_ca_path, "tls_ca_path"),
         server_name=config.tls_server_name,
         insecure=config.insecure,
     )
 
 
-def _pem(path: Path | None, knob: str) -> bytes | None:
+def _read_pem(path: Path | None, setting: str) -> bytes | None:
     try:
         return None if path is None else path.read_bytes()
     except OSError as error:
         raise InvalidRequest(
-            f"{flag_of(knob)}: cannot read {path}: {error.strerror}", knob
+            f"{flag_name(setting)}: cannot read {path}: {error.strerror}", setting
         ) from error
 
 
 def channel(
-    address: str, *, security: Security = PLAINTEXT, keepalive_s: float = KEEPALIVE_S
+    address: str, *, security: Security = PLAINTEXT, keepalive_s: float = KEEPALIVE_INTERVAL_S
 ) -> grpc.aio.Channel:
     """A channel to `host:port`. Calls on it carry `call_metadata(security)` themselves."""
     options = _channel_options(keepalive_s)
-    if not security.tls:
+    if not security.uses_mutual_tls:
         return grpc.aio.insecure_channel(address, options=options)
     if security.server_name is not None:
         options.append(("grpc.ssl_target_name_override", security.server_name))
@@ -114,39 +115,44 @@ def channel(
 def server(
     *,
     security: Security = PLAINTEXT,
-    calls: Calls | None = None,
+    calls: RunningCalls | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     tracer: trace.Tracer | None = None,
 ) -> grpc.aio.Server:
     """A server with our options and `MeshInterceptor` first, then `interceptors`."""
-    mesh = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
-    return grpc.aio.server(interceptors=[mesh, *interceptors], options=_server_options())
+    mesh_interceptor = MeshInterceptor(token=security.token, calls=calls, tracer=tracer)
+    return grpc.aio.server(
+        interceptors=[mesh_interceptor, *interceptors], options=_server_options()
+    )
 
 
-def bind(target: grpc.aio.Server, host: str, port: int, *, security: Security = PLAINTEXT) -> int:
+def bind(
+    grpc_server: grpc.aio.Server, host: str, port: int, *, security: Security = PLAINTEXT
+) -> int:
     """Opens a port (0: any) and returns it; call before `start`.
 
     Raises InvalidRequest for an open host without token, mutual TLS or `insecure`, and Conflict
     when the address cannot be had, or the PEM files are no good.
     """
-    if not (is_loopback(host) or security.token or security.tls or security.insecure):
+    if not (is_loopback(host) or security.token or security.uses_mutual_tls or security.insecure):
         raise InvalidRequest(
             f"{host!r} is open to other hosts: needs a token or mutual TLS", "host"
         )
-    check_address(host, port, "port")
+    check_bindable(host, port, "port")
     address = join_address(host, port)
     try:
-        if not security.tls:
-            return target.add_insecure_port(address)
-        pair = (security.key or b"", security.cert or b"")
+        if not security.uses_mutual_tls:
+            return grpc_server.add_insecure_port(address)
+        key_and_cert = (security.key or b"", security.cert or b"")
         credentials = grpc.ssl_server_credentials(
-            [pair], root_certificates=security.ca, require_client_auth=True
+            [key_and_cert], root_certificates=security.ca, require_client_auth=True
         )
-        return target.add_secure_port(address, credentials)
+        return grpc_server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        why = "are --tls-cert-path, --tls-key-path and --tls-ca-path PEM that fits together?"
+        hint = "are --tls-cert-path, --tls-key-path and --tls-ca-path PEM that fits together?"
         raise Conflict(
-            f"cannot bind {address}: {why if security.tls else error}", reason="ADDRESS_IN_USE"
+            f"cannot bind {address}: {hint if security.uses_mutual_tls else error}",
+            reason="ADDRESS_IN_USE",
         ) from error
 
 
@@ -155,60 +161,65 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def check_address(host: str, port: int, knob: str) -> None:
+def check_bindable(host: str, port: int, setting: str) -> None:
     """Raises Conflict, with the reason and the flags, when an address cannot be had.
 
     knob: the field that `port` is from. To be asked before grpc, which keeps the reason to itself.
     """
-    if (refusal := _refusal(host, port)) is not None:
+    if (bind_error := _find_bind_error(host, port)) is not None:
         raise Conflict(
-            f"cannot bind {join_address(host, port)} (--host, {flag_of(knob)}): {refusal.strerror}",
-            field=knob,
+            f"cannot bind {join_address(host, port)} (--host, {flag_name(setting)}): "
+            f"{bind_error.strerror}",
+            field=setting,
             reason="ADDRESS_IN_USE",
-        ) from refusal
+        ) from bind_error
 
 
-def _refusal(host: str, port: int) -> OSError | None:
+def _find_bind_error(host: str, port: int) -> OSError | None:
     """Why none of the host's addresses can be had now."""
     try:
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
     except OSError as error:
         return error
-    for family, kind, _, _, address in found:
+    for family, socket_type, _, _, address in addresses:
         try:
-            with socket.socket(family, kind) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+            with socket.socket(family, socket_type) as probe_socket:
+                probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe_socket.bind(address)
                 return None
         except OSError as error:
-            refusal = error
-    return refusal
+            bind_error = error
+    return bind_error
 
 
 async def stop(
-    target: grpc.aio.Server, grace_s: float, calls: Calls, *, cleanup_s: float = CLEANUP_S
+    grpc_server: grpc.aio.Server,
+    grace_s: float,
+    calls: RunningCalls,
+    *,
+    cleanup_timeout_s: float = CLEANUP_TIMEOUT_S,
 ) -> list[str]:
     """Refuses new calls at once, gives running ones `grace_s`, cancels the rest and awaits cleanup.
 
     `calls` is what the server was made with. Returns the names of the calls that were cut.
     """
     async with TaskGroup() as group:
-        group.create_task(target.stop(grace_s + cleanup_s), name="refuse new calls")
-        cut = await calls.wait_idle(grace_s)
-        await target.stop(None)
-    await calls.wait_idle(cleanup_s)
-    return cut
+        group.create_task(grpc_server.stop(grace_s + cleanup_timeout_s), name="refuse new calls")
+        cancelled_calls = await calls.wait_idle(grace_s)
+        await grpc_server.stop(None)
+    await calls.wait_idle(cleanup_timeout_s)
+    return cancelled_calls
 
 
-def add_health(target: grpc.aio.Server, servicer: health.aio.HealthServicer) -> None:
+def add_health(grpc_server: grpc.aio.Server, servicer: health.aio.HealthServicer) -> None:
     """Serves gRPC health on a server."""
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, target)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, grpc_server)
 
 
-def enable_reflection(target: grpc.aio.Server, service_names: Iterable[str]) -> None:
+def enable_reflection(grpc_server: grpc.aio.Server, service_names: Iterable[str]) -> None:
     """Lets grpcurl list and call the named services (full names), health and reflection itself."""
     names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, target)
+    reflection.enable_server_reflection(names, grpc_server)
 
 
 def call_metadata(security: Security = PLAINTEXT) -> tuple[tuple[str, str], ...]:
@@ -232,7 +243,7 @@ async def read(
     try:
         message = await call.read()
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+        raise mesh_error_from_rpc(error) from error
     return None if message is grpc.aio.EOF else cast(_MessageT, message)
 
 
@@ -244,15 +255,15 @@ async def unary(
     timeout_s: at most this, less when the current RPC has less left. Any: a stub's type is that of
     its messages; annotate the variable that takes the answer.
     """
-    call = method(request, timeout=time_left_s(timeout_s), metadata=call_metadata(security))
-    with raising_mesh_errors():
+    call = method(request, timeout=remaining_time_s(timeout_s), metadata=call_metadata(security))
+    with map_rpc_errors():
         async with cancelling(call):
             return await call
 
 
 def _channel_options(keepalive_s: float) -> _Options:
     return [
-        *_common_options(keepalive_s),
+        *_shared_options(keepalive_s),
         # A channel owns its connection: closing it closes that, and its back-off dies with it.
         ("grpc.use_local_subchannel_pool", 1),
         # The mesh is direct: no proxy from the environment, no service config from DNS.
@@ -260,13 +271,13 @@ def _channel_options(keepalive_s: float) -> _Options:
         ("grpc.service_config_disable_resolution", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", int(CONNECT_TIMEOUT_S * 1000)),
-        ("grpc.max_reconnect_backoff_ms", int(RECONNECT_MAX_S * 1000)),
+        ("grpc.max_reconnect_backoff_ms", int(RECONNECT_BACKOFF_MAX_S * 1000)),
     ]
 
 
 def _server_options() -> _Options:
     return [
-        *_common_options(KEEPALIVE_S),
+        *_shared_options(KEEPALIVE_INTERVAL_S),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 100),
         ("grpc.http2.max_ping_strikes", 0),  # 0: never a GOAWAY for pings.
         ("grpc.max_concurrent_streams", 2**31 - 1),
@@ -274,7 +285,7 @@ def _server_options() -> _Options:
     ]
 
 
-def _common_options(keepalive_s: float) -> _Options:
+def _shared_options(keepalive_s: float) -> _Options:
     return [
         ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_TIMEOUT_S * 1000)),

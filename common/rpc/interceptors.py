@@ -4,7 +4,7 @@ One server interceptor does it all, in this order: authenticate, take or make th
 the SERVER span if the caller's is sampled, bound the time, run the handler, map what it raises.
 Services just raise `MeshError`s. On the client's side there are no interceptors (those for
 stream-stream calls leak, grpc#25449): `outgoing_metadata` gives what a call has to carry, and
-`from_rpc_error` turns its failure back into the error that the peer raised.
+`mesh_error_from_rpc` turns its failure back into the error that the peer raised.
 
 Handlers of any shape are run as coroutines that write to the context. So a streaming handler that
 is an async generator has its `finally` run inside the RPC's own task when the caller goes away,
@@ -48,7 +48,7 @@ STATUS_DETAILS_KEY = "grpc-status-details-bin"
 ERROR_DOMAIN = "kvmesh"
 
 # Streams that live as long as their peers: no deadline, no span, no request id of their own.
-LONG_STREAMS = frozenset(
+LONG_LIVED_METHODS = frozenset(
     {
         "Attach",
         "Session",
@@ -61,18 +61,18 @@ LONG_STREAMS = frozenset(
     }
 )
 # A call that came without a deadline gets this many seconds, by the shape of its answer.
-UNARY_CAP_S = 60.0
-STREAM_CAP_S = 3600.0
+UNARY_TIMEOUT_S = 60.0
+STREAM_TIMEOUT_S = 3600.0
 
 # Open to callers on this host even when a token is required: they say nothing worth protecting.
-_OPEN_SERVICES = (
+_UNAUTHENTICATED_SERVICES = (
     "/grpc.health.v1.Health/",
     "/grpc.reflection.v1.ServerReflection/",
     "/grpc.reflection.v1alpha.ServerReflection/",
 )
 
 # The one table from errors to status. Order does not matter: it is looked up by exact class.
-STATUS_CODES: Mapping[type[MeshError], grpc.StatusCode] = {
+STATUS_CODE_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Unsupported: grpc.StatusCode.INVALID_ARGUMENT,
     errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
@@ -87,10 +87,10 @@ STATUS_CODES: Mapping[type[MeshError], grpc.StatusCode] = {
     errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     errors.RequestCancelled: grpc.StatusCode.CANCELLED,
     errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    errors.Bug: grpc.StatusCode.INTERNAL,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
 }
 # For a status that carries no details of ours: proxies, the gRPC library, other servers.
-_ERROR_OF_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
+_ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
     grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequest,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,
@@ -107,17 +107,17 @@ _ERROR_OF_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
-_ERROR_OF_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in errors.MESH_ERRORS}
+_ERROR_BY_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in errors.MESH_ERROR_CLASSES}
 
 # grpc refuses headers beyond 8 KiB more and more likely, and an error must arrive rather than be
 # complete. Worst case, in bytes: the message three times itself as percent-encoded text, and once
 # in the details, whose base64 is 4/3 of their sum.
-_MESSAGE_BYTES = 768
-_FIELD_BYTES = 256
-_VALUE_BYTES = 128
-_METADATA_ENTRIES = 8
+_MESSAGE_BYTES_MAX = 768
+_FIELD_BYTES_MAX = 256
+_VALUE_BYTES_MAX = 128
+_METADATA_ENTRIES_MAX = 8
 # Our own keys in ErrorInfo's metadata, taken out again on the other side.
-_KIND, _RETRYABLE = "kind", "retryable"
+_KIND_KEY, _RETRYABLE_KEY = "kind", "retryable"
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -127,7 +127,7 @@ _deadline: ContextVar[float | None] = ContextVar("kvmesh_deadline", default=None
 # Generic over messages in the stubs only (hence the quotes); here messages are of any type.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-Behaviour: TypeAlias = Callable[[Any, Context], Any]
+HandlerFunction: TypeAlias = Callable[[Any, Context], Any]
 
 
 def request_id() -> str | None:
@@ -136,7 +136,7 @@ def request_id() -> str | None:
 
 
 @contextmanager
-def use_request_id(value: str) -> Iterator[None]:
+def bind_request_id(value: str) -> Iterator[None]:
     """For requests that did not come in by gRPC: outgoing calls and log lines carry the id."""
     token = _request_id.set(value)
     try:
@@ -146,12 +146,13 @@ def use_request_id(value: str) -> Iterator[None]:
         _request_id.reset(token)
 
 
-def time_left_s(cap_s: float) -> float:
-    """The timeout for an outgoing call: what is left of the current RPC's time, at most `cap_s`."""
+def remaining_time_s(timeout_s: float) -> float:
+    """The timeout for an outgoing call: what is left of the current RPC's time, at most
+    `timeout_s`."""
     deadline = _deadline.get()
     if deadline is None:
-        return cap_s
-    return max(0.0, min(cap_s, deadline - asyncio.get_running_loop().time()))
+        return timeout_s
+    return max(0.0, min(timeout_s, deadline - asyncio.get_running_loop().time()))
 
 
 def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
@@ -164,22 +165,28 @@ def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
     return tuple((key, value) for key, value in entries if value is not None)
 
 
-def status_of(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
+def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """The gRPC status of an error, and the same with its details. Long texts are cut."""
-    code = STATUS_CODES.get(type(error), grpc.StatusCode.INTERNAL)
-    status = status_pb2.Status(code=code.value[0], message=_cut(error.message, _MESSAGE_BYTES))
-    entries = list(error.metadata.items())[:_METADATA_ENTRIES]
-    metadata = {_cut(key, _VALUE_BYTES): _cut(value, _VALUE_BYTES) for key, value in entries}
-    metadata[_KIND] = type(error).kind
-    metadata[_RETRYABLE] = "true" if error.retryable else "false"
+    code = STATUS_CODE_BY_ERROR.get(type(error), grpc.StatusCode.INTERNAL)
+    status = status_pb2.Status(
+        code=code.value[0], message=_truncate(error.message, _MESSAGE_BYTES_MAX)
+    )
+    entries = list(error.metadata.items())[:_METADATA_ENTRIES_MAX]
+    metadata = {
+        _truncate(key, _VALUE_BYTES_MAX): _truncate(value, _VALUE_BYTES_MAX)
+        for key, value in entries
+    }
+    metadata[_KIND_KEY] = type(error).kind
+    metadata[_RETRYABLE_KEY] = "true" if error.retryable else "false"
     status.details.add().Pack(
         error_details_pb2.ErrorInfo(
-            reason=_cut(error.reason, _VALUE_BYTES), domain=ERROR_DOMAIN, metadata=metadata
+            reason=_truncate(error.reason, _VALUE_BYTES_MAX), domain=ERROR_DOMAIN, metadata=metadata
         )
     )
     if error.field is not None:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_cut(error.field, _FIELD_BYTES), description=_cut(error.message, _FIELD_BYTES)
+            field=_truncate(error.field, _FIELD_BYTES_MAX),
+            description=_truncate(error.message, _FIELD_BYTES_MAX),
         )
         status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_s is not None and math.isfinite(error.retry_after_s):
@@ -189,40 +196,40 @@ def status_of(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     return code, status
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> MeshError:
+def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     """The error a peer raised. Without usable details it is the class nearest to the status."""
     code = error.code()
     message = error.details() or code.name
-    details = _details_in(error.trailing_metadata())
-    info, field, retry_after_s = _unpack(details)
-    cls = _ERROR_OF_KIND.get(info.metadata[_KIND]) if info is not None else None
+    details = _parse_status_details(error.trailing_metadata())
+    info, field, retry_after_s = _unpack_details(details)
+    cls = _ERROR_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:
-        metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND, _RETRYABLE)}
+        metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
         return cls.restore(
             message,
             field=field,
             retry_after_s=retry_after_s,
             reason=info.reason,
             metadata=metadata,
-            retryable=info.metadata.get(_RETRYABLE) == "true",
+            retryable=info.metadata.get(_RETRYABLE_KEY) == "true",
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in message:
         # The library says "exhausted" for a message over the limit, which no wait will cure.
         return errors.InvalidRequest(message, reason="MESSAGE_TOO_LARGE")
-    cls = _ERROR_OF_CODE.get(code, errors.Bug)
+    cls = _ERROR_BY_CODE.get(code, errors.InternalError)
     return cls.restore(message, field=field, retry_after_s=retry_after_s)
 
 
 @contextmanager
-def raising_mesh_errors() -> Iterator[None]:
+def map_rpc_errors() -> Iterator[None]:
     """Inside, a failed gRPC call raises the MeshError of its status, from the AioRpcError."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+        raise mesh_error_from_rpc(error) from error
 
 
-class Calls:
+class RunningCalls:
     """The calls a server is working on, so that a drain can say what it cut and await its end.
 
     grpc's `server.stop` returns when the wire is closed, before cancelled handlers have cleaned up.
@@ -244,7 +251,7 @@ class Calls:
         return self.names()
 
     @contextmanager
-    def running(self, name: str) -> Iterator[None]:
+    def track(self, name: str) -> Iterator[None]:
         task = asyncio.current_task()
         assert task is not None, "handlers run in tasks"
         self._running[task] = name
@@ -265,14 +272,14 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         self,
         *,
         token: str | None = None,
-        calls: Calls | None = None,
+        calls: RunningCalls | None = None,
         tracer: trace.Tracer | None = None,
     ) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
-        self._calls = Calls() if calls is None else calls
+        self._expected_authorization = None if token is None else f"Bearer {token}".encode()
+        self._calls = RunningCalls() if calls is None else calls
         self._tracer = trace.get_tracer("kvmesh") if tracer is None else tracer
         # Wrapped once a method; bounded, since unknown methods have no handler.
-        self._wrapped: dict[str, tuple[Handler, Handler]] = {}
+        self._wrapped_handlers: dict[str, tuple[Handler, Handler]] = {}
 
     async def intercept_service(
         self,
@@ -284,52 +291,64 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
-        known = self._wrapped.get(method)
+        known = self._wrapped_handlers.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[method] = (handler, self._wrap(method, handler))
+            known = self._wrapped_handlers[method] = (handler, self._wrap_handler(method, handler))
         return known[1]
 
-    def _wrap(self, method: str, handler: Handler) -> Handler:
-        answer = "stream" if handler.response_streaming else "unary"
-        shape = f"{'stream' if handler.request_streaming else 'unary'}_{answer}"
-        behaviour: Behaviour = getattr(handler, shape)
-        make: Callable[..., Handler] = getattr(grpc, f"{shape}_rpc_method_handler")
-        run = _stream_of(behaviour) if handler.response_streaming else _answer_of(behaviour)
-        long = method.rpartition("/")[2] in LONG_STREAMS
-        cap_s = None if long else STREAM_CAP_S if handler.response_streaming else UNARY_CAP_S
+    def _wrap_handler(self, method: str, handler: Handler) -> Handler:
+        response_arity = "stream" if handler.response_streaming else "unary"
+        arity = f"{'stream' if handler.request_streaming else 'unary'}_{response_arity}"
+        handler_function: HandlerFunction = getattr(handler, arity)
+        make_handler: Callable[..., Handler] = getattr(grpc, f"{arity}_rpc_method_handler")
+        run = (
+            _stream_runner(handler_function)
+            if handler.response_streaming
+            else _unary_runner(handler_function)
+        )
+        is_long_lived = method.rpartition("/")[2] in LONG_LIVED_METHODS
+        timeout_s = (
+            None
+            if is_long_lived
+            else STREAM_TIMEOUT_S
+            if handler.response_streaming
+            else UNARY_TIMEOUT_S
+        )
 
         async def serve(request: Any, context: Context) -> Any:
             headers = dict(context.invocation_metadata() or ())
-            name = method if long else f"{method} {_adopt_request_id(headers)}"
+            name = method if is_long_lived else f"{method} {_bind_incoming_request_id(headers)}"
             # A health watcher must not hold up a drain, so it is not waited for.
-            counted = not method.startswith(_OPEN_SERVICES)
-            with self._calls.running(name) if counted else nullcontext():
+            is_tracked = not method.startswith(_UNAUTHENTICATED_SERVICES)
+            with self._calls.track(name) if is_tracked else nullcontext():
                 try:
                     self._authenticate(method, headers, context.peer())
-                    with nullcontext() if long else self._span(method, headers):
-                        limit_s = _adopt_deadline(context.time_remaining(), cap_s)
-                        return await _within(limit_s, run(request, context))
+                    with nullcontext() if is_long_lived else self._server_span(method, headers):
+                        limit_s = _bind_incoming_deadline(context.time_remaining(), timeout_s)
+                        return await _run_with_timeout(limit_s, run(request, context))
                 except Exception as error:
-                    await _abort(method, error, context)
+                    await _abort_call(method, error, context)
 
-        return make(
+        return make_handler(
             serve,
             request_deserializer=handler.request_deserializer,
             response_serializer=handler.response_serializer,
         )
 
     def _authenticate(self, method: str, headers: Mapping[str, str | bytes], peer: str) -> None:
-        if self._expected is None or (method.startswith(_OPEN_SERVICES) and _is_local(peer)):
+        if self._expected_authorization is None or (
+            method.startswith(_UNAUTHENTICATED_SERVICES) and _is_local_peer(peer)
+        ):
             return
-        given = headers.get(AUTHORIZATION_KEY)
-        if given is None:
+        header_value = headers.get(AUTHORIZATION_KEY)
+        if header_value is None:
             raise errors.Unauthenticated("a mesh token is required")
-        given = given if isinstance(given, bytes) else given.encode()
-        if not hmac.compare_digest(given, self._expected):
+        header_value = header_value if isinstance(header_value, bytes) else header_value.encode()
+        if not hmac.compare_digest(header_value, self._expected_authorization):
             raise errors.Unauthenticated("the mesh token is wrong")
 
     @contextmanager
-    def _span(self, method: str, headers: Mapping[str, str | bytes]) -> Iterator[None]:
+    def _server_span(self, method: str, headers: Mapping[str, str | bytes]) -> Iterator[None]:
         header = headers.get(TRACEPARENT_KEY)
         parent = telemetry.context_from_traceparent(header if isinstance(header, str) else None)
         if parent is None:
@@ -337,7 +356,7 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
             return
         if not telemetry.is_sampled(parent):
             # No span, but calls made from here still belong to the caller's trace.
-            with _attached(parent):
+            with _use_trace_context(parent):
                 yield
             return
         name = method.lstrip("/")
@@ -357,16 +376,16 @@ class MeshInterceptor(grpc.aio.ServerInterceptor):
                 raise
 
 
-def _answer_of(behaviour: Behaviour) -> Callable[[Any, Context], Awaitable[Any]]:
+def _unary_runner(handler_function: HandlerFunction) -> Callable[[Any, Context], Awaitable[Any]]:
     async def run(request: Any, context: Context) -> Any:
-        return await behaviour(request, context)
+        return await handler_function(request, context)
 
     return run
 
 
-def _stream_of(behaviour: Behaviour) -> Callable[[Any, Context], Awaitable[None]]:
+def _stream_runner(handler_function: HandlerFunction) -> Callable[[Any, Context], Awaitable[None]]:
     async def run(request: Any, context: Context) -> None:
-        result = behaviour(request, context)
+        result = handler_function(request, context)
         if not hasattr(result, "__aiter__"):
             await result  # It writes to the context itself.
             return
@@ -380,57 +399,59 @@ def _stream_of(behaviour: Behaviour) -> Callable[[Any, Context], Awaitable[None]
     return run
 
 
-async def _within(limit_s: float | None, work: Awaitable[Any]) -> Any:
+async def _run_with_timeout(limit_s: float | None, work: Awaitable[Any]) -> Any:
     try:
-        async with asyncio.timeout(limit_s) as scope:
+        async with asyncio.timeout(limit_s) as timeout_scope:
             return await work
     except TimeoutError:
-        if not scope.expired():
+        if not timeout_scope.expired():
             raise  # The handler's own, and a bug, as it says nothing to the caller.
         raise errors.DeadlineExceeded(
             f"no end within {limit_s:g} s, the limit of calls that come without a deadline"
         ) from None
 
 
-async def _abort(method: str, error: Exception, context: Context) -> None:
+async def _abort_call(method: str, error: Exception, context: Context) -> None:
     """Ends the call with the status of an error; always raises."""
     if isinstance(error, grpc.aio.AbortError) or context.done():
         raise error  # The handler has aborted by itself, or nobody is there to be told.
     known = error if isinstance(error, MeshError) else None
-    if known is None or isinstance(known, errors.Bug):
+    if known is None or isinstance(known, errors.InternalError):
         LOG.error("rpc failed", method=method, exc_info=error)
     if known is None:
         # What went wrong inside is for the log, not for the caller.
-        found = _request_id.get()
-        known = errors.Bug("internal error", metadata={"request_id": found} if found else None)
-    code, status = status_of(known)
+        current_id = _request_id.get()
+        known = errors.InternalError(
+            "internal error", metadata={"request_id": current_id} if current_id else None
+        )
+    code, status = mesh_error_to_status(known)
     await context.abort(code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))
 
 
-def _adopt_request_id(headers: Mapping[str, str | bytes]) -> str:
-    given = headers.get(REQUEST_ID_KEY)
+def _bind_incoming_request_id(headers: Mapping[str, str | bytes]) -> str:
+    header_value = headers.get(REQUEST_ID_KEY)
     # An id goes into logs and other headers: printable and short, or we make our own.
-    usable = isinstance(given, str) and _REQUEST_ID.fullmatch(given)
-    chosen = given if isinstance(given, str) and usable else uuid.uuid4().hex
+    is_valid = isinstance(header_value, str) and _REQUEST_ID.fullmatch(header_value)
+    effective_id = header_value if isinstance(header_value, str) and is_valid else uuid.uuid4().hex
     # Each RPC is a task with a context of its own, so nothing has to be reset.
-    _request_id.set(chosen)
-    structlog.contextvars.bind_contextvars(request_id=chosen)
-    return chosen
+    _request_id.set(effective_id)
+    structlog.contextvars.bind_contextvars(request_id=effective_id)
+    return effective_id
 
 
-def _adopt_deadline(remaining_s: float | None, cap_s: float | None) -> float | None:
+def _bind_incoming_deadline(remaining_s: float | None, timeout_s: float | None) -> float | None:
     """Notes the RPC's deadline for outgoing calls; returns the limit we have to enforce ourselves.
 
     grpc cancels the handler at the caller's deadline; only calls without one need ours.
     """
-    left_s = cap_s if remaining_s is None else remaining_s
+    left_s = timeout_s if remaining_s is None else remaining_s
     if left_s is not None:
         _deadline.set(asyncio.get_running_loop().time() + left_s)
-    return cap_s if remaining_s is None else None
+    return timeout_s if remaining_s is None else None
 
 
 @contextmanager
-def _attached(context: otel_context.Context) -> Iterator[None]:
+def _use_trace_context(context: otel_context.Context) -> Iterator[None]:
     token = otel_context.attach(context)
     try:
         yield
@@ -438,7 +459,7 @@ def _attached(context: otel_context.Context) -> Iterator[None]:
         otel_context.detach(token)
 
 
-def _is_local(peer: str) -> bool:
+def _is_local_peer(peer: str) -> bool:
     """Whether a grpc peer (`ipv4:127.0.0.1:5`, `ipv6:%5B::1%5D:5`, `unix:...`) is on this host."""
     scheme, _, rest = peer.partition(":")
     if scheme == "unix":
@@ -447,7 +468,7 @@ def _is_local(peer: str) -> bool:
     return is_loopback(host)
 
 
-def _details_in(trailing: grpc.aio.Metadata | None) -> Sequence[any_pb2.Any]:
+def _parse_status_details(trailing: grpc.aio.Metadata | None) -> Sequence[any_pb2.Any]:
     raw = trailing.get(STATUS_DETAILS_KEY) if trailing is not None else None
     if not isinstance(raw, bytes):
         return ()
@@ -459,19 +480,19 @@ def _details_in(trailing: grpc.aio.Metadata | None) -> Sequence[any_pb2.Any]:
         return ()
 
 
-def _unpack(
+def _unpack_details(
     details: Sequence[any_pb2.Any],
 ) -> tuple[error_details_pb2.ErrorInfo | None, str | None, float | None]:
     info, field, retry_after_s = None, None, None
     for detail in details:
-        ours = error_details_pb2.ErrorInfo()
-        bad = error_details_pb2.BadRequest()
+        error_info = error_details_pb2.ErrorInfo()
+        bad_request = error_details_pb2.BadRequest()
         retry = error_details_pb2.RetryInfo()
         try:
-            if detail.Unpack(ours) and ours.domain == ERROR_DOMAIN:
-                info = ours
-            elif detail.Unpack(bad) and bad.field_violations:
-                field = bad.field_violations[0].field
+            if detail.Unpack(error_info) and error_info.domain == ERROR_DOMAIN:
+                info = error_info
+            elif detail.Unpack(bad_request) and bad_request.field_violations:
+                field = bad_request.field_violations[0].field
             elif detail.Unpack(retry):
                 retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
         except DecodeError:
@@ -479,7 +500,7 @@ def _unpack(
     return info, field, retry_after_s
 
 
-def _cut(text: str, bytes_max: int) -> str:
+def _truncate(text: str, bytes_max: int) -> str:
     """At most so many bytes of UTF-8, which lone surrogates (from a client's JSON) are not."""
     data = text.encode(errors="replace")
     if len(data) <= bytes_max:

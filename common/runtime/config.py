@@ -37,7 +37,7 @@ from typing import (
 from common.errors import InvalidRequest
 from common.registry.instances import check_namespace
 
-ROOMS = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "MESHCTL")
+SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "MESHCTL")
 PREFIX = "KVMESH_"
 
 # A service `kvmesh-router` makes Kubernetes inject KVMESH_ROUTER_PORT=tcp://... and a dozen others.
@@ -71,7 +71,7 @@ class HelpRequested(Exception):
 
 
 @runtime_checkable
-class CrossChecked(Protocol):
+class HasCrossFieldChecks(Protocol):
     """A config class whose fields must also fit each other."""
 
     def problems(self) -> list[str]:
@@ -83,8 +83,10 @@ class CrossChecked(Protocol):
         ...
 
 
-def knob(help: str, *, check: Check | None = None, alias: str | None = None) -> dict[str, object]:
-    """Metadata of a config field: `field(default=0, metadata=knob("..."))`.
+def setting(
+    help: str, *, check: Check | None = None, alias: str | None = None
+) -> dict[str, object]:
+    """Metadata of a config field: `field(default=0, metadata=setting("..."))`.
 
     `help` says when to turn it. `check` takes the value (never None) and returns what is wrong with
     it, or None. A field with `repr=False` is a secret: error messages do not show its value.
@@ -93,7 +95,7 @@ def knob(help: str, *, check: Check | None = None, alias: str | None = None) -> 
     return {"help": help, "check": check, "alias": alias}
 
 
-def flag_of(field_name: str) -> str:
+def flag_name(field_name: str) -> str:
     """The flag of a field: `drain_s` is `--drain-s`."""
     return "--" + field_name.replace("_", "-")
 
@@ -136,21 +138,21 @@ class ServiceConfig:
 
     host: str = field(
         default="127.0.0.1",
-        metadata=knob("Address to bind; another one when peers are on other hosts."),
+        metadata=setting("Address to bind; another one when peers are on other hosts."),
     )
     port: int = field(
         default=0,
-        metadata=knob(
+        metadata=setting(
             "gRPC port; 0 lets the system choose, fix it for firewalls.", check=between(0, 65535)
         ),
     )
     advertise_host: str | None = field(
         default=None,
-        metadata=knob("Name peers reach this process by, when that is not the bind address."),
+        metadata=setting("Name peers reach this process by, when that is not the bind address."),
     )
     health_port: int | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "Serve gRPC health on this port too (0: any), from a thread that a busy loop cannot"
             " delay; for checks from other hosts, since it needs no token.",
             check=between(0, 65535),
@@ -158,90 +160,94 @@ class ServiceConfig:
     )
     namespace: str = field(
         default="default",
-        metadata=knob(
+        metadata=setting(
             "Separates meshes that share a registry; change it to run a second one.",
             check=_namespace,
         ),
     )
     registry: Literal["file", "consul", "memory"] = field(
         default="file",
-        metadata=knob("Where instances find each other: consul once there is more than one host."),
+        metadata=setting(
+            "Where instances find each other: consul once there is more than one host."
+        ),
     )
     registry_path: Path = field(
         default=Path(".run/registry"),
-        metadata=knob("Folder of the file registry; one local folder for all of a mesh."),
+        metadata=setting("Folder of the file registry; one local folder for all of a mesh."),
     )
     consul_url: str = field(
         default="http://127.0.0.1:8500",
-        metadata=knob("The Consul agent, when it does not run on this host."),
+        metadata=setting("The Consul agent, when it does not run on this host."),
     )
     consul_token: str | None = field(
         default=None,
         repr=False,
-        metadata=knob("ACL token for Consul, once it asks for one.", alias="CONSUL_HTTP_TOKEN"),
+        metadata=setting("ACL token for Consul, once it asks for one.", alias="CONSUL_HTTP_TOKEN"),
     )
     mesh_token: str | None = field(
         default=None,
         repr=False,
-        metadata=knob("Secret shared by all services; set it whenever a port is open to others."),
+        metadata=setting(
+            "Secret shared by all services; set it whenever a port is open to others."
+        ),
     )
     tls_cert_path: Path | None = field(
         default=None,
-        metadata=knob("PEM certificate chain; with key and CA it turns mutual TLS on."),
+        metadata=setting("PEM certificate chain; with key and CA it turns mutual TLS on."),
     )
     tls_key_path: Path | None = field(
-        default=None, metadata=knob("PEM private key of the certificate; with mutual TLS.")
+        default=None, metadata=setting("PEM private key of the certificate; with mutual TLS.")
     )
     tls_ca_path: Path | None = field(
-        default=None, metadata=knob("PEM authorities of peers' certificates; with mutual TLS.")
+        default=None, metadata=setting("PEM authorities of peers' certificates; with mutual TLS.")
     )
     tls_server_name: str | None = field(
         default=None,
-        metadata=knob("Name expected in peers' certificates, if these lack peers' addresses."),
+        metadata=setting("Name expected in peers' certificates, if these lack peers' addresses."),
     )
     insecure: bool = field(
         default=False,
-        metadata=knob("Allow an open bind without token or mTLS; for closed test networks."),
+        metadata=setting("Allow an open bind without token or mTLS; for closed test networks."),
     )
     log_level: Literal["debug", "info", "warning", "error"] = field(
         default="info",
-        metadata=knob("Least severe line that is written; debug while looking for a fault."),
+        metadata=setting("Least severe line that is written; debug while looking for a fault."),
     )
     log_format: Literal["json", "console"] = field(
-        default="json", metadata=knob("console when people read the log directly.")
+        default="json", metadata=setting("console when people read the log directly.")
     )
     mesh_key: str = field(
         default="",
         repr=False,
-        metadata=knob("Secret behind block identities; must be the same in the whole mesh."),
+        metadata=setting("Secret behind block identities; must be the same in the whole mesh."),
     )
     otlp_endpoint: str | None = field(
         default=None,
-        metadata=knob("OTLP gRPC collector (http://127.0.0.1:4317); unset makes no spans."),
+        metadata=setting("OTLP gRPC collector (http://127.0.0.1:4317); unset makes no spans."),
     )
     trace_sample_ratio: float = field(
         default=0.1,
-        metadata=knob(
+        metadata=setting(
             "Share of traces started here that are kept; lower it under load.", check=between(0, 1)
         ),
     )
     notice_s: float = field(
         default=2.0,
-        metadata=knob(
+        metadata=setting(
             "Seconds of drain in which new work is still taken; above the slowest peer's news.",
             check=at_least(0),
         ),
     )
     drain_s: float = field(
         default=30.0,
-        metadata=knob(
+        metadata=setting(
             "Seconds streams may take to end after that; about the longest answer.",
             check=at_least(0),
         ),
     )
     ready_fd: int | None = field(
         default=None,
-        metadata=knob(
+        metadata=setting(
             "File descriptor that gets one JSON line when ready; set by launchers.",
             check=at_least(0),
         ),
@@ -272,7 +278,7 @@ class ServiceConfig:
 
 def read_config(
     cls: type[T],
-    room: str | None,
+    service: str | None,
     environ: Mapping[str, str],
     argv: Sequence[str],
     *,
@@ -285,31 +291,31 @@ def read_config(
     `--help`, TypeError when the dataclass itself is unfit (a field without help or of an unknown
     type).
     """
-    if room is not None and room not in ROOMS:
-        raise TypeError(f"{room!r} is not one of {', '.join(ROOMS)}")
-    knobs = _knobs(cls, room)
+    if service is not None and service not in SERVICES:
+        raise TypeError(f"{service!r} is not one of {', '.join(SERVICES)}")
+    settings = _settings_of(cls, service)
     if "--help" in argv or "-h" in argv:
-        raise HelpRequested(_help_text(name or _name_of(room), knobs))
+        raise HelpRequested(_help_text(name or _name_of(service), settings))
     problems: list[str] = []
     warnings: list[str] = []
     given = [
-        *_from_flags(knobs, argv, problems),
-        *_from_environ(knobs, room, environ, problems, warnings),
+        *_from_flags(settings, argv, problems),
+        *_from_environ(settings, service, environ, problems, warnings),
     ]
-    values = _values(knobs, given, problems)
+    values = _parse_values(settings, given, problems)
     if problems:
         raise ConfigError(problems)
     config = cls(**values)
-    if isinstance(config, CrossChecked) and (contradictions := config.problems()):
-        names = {knob.name: knob.flag for knob in knobs}
-        names |= {one.knob.name: one.source for one in reversed(given)}
-        raise ConfigError([_as_given(one, names) for one in contradictions])
+    if isinstance(config, HasCrossFieldChecks) and (contradictions := config.problems()):
+        names = {setting.name: setting.flag for setting in settings}
+        names |= {one.setting.name: one.source for one in reversed(given)}
+        raise ConfigError([_with_given_names(one, names) for one in contradictions])
     return config, warnings
 
 
 def read_config_or_exit(
     cls: type[T],
-    room: str | None,
+    service: str | None,
     environ: Mapping[str, str],
     argv: Sequence[str],
     *,
@@ -317,26 +323,26 @@ def read_config_or_exit(
 ) -> tuple[T, list[str]]:
     """`read_config` for a `__main__`: prints help and exits 0, or all problems and exits 2."""
     try:
-        return read_config(cls, room, environ, argv, name=name)
+        return read_config(cls, service, environ, argv, name=name)
     except HelpRequested as request:
         sys.stdout.write(request.text)
         raise SystemExit(0) from None
     except ConfigError as error:
-        _refuse(name or _name_of(room), error)
+        _exit_with_problems(name or _name_of(service), error)
 
 
-def _name_of(room: str | None) -> str:
-    return (room or "tool").lower()
+def _name_of(service: str | None) -> str:
+    return (service or "tool").lower()
 
 
-def _refuse(name: str, error: ConfigError) -> NoReturn:
+def _exit_with_problems(name: str, error: ConfigError) -> NoReturn:
     lines = "".join(f"  {problem}\n" for problem in error.problems)
     sys.stderr.write(f"{name}: the configuration cannot be used:\n{lines}")
     raise SystemExit(2) from None
 
 
-def _as_given(problem: str, names: Mapping[str, str]) -> str:
-    """The sentence of `CrossChecked.problems` with other names for the fields in it.
+def _with_given_names(problem: str, names: Mapping[str, str]) -> str:
+    """The sentence of `HasCrossFieldChecks.problems` with other names for the fields in it.
 
     After the colon only words that cannot be anything else are taken for fields.
     """
@@ -350,7 +356,7 @@ def _as_given(problem: str, names: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Knob:
+class _Setting:
     """One field, with the names it goes by outside."""
 
     name: str
@@ -360,12 +366,12 @@ class _Knob:
 
     @property
     def flag(self) -> str:
-        return flag_of(self.name)
+        return flag_name(self.name)
 
     @property
     def negation(self) -> str | None:
         """The flag that switches it off; None for what is more than on or off."""
-        return flag_of(f"no_{self.name}") if _bare(self.kind) is bool else None
+        return flag_name(f"no_{self.name}") if _without_none(self.kind) is bool else None
 
     @property
     def is_common(self) -> bool:
@@ -377,30 +383,30 @@ class _Knob:
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _GivenValue:
     """A text somebody gave for a knob, and where it came from; earlier ones win."""
 
-    knob: _Knob
+    setting: _Setting
     source: str
     text: str
 
 
-def _knobs(cls: type[Any], room: str | None) -> list[_Knob]:
+def _settings_of(cls: type[Any], service: str | None) -> list[_Setting]:
     hints = get_type_hints(cls)
     common = _common_names()
-    knobs = []
+    settings = []
     for spec in fields(cls):
         if not spec.metadata.get("help"):
             raise TypeError(f"{cls.__name__}.{spec.name} does not say when to turn it")
         _check_kind(hints[spec.name], f"{cls.__name__}.{spec.name}")
         upper = spec.name.upper()
-        variables = [] if room is None else [f"{PREFIX}{room}_{upper}"]
+        variables = [] if service is None else [f"{PREFIX}{service}_{upper}"]
         if spec.name in common:
             variables.append(f"{PREFIX}{upper}")
         if alias := spec.metadata.get("alias"):
             variables.append(alias)
-        knobs.append(_Knob(spec.name, hints[spec.name], spec, tuple(variables)))
-    return knobs
+        settings.append(_Setting(spec.name, hints[spec.name], spec, tuple(variables)))
+    return settings
 
 
 def _common_names() -> frozenset[str]:
@@ -408,62 +414,62 @@ def _common_names() -> frozenset[str]:
 
 
 def _from_flags(
-    knobs: Sequence[_Knob], argv: Sequence[str], problems: list[str]
-) -> Iterator[_Given]:
-    negated = {knob.negation: knob for knob in knobs if knob.negation}
-    by_flag = negated | {knob.flag: knob for knob in knobs}
+    settings: Sequence[_Setting], argv: Sequence[str], problems: list[str]
+) -> Iterator[_GivenValue]:
+    negated = {setting.negation: setting for setting in settings if setting.negation}
+    by_flag = negated | {setting.flag: setting for setting in settings}
     seen: set[str] = set()
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         flag, has_value, text = word.partition("=")
-        knob = by_flag.get(flag)
-        if knob is None:
+        setting = by_flag.get(flag)
+        if setting is None:
             problems.append(_unknown(flag, by_flag))
             # Its value, if it is a word of its own, would only be a second complaint.
             if not has_value and flag.startswith("--") and rest and not rest[0].startswith("-"):
                 rest.pop(0)
             continue
-        if knob.flag in seen:
-            problems.append(f"{knob.flag}: given twice")
-        seen.add(knob.flag)
-        if knob.negation and not has_value:
+        if setting.flag in seen:
+            problems.append(f"{setting.flag}: given twice")
+        seen.add(setting.flag)
+        if setting.negation and not has_value:
             text = "off" if flag in negated else "on"
             if rest and not rest[0].startswith("-"):
                 problems.append(
-                    f"{rest.pop(0)!r}: not a flag; the value of {knob.flag} follows a =, as in "
-                    f"{knob.flag}=off"
+                    f"{rest.pop(0)!r}: not a flag; the value of {setting.flag} follows a =, as in "
+                    f"{setting.flag}=off"
                 )
         elif flag in negated:
-            problems.append(f"{flag}: takes no value; say {flag}, or {knob.flag}=off")
+            problems.append(f"{flag}: takes no value; say {flag}, or {setting.flag}=off")
             continue
         elif not has_value:
             if not rest or rest[0].startswith("--"):
                 problems.append(f"{flag}: needs a value")
                 continue
             text = rest.pop(0)
-        yield _Given(knob, flag, text)
+        yield _GivenValue(setting, flag, text)
 
 
 def _from_environ(
-    knobs: Sequence[_Knob],
-    room: str | None,
+    settings: Sequence[_Setting],
+    service: str | None,
     environ: Mapping[str, str],
     problems: list[str],
     warnings: list[str],
-) -> Iterator[_Given]:
-    by_variable = {name: knob for knob in knobs for name in knob.variables}
+) -> Iterator[_GivenValue]:
+    by_variable = {name: setting for setting in settings for name in setting.variables}
     mesh_wide = {PREFIX + name.upper() for name in _common_names()}
-    others = tuple(f"{PREFIX}{other}_" for other in ROOMS if other != room)
+    others = tuple(f"{PREFIX}{other}_" for other in SERVICES if other != service)
     # The room's own names win over the mesh-wide ones, and these over others' names.
-    rank = (f"{PREFIX}{room}_", PREFIX, "")
+    rank = (f"{PREFIX}{service}_", PREFIX, "")
     for name in sorted(environ, key=lambda n: ([n.startswith(p) for p in rank].index(True), n)):
         if not name.startswith(PREFIX) and name not in by_variable:
             continue
         if _KUBERNETES_URL.match(environ[name]) and name.endswith("_PORT"):
             warnings.append(f"{name} ignored: Kubernetes injects it for a service")
         elif name in by_variable:
-            yield _Given(by_variable[name], name, environ[name])
+            yield _GivenValue(by_variable[name], name, environ[name])
         elif _KUBERNETES_NAME.search(name):
             warnings.append(f"{name} ignored: Kubernetes injects it for a service")
         elif not name.startswith(others) and name not in mesh_wide:
@@ -476,40 +482,40 @@ def _unknown(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
     else:
         what = f"{name}: no such flag" if name.startswith("-") else f"{name!r}: not a flag"
     # What all names begin with says nothing about which of them is meant.
-    beginnings = (*(f"{PREFIX}{room}_" for room in ROOMS), PREFIX, "--", "")
+    beginnings = (*(f"{PREFIX}{service}_" for service in SERVICES), PREFIX, "--", "")
     beginning = next(one for one in beginnings if name.startswith(one))
     tails = {one.removeprefix(beginning): one for one in known if one.startswith(beginning)}
     near = difflib.get_close_matches(name.removeprefix(beginning), tails, n=1, cutoff=0.75)
     return f"{what}; did you mean {tails[near[0]]}?" if near else what
 
 
-def _values(
-    knobs: Sequence[_Knob], given: Sequence[_Given], problems: list[str]
+def _parse_values(
+    settings: Sequence[_Setting], given: Sequence[_GivenValue], problems: list[str]
 ) -> dict[str, object]:
     values: dict[str, object] = {}
-    named = {item.knob.name for item in given}
+    named = {item.setting.name for item in given}
     # Losing values are read as well: a bad one is a mistake somebody wants to know of.
     for item in given:
         try:
-            value = _parse(item.knob.kind, item.text)
+            value = _parse(item.setting.kind, item.text)
         except ValueError as error:
-            shown = repr(item.text) if item.knob.spec.repr else "the value"
+            shown = repr(item.text) if item.setting.spec.repr else "the value"
             problems.append(f"{item.source}: {shown} {error}")
             continue
-        check: Check | None = item.knob.spec.metadata["check"]
+        check: Check | None = item.setting.spec.metadata["check"]
         if value is not None and check is not None and (wrong := check(value)):
             problems.append(f"{item.source}: {wrong}")
             continue
-        values.setdefault(item.knob.name, value)
+        values.setdefault(item.setting.name, value)
     problems.extend(
-        f"{' or '.join((knob.flag, *knob.variables[:1]))}: required and not given"
-        for knob in knobs
-        if knob.required and knob.name not in named
+        f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
+        for setting in settings
+        if setting.required and setting.name not in named
     )
     return values
 
 
-def _bare(kind: Any) -> Any:
+def _without_none(kind: Any) -> Any:
     """The type without `| None`."""
     if get_origin(kind) in (Union, types.UnionType):
         others = [arg for arg in get_args(kind) if arg is not types.NoneType]
@@ -519,7 +525,7 @@ def _bare(kind: Any) -> Any:
 
 
 def _check_kind(kind: Any, where: str) -> None:
-    bare = _bare(kind)
+    bare = _without_none(kind)
     plain = bare in (str, int, float, bool, Path) or bare == tuple[str, ...]
     if not plain and get_origin(bare) is not Literal:
         raise TypeError(f"{where}: fields of type {kind} cannot be read from text")
@@ -527,7 +533,7 @@ def _check_kind(kind: Any, where: str) -> None:
 
 def _parse(kind: Any, text: str) -> object:
     """The value of a text. ValueError's message continues a sentence: '... is not a number'."""
-    bare = _bare(kind)
+    bare = _without_none(kind)
     if bare is not kind and text == "":
         return None
     if get_origin(bare) is Literal:
@@ -578,29 +584,29 @@ def _parse_path(text: str) -> Path:
     return Path(text)
 
 
-def _help_text(name: str, knobs: Sequence[_Knob]) -> str:
+def _help_text(name: str, settings: Sequence[_Setting]) -> str:
     lines = [
         f"{name}: flags, the variables they can also be given by, and defaults.",
         "Flags without a value are on or off: --x, --x=on, --x=off, --no-x.",
     ]
     for title, is_common in (("Its own:", False), ("As of every service:", True)):
         lines += ["", title]
-        for knob in knobs:
-            if knob.is_common is is_common:
-                lines += _help_lines(knob)
+        for setting in settings:
+            if setting.is_common is is_common:
+                lines += _help_lines(setting)
     return "\n".join(lines) + "\n"
 
 
-def _help_lines(knob: _Knob) -> Iterator[str]:
-    flags = f"{knob.flag} {_kind_name(knob.kind)}".rstrip()
-    yield f"  {flags}, {knob.negation}" if knob.spec.default is True else f"  {flags}"
-    names = [" or ".join(knob.variables)] if knob.variables else []
-    yield f"      {'; '.join([*names, _default_text(knob)])}"
-    yield f"      {knob.spec.metadata['help']}"
+def _help_lines(setting: _Setting) -> Iterator[str]:
+    flags = f"{setting.flag} {_kind_name(setting.kind)}".rstrip()
+    yield f"  {flags}, {setting.negation}" if setting.spec.default is True else f"  {flags}"
+    names = [" or ".join(setting.variables)] if setting.variables else []
+    yield f"      {'; '.join([*names, _default_text(setting)])}"
+    yield f"      {setting.spec.metadata['help']}"
 
 
 def _kind_name(kind: Any) -> str:
-    bare = _bare(kind)
+    bare = _without_none(kind)
     if get_origin(bare) is Literal:
         return "|".join(map(str, get_args(bare)))
     if bare == tuple[str, ...]:
@@ -608,10 +614,10 @@ def _kind_name(kind: Any) -> str:
     return "" if bare is bool else bare.__name__.upper()
 
 
-def _default_text(knob: _Knob) -> str:
-    if knob.required:
+def _default_text(setting: _Setting) -> str:
+    if setting.required:
         return "required"
-    match knob.spec.default:
+    match setting.spec.default:
         case default if default is MISSING:
             return "default computed"
         case None | ():

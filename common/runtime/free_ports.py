@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-FIRST: Final = 10_240
+PORT_MIN: Final = 10_240
 # Exclusive; below what Linux gives away by itself, and below SGLang's own.
-LAST: Final = 30_000
+PORT_LIMIT: Final = 30_000
 # Ports between the places where two processes with neighbouring ids begin.
-STRIDE: Final = 16
+PROCESS_STRIDE: Final = 16
 # Where the system leaves less room than this below its own range, that range is ignored.
-ROOM_MIN: Final = 4096
+RANGE_SIZE_MIN: Final = 4096
 
-_LOCAL_RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_RANGE_FILE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, *, start: int | None = None) -> int:
@@ -30,36 +30,36 @@ def free_ports(count: int, *, start: int | None = None) -> int:
     start: where to look first, modulo the range; by default this process's own place. Raises
     OSError when there are none, ValueError for a count below 1 or above STRIDE's hundredfold.
     """
-    if not 1 <= count <= 100 * STRIDE:
-        raise ValueError(f"count: {count} is not in 1..{100 * STRIDE}")
-    last = min(LAST, _ephemeral_from())
-    if last - FIRST < ROOM_MIN:
-        last = LAST
-    span = last - FIRST - count
-    begin = _own_place() if start is None else start
-    for step in range(0, span, count):
-        base = FIRST + (begin + step) % span
-        if _are_free(base, count):
+    if not 1 <= count <= 100 * PROCESS_STRIDE:
+        raise ValueError(f"count: {count} is not in 1..{100 * PROCESS_STRIDE}")
+    limit = min(PORT_LIMIT, _ephemeral_range_start())
+    if limit - PORT_MIN < RANGE_SIZE_MIN:
+        limit = PORT_LIMIT
+    start_count = limit - PORT_MIN - count
+    first_offset = _process_offset() if start is None else start
+    for step in range(0, start_count, count):
+        base = PORT_MIN + (first_offset + step) % start_count
+        if _are_ports_free(base, count):
             return base
-    raise OSError(f"no {count} free ports in a row from {FIRST} to {last}")
+    raise OSError(f"no {count} free ports in a row from {PORT_MIN} to {limit}")
 
 
-def _own_place() -> int:
-    return zlib.crc32(socket.gethostname().encode()) % LAST + os.getpid() * STRIDE
+def _process_offset() -> int:
+    return zlib.crc32(socket.gethostname().encode()) % PORT_LIMIT + os.getpid() * PROCESS_STRIDE
 
 
-def _ephemeral_from() -> int:
+def _ephemeral_range_start() -> int:
     try:
-        return int(_LOCAL_RANGE.read_text().split()[0])
+        return int(_EPHEMERAL_RANGE_FILE.read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return LAST  # not Linux, or its files are hidden: its usual range is above
+        return PORT_LIMIT  # not Linux, or its files are hidden: its usual range is above
 
 
-def _are_free(base: int, count: int) -> bool:
-    with ExitStack() as held:
+def _are_ports_free(base: int, count: int) -> bool:
+    with ExitStack() as open_sockets:
         try:
             for port in range(base, base + count):
-                held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                open_sockets.enter_context(socket.socket()).bind(("127.0.0.1", port))
         except OSError:
             return False
     return True

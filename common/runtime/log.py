@@ -23,28 +23,28 @@ import orjson
 import structlog
 from opentelemetry import trace
 
-QUEUE_LINES = 10_000
-WRITE_LINES = 256  # Lines joined into one write.
+QUEUE_LINES_MAX = 10_000
+BATCH_LINES_MAX = 256  # Lines joined into one write.
 
-_EXACT_LIMIT = 2**53
+_EXACT_INT_LIMIT = 2**53
 _JSON_OPTIONS = orjson.OPT_NON_STR_KEYS | orjson.OPT_STRICT_INTEGER  # refuses what is beyond it
 
 # Chatty at INFO, and their news is in our own lines already.
-_QUIET = ("grpc", "httpcore", "httpx", "uvicorn.access", "asyncio")
+_QUIET_LOGGERS = ("grpc", "httpcore", "httpx", "uvicorn.access", "asyncio")
 
 Level = Literal["debug", "info", "warning", "error"]
 Format = Literal["json", "console"]
-Event = MutableMapping[str, Any]
+LogEvent = MutableMapping[str, Any]
 
 
-class Logs:
+class LogWriter:
     """The running log; `close` it last, to write what is still queued."""
 
-    def __init__(self, fd: int, lines_max: int = QUEUE_LINES) -> None:
+    def __init__(self, fd: int, lines_max: int = QUEUE_LINES_MAX) -> None:
         self._fd = fd
         self._lines: queue.Queue[bytes | None] = queue.Queue(lines_max)
         self._dropped = 0
-        self._counting = threading.Lock()
+        self._dropped_lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
@@ -54,7 +54,7 @@ class Logs:
         try:
             self._lines.put_nowait(line)
         except queue.Full:
-            self._drop(1)
+            self._count_dropped(1)
 
     def close(self, timeout_s: float = 1.0) -> bool:
         """Writes what is queued; False when that took longer than `timeout_s`. Idempotent."""
@@ -77,7 +77,7 @@ class Logs:
         if first is None:
             return None
         batch = [first]
-        while len(batch) < WRITE_LINES and not self._lines.empty():
+        while len(batch) < BATCH_LINES_MAX and not self._lines.empty():
             line = self._lines.get()
             if line is None:
                 self._lines.put(None)  # Seen again after this batch; this thread emptied a place.
@@ -86,7 +86,7 @@ class Logs:
         return batch
 
     def _write_all(self, batch: list[bytes]) -> None:
-        if dropped := self._take_dropped():
+        if dropped := self._take_dropped_count():
             batch.append(orjson.dumps({"event": "log lines dropped", "lines": dropped}))
         data = b"".join(line + b"\n" for line in batch)
         try:
@@ -94,14 +94,14 @@ class Logs:
                 data = data[os.write(self._fd, data) :]
         except OSError:
             # Nobody reads stderr any more; there is no other place to say so than the count.
-            self._drop(len(batch))
+            self._count_dropped(len(batch))
 
-    def _drop(self, lines: int) -> None:
-        with self._counting:
+    def _count_dropped(self, lines: int) -> None:
+        with self._dropped_lock:
             self._dropped += lines
 
-    def _take_dropped(self) -> int:
-        with self._counting:
+    def _take_dropped_count(self) -> int:
+        with self._dropped_lock:
             count, self._dropped = self._dropped, 0
         return count
 
@@ -113,18 +113,18 @@ def setup(
     service: str = "",
     instance_id: str = "",
     fd: int | None = None,
-) -> Logs:
+) -> LogWriter:
     """Configures structlog and stdlib logging for this process; a later call replaces the earlier.
 
     fd: where lines go; None is stderr.
     """
-    logs = Logs(sys.stderr.fileno() if fd is None else fd)
-    number = logging.getLevelNamesMapping()[level.upper()]
+    logs = LogWriter(sys.stderr.fileno() if fd is None else fd)
+    level_number = logging.getLevelNamesMapping()[level.upper()]
     identity = {
         key: value for key, value in (("service", service), ("instance", instance_id)) if value
     }
 
-    def add_identity(_logger: object, _method: str, event: Event) -> Event:
+    def add_identity(_logger: object, _method: str, event: LogEvent) -> LogEvent:
         for key, value in identity.items():
             event.setdefault(key, value)
         return event
@@ -138,11 +138,11 @@ def setup(
             _add_trace_ids,
             *_render(fmt),
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
+        wrapper_class=structlog.make_filtering_bound_logger(level_number),
         logger_factory=lambda *_args: _LineLogger(logs),
         cache_logger_on_first_use=False,
     )
-    _route_stdlib(number)
+    _redirect_stdlib_logging(level_number)
     return logs
 
 
@@ -156,29 +156,29 @@ def _render(fmt: Format) -> list[structlog.typing.Processor]:
     return [structlog.processors.format_exc_info, _to_json]
 
 
-def _to_json(_logger: object, _method: str, event: Event) -> bytes:
+def _to_json(_logger: object, _method: str, event: LogEvent) -> bytes:
     try:
         return orjson.dumps(dict(event), default=str, option=_JSON_OPTIONS)
     except (TypeError, ValueError):
         # Integers that need text, and lone surrogates, which the stdlib escapes.
-        return json.dumps(_exact(dict(event)), default=str).encode()
+        return json.dumps(_with_large_ints_as_text(dict(event)), default=str).encode()
 
 
-def _exact(value: object) -> object:
+def _with_large_ints_as_text(value: object) -> object:
     """The same, with text for integers that readers who hold numbers as doubles would round."""
     match value:
-        case int() if abs(value) >= _EXACT_LIMIT:
+        case int() if abs(value) >= _EXACT_INT_LIMIT:
             return str(value)
         case float() if not math.isfinite(value):
             return None
         case dict():
-            return {str(key): _exact(one) for key, one in value.items()}
+            return {str(key): _with_large_ints_as_text(item) for key, item in value.items()}
         case list() | tuple():
-            return [_exact(one) for one in value]
+            return [_with_large_ints_as_text(item) for item in value]
     return value
 
 
-def _add_trace_ids(_logger: object, _method: str, event: Event) -> Event:
+def _add_trace_ids(_logger: object, _method: str, event: LogEvent) -> LogEvent:
     context = trace.get_current_span().get_span_context()
     if context.is_valid:
         event["trace_id"] = f"{context.trace_id:032x}"
@@ -189,7 +189,7 @@ def _add_trace_ids(_logger: object, _method: str, event: Event) -> Event:
 class _LineLogger:
     """What structlog calls with a rendered line, whatever its level."""
 
-    def __init__(self, logs: Logs) -> None:
+    def __init__(self, logs: LogWriter) -> None:
         self._logs = logs
 
     def msg(self, line: str | bytes) -> None:
@@ -198,7 +198,7 @@ class _LineLogger:
     debug = info = warning = error = critical = log = msg
 
 
-class _StdlibBridge(logging.Handler):
+class _StdlibLogHandler(logging.Handler):
     """Turns a stdlib record into one of our events."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -215,11 +215,11 @@ class _StdlibBridge(logging.Handler):
             self.handleError(record)
 
 
-def _route_stdlib(level: int) -> None:
+def _redirect_stdlib_logging(level: int) -> None:
     root = logging.getLogger()
-    root.handlers[:] = [_StdlibBridge()]
+    root.handlers[:] = [_StdlibLogHandler()]
     root.setLevel(level)
-    for name in _QUIET:
+    for name in _QUIET_LOGGERS:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))
     for name in ("uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)

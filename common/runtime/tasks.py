@@ -23,66 +23,66 @@ class TaskGroup:
 
     def __init__(self) -> None:
         self._parent: asyncio.Task[Any] | None = None
-        self._cancels_before = 0
+        self._initial_cancel_count = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._errors: list[BaseException] = []
-        self._is_leaving = False
-        self._has_interrupted = False
+        self._is_exiting = False
+        self._has_cancelled_parent = False
 
     def create_task(
         self, work: Coroutine[Any, Any, T], *, name: str | None = None
     ) -> asyncio.Task[T]:
         """Runs `work` until its end, which the group awaits, or until the group fails."""
-        if self._parent is None or self._errors or (self._is_leaving and not self._tasks):
+        if self._parent is None or self._errors or (self._is_exiting and not self._tasks):
             work.close()
             raise RuntimeError("this group of tasks has not begun, or is ending")
         task = self._parent.get_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_done)
         return task
 
     async def __aenter__(self) -> Self:
         self._parent = asyncio.current_task()
         assert self._parent is not None, "inside a coroutine"
-        self._cancels_before = self._parent.cancelling()
+        self._initial_cancel_count = self._parent.cancelling()
         return self
 
     async def __aexit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         parent = self._parent
         assert parent is not None, "entered"
-        self._is_leaving = True
-        if self._has_interrupted:
+        self._is_exiting = True
+        if self._has_cancelled_parent:
             parent.uncancel()
             if not isinstance(error, asyncio.CancelledError):
                 # The body ended by itself first; what was sent to it arrives at the next await.
-                await self._absorb(asyncio.sleep(0))
+                await self._await_and_defer_cancellation(asyncio.sleep(0))
         if error is not None:
             self._cancel_all()
             if not isinstance(error, asyncio.CancelledError):
                 self._errors.insert(0, error)
         while self._tasks:
-            await self._absorb(asyncio.wait(self._tasks))
-        if parent.cancelling() > self._cancels_before:
+            await self._await_and_defer_cancellation(asyncio.wait(self._tasks))
+        if parent.cancelling() > self._initial_cancel_count:
             raise asyncio.CancelledError from error
         if self._errors:
-            bugs = [failure for failure in self._errors if not isinstance(failure, MeshError)]
-            worst = (bugs or self._errors)[0]
-            if worst is not error:
-                raise worst from None
+            bugs = [collected for collected in self._errors if not isinstance(collected, MeshError)]
+            error_to_raise = (bugs or self._errors)[0]
+            if error_to_raise is not error:
+                raise error_to_raise from None
 
-    async def _absorb(self, work: Coroutine[Any, Any, object]) -> None:
+    async def _await_and_defer_cancellation(self, work: Coroutine[Any, Any, object]) -> None:
         """Awaits; a cancellation on the way ends the tasks, and is raised when they have ended."""
         try:
             await work
         except asyncio.CancelledError:
             self._cancel_all()
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -91,9 +91,9 @@ class TaskGroup:
         if not is_first:
             return
         self._cancel_all()
-        if not self._is_leaving:
+        if not self._is_exiting:
             assert self._parent is not None, "it has tasks"
-            self._has_interrupted = True
+            self._has_cancelled_parent = True
             self._parent.cancel()
 
     def _cancel_all(self) -> None:

@@ -6,7 +6,7 @@ serving nor shutdown. Ids travel as lower-case hex (trace 32 digits, span 16), t
 `traceparent`; `tracestate` is not carried.
 
 The frontend gives prefill's span an id before that span exists, so that decode can link to it at
-its own start: `use_span_id` makes the next span of this context take a given id.
+its own start: `assign_next_span_id` makes the next span of this context take a given id.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ LOG = structlog.get_logger(__name__)
 
 # One export may take this long; the queue behind it is bounded and drops the oldest spans.
 EXPORT_TIMEOUT_S = 1.0
-QUEUE_SPANS = 4096
-BATCH_SPANS = 512
+QUEUE_SPANS_MAX = 4096
+BATCH_SPANS_MAX = 512
 BATCH_DELAY_S = 0.5
 
 _TRACE_ID = re.compile(r"[0-9a-f]{32}")
@@ -88,29 +88,30 @@ def tracer_provider(
         resource=Resource.create(
             {"service.name": service_name, "service.instance.id": instance_id}
         ),
-        id_generator=_AssignableIds(),
+        id_generator=_AssignableIdGenerator(),
         shutdown_on_exit=False,  # The lifecycle does it, with a limit.
     )
     provider.add_span_processor(
         BatchSpanProcessor(
             exporter,
-            max_queue_size=QUEUE_SPANS,
+            max_queue_size=QUEUE_SPANS_MAX,
             schedule_delay_millis=BATCH_DELAY_S * 1000,
-            max_export_batch_size=BATCH_SPANS,
+            max_export_batch_size=BATCH_SPANS_MAX,
         )
     )
     return provider
 
 
-class _AssignableIds(RandomIdGenerator):
-    """Random ids, but the next span takes the one that `use_span_id` left in the context."""
+class _AssignableIdGenerator(RandomIdGenerator):
+    """Random ids, but the next span takes the one that `assign_next_span_id` left in the
+    context."""
 
     def generate_span_id(self) -> int:
-        assigned = _next_span_id.get()
-        if assigned is None:
+        assigned_id = _next_span_id.get()
+        if assigned_id is None:
             return super().generate_span_id()
         _next_span_id.set(None)  # One span only: an id used twice would break the trace.
-        return assigned
+        return assigned_id
 
 
 def new_span_id() -> str:
@@ -119,9 +120,9 @@ def new_span_id() -> str:
 
 
 @contextmanager
-def use_span_id(span_id: str) -> Iterator[None]:
+def assign_next_span_id(span_id: str) -> Iterator[None]:
     """The first span started inside takes this id. A malformed id is ignored with a debug log."""
-    if not _is_id(_SPAN_ID, span_id):
+    if not _is_valid_id(_SPAN_ID, span_id):
         LOG.debug("malformed span id ignored", span_id=span_id)
         yield
         return
@@ -134,10 +135,10 @@ def use_span_id(span_id: str) -> Iterator[None]:
 
 def link(trace_id: str, span_id: str) -> trace.Link | None:
     """A link to a span elsewhere; None, with a debug log, when an id is malformed."""
-    if not (_is_id(_TRACE_ID, trace_id) and _is_id(_SPAN_ID, span_id)):
+    if not (_is_valid_id(_TRACE_ID, trace_id) and _is_valid_id(_SPAN_ID, span_id)):
         LOG.debug("malformed trace link ignored", trace_id=trace_id, span_id=span_id)
         return None
-    return trace.Link(_remote(trace_id, span_id, trace.TraceFlags.SAMPLED))
+    return trace.Link(_remote_span_context(trace_id, span_id, trace.TraceFlags.SAMPLED))
 
 
 def current_traceparent() -> str | None:
@@ -157,12 +158,14 @@ def context_from_traceparent(traceparent: str | None) -> Context | None:
         match is None
         or match[1] == "ff"
         or (match[1] == "00" and match[5])
-        or not (_is_id(_TRACE_ID, match[2]) and _is_id(_SPAN_ID, match[3]))
+        or not (_is_valid_id(_TRACE_ID, match[2]) and _is_valid_id(_SPAN_ID, match[3]))
     ):
         LOG.debug("malformed traceparent ignored", traceparent=traceparent[:64])
         return None
-    remote = _remote(match[2], match[3], int(match[4], 16) & trace.TraceFlags.SAMPLED)
-    return trace.set_span_in_context(trace.NonRecordingSpan(remote))
+    span_context = _remote_span_context(
+        match[2], match[3], int(match[4], 16) & trace.TraceFlags.SAMPLED
+    )
+    return trace.set_span_in_context(trace.NonRecordingSpan(span_context))
 
 
 def is_sampled(context: Context) -> bool:
@@ -170,12 +173,12 @@ def is_sampled(context: Context) -> bool:
     return trace.get_current_span(context).get_span_context().trace_flags.sampled
 
 
-def _is_id(pattern: re.Pattern[str], text: str) -> bool:
+def _is_valid_id(pattern: re.Pattern[str], text: str) -> bool:
     # W3C: all zeros is not an id.
     return pattern.fullmatch(text) is not None and text.strip("0") != ""
 
 
-def _remote(trace_id: str, span_id: str, flags: int) -> trace.SpanContext:
+def _remote_span_context(trace_id: str, span_id: str, flags: int) -> trace.SpanContext:
     return trace.SpanContext(
         int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=trace.TraceFlags(flags)
     )

@@ -31,19 +31,19 @@ import structlog
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from common.errors import Bug, Conflict, MeshError
+from common.errors import Conflict, InternalError, MeshError
 from common.rpc import channel as rpc
 from common.runtime import log, telemetry
 from common.runtime.config import ConfigError, ServiceConfig
 
 LOG = structlog.get_logger(__name__)
 
-DEREGISTER_S = 3.0
+DEREGISTER_TIMEOUT_S = 3.0
 DRAIN_MARGIN_S = 5.0  # `drain` may take this much longer than it was given, to clean up.
-CLOSE_S = 10.0
-RECANCEL_S = 0.5
-CANCEL_S = 1.0
-FLUSH_S = 0.9
+CLOSE_TIMEOUT_S = 10.0
+RECANCEL_INTERVAL_S = 0.5
+CANCEL_TIMEOUT_S = 1.0
+FLUSH_TIMEOUT_S = 0.9
 EXIT_CONFIG = 2
 EXIT_STUCK = 70
 
@@ -52,8 +52,8 @@ EXIT_STUCK = 70
 GC_THRESHOLDS = (50_000, 20, 50)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+_STATUS_SERVING = health_pb2.HealthCheckResponse.SERVING
+_STATUS_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class ServiceInfo:
     """What a started app is: its instance id, and its addresses (`grpc` -> `host:port`, ...)."""
 
     instance_id: str
@@ -76,8 +76,8 @@ class Ready:
 class App(Protocol):
     """The composition root of a room, as the lifecycle sees it. Each method is called once."""
 
-    async def start(self, life: Life) -> Ready:
-        """Bind, build, warm up; spawn essential tasks; add grpc services to `life.health`."""
+    async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
+        """Bind, build, warm up; spawn essential tasks; add grpc services to `lifecycle.health`."""
         ...
 
     async def register(self) -> None:
@@ -100,7 +100,7 @@ class App(Protocol):
         ...
 
 
-class HealthThread:
+class ThreadedHealthServer:
     """gRPC health on a port of its own, from a thread that a busy event loop cannot delay.
 
     `port` is the bound one, `address` it with the bound host. Raises Conflict when it is taken.
@@ -118,7 +118,7 @@ class HealthThread:
         self._servicer = health.HealthServicer(experimental_non_blocking=True)
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, self._server)
         self.set("", False)
-        rpc.check_address(host, port, "health_port")
+        rpc.check_bindable(host, port, "health_port")
         address = rpc.join_address(host, port)
         try:
             self.port = self._server.add_insecure_port(address)
@@ -132,7 +132,7 @@ class HealthThread:
 
     def set(self, service: str, serving: bool) -> None:
         """Changes the answer for one service; '' is the whole process."""
-        self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
+        self._servicer.set(service, _STATUS_SERVING if serving else _STATUS_NOT_SERVING)
 
     def drain(self) -> None:
         """NOT_SERVING for good."""
@@ -143,63 +143,63 @@ class HealthThread:
         self._server.stop(None).wait(timeout_s)
 
 
-class Health:
+class HealthReporter:
     """One answer to "are you serving?", told to every place that gives it.
 
     A service is SERVING when the process is READY and nobody has set the service to False. Nothing
     is SERVING before that or after drain began.
     """
 
-    def __init__(self, thread: HealthThread | None = None) -> None:
+    def __init__(self, threaded_health: ThreadedHealthServer | None = None) -> None:
         self.servicer = health.aio.HealthServicer()
-        self.thread = thread
-        self._wanted = {"": True}
-        self._open = False
+        self.threaded_health = threaded_health
+        self._requested_status = {"": True}
+        self._is_enabled = False
 
     @property
     def port(self) -> int | None:
         """The port of its own that health is served on; None without one."""
-        return None if self.thread is None else self.thread.port
+        return None if self.threaded_health is None else self.threaded_health.port
 
     async def set(self, service: str, serving: bool) -> None:
         """What a room says about one of its services (full name), or '' about all of itself."""
-        self._wanted[service] = serving
-        await self._tell(service)
+        self._requested_status[service] = serving
+        await self._publish_status(service)
 
-    async def open(self, is_open: bool) -> None:
+    async def set_enabled(self, is_enabled: bool) -> None:
         """READY or not yet; the lifecycle's."""
-        self._open = is_open
-        for service in tuple(self._wanted):
-            await self._tell(service)
+        self._is_enabled = is_enabled
+        for service in tuple(self._requested_status):
+            await self._publish_status(service)
 
     async def drain(self) -> None:
         """NOT_SERVING for good; the lifecycle's."""
-        self._open = False
+        self._is_enabled = False
         await self.servicer.enter_graceful_shutdown()
-        if self.thread is not None:
-            self.thread.drain()
+        if self.threaded_health is not None:
+            self.threaded_health.drain()
 
-    async def _tell(self, service: str) -> None:
-        serving = self._open and self._wanted[service]
-        await self.servicer.set(service, _SERVING if serving else _NOT_SERVING)
-        if self.thread is not None:
-            self.thread.set(service, serving)
+    async def _publish_status(self, service: str) -> None:
+        serving = self._is_enabled and self._requested_status[service]
+        await self.servicer.set(service, _STATUS_SERVING if serving else _STATUS_NOT_SERVING)
+        if self.threaded_health is not None:
+            self.threaded_health.set(service, serving)
 
 
-class Life:
+class Lifecycle:
     """What an app may ask of its lifecycle: tasks with an owner, health, and an orderly end.
 
     Not a TaskGroup: that cancels everything at the first failure, where we want to drain.
     """
 
-    def __init__(self, health: Health) -> None:
+    def __init__(self, health: HealthReporter) -> None:
         self.health = health
         self.phase = Phase.STARTING
         self.failed = False
         self.why = ""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._is_ready = asyncio.Event()
-        self._drain_wanted = asyncio.Event()
+        self._ready_event = asyncio.Event()
+        self._drain_requested = asyncio.Event()
 
     def spawn(
         self, work: Coroutine[Any, Any, T], *, name: str, essential: bool = True
@@ -211,33 +211,33 @@ class Life:
         """
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(lambda ended: self._ended(ended, essential))
+        task.add_done_callback(lambda done_task: self._on_task_done(done_task, essential))
         return task
 
     def drain(self, why: str, *, failed: bool = False) -> None:
         """Asks for the drain; only the first reason is kept, but any failure counts."""
         self.failed = self.failed or failed
-        if not self._drain_wanted.is_set():
+        if not self._drain_requested.is_set():
             self.why = why
-            self._drain_wanted.set()
+            self._drain_requested.set()
 
     def set_ready(self) -> None:
         """READY from now on; the lifecycle's."""
         self.phase = Phase.READY
-        self._is_ready.set()
+        self._ready_event.set()
 
     async def ready(self) -> None:
         """Returns once READY; never, if the start fails."""
-        await self._is_ready.wait()
+        await self._ready_event.wait()
 
-    async def drain_wanted(self) -> None:
+    async def wait_for_drain_request(self) -> None:
         """Returns once the drain was asked for."""
-        await self._drain_wanted.wait()
+        await self._drain_requested.wait()
 
     @property
-    def draining(self) -> bool:
+    def is_draining(self) -> bool:
         """Whether the drain was asked for."""
-        return self._drain_wanted.is_set()
+        return self._drain_requested.is_set()
 
     async def cancel_tasks(self, timeout_s: float) -> list[str]:
         """Cancels what was spawned and awaits it; the names of what is still running after that."""
@@ -247,19 +247,19 @@ class Life:
             for task in tasks:
                 task.cancel()
             # Again after a while: `asyncio.wait_for` of Python 3.11, in libraries, may lose one.
-            left_s = max(0.0, deadline - asyncio.get_running_loop().time())
-            _, pending = await asyncio.wait(tasks, timeout=min(left_s, RECANCEL_S))
-            tasks = tuple(pending) if left_s > RECANCEL_S else ()
+            remaining_s = max(0.0, deadline - asyncio.get_running_loop().time())
+            _, pending = await asyncio.wait(tasks, timeout=min(remaining_s, RECANCEL_INTERVAL_S))
+            tasks = tuple(pending) if remaining_s > RECANCEL_INTERVAL_S else ()
         return sorted(task.get_name() for task in self._tasks)
 
-    def _ended(self, task: asyncio.Task[Any], essential: bool) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any], essential: bool) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             LOG.error("task failed", task=task.get_name(), essential=essential, exc_info=error)
-        elif essential and not self.draining:
+        elif essential and not self.is_draining:
             LOG.error("essential task ended", task=task.get_name())
-        if essential and (error is not None or not self.draining):
+        if essential and (error is not None or not self.is_draining):
             self.drain(f"task {task.get_name()} ended", failed=True)
 
 
@@ -269,8 +269,8 @@ async def run(
     notice_s: float,
     drain_s: float,
     ready_fd: int | None = None,
-    health_thread: HealthThread | None = None,
-    traces: telemetry.Telemetry | None = None,
+    threaded_health_server: ThreadedHealthServer | None = None,
+    tracing: telemetry.Telemetry | None = None,
     name: str = "kvmesh",
     signals: bool = True,
     on_ready: Callable[[], object] = lambda: None,
@@ -281,23 +281,23 @@ async def run(
     on_ready: called when all is built. hard_exit: what ends the process upon a second signal or a
     stuck task; tests pass their own.
     """
-    life = Life(Health(health_thread))
-    with _owned_signals(life, hard_exit) if signals else contextlib.nullcontext():
-        await life.health.open(False)
-        if health_thread is not None:
-            health_thread.start()
-        registration = _Flag()
-        bring_up = life.spawn(
-            _bring_up(app, life, registration, name, on_ready, ready_fd),
+    lifecycle = Lifecycle(HealthReporter(threaded_health_server))
+    with _signal_handlers(lifecycle, hard_exit) if signals else contextlib.nullcontext():
+        await lifecycle.health.set_enabled(False)
+        if threaded_health_server is not None:
+            threaded_health_server.start()
+        registration = _Registration()
+        start_task = lifecycle.spawn(
+            _start_app(app, lifecycle, registration, name, on_ready, ready_fd),
             name="start",
             essential=False,
         )
-        await life.drain_wanted()
-        await _drain(app, life, bring_up, registration, notice_s=notice_s, drain_s=drain_s)
-        await _end(app, life, traces, hard_exit)
-    life.phase = Phase.STOPPED
-    status = 1 if life.failed else 0
-    LOG.info("stopped", service=name, status=status, why=life.why)
+        await lifecycle.wait_for_drain_request()
+        await _drain(app, lifecycle, start_task, registration, notice_s=notice_s, drain_s=drain_s)
+        await _shut_down(app, lifecycle, tracing, hard_exit)
+    lifecycle.phase = Phase.STOPPED
+    status = 1 if lifecycle.failed else 0
+    LOG.info("stopped", service=name, status=status, why=lifecycle.why)
     return status
 
 
@@ -326,88 +326,92 @@ def run_service(
         logs.close(0.2)
         os._exit(status)
 
-    async def live() -> int:
-        thread = None
+    async def build_and_run() -> int:
+        threaded_health = None
         try:
             if config.health_port is not None:
-                thread = HealthThread(config.host, config.health_port)
+                threaded_health = ThreadedHealthServer(config.host, config.health_port)
             app = build()
         except Exception as error:
-            _tell_of_failed_start(error, name)
+            _log_start_failure(error, name)
             return EXIT_CONFIG if isinstance(error, ConfigError) else 1
         return await run(
             app,
             notice_s=config.notice_s,
             drain_s=config.drain_s,
             ready_fd=config.ready_fd,
-            health_thread=thread,
-            traces=traces,
+            threaded_health_server=threaded_health,
+            tracing=tracing,
             name=name,
-            on_ready=settle_memory,
+            on_ready=freeze_startup_objects,
             hard_exit=hard_exit,
         )
 
     try:
         for warning in warnings:
             LOG.warning("configuration", detail=warning)
-        traces = telemetry.setup(name, instance_id, config.otlp_endpoint, config.trace_sample_ratio)
-        run_main(live)
+        tracing = telemetry.setup(
+            name, instance_id, config.otlp_endpoint, config.trace_sample_ratio
+        )
+        run_main(build_and_run)
     finally:
         logs.close()
 
 
 @dataclass(slots=True)
-class _Flag:
+class _Registration:
     """Whether registration was begun, so that it has to be undone."""
 
-    on: bool = False
+    has_begun: bool = False
 
 
-async def _bring_up(
+async def _start_app(
     app: App,
-    life: Life,
-    registration: _Flag,
+    lifecycle: Lifecycle,
+    registration: _Registration,
     name: str,
     on_ready: Callable[[], object],
     ready_fd: int | None,
 ) -> None:
     try:
-        ready = await app.start(life)
-        await life.health.open(True)
-        registration.on = True
+        ready = await app.start(lifecycle)
+        await lifecycle.health.set_enabled(True)
+        registration.has_begun = True
         await app.register()
         on_ready()
     except Exception as error:
-        _tell_of_failed_start(error, name)
-        life.drain("start failed", failed=True)
+        _log_start_failure(error, name)
+        lifecycle.drain("start failed", failed=True)
         return
-    life.set_ready()
+    lifecycle.set_ready()
     addresses = dict(ready.addresses)
-    if (thread := life.health.thread) is not None:
-        addresses["health"] = thread.address
+    if (threaded_health := lifecycle.health.threaded_health) is not None:
+        addresses["health"] = threaded_health.address
     LOG.info("ready", service=name, instance=ready.instance_id, addresses=addresses)
     if ready_fd is not None:
-        _announce(ready_fd, name, ready.instance_id, addresses)
+        _write_ready_line(ready_fd, name, ready.instance_id, addresses)
 
 
-def _tell_of_failed_start(error: Exception, name: str) -> None:
+def _log_start_failure(error: Exception, name: str) -> None:
     """One line. What operators can mend says all in a sentence, anything else is for developers."""
-    if isinstance(error, MeshError | ConfigError) and not isinstance(error, Bug):
+    if isinstance(error, MeshError | ConfigError) and not isinstance(error, InternalError):
         field = getattr(error, "field", None)
-        named = {"field": field} if field else {}
-        LOG.error("start failed", service=name, error=str(error).replace("\n", "; "), **named)
+        field_details = {"field": field} if field else {}
+        LOG.error(
+            "start failed", service=name, error=str(error).replace("\n", "; "), **field_details
+        )
     else:
         LOG.error("start failed", service=name, exc_info=error)
 
 
-def settle_memory() -> None:
+def freeze_startup_objects() -> None:
     """Takes what start-up built out of garbage collection and makes collections rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
 
 
-def _announce(fd: int, name: str, instance_id: str, addresses: Mapping[str, str]) -> None:
+def _write_ready_line(fd: int, name: str, instance_id: str, addresses: Mapping[str, str]) -> None:
     line = {"name": name, "pid": os.getpid(), "instance_id": instance_id, "addresses": addresses}
     try:
         # One write, below the size that pipes take at once; closed, so that readers see its end.
@@ -419,77 +423,85 @@ def _announce(fd: int, name: str, instance_id: str, addresses: Mapping[str, str]
 
 async def _drain(
     app: App,
-    life: Life,
-    bring_up: asyncio.Task[None],
-    registration: _Flag,
+    lifecycle: Lifecycle,
+    start_task: asyncio.Task[None],
+    registration: _Registration,
     *,
     notice_s: float,
     drain_s: float,
 ) -> None:
-    life.phase = Phase.DRAINING
-    LOG.info("draining", why=life.why, notice_s=notice_s, drain_s=drain_s)
-    await life.health.drain()
-    if not bring_up.done():
-        bring_up.cancel()
-        await asyncio.wait({bring_up}, timeout=CLOSE_S)
-    if registration.on:
-        await _step(life, "deregister", app.deregister(), DEREGISTER_S)
+    lifecycle.phase = Phase.DRAINING
+    LOG.info("draining", why=lifecycle.why, notice_s=notice_s, drain_s=drain_s)
+    await lifecycle.health.drain()
+    if not start_task.done():
+        start_task.cancel()
+        await asyncio.wait({start_task}, timeout=CLOSE_TIMEOUT_S)
+    if registration.has_begun:
+        await _run_shutdown_step(lifecycle, "deregister", app.deregister(), DEREGISTER_TIMEOUT_S)
         # Peers learn late that we are leaving; until then their new calls are welcome.
         await asyncio.sleep(notice_s)
-        cut = await _step(life, "drain", app.drain(drain_s), drain_s + DRAIN_MARGIN_S)
-        if cut:
-            LOG.warning("cut at the end of the drain", calls=len(cut), names=list(cut)[:20])
+        cancelled_calls = await _run_shutdown_step(
+            lifecycle, "drain", app.drain(drain_s), drain_s + DRAIN_MARGIN_S
+        )
+        if cancelled_calls:
+            LOG.warning(
+                "cut at the end of the drain",
+                calls=len(cancelled_calls),
+                names=list(cancelled_calls)[:20],
+            )
 
 
-async def _end(
+async def _shut_down(
     app: App,
-    life: Life,
-    traces: telemetry.Telemetry | None,
+    lifecycle: Lifecycle,
+    tracing: telemetry.Telemetry | None,
     hard_exit: Callable[[int], object],
 ) -> None:
-    await life.cancel_tasks(CLOSE_S)
-    await _step(life, "close", app.close(), CLOSE_S)
-    if (thread := life.health.thread) is not None:
-        await asyncio.to_thread(thread.stop, 1.0)
-    if traces is not None and not await asyncio.to_thread(traces.shutdown, FLUSH_S):
+    await lifecycle.cancel_tasks(CLOSE_TIMEOUT_S)
+    await _run_shutdown_step(lifecycle, "close", app.close(), CLOSE_TIMEOUT_S)
+    if (threaded_health := lifecycle.health.threaded_health) is not None:
+        await asyncio.to_thread(threaded_health.stop, 1.0)
+    if tracing is not None and not await asyncio.to_thread(tracing.shutdown, FLUSH_TIMEOUT_S):
         LOG.warning("spans left behind: the collector did not take them in time")
-    if stuck := await life.cancel_tasks(0):
-        LOG.error("tasks would not end", tasks=stuck)
+    if stuck_tasks := await lifecycle.cancel_tasks(0):
+        LOG.error("tasks would not end", tasks=stuck_tasks)
         hard_exit(EXIT_STUCK)
 
 
-async def _step(life: Life, name: str, work: Coroutine[Any, Any, T], limit_s: float) -> T | None:
+async def _run_shutdown_step(
+    lifecycle: Lifecycle, name: str, work: Coroutine[Any, Any, T], limit_s: float
+) -> T | None:
     """Runs one step of the end. A failure or a step too slow is logged; the next ones still run."""
-    task = life.spawn(work, name=name, essential=False)
+    task = lifecycle.spawn(work, name=name, essential=False)
     # Not asyncio.timeout: that waits for ever on a step that does not heed its cancellation.
     await asyncio.wait({task}, timeout=limit_s)
     if task.done() and not task.cancelled() and task.exception() is None:
         return task.result()
-    life.failed = True
+    lifecycle.failed = True
     if not task.done():
         LOG.error("step of the end took too long", step=name, limit_s=limit_s)
         task.cancel()
-        await asyncio.wait({task}, timeout=CANCEL_S)
+        await asyncio.wait({task}, timeout=CANCEL_TIMEOUT_S)
     return None
 
 
 @contextlib.contextmanager
-def _owned_signals(life: Life, hard_exit: Callable[[int], object]) -> Iterator[None]:
+def _signal_handlers(lifecycle: Lifecycle, hard_exit: Callable[[int], object]) -> Iterator[None]:
     loop = asyncio.get_running_loop()
-    seen: list[int] = []
+    received_signals: list[int] = []
 
-    def on_signal(number: signal.Signals) -> None:
-        seen.append(number)
-        if len(seen) == 1:
-            life.drain(f"signal {number.name}")
+    def on_signal(signal_number: signal.Signals) -> None:
+        received_signals.append(signal_number)
+        if len(received_signals) == 1:
+            lifecycle.drain(f"signal {signal_number.name}")
             return
-        LOG.error("second signal, exiting at once", signal=number.name)
-        hard_exit(128 + number)
+        LOG.error("second signal, exiting at once", signal=signal_number.name)
+        hard_exit(128 + signal_number)
 
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, on_signal, number)
+    for signal_number in _SIGNALS:
+        loop.add_signal_handler(signal_number, on_signal, signal_number)
     try:
         yield
     finally:
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
+        for signal_number in _SIGNALS:
+            loop.remove_signal_handler(signal_number)

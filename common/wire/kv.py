@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from common.errors import InvalidRequest
 from common.kv.events import (
-    CHUNK_BLOCKS,
+    SNAPSHOT_CHUNK_BLOCKS,
     Event,
     EventBatch,
     EventKind,
@@ -23,19 +23,19 @@ from common.kv.events import (
 )
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.index_feed import IndexFeed
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from kvmesh.indexer.v1 import indexer_pb2
 
 BATCH_BLOCKS_MAX = 2**20
 """Most hashes in one batch: what is applied as a whole must be bounded."""
 
-TIER_NAMES = {"device": Tier.DEVICE, "host_pinned": Tier.HOST, "disk": Tier.DISK}
+TIER_BY_NAME = {"device": Tier.DEVICE, "host_pinned": Tier.HOST, "disk": Tier.DISK}
 """Tiers as `ListKvBlocks` calls them."""
 
-STATES = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
+SOURCE_STATES = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
 
 
-def hashes_of(data: bytes, field: str) -> Hashes:
+def hashes_from_wire(data: bytes, field: str) -> Hashes:
     """Prefix hashes off the wire, read-only."""
     try:
         return hashes_from_bytes(data)
@@ -76,7 +76,7 @@ def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Sou
     return Source(message.worker_id, message.dp_rank)
 
 
-def state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
+def source_state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
     """The message of a source's state."""
     return indexer_pb2.SourceState(
         source=source_to_proto(state.source),
@@ -86,20 +86,22 @@ def state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
     )
 
 
-def state_from_proto(message: indexer_pb2.SourceState, field: str = "state") -> SourceState:
+def source_state_from_proto(message: indexer_pb2.SourceState, field: str = "state") -> SourceState:
     """A source's state."""
     source = source_from_proto(message.source, f"{field}.source")
     return SourceState(source, message.epoch, message.sequence, message.degraded)
 
 
-def status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
+def source_status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
     """The message of a status."""
     return indexer_pb2.SourceStatus(state=status.state, reason=status.reason)
 
 
-def status_from_proto(message: indexer_pb2.SourceStatus, field: str = "status") -> SourceStatus:
+def source_status_from_proto(
+    message: indexer_pb2.SourceStatus, field: str = "status"
+) -> SourceStatus:
     """A status; an unknown state is read as gapped, which does not count."""
-    if message.state not in STATES:
+    if message.state not in SOURCE_STATES:
         return SourceStatus("gapped", f"{field} {message.state!r} is not known here")
     return SourceStatus(message.state, message.reason)
 
@@ -133,7 +135,7 @@ def batch_from_proto(
     return EventBatch(Source(worker_id, message.dp_rank), message.epoch, message.sequence, events)
 
 
-def chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
+def snapshot_chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
     """The message of a part of a snapshot."""
     return indexer_pb2.SnapshotChunk(
         source=source_to_proto(chunk.source),
@@ -146,12 +148,14 @@ def chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
     )
 
 
-def chunk_from_proto(message: indexer_pb2.SnapshotChunk, field: str = "snapshot") -> SnapshotChunk:
+def snapshot_chunk_from_proto(
+    message: indexer_pb2.SnapshotChunk, field: str = "snapshot"
+) -> SnapshotChunk:
     """A part of a snapshot, of at most CHUNK_BLOCKS hashes."""
-    hashes = hashes_of(message.prefix_hashes, f"{field}.prefix_hashes")
-    if len(hashes) > CHUNK_BLOCKS:
+    hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
+    if len(hashes) > SNAPSHOT_CHUNK_BLOCKS:
         raise InvalidRequest(
-            f"{field}.prefix_hashes: {len(hashes)} are more than {CHUNK_BLOCKS}",
+            f"{field}.prefix_hashes: {len(hashes)} are more than {SNAPSHOT_CHUNK_BLOCKS}",
             f"{field}.prefix_hashes",
         )
     return SnapshotChunk(
@@ -165,7 +169,7 @@ def chunk_from_proto(message: indexer_pb2.SnapshotChunk, field: str = "snapshot"
     )
 
 
-def matches_to_proto(rows: Iterable[Matched]) -> indexer_pb2.MatchResponse:
+def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
     """The message of an answer."""
     message = indexer_pb2.MatchResponse()
     for source, device, host, disk in rows:
@@ -178,10 +182,10 @@ def matches_to_proto(rows: Iterable[Matched]) -> indexer_pb2.MatchResponse:
     return message
 
 
-def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[Matched]:
+def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[SourceMatch]:
     """An answer."""
     return [
-        Matched(
+        SourceMatch(
             source_from_proto(row.source, "matches.source"),
             row.device_blocks,
             row.host_blocks,
@@ -191,27 +195,29 @@ def matches_from_proto(message: indexer_pb2.MatchResponse) -> list[Matched]:
     ]
 
 
-def replicate(
+def apply_subscription_message(
     feed: IndexFeed, message: indexer_pb2.SubscribeResponse, now: float
 ) -> Iterator[None]:
     """Gives one message of a subscription to a replica; steps as of `IndexFeed.apply`.
 
-    Loads and `caught_up` are the caller's to read, from each of `parts_of`.
+    Loads and `caught_up` are the caller's to read, from each of `message_parts`.
     """
-    for part in parts_of(message):
+    for part in message_parts(message):
         if part.HasField("status"):
             partition = partition_from_proto(part.partition) if part.HasField("partition") else None
             source = source_from_proto(part.source)
-            at = (part.epoch, part.sequence)
-            feed.follow(partition, source, status_from_proto(part.status), now, at)
+            position = (part.epoch, part.sequence)
+            feed.apply_status(
+                partition, source, source_status_from_proto(part.status), now, position
+            )
         if part.HasField("batch"):
             batch = batch_from_proto(part.batch, part.source.worker_id)
             yield from feed.apply(batch, now)
         if part.HasField("snapshot"):
-            yield from feed.load(chunk_from_proto(part.snapshot), now)
+            yield from feed.load(snapshot_chunk_from_proto(part.snapshot), now)
 
 
-def parts_of(
+def message_parts(
     message: indexer_pb2.SubscribeResponse,
 ) -> Iterator[indexer_pb2.SubscribeResponse]:
     """A message of a subscription and what it carries along, in order."""
@@ -226,7 +232,7 @@ def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
         raise InvalidRequest(
             f"{field}.kind has the unknown value {message.kind}", f"{field}.kind"
         ) from error
-    hashes = hashes_of(message.prefix_hashes, f"{field}.prefix_hashes")
+    hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
     return Event(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
 
 

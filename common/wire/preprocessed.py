@@ -22,30 +22,30 @@ from google.protobuf.message import Message
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import (
-    AnyJson,
-    Choice,
+    AnyJsonCodec,
+    EnumCodec,
+    FieldCodec,
     FinishReason,
-    Kind,
-    Many,
-    MapOf,
-    Maybe,
-    Media,
+    ListCodec,
+    MapCodec,
+    MediaCodec,
     MediaRawUrl,
     MediaUrl,
     MultimodalData,
-    Part,
+    NullableCodec,
+    ObjectCodec,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
     RdmaMediaDataDescriptor,
-    SetOf,
+    SetCodec,
     TokenIds,
-    TokenMapOf,
-    Tokens,
-    TokenSpan,
+    TokenIdsCodec,
+    TokenMapCodec,
+    TokenSpanCodec,
     WireField,
-    absolute_url,
-    json_text,
-    parsed_json,
+    check_absolute_url,
+    dump_json_text,
+    load_json_text,
     wire_fields,
 )
 from kvmesh.types.v1 import request_pb2
@@ -59,7 +59,7 @@ def to_proto(
 ) -> request_pb2.PreprocessedRequest:
     """The message; without the prompt's token ids where these travel by themselves."""
     message = request_pb2.PreprocessedRequest()
-    _fill(message, request)
+    _fill_message(message, request)
     if not with_token_ids:
         message.ClearField("token_ids_le")
     return message
@@ -67,34 +67,34 @@ def to_proto(
 
 def from_proto(message: request_pb2.PreprocessedRequest) -> PreprocessedRequest:
     """The request; InvalidRequest names the field at fault."""
-    return _value(PreprocessedRequest, message, "")
+    return _read_message(PreprocessedRequest, message, "")
 
 
 def embedding_to_proto(
     request: PreprocessedEmbeddingRequest,
 ) -> request_pb2.PreprocessedEmbeddingRequest:
-    return part_to_proto(request, request_pb2.PreprocessedEmbeddingRequest())
+    return dataclass_to_proto(request, request_pb2.PreprocessedEmbeddingRequest())
 
 
 def embedding_from_proto(
     message: request_pb2.PreprocessedEmbeddingRequest,
 ) -> PreprocessedEmbeddingRequest:
     """The request; InvalidRequest names the field at fault."""
-    return _value(PreprocessedEmbeddingRequest, message, "")
+    return _read_message(PreprocessedEmbeddingRequest, message, "")
 
 
-def part_to_proto(part: object, message: M) -> M:
+def dataclass_to_proto(obj: object, message: M) -> M:
     """Fills the empty `message` of the same name with any dataclass of
     common.request.preprocessed."""
-    assert message.DESCRIPTOR.name == type(part).__name__, "a part fills the message of its name"
-    _fill(message, part)
+    assert message.DESCRIPTOR.name == type(obj).__name__, "a part fills the message of its name"
+    _fill_message(message, obj)
     return message
 
 
-def part_from_proto(cls: type[P], message: Message, field: str = "") -> P:
+def dataclass_from_proto(cls: type[P], message: Message, field: str = "") -> P:
     """A `cls` from the message of the same name; InvalidRequest names fields from `field` on."""
     assert message.DESCRIPTOR.name == cls.__name__, "a part is read from the message of its name"
-    return _value(cls, message, field)
+    return _read_message(cls, message, field)
 
 
 def finish_reason_to_proto(reason: FinishReason) -> request_pb2.FinishReason.ValueType:
@@ -105,183 +105,189 @@ def finish_reason_from_proto(
     value: request_pb2.FinishReason.ValueType, field: str = "finish_reason"
 ) -> FinishReason:
     """The reason; InvalidRequest names `field` where it is unspecified or unknown."""
-    word: FinishReason = _word(
-        Choice(FinishReason), request_pb2.FinishReason.DESCRIPTOR, value, field
+    member: FinishReason = _read_enum(
+        EnumCodec(FinishReason), request_pb2.FinishReason.DESCRIPTOR, value, field
     )
-    return word
+    return member
 
 
-def _fill(message: Message, part: object) -> None:
-    for one, target in _plan(type(part), message):
-        value = getattr(part, one.name)
+def _fill_message(message: Message, obj: object) -> None:
+    for one, descriptor in _field_pairs(type(obj), message):
+        value = getattr(obj, one.name)
         # A required null is JSON that happens to be null; any other None is absence.
         if value is not None or one.required:
-            _put(message, target, one.kind, value)
+            _set_field(message, descriptor, one.kind, value)
 
 
-def _put(message: Message, target: FieldDescriptor, kind: Kind, value: Any) -> None:
-    name = target.name
+def _set_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, value: Any) -> None:
+    name = descriptor.name
     match kind:
-        case AnyJson():
-            setattr(message, name, json_text(value, name))
-        case Choice():
-            setattr(message, name, _number(target.enum_type, value.name))
-        case Tokens():
-            _put_tokens(message if target.message_type is None else getattr(message, name), value)
-        case Part():
-            _put_part(getattr(message, name), value)
-        case Many(item) | SetOf(item):
-            if not target.is_repeated:
+        case AnyJsonCodec():
+            setattr(message, name, dump_json_text(value, name))
+        case EnumCodec():
+            setattr(message, name, _enum_number(descriptor.enum_type, value.name))
+        case TokenIdsCodec():
+            _set_token_ids(
+                message if descriptor.message_type is None else getattr(message, name), value
+            )
+        case ObjectCodec():
+            _fill_submessage(getattr(message, name), value)
+        case ListCodec(item) | SetCodec(item):
+            if not descriptor.is_repeated:
                 getattr(message, name).SetInParent()
-            values = sorted(value) if isinstance(kind, SetOf) else value
-            _extend(_list_of(message, target), item, values)
-        case MapOf(Many(item)):
+            values = sorted(value) if isinstance(kind, SetCodec) else value
+            _append_items(_repeated_field(message, descriptor), item, values)
+        case MapCodec(ListCodec(item)):
             for key, values in value.items():
-                _extend(_only_list(getattr(message, name)[key]), item, values)
-        case MapOf() | TokenMapOf():
+                _append_items(_wrapped_list(getattr(message, name)[key]), item, values)
+        case MapCodec() | TokenMapCodec():
             getattr(message, name).update(value)
         case _:
             setattr(message, name, value)
 
 
-def _extend(items: Any, kind: Kind, values: Iterable[Any]) -> None:
+def _append_items(items: Any, kind: FieldCodec, values: Iterable[Any]) -> None:
     match kind:
-        case Part():
+        case ObjectCodec():
             for value in values:
-                _fill(items.add(), value)
-        case Maybe(Part()):
+                _fill_message(items.add(), value)
+        case NullableCodec(ObjectCodec()):
             for value in values:
-                slot = items.add()
+                added = items.add()
                 if value is not None:
-                    _put_part(slot.info, value)
-        case Tokens():
+                    _fill_submessage(added.info, value)
+        case TokenIdsCodec():
             for value in values:
-                _put_tokens(items.add(), value)
-        case TokenSpan():
+                _set_token_ids(items.add(), value)
+        case TokenSpanCodec():
             for start, end in values:
                 items.add(start=start, end=end)
-        case Media():
+        case MediaCodec():
             for value in values:
-                _put_medium(items.add(), value)
+                _set_media_item(items.add(), value)
         case _:
             items.extend(values)
 
 
-def _put_part(message: Message, part: object) -> None:
+def _fill_submessage(message: Message, obj: object) -> None:
     # An empty part is still a part.
     message.SetInParent()
-    _fill(message, part)
+    _fill_message(message, obj)
 
 
-def _put_tokens(message: Any, ids: TokenIds) -> None:
-    message.token_ids_le = ids.le
+def _set_token_ids(message: Any, ids: TokenIds) -> None:
+    message.token_ids_le = ids.little_endian
 
 
-def _put_medium(message: request_pb2.MultimodalData, medium: MultimodalData) -> None:
-    match medium:
+def _set_media_item(message: request_pb2.MultimodalData, media_item: MultimodalData) -> None:
+    match media_item:
         case MediaUrl(url):
             message.url = url
         case MediaRawUrl(url):
             message.raw_url = url
         case RdmaMediaDataDescriptor():
-            _put_part(message.decoded, medium)
+            _fill_submessage(message.decoded, media_item)
 
 
-def _value(cls: type[P], message: Message, path: str) -> P:
+def _read_message(cls: type[P], message: Message, path: str) -> P:
     fields: dict[str, Any] = {}
-    for one, target in _plan(cls, message):
-        where = f"{path}.{target.name}" if path else target.name
-        if isinstance(one.kind, Tokens):
-            fields[one.name] = _read_tokens(message, target, where)
-        elif target.has_presence and not message.HasField(target.name):
+    for one, descriptor in _field_pairs(cls, message):
+        field_path = f"{path}.{descriptor.name}" if path else descriptor.name
+        if isinstance(one.kind, TokenIdsCodec):
+            fields[one.name] = _read_token_field(message, descriptor, field_path)
+        elif descriptor.has_presence and not message.HasField(descriptor.name):
             if one.required:
-                raise InvalidRequest(f"{where} is required", where)
+                raise InvalidRequest(f"{field_path} is required", field_path)
         else:
-            fields[one.name] = _read(message, target, one.kind, where)
+            fields[one.name] = _read_field(message, descriptor, one.kind, field_path)
     return cls(**fields)
 
 
-def _read(message: Message, target: FieldDescriptor, kind: Kind, path: str) -> Any:
-    value = getattr(message, target.name)
+def _read_field(message: Message, descriptor: FieldDescriptor, kind: FieldCodec, path: str) -> Any:
+    value = getattr(message, descriptor.name)
     match kind:
-        case AnyJson():
-            return parsed_json(value, path)
-        case Choice():
-            return _word(kind, target.enum_type, value, path)
-        case Part(cls):
-            return _value(cls, value, path)
-        case Many(item):
-            return tuple(_items(_list_of(message, target), item, path))
-        case SetOf(item):
-            return frozenset(_items(_list_of(message, target), item, path))
-        case MapOf(Many(item)):
+        case AnyJsonCodec():
+            return load_json_text(value, path)
+        case EnumCodec():
+            return _read_enum(kind, descriptor.enum_type, value, path)
+        case ObjectCodec(cls):
+            return _read_message(cls, value, path)
+        case ListCodec(item):
+            return tuple(_read_items(_repeated_field(message, descriptor), item, path))
+        case SetCodec(item):
+            return frozenset(_read_items(_repeated_field(message, descriptor), item, path))
+        case MapCodec(ListCodec(item)):
             return {
-                key: tuple(_items(_only_list(inner), item, f"{path}.{key}"))
+                key: tuple(_read_items(_wrapped_list(inner), item, f"{path}.{key}"))
                 for key, inner in value.items()
             }
-        case MapOf(item) | TokenMapOf(item):
+        case MapCodec(item) | TokenMapCodec(item):
             return {key: item.read(one, f"{path}.{key}") for key, one in value.items()}
         case _:
             return kind.read(value, path)
 
 
-def _items(items: Any, kind: Kind, path: str) -> Iterator[Any]:
+def _read_items(items: Any, kind: FieldCodec, path: str) -> Iterator[Any]:
     for index, item in enumerate(items):
-        where = f"{path}[{index}]"
+        field_path = f"{path}[{index}]"
         match kind:
-            case Part(cls):
-                yield _value(cls, item, where)
-            case Maybe(Part(cls)):
-                yield _value(cls, item.info, f"{where}.info") if item.HasField("info") else None
-            case Tokens():
-                yield _read_sequence(item, where)
-            case TokenSpan():
-                yield kind.read([item.start, item.end], where)
-            case Media():
-                yield _read_medium(item, where)
+            case ObjectCodec(cls):
+                yield _read_message(cls, item, field_path)
+            case NullableCodec(ObjectCodec(cls)):
+                yield (
+                    _read_message(cls, item.info, f"{field_path}.info")
+                    if item.HasField("info")
+                    else None
+                )
+            case TokenIdsCodec():
+                yield _read_token_ids(item, field_path)
+            case TokenSpanCodec():
+                yield kind.read([item.start, item.end], field_path)
+            case MediaCodec():
+                yield _read_media_item(item, field_path)
             case _:
-                yield kind.read(item, where)
+                yield kind.read(item, field_path)
 
 
-def _read_tokens(message: Message, target: FieldDescriptor, path: str) -> TokenIds:
-    if target.message_type is None:
-        return _read_sequence(message, path.removesuffix(target.name).rstrip("."))
-    return _read_sequence(getattr(message, target.name), path)
+def _read_token_field(message: Message, descriptor: FieldDescriptor, path: str) -> TokenIds:
+    if descriptor.message_type is None:
+        return _read_token_ids(message, path.removesuffix(descriptor.name).rstrip("."))
+    return _read_token_ids(getattr(message, descriptor.name), path)
 
 
-def _read_sequence(message: Any, path: str) -> TokenIds:
-    where = f"{path}.token_ids_le" if path else "token_ids_le"
+def _read_token_ids(message: Any, path: str) -> TokenIds:
+    field_path = f"{path}.token_ids_le" if path else "token_ids_le"
     if not message.HasField("token_ids_le"):
         return TokenIds.of(message.token_ids)
     if message.token_ids:
-        raise InvalidRequest(f"{where} and token_ids are both set: give one", where)
+        raise InvalidRequest(f"{field_path} and token_ids are both set: give one", field_path)
     if len(message.token_ids_le) % 4:
         raise InvalidRequest(
-            f"{where} has {len(message.token_ids_le)} bytes, not a multiple of 4", where
+            f"{field_path} has {len(message.token_ids_le)} bytes, not a multiple of 4", field_path
         )
     return TokenIds(message.token_ids_le)
 
 
-def _read_medium(message: request_pb2.MultimodalData, path: str) -> MultimodalData:
+def _read_media_item(message: request_pb2.MultimodalData, path: str) -> MultimodalData:
     match message.WhichOneof("data"):
         case "url":
-            return MediaUrl(absolute_url(message.url, f"{path}.url"))
+            return MediaUrl(check_absolute_url(message.url, f"{path}.url"))
         case "raw_url":
             return MediaRawUrl(message.raw_url)
         case "decoded":
-            return _value(RdmaMediaDataDescriptor, message.decoded, f"{path}.decoded")
+            return _read_message(RdmaMediaDataDescriptor, message.decoded, f"{path}.decoded")
         case None:
             raise InvalidRequest(f"{path} needs one of url, raw_url, decoded", path)
 
 
-def _plan(cls: type[Any], message: Message) -> tuple[tuple[WireField, FieldDescriptor], ...]:
+def _field_pairs(cls: type[Any], message: Message) -> tuple[tuple[WireField, FieldDescriptor], ...]:
     """Each field with its place in the message; KeyError, so a bug, where there is none."""
     # mypy takes the hash of a class for that of its instances.
-    return _planned(cls, type(message))  # type: ignore[arg-type]
+    return _cached_field_pairs(cls, type(message))  # type: ignore[arg-type]
 
 
 @functools.cache
-def _planned(
+def _cached_field_pairs(
     cls: type[Any], message: type[Message]
 ) -> tuple[tuple[WireField, FieldDescriptor], ...]:
     fields = message.DESCRIPTOR.fields_by_name
@@ -289,31 +295,33 @@ def _planned(
     return tuple((one, cast(FieldDescriptor, fields[one.proto])) for one in wire_fields(cls))
 
 
-def _list_of(message: Message, target: FieldDescriptor) -> Any:
+def _repeated_field(message: Message, descriptor: FieldDescriptor) -> Any:
     """The repeated field, directly or inside the message that wraps it."""
-    inner = getattr(message, target.name)
-    return inner if target.is_repeated else _only_list(inner)
+    inner = getattr(message, descriptor.name)
+    return inner if descriptor.is_repeated else _wrapped_list(inner)
 
 
-def _only_list(wrapper: Message) -> Any:
+def _wrapped_list(wrapper: Message) -> Any:
     return getattr(wrapper, wrapper.DESCRIPTOR.fields[0].name)
 
 
-def _prefix(words: EnumDescriptor) -> str:
+def _enum_prefix(enum_type: EnumDescriptor) -> str:
     """What proto style puts before each word: SESSION_ACTION_ from SESSION_ACTION_UNSPECIFIED."""
-    return words.values_by_number[0].name.removesuffix("UNSPECIFIED")
+    return enum_type.values_by_number[0].name.removesuffix("UNSPECIFIED")
 
 
-def _number(words: EnumDescriptor | None, word: str) -> int:
-    assert words is not None, "an enumeration is declared for a field that is one"
-    return words.values_by_name[_prefix(words) + word].number
+def _enum_number(enum_type: EnumDescriptor | None, member: str) -> int:
+    assert enum_type is not None, "an enumeration is declared for a field that is one"
+    return enum_type.values_by_name[_enum_prefix(enum_type) + member].number
 
 
-def _word(kind: Choice[Any], words: EnumDescriptor | None, number: int, path: str) -> Any:
-    assert words is not None, "an enumeration is declared for a field that is one"
-    found = words.values_by_number.get(number)
+def _read_enum(
+    kind: EnumCodec[Any], enum_type: EnumDescriptor | None, number: int, path: str
+) -> Any:
+    assert enum_type is not None, "an enumeration is declared for a field that is one"
+    found = enum_type.values_by_number.get(number)
     if found is None:
         raise InvalidRequest(f"{path} has the unknown value {number}", path)
     if number == 0:
         raise InvalidRequest(f"{path} is unspecified", path)
-    return kind.words[found.name.removeprefix(_prefix(words))]
+    return kind.enum_type[found.name.removeprefix(_enum_prefix(enum_type))]

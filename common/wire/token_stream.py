@@ -16,40 +16,40 @@ from common.request.preprocessed import (
 )
 from common.request.token_stream import (
     AbortSlot,
-    Chunk,
     Hello,
     HelloAck,
-    Order,
+    JsonChunk,
+    LegRequest,
     PromptPart,
     Rejected,
+    RequestFrame,
+    ResponseFrame,
     Submit,
     Terminal,
-    ToFrontend,
-    ToWorker,
 )
 from common.wire.errors import error_from_proto, error_to_proto
 from common.wire.load import load_from_proto, load_to_proto
 from common.wire.preprocessed import (
+    dataclass_from_proto,
+    dataclass_to_proto,
     finish_reason_from_proto,
     finish_reason_to_proto,
     from_proto,
-    part_from_proto,
-    part_to_proto,
     to_proto,
 )
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.types.v1 import load_pb2, request_pb2
 
-_PHASES = {
+_PHASE_TO_PROTO = {
     "": engine_pb2.PHASE_UNSPECIFIED,
     "prefill": engine_pb2.PHASE_PREFILL,
     "decode": engine_pb2.PHASE_DECODE,
 }
-_PHASE_NAMES = {number: name for name, number in _PHASES.items()}
+_PHASE_FROM_PROTO = {number: name for name, number in _PHASE_TO_PROTO.items()}
 _TIMEOUT_MS_MAX = 2**32 - 1
 
 
-def to_worker_to_proto(frame: ToWorker) -> engine_pb2.AttachRequest:
+def request_frame_to_proto(frame: RequestFrame) -> engine_pb2.AttachRequest:
     """The message of a frame frontend → worker."""
     message = engine_pb2.AttachRequest(acked_bytes=frame.acked_bytes, heartbeat=frame.heartbeat)
     if frame.hello is not None:
@@ -66,31 +66,31 @@ def to_worker_to_proto(frame: ToWorker) -> engine_pb2.AttachRequest:
 
 
 def _submit_to_proto(submit: Submit, message: engine_pb2.Submit) -> None:
-    order = submit.order
+    leg_request = submit.leg_request
     message.slot = submit.slot
-    message.request_id = order.request_id
-    message.attempt = order.attempt
-    message.traceparent = order.traceparent
-    message.span_id = order.span_id
-    message.tenant = order.tenant
-    message.phase = _PHASES[order.phase]
+    message.request_id = leg_request.request_id
+    message.attempt = leg_request.attempt
+    message.traceparent = leg_request.traceparent
+    message.span_id = leg_request.span_id
+    message.tenant = leg_request.tenant
+    message.phase = _PHASE_TO_PROTO[leg_request.phase]
     message.prompt_bytes = submit.prompt_bytes
-    if order.timeout_s is not None:
-        message.timeout_ms = max(1, round(min(order.timeout_s * 1000, _TIMEOUT_MS_MAX)))
-    if order.priority is not None:
-        message.priority = order.priority
-    if order.request is not None:
-        message.preprocessed.CopyFrom(to_proto(order.request, with_token_ids=False))
+    if leg_request.timeout_s is not None:
+        message.timeout_ms = max(1, round(min(leg_request.timeout_s * 1000, _TIMEOUT_MS_MAX)))
+    if leg_request.priority is not None:
+        message.priority = leg_request.priority
+    if leg_request.request is not None:
+        message.preprocessed.CopyFrom(to_proto(leg_request.request, with_token_ids=False))
         message.preprocessed.token_ids_le = submit.prompt
-    elif order.chat_json is not None:
-        message.chat_json = order.chat_json
-    elif order.completion_json is not None:
-        message.completion_json = order.completion_json
+    elif leg_request.chat_json is not None:
+        message.chat_json = leg_request.chat_json
+    elif leg_request.completion_json is not None:
+        message.completion_json = leg_request.completion_json
 
 
-def to_worker_from_proto(message: engine_pb2.AttachRequest) -> ToWorker:
+def request_frame_from_proto(message: engine_pb2.AttachRequest) -> RequestFrame:
     """A frame frontend → worker. A Submit that cannot be read says why in its `error`."""
-    frame = ToWorker(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
+    frame = RequestFrame(acked_bytes=message.acked_bytes, heartbeat=message.heartbeat)
     if message.HasField("hello"):
         hello = message.hello
         frame.hello = Hello(hello.frontend_id, hello.expected_worker_id, hello.stream_seq)
@@ -104,24 +104,24 @@ def to_worker_from_proto(message: engine_pb2.AttachRequest) -> ToWorker:
 
 def _submit_from_proto(message: engine_pb2.Submit) -> Submit:
     try:
-        order = _order_from_proto(message)
+        leg_request = _leg_request_from_proto(message)
     except InvalidRequest as error:
         # One bad request must not end the stream that carries all the others.
-        unread = Order(message.request_id, message.attempt)
-        return Submit(message.slot, unread, prompt_bytes=message.prompt_bytes, error=error)
-    prompt = b"" if order.request is None else order.request.token_ids.le
-    return Submit(message.slot, order, prompt, message.prompt_bytes)
+        placeholder = LegRequest(message.request_id, message.attempt)
+        return Submit(message.slot, placeholder, prompt_bytes=message.prompt_bytes, error=error)
+    prompt = b"" if leg_request.request is None else leg_request.request.token_ids.little_endian
+    return Submit(message.slot, leg_request, prompt, message.prompt_bytes)
 
 
-def _order_from_proto(message: engine_pb2.Submit) -> Order:
+def _leg_request_from_proto(message: engine_pb2.Submit) -> LegRequest:
     payload = message.WhichOneof("payload")
     if payload is None:
         raise InvalidRequest("payload is required", "payload")
     if not message.request_id:
         raise InvalidRequest("request_id is required", "request_id")
-    if message.phase not in _PHASE_NAMES:
+    if message.phase not in _PHASE_FROM_PROTO:
         raise InvalidRequest(f"phase has the unknown value {message.phase}", "phase")
-    return Order(
+    return LegRequest(
         request_id=message.request_id,
         attempt=message.attempt,
         timeout_s=message.timeout_ms / 1000 if message.HasField("timeout_ms") else None,
@@ -132,11 +132,11 @@ def _order_from_proto(message: engine_pb2.Submit) -> Order:
         request=from_proto(message.preprocessed) if payload == "preprocessed" else None,
         chat_json=message.chat_json if payload == "chat_json" else None,
         completion_json=message.completion_json if payload == "completion_json" else None,
-        phase=_PHASE_NAMES[message.phase],
+        phase=_PHASE_FROM_PROTO[message.phase],
     )
 
 
-def to_frontend_to_proto(frame: ToFrontend) -> engine_pb2.AttachResponse:
+def response_frame_to_proto(frame: ResponseFrame) -> engine_pb2.AttachResponse:
     """The message of a frame worker → frontend."""
     message = engine_pb2.AttachResponse(
         accepted=frame.accepted,
@@ -153,7 +153,9 @@ def to_frontend_to_proto(frame: ToFrontend) -> engine_pb2.AttachResponse:
     for rejected in frame.rejected:
         message.rejected.add(slot=rejected.slot, error=error_to_proto(rejected.error))
     for slot, logprobs in frame.logprobs:
-        message.logprobs.add(slot=slot, logprobs=[_logprob(one) for one in logprobs])
+        message.logprobs.add(
+            slot=slot, logprobs=[_logprob_to_proto(logprob) for logprob in logprobs]
+        )
     for chunk in frame.chunks:
         message.chunks.add(slot=chunk.slot, index=chunk.index, json=chunk.json)
     for terminal in frame.terminals:
@@ -172,16 +174,16 @@ def _terminal_to_proto(terminal: Terminal, message: engine_pb2.Terminal) -> None
     if terminal.error is not None:
         message.error.CopyFrom(error_to_proto(terminal.error))
     if terminal.usage is not None:
-        part_to_proto(terminal.usage, message.usage)
+        dataclass_to_proto(terminal.usage, message.usage)
     if terminal.prefill_result is not None:
-        part_to_proto(terminal.prefill_result, message.prefill_result)
+        dataclass_to_proto(terminal.prefill_result, message.prefill_result)
     if terminal.worker_trace_link is not None:
-        part_to_proto(terminal.worker_trace_link, message.worker_trace_link)
+        dataclass_to_proto(terminal.worker_trace_link, message.worker_trace_link)
 
 
-def to_frontend_from_proto(message: engine_pb2.AttachResponse) -> ToFrontend:
+def response_frame_from_proto(message: engine_pb2.AttachResponse) -> ResponseFrame:
     """A frame worker → frontend. Raises InvalidRequest naming the field at fault."""
-    frame = ToFrontend(sent_bytes=message.sent_bytes)
+    frame = ResponseFrame(sent_bytes=message.sent_bytes)
     if message.accepted:
         frame.accepted = list(message.accepted)
     if message.slot or message.token_id:  # most frames have tokens and nothing else, or none
@@ -194,37 +196,37 @@ def to_frontend_from_proto(message: engine_pb2.AttachResponse) -> ToFrontend:
         frame.hello_ack = HelloAck(ack.worker_id, ack.heartbeat_ms / 1000, ack.credit_bytes)
     frame.rejected = [Rejected(r.slot, error_from_proto(r.error)) for r in message.rejected]
     frame.logprobs = [
-        (entry.slot, [part_from_proto(TokenLogprob, one) for one in entry.logprobs])
+        (entry.slot, [dataclass_from_proto(TokenLogprob, logprob) for logprob in entry.logprobs])
         for entry in message.logprobs
     ]
-    frame.chunks = [Chunk(chunk.slot, chunk.index, chunk.json) for chunk in message.chunks]
+    frame.chunks = [JsonChunk(chunk.slot, chunk.index, chunk.json) for chunk in message.chunks]
     frame.terminals = list(map(_terminal_from_proto, message.terminals))
-    frame.heartbeat = _loads(message.heartbeat)
+    frame.heartbeat = _loads_from_proto(message.heartbeat)
     return frame
 
 
-def _loads(messages: Iterable[load_pb2.Load]) -> tuple[Load, ...]:
+def _loads_from_proto(messages: Iterable[load_pb2.Load]) -> tuple[Load, ...]:
     return tuple(load_from_proto(load) for load in messages)
 
 
-def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
-    return part_to_proto(logprob, request_pb2.TokenLogprob())
+def _logprob_to_proto(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
+    return dataclass_to_proto(logprob, request_pb2.TokenLogprob())
 
 
 def _terminal_from_proto(message: engine_pb2.Terminal) -> Terminal:
     has = message.HasField
     return Terminal(
         slot=message.slot,
-        finish_reason=_finish_reason(message),
+        finish_reason=_terminal_finish_reason(message),
         error=error_from_proto(message.error) if has("error") else None,
-        usage=part_from_proto(CompletionUsage, message.usage) if has("usage") else None,
+        usage=dataclass_from_proto(CompletionUsage, message.usage) if has("usage") else None,
         prefill_result=(
-            part_from_proto(PrefillResult, message.prefill_result)
+            dataclass_from_proto(PrefillResult, message.prefill_result)
             if has("prefill_result")
             else None
         ),
         worker_trace_link=(
-            part_from_proto(TraceLink, message.worker_trace_link)
+            dataclass_from_proto(TraceLink, message.worker_trace_link)
             if has("worker_trace_link")
             else None
         ),
@@ -233,7 +235,7 @@ def _terminal_from_proto(message: engine_pb2.Terminal) -> Terminal:
     )
 
 
-def _finish_reason(message: engine_pb2.Terminal) -> FinishReason | None:
+def _terminal_finish_reason(message: engine_pb2.Terminal) -> FinishReason | None:
     if message.HasField("error") and not message.finish_reason:
         return None
     return finish_reason_from_proto(message.finish_reason)

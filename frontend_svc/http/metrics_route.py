@@ -37,18 +37,18 @@ def metrics_router(
 
     A registry that cannot be encoded, or not as UTF-8, is answered with 500 and logged.
     """
-    where = path or METRICS_PATH
+    route_path = path or METRICS_PATH
 
     def scrape(_: Request) -> Response:
         try:
             text = encode(registry).decode()
         except Exception:
             # Collectors are anybody's code, so they may raise anything.
-            _log.exception("metrics_not_encoded", path=where)
+            _log.exception("metrics_not_encoded", path=route_path)
             return PlainTextResponse("Failed to encode metrics", status_code=500)
         return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    route = Route(where, scrape, methods=["GET"])
+    route = Route(route_path, scrape, methods=["GET"])
     # Starlette adds HEAD by itself.
     route.methods = {"GET"}
-    return [RouteDoc("GET", where)], Router([route])
+    return [RouteDoc("GET", route_path)], Router([route])

@@ -29,24 +29,24 @@ from common.kv.hashing import DEFAULT_BLOCK_SIZE, PrefixHasher
 from common.registry.card import ModelCard
 from common.registry.instances import Instance, Snapshot
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.models.adapters import Adapters, adapters_of, serving
+from frontend_svc.core.models.adapters import Adapters, find_adapters, serving
 from frontend_svc.core.models.model_watch import (
-    PREFIX,
+    MODEL_KEY_PREFIX,
     Action,
-    Added,
     Build,
     Entry,
+    LogEvent,
+    ModelAdded,
     ModelManager,
+    ModelRemoved,
     ModelWatchState,
-    Note,
     Pipeline,
-    Removed,
     Table,
     card_missing,
     card_unreadable,
     events_between,
     model_watcher,
-    plan,
+    plan_pipelines,
 )
 from frontend_svc.core.text.detokenizer import (
     Detokenizer,
@@ -55,13 +55,13 @@ from frontend_svc.core.text.detokenizer import (
     Vocabulary,
 )
 from frontend_svc.core.text.prompt import ChatTemplate, TemplateError
-from frontend_svc.core.text.token_bound import bytes_a_token_max
-from frontend_svc.models.artifacts import Artifacts, OpenCall, grpc_artifacts
+from frontend_svc.core.text.token_bound import max_bytes_per_token
+from frontend_svc.models.artifacts import ArtifactFetcher, OpenArtifact, grpc_artifact_opener
 
 # So long after its last worker left, a model's clients are told to come again (503, not 404).
-GONE_S = 600.0
+RECENTLY_SERVED_S = 600.0
 # What was built for the last few of them is kept: a worker that comes back is served at once.
-KEPT_MAX = 4
+CACHED_BUILDS_MAX = 4
 
 # Above this many characters, encoding leaves the event loop: it would hold it for > 5 ms.
 ENCODE_INLINE_CHARS = 16_384
@@ -83,7 +83,7 @@ class ServedModel:
     tokenizer: Tokenizer
     vocabulary: Vocabulary | None
     vocab_size: int
-    bytes_a_token_max: int | None
+    max_bytes_per_token: int | None
     template: ChatTemplate | None
     hasher: PrefixHasher
     adapter: str = ""
@@ -98,23 +98,23 @@ class ServedModel:
         """The model as workers and routers say it."""
         return self.card.name
 
-    def adapted(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
+    def adapter_model(self, adapter: str, *, created: int, mesh_key: bytes) -> ServedModel:
         """The same under an adapter."""
         hasher = _hasher(self.card, mesh_key, adapter)
         return replace(self, adapter=adapter, created=created, hasher=hasher)
 
-    def tokens_min(self, text: str) -> int:
+    def token_count_min(self, text: str) -> int:
         """How many tokens a text has at least, without making them."""
-        most = self.bytes_a_token_max
-        return 0 if most is None else -(-len(text.encode()) // most)
+        bytes_max = self.max_bytes_per_token
+        return 0 if bytes_max is None else -(-len(text.encode()) // bytes_max)
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text; off the loop when it is long."""
         if len(text) <= ENCODE_INLINE_CHARS:
-            return self._encode(text, special_tokens)
-        return await asyncio.to_thread(self._encode, text, special_tokens)
+            return self._encode_inline(text, special_tokens)
+        return await asyncio.to_thread(self._encode_inline, text, special_tokens)
 
-    def _encode(self, text: str, special_tokens: bool) -> list[int]:
+    def _encode_inline(self, text: str, special_tokens: bool) -> list[int]:
         batch = self.tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)
         ids: list[int] = batch[0].ids
         return ids
@@ -151,7 +151,7 @@ def build_model(card: ModelCard, *, created: int, mesh_key: bytes) -> ServedMode
         vocabulary=vocabulary,
         # Not the number of tokens: there are files with gaps in their ids.
         vocab_size=max(ids, default=-1) + 1,
-        bytes_a_token_max=bytes_a_token_max(raw),
+        max_bytes_per_token=max_bytes_per_token(raw),
         template=_template(card, config),
         hasher=_hasher(card, mesh_key),
     )
@@ -223,16 +223,16 @@ def _text(config: Mapping[str, Any], name: str) -> str | None:
     )
 
 
-def no_worker(model: str) -> Unavailable:
+def no_worker_error(model: str) -> Unavailable:
     """The error of a request for a model that is known and has no worker now."""
     return Unavailable(f"no worker serves {model!r} at the moment", 1.0, reason="NO_WORKER")
 
 
-def _not_for(name: str, table: Table) -> Unsupported:
+def _wrong_endpoint_error(name: str, table: Table) -> Unsupported:
     return Unsupported("model", f"{name!r} is not served for {table}")
 
 
-def _loading(name: str) -> Unavailable:
+def _loading_error(name: str) -> Unavailable:
     return Unavailable(f"{name!r} is being loaded", 1.0, reason="MODEL_LOADING")
 
 
@@ -248,7 +248,7 @@ class Engine:
     model: ServedModel | None
 
 
-class Models:
+class ModelCatalog:
     """The serving table, kept by snapshots of the mesh; `core/model_watch.py` decides.
 
     Cards are loaded beside the table: one that takes long holds up its own model only.
@@ -263,21 +263,23 @@ class Models:
         *,
         now_s: Callable[[], float],
         mesh_key: bytes,
-        open_artifact: OpenCall | None = None,
+        open_artifact: OpenArtifact | None = None,
     ) -> None:
         self._now_s = now_s
         self._mesh_key = mesh_key
-        self.artifacts = Artifacts(self._holders, open_call=open_artifact or grpc_artifacts())
-        self._builder = _Builder(get_card, self.artifacts, now_s, mesh_key)
+        self.artifacts = ArtifactFetcher(
+            self._workers_with_card, open_artifact=open_artifact or grpc_artifact_opener()
+        )
+        self._builder = _EngineBuilder(get_card, self.artifacts, now_s, mesh_key)
         self._table: ModelManager[Engine] = ModelManager()
-        self._watch = ModelWatchState(PREFIX, self._table, self._builder)
+        self._watch = ModelWatchState(MODEL_KEY_PREFIX, self._table, self._builder)
         self._snapshot = Snapshot()
-        self._gone_at: dict[str, float] = {}
+        self._removed_at: dict[str, float] = {}
         # By model: what was built last, and from what.
-        self._kept: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
+        self._build_cache: dict[str, tuple[Entry, Mapping[Table, Engine]]] = {}
         self._adapters: dict[str, ServedModel] = {}
         # Adapter -> model, also of models that are not served yet.
-        self._offered: Mapping[str, str] = {}
+        self._adapter_bases: Mapping[str, str] = {}
         self._hidden: Mapping[tuple[str, str], str] = {}
 
     @property
@@ -302,7 +304,7 @@ class Models:
         """
         model = self.get(name)
         if self._table.engine(model.base if model.adapter else name, table) is None:
-            raise _not_for(name, table)
+            raise _wrong_endpoint_error(name, table)
         return model
 
     def get(self, name: str) -> ServedModel:
@@ -313,10 +315,10 @@ class Models:
         """
         engines = self._table.engines(name)
         if not engines:
-            adapted = self._adapters.get(name)
-            if adapted is None:
-                raise self._absent(name)
-            return adapted
+            adapter_model = self._adapters.get(name)
+            if adapter_model is None:
+                raise self._missing_model_error(name)
+            return adapter_model
         for engine in engines.values():
             if engine.model is not None:
                 return engine.model
@@ -332,12 +334,12 @@ class Models:
         if engine is not None:
             return engine
         if self._table.has_model_any(name):
-            raise _not_for(name, table)
-        raise self._absent(name)
+            raise _wrong_endpoint_error(name, table)
+        raise self._missing_model_error(name)
 
     def all(self) -> list[ServedModel]:
         """What is served by token ids, in the order it came; adapters come last."""
-        return [*self._by_tokens().values(), *self._adapters.values()]
+        return [*self._tokenized_models().values(), *self._adapters.values()]
 
     def pass_through(self) -> list[Engine]:
         """What pass-through workers serve; one engine a name."""
@@ -349,10 +351,10 @@ class Models:
 
     def workers(self, name: str) -> tuple[Instance, ...]:
         """The workers that serve a model, or an adapter, of that name."""
-        adapted = self._adapters.get(name)
-        if adapted is None:
+        adapter_model = self._adapters.get(name)
+        if adapter_model is None:
             return self._snapshot.serving(name)
-        return serving(self._snapshot.serving(adapted.base), name)
+        return serving(self._snapshot.serving(adapter_model.base), name)
 
     async def follow(self, snapshot: Snapshot) -> bool:
         """Makes the table what the snapshot says; whether all of it worked (else: try again).
@@ -362,83 +364,91 @@ class Models:
         """
         events = list(events_between(self._snapshot, snapshot))
         self._snapshot = snapshot
-        waiting = tuple(self._watch.not_ready)
+        pending = tuple(self._watch.not_ready)
         builds: list[Build] = []
         for action in model_watcher(self._watch, events):
             self._execute(action, builds)
-        for action in self._watch.retry(waiting):
+        for action in self._watch.retry(pending):
             self._execute(action, builds)
-        self._forget_builds()
+        self._evict_builds()
         self._follow_adapters()
         try:
             async with TaskGroup() as tasks:
-                for work in builds:
-                    tasks.create_task(self._build(work))
+                for build in builds:
+                    tasks.create_task(self._run_build(build))
         except BaseException as error:
             # Else models whose build did not begin would count as being built for ever.
-            for work in builds:
-                self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
+            for build in builds:
+                self._watch.build_failed(build, MeshError(f"building was cut short: {error!r}"))
             raise
         return not self._watch.not_ready
 
-    def _holders(self, checksum: str) -> list[Instance]:
+    def _workers_with_card(self, checksum: str) -> list[Instance]:
         workers = self._snapshot.of("worker")
         return [worker for worker in workers if worker.card_checksum == checksum]
 
-    def _absent(self, name: str) -> MeshError:
-        if self._watch.is_awaited(self._offered.get(name, name)):
-            return _loading(name)
-        if self._now_s() - self._gone_at.get(name, -math.inf) < GONE_S:
-            return no_worker(name)
+    def _missing_model_error(self, name: str) -> MeshError:
+        if self._watch.is_pending(self._adapter_bases.get(name, name)):
+            return _loading_error(name)
+        if self._now_s() - self._removed_at.get(name, -math.inf) < RECENTLY_SERVED_S:
+            return no_worker_error(name)
         return UnknownModel(name)
 
-    def _note_gone(self, name: str) -> None:
+    def _record_removal(self, name: str) -> None:
         now = self._now_s()
-        self._gone_at = {n: at for n, at in self._gone_at.items() if now - at < GONE_S}
-        self._gone_at[name] = now
+        self._removed_at = {
+            n: at for n, at in self._removed_at.items() if now - at < RECENTLY_SERVED_S
+        }
+        self._removed_at[name] = now
 
-    def _forget_builds(self) -> None:
+    def _evict_builds(self) -> None:
         """But for those of models that are served, and of the last that have just left."""
-        since = self._now_s() - GONE_S
-        gone = {n: self._gone_at.get(n, -math.inf) for n in self._kept.keys() - self._table.names()}
-        lately = sorted((name for name in gone if gone[name] > since), key=lambda name: gone[name])
-        for name in gone.keys() - lately[-KEPT_MAX:]:
-            del self._kept[name]
+        cutoff_s = self._now_s() - RECENTLY_SERVED_S
+        removed_at = {
+            n: self._removed_at.get(n, -math.inf)
+            for n in self._build_cache.keys() - self._table.names()
+        }
+        recent = sorted(
+            (name for name in removed_at if removed_at[name] > cutoff_s),
+            key=lambda name: removed_at[name],
+        )
+        for name in removed_at.keys() - recent[-CACHED_BUILDS_MAX:]:
+            del self._build_cache[name]
 
     def _first_engines(self) -> Iterator[Engine]:
         for name in self._table.names():
             yield next(iter(self._table.engines(name).values()))
 
-    def _by_tokens(self) -> dict[str, ServedModel]:
+    def _tokenized_models(self) -> dict[str, ServedModel]:
         return {one.name: one.model for one in self._first_engines() if one.model is not None}
 
     def _follow_adapters(self) -> None:
         """After a change of the table, or of what workers have."""
         passed_through = {engine.name for engine in self.pass_through()}
-        found = adapters_of(self._snapshot.of("worker"), passed_through)
-        self._offered = found.models
-        models, before = self._by_tokens(), self._adapters
+        found = find_adapters(self._snapshot.of("worker"), passed_through)
+        self._adapter_bases = found.models
+        models, previous = self._tokenized_models(), self._adapters
         self._adapters = {
-            adapter: self._adapted(adapter, models[model])
+            adapter: self._get_or_make_adapter_model(adapter, models[model])
             for adapter, model in found.models.items()
             if model in models
         }
-        for adapter in sorted(before.keys() - self._adapters.keys()):
-            self._note_gone(adapter)
-            log.info("adapter_removed", model=adapter, base=before[adapter].base)
-        for adapter, adapted in self._adapters.items():
-            if adapter not in before or before[adapter].base != adapted.base:
-                log.info("adapter_added", model=adapter, base=adapted.base)
-        self._tell_hidden(found)
+        for adapter in sorted(previous.keys() - self._adapters.keys()):
+            self._record_removal(adapter)
+            log.info("adapter_removed", model=adapter, base=previous[adapter].base)
+        for adapter, adapter_model in self._adapters.items():
+            if adapter not in previous or previous[adapter].base != adapter_model.base:
+                log.info("adapter_added", model=adapter, base=adapter_model.base)
+        self._log_hidden_adapters(found)
 
-    def _adapted(self, adapter: str, model: ServedModel) -> ServedModel:
-        known = self._adapters.get(adapter)
-        if known is not None and known.card is model.card:
-            return known
+    def _get_or_make_adapter_model(self, adapter: str, model: ServedModel) -> ServedModel:
+        existing = self._adapters.get(adapter)
+        if existing is not None and existing.card is model.card:
+            return existing
         created = int(self._now_s())
-        return model.adapted(adapter, created=created, mesh_key=self._mesh_key)
+        return model.adapter_model(adapter, created=created, mesh_key=self._mesh_key)
 
-    def _tell_hidden(self, found: Adapters) -> None:
+    def _log_hidden_adapters(self, found: Adapters) -> None:
         for (adapter, model), why in found.hidden.items():
             if self._hidden.get((adapter, model)) != why:
                 log.error("adapter_hidden", adapter=adapter, model=model, why=why)
@@ -447,59 +457,59 @@ class Models:
     def _execute(self, action: Action, builds: list[Build]) -> None:
         match action:
             case Build():
-                kept = self._kept.get(action.entry.model.name)
-                if kept is None or kept[0] != action.entry:
+                cached = self._build_cache.get(action.entry.model.name)
+                if cached is None or cached[0] != action.entry:
                     builds.append(action)
                 else:
-                    for then in self._watch.built(action, kept[1]):
-                        self._execute(then, builds)
-            case Added(name, tables):
+                    for next_action in self._watch.build_succeeded(action, cached[1]):
+                        self._execute(next_action, builds)
+            case ModelAdded(name, tables):
                 log.info("model_added", model=name, tables=tables)
-            case Removed(name):
-                self._note_gone(name)
+            case ModelRemoved(name):
+                self._record_removal(name)
                 log.info("model_removed", model=name)
-            case Note(level, event, fields):
+            case LogEvent(level, event, fields):
                 getattr(log, level)(event, **fields)
 
-    async def _build(self, work: Build) -> None:
+    async def _run_build(self, build: Build) -> None:
         """Until nothing follows of it: what it was built from may have changed meanwhile."""
-        builds = [work]
+        builds = [build]
         while builds:
-            for action in await self._built(builds.pop()):
+            for action in await self._build_once(builds.pop()):
                 self._execute(action, builds)
             self._follow_adapters()
 
-    async def _built(self, work: Build) -> list[Action]:
+    async def _build_once(self, build: Build) -> list[Action]:
         try:
-            engines = await self._builder.engines(work.entry)
+            engines = await self._builder.engines(build.entry)
             if any(engine.model is not None for engine in engines.values()):
-                self._kept[work.entry.model.name] = work.entry, engines
-            return self._watch.built(work, engines)
+                self._build_cache[build.entry.model.name] = build.entry, engines
+            return self._watch.build_succeeded(build, engines)
         except MeshError as error:
-            return self._watch.failed(work, error)
+            return self._watch.build_failed(build, error)
         except (asyncio.CancelledError, KeyboardInterrupt, SystemExit) as error:
             # As in `follow`; this one may be of a build that followed another.
-            self._watch.failed(work, MeshError(f"building was cut short: {error!r}"))
+            self._watch.build_failed(build, MeshError(f"building was cut short: {error!r}"))
             raise
         except BaseException as error:  # a panic of the tokenizer library is no Exception
-            return self._refused(work, error)
+            return self._reject_card(build, error)
 
-    def _refused(self, work: Build, error: BaseException) -> list[Action]:
+    def _reject_card(self, build: Build, error: BaseException) -> list[Action]:
         """A card that trips us up is its own model's trouble: all others go on."""
-        refusal = InvalidRequest(f"the card cannot be used: {error!r}", "card")
-        name = work.entry.model.name
-        if self._watch.not_ready.get(name) != refusal.message:  # else it is a retry's, and told
+        rejection = InvalidRequest(f"the card cannot be used: {error!r}", "card")
+        name = build.entry.model.name
+        if self._watch.not_ready.get(name) != rejection.message:  # else it is a retry's, and told
             log.error("model_build_failed", model=name, exc_info=error)
-        return self._watch.failed(work, refusal)
+        return self._watch.build_failed(build, rejection)
 
 
-class _Builder:
+class _EngineBuilder:
     """Loads cards, several at once, and makes engines of them, one after the other."""
 
     def __init__(
         self,
         get_card: Callable[[str], Awaitable[ModelCard]],
-        artifacts: Artifacts,
+        artifacts: ArtifactFetcher,
         now_s: Callable[[], float],
         mesh_key: bytes,
     ) -> None:
@@ -508,16 +518,16 @@ class _Builder:
         self._now_s = now_s
         self._mesh_key = mesh_key
         # Each takes a whole core for a while, and a thread that others wait for.
-        self._one_by_one = asyncio.Lock()
+        self._build_lock = asyncio.Lock()
 
     async def engines(self, entry: Entry) -> dict[Table, Engine]:
         """One engine a table, all of the same immutable model; each answer has a detokeniser."""
         card, why = await self._card(entry)
-        pipelines = plan(entry, card, why)
+        pipelines = plan_pipelines(entry, card, why)
         created = int(self._now_s())
         model = None
         if card is not None and not all(p.is_pass_through for p in pipelines):
-            async with self._one_by_one:
+            async with self._build_lock:
                 model = await asyncio.to_thread(
                     build_model, card, created=created, mesh_key=self._mesh_key
                 )
@@ -531,13 +541,13 @@ class _Builder:
         try:
             card = await self._get_card(entry.checksum)
             if entry.model.requires_preprocessing():
-                card = await self._artifacts.complete(card)
+                card = await self._artifacts.complete_card(card)
         except MeshError as error:
             missing = isinstance(error, NotFound)
-            told = card_missing(entry) if missing else card_unreadable(entry, error)
+            card_error = card_missing(entry) if missing else card_unreadable(entry, error)
             if entry.model.requires_preprocessing():
-                raise told from error
-            log.info("model_without_card", model=entry.model.name, why=told.message)
-            return None, told.message
+                raise card_error from error
+            log.info("model_without_card", model=entry.model.name, why=card_error.message)
+            return None, card_error.message
         log.debug("card_loaded", model=entry.model.name, card=card.name)
         return card, ""

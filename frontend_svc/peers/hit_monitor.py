@@ -11,29 +11,29 @@ from collections.abc import Callable
 import structlog
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import WINDOW_S, Drift, Source
-from frontend_svc.core.request.machine import Outcome
-from frontend_svc.metrics import KvStanding
+from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, Source
+from frontend_svc.core.request.machine import RequestOutcome
+from frontend_svc.metrics import LabelledDrift
 
 log = structlog.get_logger()
 
 
-class KvWatch:
-    """Sees every answer's end. clock: monotonic seconds; ratio_max: see `Drift`."""
+class HitMonitor:
+    """Sees every answer's end. clock: monotonic seconds; ratio_max: see `HitDriftMonitor`."""
 
     def __init__(
         self, snapshot: Callable[[], Snapshot], clock: Callable[[], float], ratio_max: float
     ) -> None:
         self._snapshot = snapshot
         self._clock = clock
-        self._drift = Drift(ratio_max)
+        self._drift = HitDriftMonitor(ratio_max)
 
-    def ended(self, outcome: Outcome) -> None:
+    def on_request_end(self, outcome: RequestOutcome) -> None:
         """A request ended, however."""
-        compared = _compared(outcome)
-        if compared is None:
+        comparison = _predicted_and_actual(outcome)
+        if comparison is None:
             return
-        source, predicted, actual = compared
+        source, predicted, actual = comparison
         worker = self._snapshot().instances.get(source[0])
         if worker is None or worker.kv_index != "events":
             return
@@ -51,28 +51,28 @@ class KvWatch:
 
     def follow(self, snapshot: Snapshot) -> None:
         """The mesh's members changed."""
-        self._drift.keep(snapshot.instances)
+        self._drift.retain(snapshot.instances)
 
     def degraded(self) -> list[str]:
         """The sources whose predictions are wrong too often now, and how much, for people."""
         return [
-            f"worker {one.worker} rank {one.dp_rank}: predicted and actual cached tokens of "
-            f"{one.model} differ by {one.standing.ratio:.1%} over {WINDOW_S:g} s"
-            for one in self.standings()
-            if one.standing.is_degraded
+            f"worker {entry.worker} rank {entry.dp_rank}: predicted and actual cached tokens of "
+            f"{entry.model} differ by {entry.stats.ratio:.1%} over {WINDOW_S:g} s"
+            for entry in self.drift_stats()
+            if entry.stats.is_degraded
         ]
 
-    def standings(self) -> list[KvStanding]:
+    def drift_stats(self) -> list[LabelledDrift]:
         """All sources of workers that are there."""
         instances = self._snapshot().instances
         return [
-            KvStanding(worker.model, _name(worker), standing.source[1], standing)
-            for standing in self._drift.standings(self._clock())
-            if (worker := instances.get(standing.source[0])) is not None
+            LabelledDrift(worker.model, _name(worker), stats.source[1], stats)
+            for stats in self._drift.drift_stats(self._clock())
+            if (worker := instances.get(stats.source[0])) is not None
         ]
 
 
-def _compared(outcome: Outcome) -> tuple[Source, int, int] | None:
+def _predicted_and_actual(outcome: RequestOutcome) -> tuple[Source, int, int] | None:
     """Whose prediction it was, and both numbers; None when there is nothing to compare."""
     placed, details = outcome.placed, outcome.usage.prompt_tokens_details
     if placed is None or placed.is_unrouted or outcome.attempts != 1 or outcome.error is not None:

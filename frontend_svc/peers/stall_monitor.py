@@ -17,13 +17,13 @@ from common.errors import MeshError
 from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.peers.stall_clock import TICK_S, Patience
+from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 
 # Longer than any stall that leaves a process of use.
-ANSWER_S = 10.0
+PROBE_TIMEOUT_S = 10.0
 
 # What peers cannot dial, and what reaches a server bound to it from its own host.
-_LOOPBACK_OF = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
+_LOOPBACK_BY_WILDCARD = {"": "127.0.0.1", "*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def own_address(config: ServiceConfig, port: int) -> str:
@@ -32,7 +32,7 @@ def own_address(config: ServiceConfig, port: int) -> str:
     Not where it is advertised: many hosts do not route to themselves by that address.
     """
     host = config.host.strip("[]")
-    host = _LOOPBACK_OF.get(host, host)
+    host = _LOOPBACK_BY_WILDCARD.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -41,7 +41,7 @@ def own_security_of(config: ServiceConfig, security: rpc.Security) -> rpc.Securi
     return replace(security, server_name=security.server_name or config.advertise_host)
 
 
-async def measure(patience: Patience, address: str, security: rpc.Security) -> None:
+async def run_stall_monitor(stall_clock: StallClock, address: str, security: rpc.Security) -> None:
     """Ticks for ever. address: where this process itself serves gRPC.
 
     Its answers are waited for only as long as they come. Until the first one (it has not begun, or
@@ -51,30 +51,30 @@ async def measure(patience: Patience, address: str, security: rpc.Security) -> N
     loop = asyncio.get_running_loop()
     channel = rpc.channel(address, security=security)
     stub: Any = health_pb2_grpc.HealthStub(channel)  # the package has no types
-    has_answered = False
+    is_reachable = False
     try:
         async with TaskGroup() as tasks:
             while True:
                 await asyncio.sleep(TICK_S)
-                if has_answered:
-                    has_answered = await _answers(stub, security)
-                    patience.tick(loop.time())
+                if is_reachable:
+                    is_reachable = await _is_reachable(stub, security)
+                    stall_clock.tick(loop.time())
                     continue
-                patience.tick(loop.time())
-                probe = tasks.create_task(_answers(stub, security))
+                stall_clock.tick(loop.time())
+                probe = tasks.create_task(_is_reachable(stub, security))
                 while not probe.done():
                     await asyncio.wait([probe], timeout=TICK_S)
-                    patience.tick(loop.time())
-                has_answered = probe.result()
+                    stall_clock.tick(loop.time())
+                is_reachable = probe.result()
     finally:
         await channel.close()
 
 
-async def _answers(stub: Any, security: rpc.Security) -> bool:
+async def _is_reachable(stub: Any, security: rpc.Security) -> bool:
     """Whether a call of the own server succeeds."""
     request = health_pb2.HealthCheckRequest()
     try:
-        await rpc.unary(stub.Check, request, timeout_s=ANSWER_S, security=security)
+        await rpc.unary(stub.Check, request, timeout_s=PROBE_TIMEOUT_S, security=security)
     except MeshError:
         return False
     return True

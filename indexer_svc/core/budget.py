@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 from common.kv.events import Source
 
-ASK_EVERY_S = 1.0
-PATIENCE_S = 10.0
+SHRINK_INTERVAL_S = 1.0
+SHRINK_GRACE_S = 10.0
 # Shrinking aims below the budget, and room means well below it, or both would flap.
-TARGET = 0.9
-ROOM = 0.7
+TARGET_FRACTION = 0.9
+READMIT_FRACTION = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BudgetActions:
     """shrink: blocks to withdraw by worker; drop, admit: a source to make load-only, or no more."""
 
     shrink: Mapping[int, int] = field(default_factory=dict)
     drop: Source | None = None
-    admit: Source | None = None
+    end_load_only: Source | None = None
 
 
 class Budget:
@@ -35,43 +35,43 @@ class Budget:
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._asked_at = -math.inf
+        self._shrink_requested_at = -math.inf
         self._over_since: float | None = None
         # Load-only sources, with what a block cost when they were dropped.
-        self._dropped: dict[Source, float] = {}
+        self._load_only: dict[Source, float] = {}
 
-    def review(
+    def plan_actions(
         self,
         now: float,
         used_bytes: int,
         blocks: Mapping[Source, int],
-        withheld: Mapping[Source, int],
-    ) -> Verdict:
+        unindexed: Mapping[Source, int],
+    ) -> BudgetActions:
         """What to do; to be called often.
 
         blocks: what is kept of each source that is known. withheld: what each load-only source
         holds.
         """
-        self._dropped = {
-            source: cost for source, cost in self._dropped.items() if source in withheld
+        self._load_only = {
+            source: cost for source, cost in self._load_only.items() if source in unindexed
         }
         if not self.budget_bytes or used_bytes <= self.budget_bytes:
             self._over_since = None
-            return self._with_room(used_bytes, withheld)
+            return self._readmit(used_bytes, unindexed)
         if self._over_since is None:
             self._over_since = now
-        if now - self._asked_at < ASK_EVERY_S:
-            return Verdict()
-        self._asked_at = now
-        if now - self._over_since >= PATIENCE_S and any(blocks.values()):
+        if now - self._shrink_requested_at < SHRINK_INTERVAL_S:
+            return BudgetActions()
+        self._shrink_requested_at = now
+        if now - self._over_since >= SHRINK_GRACE_S and any(blocks.values()):
             largest = max(blocks, key=lambda source: blocks[source])
-            self._dropped[largest] = used_bytes / sum(blocks.values())
+            self._load_only[largest] = used_bytes / sum(blocks.values())
             self._over_since = now
-            return Verdict(drop=largest)
-        return Verdict(shrink=self._shares(used_bytes, blocks))
+            return BudgetActions(drop=largest)
+        return BudgetActions(shrink=self._shares(used_bytes, blocks))
 
     def _shares(self, used_bytes: int, blocks: Mapping[Source, int]) -> dict[int, int]:
-        excess = 1 - TARGET * self.budget_bytes / used_bytes
+        excess = 1 - TARGET_FRACTION * self.budget_bytes / used_bytes
         shares: dict[int, int] = {}
         for source, held in blocks.items():
             if held:
@@ -79,9 +79,9 @@ class Budget:
                 shares[source.worker_id] = share
         return shares
 
-    def _with_room(self, used_bytes: int, withheld: Mapping[Source, int]) -> Verdict:
-        for source, block_bytes in self._dropped.items():
-            if used_bytes + withheld[source] * block_bytes <= ROOM * self.budget_bytes:
-                del self._dropped[source]
-                return Verdict(admit=source)
-        return Verdict()
+    def _readmit(self, used_bytes: int, unindexed: Mapping[Source, int]) -> BudgetActions:
+        for source, block_bytes in self._load_only.items():
+            if used_bytes + unindexed[source] * block_bytes <= READMIT_FRACTION * self.budget_bytes:
+                del self._load_only[source]
+                return BudgetActions(end_load_only=source)
+        return BudgetActions()

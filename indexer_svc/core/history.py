@@ -13,7 +13,7 @@ _BATCH_BYTES = 250
 _EVENT_BYTES = 200
 
 
-class History:
+class BatchHistory:
     """A contiguous run of batches of one epoch, the latest ones, within both bounds."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class History:
         self._batches.clear()
         self._blocks = self._events = 0
 
-    def since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
+    def batches_since(self, epoch: int, sequence: int) -> list[EventBatch] | None:
         """All batches after that one; None when they are not all here."""
         batches = self._batches
         if not batches or batches[0].epoch != epoch or batches[0].sequence > sequence + 1:

@@ -15,7 +15,8 @@ A source is [worker id as decimal text, rank]; hashes are base64 of 8 bytes each
 kinds are stored, removed, cleared; tiers device, host, disk.
 
 A line is written whole, its newline last: what a crash cuts off is a last line without one, which
-is no error (`Reading.is_cut`). Any other line that is not as it should be is one, and names its
+is no error (`RecordingReader.is_cut`). Any other line that is not as it should be is one, and
+names its
 number.
 """
 
@@ -31,8 +32,8 @@ from typing import Any, Final, TypeAlias
 
 from common.errors import InvalidRequest
 from common.kv.events import (
-    CHUNK_BLOCKS,
-    NO_HASHES,
+    EMPTY_HASHES,
+    SNAPSHOT_CHUNK_BLOCKS,
     Event,
     EventBatch,
     EventKind,
@@ -46,7 +47,7 @@ from common.kv.events import (
 )
 from common.kv.hashing import hashes_from_bytes, hashes_to_bytes
 from common.kv.index_feed import IndexFeed
-from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.core.subscriber import StatusUpdate
 
 FORMAT: Final = "kvmesh_kv_events"
 VERSION: Final = 1
@@ -57,24 +58,24 @@ _STATES: Final = frozenset({"exact", "gapped", "stale", "degraded", "gone"})
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class IndexLost:
     """The recorder lost the index."""
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class RecordingEnd:
     """The recording was ended in order."""
 
 
-Entry: TypeAlias = StatusTold | EventBatch | SnapshotChunk | Lost | End
+RecordingEntry: TypeAlias = StatusUpdate | EventBatch | SnapshotChunk | IndexLost | RecordingEnd
 
 
 class BrokenRecording(InvalidRequest):
     """A file is no recording, or a line of it is not as it should be. line: its number, from 1."""
 
-    def __init__(self, line: int, why: str) -> None:
+    def __init__(self, line: int, reason: str) -> None:
         super().__init__(
-            f"line {line}: {why}",
+            f"line {line}: {reason}",
             f"line {line}",
             reason="BROKEN_RECORDING",
             metadata={"line": str(line)},
@@ -85,36 +86,36 @@ class BrokenRecording(InvalidRequest):
 # Writing.
 
 
-def header() -> bytes:
+def encode_header() -> bytes:
     """The first line."""
-    return _line({FORMAT: VERSION})
+    return _encode_json_line({FORMAT: VERSION})
 
 
-def line_of(t: float, entry: Entry) -> bytes:
+def encode_line(t: float, entry: RecordingEntry) -> bytes:
     """One line. t: seconds since the recording began."""
-    return _line({"t": round(t, 6), **_facts_of(entry)})
+    return _encode_json_line({"t": round(t, 6), **_entry_fields(entry)})
 
 
-def _line(facts: Mapping[str, object]) -> bytes:
-    return json.dumps(facts, separators=(",", ":")).encode() + b"\n"
+def _encode_json_line(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
-def _facts_of(entry: Entry) -> dict[str, object]:
+def _entry_fields(entry: RecordingEntry) -> dict[str, object]:
     match entry:
-        case StatusTold(source, partition, status):
-            facts = {"is": "status", "source": _source_facts(source), **status._asdict()}
+        case StatusUpdate(source, partition, status):
+            fields = {"is": "status", "source": _source_fields(source), **status._asdict()}
             if partition is not None:
-                facts["partition"] = {
+                fields["partition"] = {
                     "model": partition.model,
                     "block_size": partition.block_size,
                     "hash_scheme": partition.hash_scheme,
                     "adapter_version": partition.adapter_version,
                 }
-            return facts
+            return fields
         case EventBatch(source, epoch, sequence, events):
             return {
                 "is": "batch",
-                "source": _source_facts(source),
+                "source": _source_fields(source),
                 "epoch": epoch,
                 "sequence": sequence,
                 "events": [
@@ -125,7 +126,7 @@ def _facts_of(entry: Entry) -> dict[str, object]:
         case SnapshotChunk():
             return {
                 "is": "snapshot",
-                "source": _source_facts(entry.source),
+                "source": _source_fields(entry.source),
                 "epoch": entry.epoch,
                 "sequence": entry.sequence,
                 "tier": entry.tier.name.lower(),
@@ -133,13 +134,13 @@ def _facts_of(entry: Entry) -> dict[str, object]:
                 "first": entry.first,
                 "last": entry.last,
             }
-        case Lost():
+        case IndexLost():
             return {"is": "lost"}
-        case End():
+        case RecordingEnd():
             return {"is": "end"}
 
 
-def _source_facts(source: Source) -> list[object]:
+def _source_fields(source: Source) -> list[object]:
     # As text: many readers of JSON have no 63 bits.
     return [str(source.worker_id), source.dp_rank]
 
@@ -151,7 +152,7 @@ def _hash_text(hashes: Hashes) -> str:
 # Reading.
 
 
-class Reading:
+class RecordingReader:
     """Reads lines; iterate once. is_cut: the last line was cut off; has_ended: `end` was there.
 
     lines: raw, each with its newline. Raises BrokenRecording.
@@ -163,7 +164,7 @@ class Reading:
         self.has_ended = False
         self.lines_read = 0
 
-    def __iter__(self) -> Iterator[tuple[float, Entry]]:
+    def __iter__(self) -> Iterator[tuple[float, RecordingEntry]]:
         """(seconds since the recording began, entry), in order."""
         last_t = 0.0
         for raw in self._lines:
@@ -178,24 +179,26 @@ class Reading:
                 raise BrokenRecording(number, "follows the end")
             self.lines_read = number
             try:
-                facts = _Facts(json.loads(raw.decode("utf-8")))
+                fields = _JsonFields(json.loads(raw.decode("utf-8")))
                 if number == 1:
-                    _check_header(facts)
+                    _check_header(fields)
                     continue
-                t = facts.number("t")
+                t = fields.number("t")
                 if not last_t <= t < math.inf:
                     raise ValueError(f"t is {t}, after {last_t}")
-                entry = _entry_of(facts)
+                entry = _entry_of(fields)
             except (ValueError, RecursionError) as error:
                 raise BrokenRecording(number, str(error)) from error
             last_t = t
-            self.has_ended = isinstance(entry, End)
+            self.has_ended = isinstance(entry, RecordingEnd)
             yield t, entry
         if not self.lines_read:
-            raise BrokenRecording(1, f"is missing: a recording begins with {header().decode()!r}")
+            raise BrokenRecording(
+                1, f"is missing: a recording begins with {encode_header().decode()!r}"
+            )
 
 
-class _Facts:
+class _JsonFields:
     """A JSON object whose values are asked for by name and kind; ValueError says what is wrong."""
 
     def __init__(self, value: object) -> None:
@@ -237,46 +240,46 @@ class _Facts:
         return value
 
 
-def _check_header(facts: _Facts) -> None:
-    version = facts.value(FORMAT)
+def _check_header(fields: _JsonFields) -> None:
+    version = fields.value(FORMAT)
     if version != VERSION:
         raise ValueError(f"{FORMAT} is {version!r}; what can be read is {VERSION}")
 
 
-def _entry_of(facts: _Facts) -> Entry:
-    match facts.text("is"):
+def _entry_of(fields: _JsonFields) -> RecordingEntry:
+    match fields.text("is"):
         case "status":
-            return StatusTold(_source_of(facts), _partition_of(facts), _status_of(facts))
+            return StatusUpdate(_source_of(fields), _partition_of(fields), _status_of(fields))
         case "batch":
             return EventBatch(
-                _source_of(facts),
-                facts.integer("epoch"),
-                facts.integer("sequence", 1),
-                _events_of(facts.value("events")),
+                _source_of(fields),
+                fields.integer("epoch"),
+                fields.integer("sequence", 1),
+                _events_of(fields.value("events")),
             )
         case "snapshot":
-            hashes = _hashes_of(facts.text("hashes"), "hashes")
-            if len(hashes) > CHUNK_BLOCKS:
-                raise ValueError(f"hashes: {len(hashes)} are more than {CHUNK_BLOCKS}")
+            hashes = _hashes_of(fields.text("hashes"), "hashes")
+            if len(hashes) > SNAPSHOT_CHUNK_BLOCKS:
+                raise ValueError(f"hashes: {len(hashes)} are more than {SNAPSHOT_CHUNK_BLOCKS}")
             return SnapshotChunk(
-                _source_of(facts),
-                facts.integer("epoch"),
-                facts.integer("sequence"),
+                _source_of(fields),
+                fields.integer("epoch"),
+                fields.integer("sequence"),
                 hashes,
-                _tier_of(facts.text("tier")),
-                first=facts.flag("first"),
-                last=facts.flag("last"),
+                _tier_of(fields.text("tier")),
+                first=fields.flag("first"),
+                last=fields.flag("last"),
             )
         case "lost":
-            return Lost()
+            return IndexLost()
         case "end":
-            return End()
+            return RecordingEnd()
         case other:
             raise ValueError(f"is: {other!r} is not known here")
 
 
-def _source_of(facts: _Facts) -> Source:
-    match facts.value("source"):
+def _source_of(fields: _JsonFields) -> Source:
+    match fields.value("source"):
         case [str(worker), int(rank)] if worker.isdecimal() and 0 <= rank < 2**32:
             worker_id = int(worker)
             if 0 < worker_id <= _U64_MAX:
@@ -284,10 +287,10 @@ def _source_of(facts: _Facts) -> Source:
     raise ValueError("source is not [worker id as text, rank]")
 
 
-def _partition_of(facts: _Facts) -> Partition | None:
-    if not facts.has("partition"):
+def _partition_of(fields: _JsonFields) -> Partition | None:
+    if not fields.has("partition"):
         return None
-    inner = _Facts(facts.value("partition"))
+    inner = _JsonFields(fields.value("partition"))
     return Partition(
         inner.text("model"),
         inner.integer("block_size", 1),
@@ -296,11 +299,11 @@ def _partition_of(facts: _Facts) -> Partition | None:
     )
 
 
-def _status_of(facts: _Facts) -> SourceStatus:
-    state = facts.text("state")
+def _status_of(fields: _JsonFields) -> SourceStatus:
+    state = fields.text("state")
     if state not in _STATES:
         raise ValueError(f"state: {state!r} is not known here")
-    return SourceStatus(state, facts.text("reason"))
+    return SourceStatus(state, fields.text("reason"))
 
 
 # Any: a JSON value.
@@ -333,7 +336,7 @@ def _tier_of(name: str) -> Tier:
 
 def _hashes_of(text: str, field: str) -> Hashes:
     if not text:
-        return NO_HASHES
+        return EMPTY_HASHES
     try:
         return hashes_from_bytes(b64decode(text, validate=True))
     except (binascii.Error, ValueError) as error:
@@ -343,57 +346,57 @@ def _hashes_of(text: str, field: str) -> Hashes:
 # Using.
 
 
-def play(feed: IndexFeed, entry: Entry, now: float) -> Iterator[None]:
+def play(feed: IndexFeed, entry: RecordingEntry, now: float) -> Iterator[None]:
     """Gives an entry to a replica; steps as of `IndexFeed.apply`. Raises InvalidRequest."""
     match entry:
-        case StatusTold(source, partition, status):
-            feed.follow(partition, source, status, now)
+        case StatusUpdate(source, partition, status):
+            feed.apply_status(partition, source, status, now)
         case EventBatch():
             yield from feed.apply(entry, now)
         case SnapshotChunk():
             yield from feed.load(entry, now)
-        case Lost():
-            feed.lose_all(now, "the recorder lost its index")
-        case End():
+        case IndexLost():
+            feed.mark_all_disconnected(now, "the recorder lost its index")
+        case RecordingEnd():
             pass
 
 
-class Positions:
+class SourcePositions:
     """Where a replica of all that was recorded stands: what a recorder resumes from.
 
     A snapshot counts from its last part on, with the batches that came meanwhile.
     """
 
     def __init__(self) -> None:
-        self._at: dict[Source, tuple[int, int]] = {}
-        self._incoming: dict[Source, tuple[int, int]] = {}
+        self._positions: dict[Source, tuple[int, int]] = {}
+        self._loading: dict[Source, tuple[int, int]] = {}
 
     def states(self) -> list[SourceState]:
-        """One for each source that is known, after `Lost` was taken."""
-        return [SourceState(source, *at) for source, at in self._at.items()]
+        """One for each source that is known, after `IndexLost` was taken."""
+        return [SourceState(source, *at) for source, at in self._positions.items()]
 
     def is_loading(self, worker_id: int) -> bool:
         """Whether a snapshot of one of its sources is under way."""
-        return any(source.worker_id == worker_id for source in self._incoming)
+        return any(source.worker_id == worker_id for source in self._loading)
 
-    def take(self, entry: Entry) -> None:
+    def take(self, entry: RecordingEntry) -> None:
         """An entry was recorded."""
         match entry:
-            case StatusTold(source, _, status):
+            case StatusUpdate(source, _, status):
                 if status.state == "gone":
-                    self._at.pop(source, None)
-                    self._incoming.pop(source, None)
+                    self._positions.pop(source, None)
+                    self._loading.pop(source, None)
             case EventBatch(source, epoch, sequence):
-                if epoch > self._incoming.get(source, self._at.get(source, (0, 0)))[0]:
-                    self._incoming.pop(source, None)
-                at = self._incoming if source in self._incoming else self._at
+                if epoch > self._loading.get(source, self._positions.get(source, (0, 0)))[0]:
+                    self._loading.pop(source, None)
+                at = self._loading if source in self._loading else self._positions
                 at[source] = (epoch, sequence)
             case SnapshotChunk(source):
                 if entry.first:
-                    self._incoming[source] = (entry.epoch, entry.sequence)
-                if entry.last and source in self._incoming:
-                    self._at[source] = self._incoming.pop(source)
-            case Lost():
-                self._incoming.clear()
-            case End():
+                    self._loading[source] = (entry.epoch, entry.sequence)
+                if entry.last and source in self._loading:
+                    self._positions[source] = self._loading.pop(source)
+            case IndexLost():
+                self._loading.clear()
+            case RecordingEnd():
                 pass

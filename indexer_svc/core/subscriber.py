@@ -1,6 +1,7 @@
 """What one subscriber has, is owed and has waiting: a replica of the index (pure).
 
-For each source the subscriber knows, `_known` is where its copy will stand once all that waits has
+For each source the subscriber knows, `_positions` is where its copy will stand once all that waits
+has
 arrived. A batch is passed on only to who stands right before it. Who stands elsewhere gets the
 batches in between if they are still there, else a snapshot: at most SNAPSHOTS_MAX are read at once,
 one part whenever nothing else waits, so a snapshot never delays live batches and never queues up.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.kv.events import (
-    NO_HASHES,
+    EMPTY_HASHES,
     EventBatch,
     Hashes,
     Partition,
@@ -36,20 +37,20 @@ from common.kv.events import (
 )
 from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
-from indexer_svc.core.history import History
+from indexer_svc.core.history import BatchHistory
 
 SNAPSHOTS_MAX = 2
 FRAME_BYTES = 256 * 1024
 ITEM_BYTES = 64
-UNSENT = SourceStatus("gapped", "a snapshot is on its way")
-UNWANTED = SourceStatus("gapped", "the subscriber asked for loads only")
-WITHDRAWN = SourceStatus("gone", "its claims were dropped here")
+SNAPSHOT_PENDING = SourceStatus("gapped", "a snapshot is on its way")
+LOADS_ONLY = SourceStatus("gapped", "the subscriber asked for loads only")
+CONTENT_WITHDRAWN = SourceStatus("gone", "its claims were dropped here")
 NOT_KNOWN_YET = SourceStatus("stale", "its publisher has not come to this index yet")
 ABSENT = SourceStatus("gone", "its worker is not in discovery")
 
 
 @dataclass(frozen=True, slots=True)
-class StatusTold:
+class StatusUpdate:
     """How far a source can be trusted; the first thing said about it.
 
     at: (epoch, sequence) of what the subscriber has of it then; zeros: not said.
@@ -62,7 +63,7 @@ class StatusTold:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadTold:
+class LoadUpdate:
     """A source's load."""
 
     source: Source
@@ -74,11 +75,11 @@ class CaughtUp:
     """All that was there at the beginning has been told."""
 
 
-Told: TypeAlias = StatusTold | LoadTold | CaughtUp | EventBatch | SnapshotChunk
+Outbound: TypeAlias = StatusUpdate | LoadUpdate | CaughtUp | EventBatch | SnapshotChunk
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
+class _SnapshotRead:
     """A snapshot being sent."""
 
     source: Source
@@ -86,7 +87,7 @@ class _Reading:
 
 
 class Subscriber:
-    """One subscription. `is_cut`: more than `cap_bytes` waited; it has to resume.
+    """One subscription. `is_overflowed`: more than `cap_bytes` waited; it has to resume.
 
     resume: what the subscriber has. partition: None for all. is_absent: whether a worker is not in
     discovery. loads_only: it wants no claims, so none are kept for it.
@@ -95,7 +96,7 @@ class Subscriber:
     def __init__(
         self,
         feed: IndexFeed,
-        histories: Mapping[Source, History],
+        histories: Mapping[Source, BatchHistory],
         resume: Iterable[SourceState],
         partition: Partition | None,
         cap_bytes: int,
@@ -110,18 +111,18 @@ class Subscriber:
         self._is_absent = is_absent
         self._loads_only = loads_only
         # None: it has something, of no use. Not there: it has nothing.
-        self._known: dict[Source, tuple[int, int] | None] = {
+        self._positions: dict[Source, tuple[int, int] | None] = {
             state.source: (state.epoch, state.sequence) for state in resume
         }
-        self._waiting: deque[Told] = deque()
+        self._waiting: deque[Outbound] = deque()
         self._waiting_bytes = 0
         self._loads: dict[Source, Load] = {}
-        self._wanted: dict[Source, None] = {}
-        self._readings: deque[_Reading] = deque()
+        self._pending_snapshots: dict[Source, None] = {}
+        self._snapshot_reads: deque[_SnapshotRead] = deque()
         # Of which nothing was said yet; the next one last, since a dict loses its first slowly.
-        self._unsaid = dict.fromkeys(reversed([*self._known, *feed.sources()]))
+        self._unreported = dict.fromkeys(reversed([*self._positions, *feed.sources()]))
         self._is_caught_up = False
-        self.is_cut = False
+        self.is_overflowed = False
 
     @property
     def has_more(self) -> bool:
@@ -134,97 +135,99 @@ class Subscriber:
         """A batch was applied to the index."""
         source = batch.source
         at = (batch.epoch, batch.sequence)
-        known = self._known.get(source)
+        position = self._positions.get(source)
         # Before the first word the copy may stand in another partition: the history brings it.
-        if known is None or self._loads_only or source in self._unsaid:
+        if position is None or self._loads_only or source in self._unreported:
             return
-        begins_epoch = batch.sequence == 1 and batch.epoch > known[0]
-        if begins_epoch or at == (known[0], known[1] + 1):
-            self._known[source] = at
+        begins_epoch = batch.sequence == 1 and batch.epoch > position[0]
+        if begins_epoch or at == (position[0], position[1] + 1):
+            self._positions[source] = at
             self._put(batch)
 
-    def replaced(self, source: Source) -> None:
+    def source_replaced(self, source: Source) -> None:
         """A source's set has changed otherwise than by batches."""
-        if source in self._known:
-            self._known[source] = None
-        self._stop_reading(source)
+        if source in self._positions:
+            self._positions[source] = None
+        self._cancel_snapshot(source)
         if source in self._feed:
             self.reconcile(source)
 
-    def changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
+    def status_changed(self, source: Source, partition: Partition, status: SourceStatus) -> None:
         """How far a source can be trusted has changed."""
         if source in self._feed:
             self.reconcile(source)
             return
-        self._unsaid.pop(source, None)
-        if self._wants(partition):
-            self._stop_reading(source)
-            self._known.pop(source, None)
+        self._unreported.pop(source, None)
+        if self._includes(partition):
+            self._cancel_snapshot(source)
+            self._positions.pop(source, None)
             self._loads.pop(source, None)
-            self._put(StatusTold(source, partition, status))
+            self._put(StatusUpdate(source, partition, status))
 
     def load(self, source: Source, partition: Partition, load: Load) -> None:
         """A source's load; one that still waits is overtaken."""
-        if self._wants(partition):
+        if self._includes(partition):
             self._loads[source] = load
 
     def reconcile(self, source: Source) -> None:
         """Sees to it that the subscriber gets what it lacks of a source, and its status."""
-        self._unsaid.pop(source, None)
+        self._unreported.pop(source, None)
         partition, status = self._feed.partition(source), self._feed.status(source)
-        if not self._wants(partition):
+        if not self._includes(partition):
             return
         if self._loads_only:
             is_there = status.state in ("exact", "degraded")
-            self._put(StatusTold(source, partition, UNWANTED if is_there else status))
+            self._put(StatusUpdate(source, partition, LOADS_ONLY if is_there else status))
         elif self._feed.is_load_only(source):
             self._withdraw(source)
-            self._put(StatusTold(source, partition, status))
+            self._put(StatusUpdate(source, partition, status))
         elif status.state == "gapped":
-            self._stop_reading(source)
-            self._put(StatusTold(source, partition, status))
-        elif source in self._wanted or any(r.source == source for r in self._readings):
+            self._cancel_snapshot(source)
+            self._put(StatusUpdate(source, partition, status))
+        elif source in self._pending_snapshots or any(
+            r.source == source for r in self._snapshot_reads
+        ):
             return  # Its status follows its snapshot.
-        elif self._bring_up_to_date(source):
-            self._put(self._told_with_position(source))
+        elif self._catch_up_from_history(source):
+            self._put(self._status_update(source))
         else:
-            self._wanted[source] = None
-            self._put(StatusTold(source, partition, UNSENT))
+            self._pending_snapshots[source] = None
+            self._put(StatusUpdate(source, partition, SNAPSHOT_PENDING))
 
     # What to send.
 
-    def take(self, size: int = FRAME_BYTES) -> list[Told]:
+    def take(self, size: int = FRAME_BYTES) -> list[Outbound]:
         """What to send next, in order: about `size` bytes of what waits, then a snapshot's part.
 
         Must not run amid the application of a batch.
         """
-        told: list[Told] = []
-        while (self._waiting or self._unsaid) and size > 0:
+        outbound: list[Outbound] = []
+        while (self._waiting or self._unreported) and size > 0:
             if not self._waiting:
-                self._say(self._unsaid.popitem()[0])
+                self._send_first_status(self._unreported.popitem()[0])
                 continue
             item = self._waiting.popleft()
-            weight = _weight(item)
-            self._waiting_bytes -= weight
-            size -= weight
-            told.append(item)
-        told += [LoadTold(source, load) for source, load in self._loads.items()]
+            item_bytes = _item_bytes(item)
+            self._waiting_bytes -= item_bytes
+            size -= item_bytes
+            outbound.append(item)
+        outbound += [LoadUpdate(source, load) for source, load in self._loads.items()]
         self._loads.clear()
-        if not (self._waiting or self._unsaid):
-            self._take_part(told)
+        if not (self._waiting or self._unreported):
+            self._take_snapshot_chunk(outbound)
         if not (self._is_caught_up or self._waiting or self._is_behind):
             self._is_caught_up = True
-            told.append(CaughtUp())
-        return told
+            outbound.append(CaughtUp())
+        return outbound
 
     # Inside.
 
     @property
     def _is_behind(self) -> bool:
         """Whether there is more to find out than what waits."""
-        return bool(self._unsaid or self._wanted or self._readings)
+        return bool(self._unreported or self._pending_snapshots or self._snapshot_reads)
 
-    def _say(self, source: Source) -> None:
+    def _send_first_status(self, source: Source) -> None:
         """The first word about a source that the subscriber has, or the index, or both."""
         if source in self._feed:
             self.reconcile(source)
@@ -232,98 +235,100 @@ class Subscriber:
         # After a restart of this index, workers are on their way to it.
         is_absent = self._is_absent(source.worker_id)
         if is_absent:
-            del self._known[source]
-        self._put(StatusTold(source, None, ABSENT if is_absent else NOT_KNOWN_YET))
+            del self._positions[source]
+        self._put(StatusUpdate(source, None, ABSENT if is_absent else NOT_KNOWN_YET))
 
-    def _wants(self, partition: Partition) -> bool:
+    def _includes(self, partition: Partition) -> bool:
         return self._partition is None or partition == self._partition
 
-    def _put(self, item: Told) -> None:
-        if self.is_cut:
+    def _put(self, item: Outbound) -> None:
+        if self.is_overflowed:
             return
         self._waiting.append(item)
-        self._waiting_bytes += _weight(item)
+        self._waiting_bytes += _item_bytes(item)
         if self._waiting_bytes > self._cap_bytes:
-            self.is_cut = True
+            self.is_overflowed = True
             self._waiting.clear()
 
-    def _told_with_position(self, source: Source) -> StatusTold:
-        at = self._known.get(source) or (0, 0)
-        return StatusTold(source, self._feed.partition(source), self._feed.status(source), at)
+    def _status_update(self, source: Source) -> StatusUpdate:
+        at = self._positions.get(source) or (0, 0)
+        return StatusUpdate(source, self._feed.partition(source), self._feed.status(source), at)
 
     def _withdraw(self, source: Source) -> None:
         """Lets the subscriber forget what it has of a source."""
-        self._stop_reading(source)
-        if source in self._known:
-            del self._known[source]
-            self._put(StatusTold(source, None, WITHDRAWN))
+        self._cancel_snapshot(source)
+        if source in self._positions:
+            del self._positions[source]
+            self._put(StatusUpdate(source, None, CONTENT_WITHDRAWN))
 
-    def _bring_up_to_date(self, source: Source) -> bool:
+    def _catch_up_from_history(self, source: Source) -> bool:
         """Without a snapshot; whether that was possible."""
         at = self._feed.position(source)
-        here = (at.epoch, at.sequence)
-        known = self._known.get(source)
-        if known is not None and known >= here:
+        current = (at.epoch, at.sequence)
+        position = self._positions.get(source)
+        if position is not None and position >= current:
             return True
-        if at.sequence == 0 and source not in self._known:
-            self._known[source] = here
+        if at.sequence == 0 and source not in self._positions:
+            self._positions[source] = current
             return True
-        if known is None or source not in self._histories:
+        if position is None or source not in self._histories:
             return False
-        missed = self._histories[source].since(*known)
-        if missed is None or known[0] != at.epoch:
+        missing_batches = self._histories[source].batches_since(*position)
+        if missing_batches is None or position[0] != at.epoch:
             return False
         # What does not fit would be cut now and whenever it resumes; a snapshot is read as it goes.
         # Half is for statuses and what comes meanwhile.
-        if self._waiting_bytes + sum(map(_weight, missed)) > self._cap_bytes // 2:
+        if self._waiting_bytes + sum(map(_item_bytes, missing_batches)) > self._cap_bytes // 2:
             return False
-        for batch in missed:
+        for batch in missing_batches:
             self.batch(batch)
-        return self._known[source] == here
+        return self._positions[source] == current
 
-    def _take_part(self, told: list[Told]) -> None:
-        if self._wanted and len(self._readings) < SNAPSHOTS_MAX:
-            source = next(iter(self._wanted))
-            del self._wanted[source]
+    def _take_snapshot_chunk(self, outbound: list[Outbound]) -> None:
+        if self._pending_snapshots and len(self._snapshot_reads) < SNAPSHOTS_MAX:
+            source = next(iter(self._pending_snapshots))
+            del self._pending_snapshots[source]
             # Its first part goes out at once: no batch may go ahead of that, or it is a gap.
-            self._readings.appendleft(self._begin(source))
-        if not self._readings:
+            self._snapshot_reads.appendleft(self._begin_snapshot(source))
+        if not self._snapshot_reads:
             return
-        reading = self._readings.popleft()
+        snapshot_read = self._snapshot_reads.popleft()
         # Cleared meanwhile, it ends early, and the batch that cleared it has gone ahead.
-        chunk = next(reading.chunks)
-        told.append(chunk)
+        chunk = next(snapshot_read.chunks)
+        outbound.append(chunk)
         if not chunk.last:
-            self._readings.append(reading)
+            self._snapshot_reads.append(snapshot_read)
             return
-        told.append(self._told_with_position(reading.source))
+        outbound.append(self._status_update(snapshot_read.source))
 
-    def _begin(self, source: Source) -> _Reading:
+    def _begin_snapshot(self, source: Source) -> _SnapshotRead:
         at = self._feed.position(source)
-        self._known[source] = (at.epoch, at.sequence)
-        index, claims = self._feed.claims(source)
-        return _Reading(source, snapshot_of(at, index.chunks(claims)))
+        self._positions[source] = (at.epoch, at.sequence)
+        index, advertised = self._feed.advertised(source)
+        return _SnapshotRead(source, snapshot_chunks(at, index.chunks(advertised)))
 
-    def _stop_reading(self, source: Source) -> None:
-        self._wanted.pop(source, None)
-        for reading in [r for r in self._readings if r.source == source]:
-            self._readings.remove(reading)
+    def _cancel_snapshot(self, source: Source) -> None:
+        self._pending_snapshots.pop(source, None)
+        for snapshot_read in [r for r in self._snapshot_reads if r.source == source]:
+            self._snapshot_reads.remove(snapshot_read)
             # Its copy is neither the old nor the new.
-            self._known[source] = None
+            self._positions[source] = None
 
 
-def snapshot_of(at: SourceState, parts: Iterator[tuple[Tier, Hashes]]) -> Iterator[SnapshotChunk]:
+def snapshot_chunks(
+    at: SourceState, parts: Iterator[tuple[Tier, Hashes]]
+) -> Iterator[SnapshotChunk]:
     """The parts as chunks, marked first and last; one empty chunk when there are none."""
-    tier, hashes = next(parts, (Tier.DEVICE, NO_HASHES))
+    tier, hashes = next(parts, (Tier.DEVICE, EMPTY_HASHES))
     is_first = True
-    for following in parts:
+    for next_part in parts:
         yield SnapshotChunk(at.source, at.epoch, at.sequence, hashes, tier, first=is_first)
         is_first = False
-        tier, hashes = following
+        tier, hashes = next_part
     yield SnapshotChunk(at.source, at.epoch, at.sequence, hashes, tier, first=is_first, last=True)
 
 
-def _weight(item: Told) -> int:
+def _item_bytes(item: Outbound) -> int:
     if isinstance(item, EventBatch):
         return ITEM_BYTES + sum(8 * len(event.hashes) + 16 for event in item.events)
     return ITEM_BYTES

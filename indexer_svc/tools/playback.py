@@ -21,55 +21,57 @@ from typing import Any
 
 from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
-from common.kv.index_feed import IndexFeed, exhaust
+from common.kv.index_feed import IndexFeed, run_all_steps
 from common.rpc import channel as rpc
-from common.rpc.interceptors import raising_mesh_errors
+from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, knob, read_config_or_exit
+from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_to_proto,
-    chunk_to_proto,
     partition_to_proto,
-    state_from_proto,
-    state_to_proto,
+    snapshot_chunk_to_proto,
+    source_state_from_proto,
+    source_state_to_proto,
 )
 from indexer_svc.core.recording import (
     LINE_BYTES_MAX,
     BrokenRecording,
-    Entry,
-    Lost,
-    Positions,
-    Reading,
+    IndexLost,
+    RecordingEntry,
+    RecordingReader,
+    SourcePositions,
     play,
 )
-from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.core.subscriber import StatusUpdate
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 # How long an indexer may take to acknowledge what it was sent last.
-ACK_S = 30.0
+ACK_TIMEOUT_S = 30.0
 # What retired claims leave behind is cleared away by so many blocks an entry.
 SWEEP_BLOCKS = 65_536
 # Entries after which others get their turn, where nothing else makes them wait.
-TURN_ENTRIES = 256
+ENTRIES_PER_TURN = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayConfig(ServiceConfig):
+class PlaybackConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.playback`, and the mesh-wide `KVMESH_*` variables."""
 
-    recording: Path = field(metadata=knob("The file to read."))
+    recording: Path = field(metadata=setting("The file to read."))
     indexer: str | None = field(
         default=None,
-        metadata=knob("The indexer to publish to, host:port; else into an index of its own."),
+        metadata=setting("The indexer to publish to, host:port; else into an index of its own."),
     )
     speed: float = field(
         default=0.0,
-        metadata=knob("1: at the recorded pace, 2: twice as fast; 0: at once.", check=at_least(0)),
+        metadata=setting(
+            "1: at the recorded pace, 2: twice as fast; 0: at once.", check=at_least(0)
+        ),
     )
     hold_s: float = field(
         default=0.0,
-        metadata=knob(
+        metadata=setting(
             "Stay connected for so long afterwards: an indexer forgets workers that leave.",
             check=at_least(0),
         ),
@@ -77,7 +79,7 @@ class ReplayConfig(ServiceConfig):
 
 
 @dataclass(slots=True)
-class Replayed:
+class PlaybackStats:
     """What was played. is_cut: the file ends in the middle of a line, as after a crash.
 
     has_ended: the recording was ended in order. blocks: in the index at the end; -1: not known.
@@ -94,144 +96,152 @@ class Replayed:
     is_cut: bool = False
     has_ended: bool = False
 
-    def count(self, entry: Entry) -> None:
+    def count(self, entry: RecordingEntry) -> None:
         """An entry was played."""
         self.batches += isinstance(entry, EventBatch)
         self.chunks += isinstance(entry, SnapshotChunk)
 
-    def close(self, reading: Reading, began: float) -> Replayed:
+    def close(self, reader: RecordingReader, began: float) -> PlaybackStats:
         """All was played."""
-        self.lines, self.is_cut = reading.lines_read, reading.is_cut
-        self.has_ended = reading.has_ended
+        self.lines, self.is_cut = reader.lines_read, reader.is_cut
+        self.has_ended = reader.has_ended
         self.seconds = round(time.perf_counter() - began, 3)
         return self
 
 
 @asynccontextmanager
-async def _opened(path: Path) -> AsyncIterator[Reading]:
+async def _open_recording(path: Path) -> AsyncIterator[RecordingReader]:
     with path.open("rb") as file:
 
         def lines() -> Iterator[bytes]:
             while line := file.readline(LINE_BYTES_MAX + 1):
                 yield line
 
-        yield Reading(lines())
+        yield RecordingReader(lines())
 
 
-async def replay_here(path: Path, feed: IndexFeed, speed: float = 0.0) -> Replayed:
+async def play_into_local_index(path: Path, feed: IndexFeed, speed: float = 0.0) -> PlaybackStats:
     """Plays a file into an index of this process. Raises BrokenRecording, OSError."""
     began = time.perf_counter()
-    replayed = Replayed()
-    async with _opened(path) as reading:
-        async for entry in _paced(reading, speed):
+    playback_stats = PlaybackStats()
+    async with _open_recording(path) as reader:
+        async for entry in _paced(reader, speed):
             try:
-                exhaust(play(feed, entry, time.monotonic()))
+                run_all_steps(play(feed, entry, time.monotonic()))
             except InvalidRequest as error:
-                raise BrokenRecording(reading.lines_read, error.message) from error
-            feed.take_news()  # Nobody listens, and it would pile up.
+                raise BrokenRecording(reader.lines_read, error.message) from error
+            feed.take_events()  # Nobody listens, and it would pile up.
             feed.sweep(SWEEP_BLOCKS)
-            replayed.count(entry)
-        replayed.sources, replayed.blocks = len(feed.sources()), feed.blocks
-        return replayed.close(reading, began)
+            playback_stats.count(entry)
+        playback_stats.sources, playback_stats.blocks = len(feed.sources()), feed.blocks
+        return playback_stats.close(reader, began)
 
 
-async def replay_to(
+async def play_to_indexer(
     path: Path,
     address: str,
     speed: float = 0.0,
     *,
     hold_s: float = 0.0,
     security: rpc.Security = rpc.PLAINTEXT,
-) -> Replayed:
+) -> PlaybackStats:
     """Publishes a file to an indexer. Raises BrokenRecording, OSError, MeshError."""
-    cast = await _cast_of(path)
+    workers = await _read_workers(path)
     began = time.perf_counter()
     async with rpc.channel(address, security=security) as channel, TaskGroup() as tasks:
-        company = _Company(indexer_pb2_grpc.IndexerServiceStub(channel), security, cast, tasks)
+        publishers = _PublisherStreams(
+            indexer_pb2_grpc.IndexerServiceStub(channel), security, workers, tasks
+        )
         try:
-            async with _opened(path) as reading:
-                async for entry in _paced(reading, speed):
-                    await company.play(entry)
-                    company.replayed.count(entry)
-                await company.acknowledged()
-                replayed = company.replayed.close(reading, began)
+            async with _open_recording(path) as reader:
+                async for entry in _paced(reader, speed):
+                    await publishers.play(entry)
+                    publishers.playback_stats.count(entry)
+                await publishers.wait_until_acknowledged()
+                playback_stats = publishers.playback_stats.close(reader, began)
             await asyncio.sleep(hold_s)
         finally:
-            company.close()
-        replayed.sources = sum(len(part.ranks) for part in cast.values())
-        return replayed
+            publishers.close()
+        playback_stats.sources = sum(len(worker.ranks) for worker in workers.values())
+        return playback_stats
 
 
-async def _paced(reading: Reading, speed: float) -> AsyncIterator[Entry]:
+async def _paced(reader: RecordingReader, speed: float) -> AsyncIterator[RecordingEntry]:
     loop = asyncio.get_running_loop()
     began_at = loop.time()
-    for turns, (t, entry) in enumerate(reading, 1):
+    for turns, (t, entry) in enumerate(reader, 1):
         late_s = loop.time() - began_at - t / speed if speed else 0.0
         if late_s < 0:
             await asyncio.sleep(-late_s)
-        elif turns % TURN_ENTRIES == 0:
+        elif turns % ENTRIES_PER_TURN == 0:
             await asyncio.sleep(0)
         yield entry
 
 
 @dataclass(slots=True)
-class _Part:
+class _RecordedWorker:
     """A worker of a recording: its partition and all its ranks."""
 
     partition: Partition
     ranks: dict[int, None] = field(default_factory=dict)
 
 
-async def _cast_of(path: Path) -> dict[int, _Part]:
+async def _read_workers(path: Path) -> dict[int, _RecordedWorker]:
     """Who is in the recording; reads all of it. A hello has to name all ranks of a worker."""
-    cast: dict[int, _Part] = {}
-    async with _opened(path) as reading:
-        async for entry in _paced(reading, 0.0):
+    workers: dict[int, _RecordedWorker] = {}
+    async with _open_recording(path) as reader:
+        async for entry in _paced(reader, 0.0):
             source = getattr(entry, "source", None)
             if not isinstance(source, Source):
                 continue
-            part = cast.get(source.worker_id)
-            if isinstance(entry, StatusTold) and entry.partition is not None:
-                if part is None:
-                    part = cast[source.worker_id] = _Part(entry.partition)
-                if part.partition != entry.partition:
-                    why = f"line {reading.lines_read}: worker {source.worker_id} moves"
-                    raise Unsupported("partition", why)
-                part.ranks[source.dp_rank] = None
-            if (part is None or source.dp_rank not in part.ranks) and not _is_farewell(entry):
-                raise BrokenRecording(reading.lines_read, f"{source} was not told of before")
-    return cast
+            worker = workers.get(source.worker_id)
+            if isinstance(entry, StatusUpdate) and entry.partition is not None:
+                if worker is None:
+                    worker = workers[source.worker_id] = _RecordedWorker(entry.partition)
+                if worker.partition != entry.partition:
+                    reason = f"line {reader.lines_read}: worker {source.worker_id} moves"
+                    raise Unsupported("partition", reason)
+                worker.ranks[source.dp_rank] = None
+            if (worker is None or source.dp_rank not in worker.ranks) and not _is_gone_status(
+                entry
+            ):
+                raise BrokenRecording(reader.lines_read, f"{source} was not told of before")
+    return workers
 
 
-def _is_farewell(entry: Entry) -> bool:
-    return isinstance(entry, StatusTold) and entry.status.state == "gone"
+def _is_gone_status(entry: RecordingEntry) -> bool:
+    return isinstance(entry, StatusUpdate) and entry.status.state == "gone"
 
 
-class _Company:
+class _PublisherStreams:
     """The recorded workers, each with a Publish stream while it is there."""
 
     def __init__(
-        self, stub: Any, security: rpc.Security, cast: dict[int, _Part], tasks: TaskGroup
+        self,
+        stub: Any,
+        security: rpc.Security,
+        workers: dict[int, _RecordedWorker],
+        tasks: TaskGroup,
     ) -> None:
-        self.replayed = Replayed()
+        self.playback_stats = PlaybackStats()
         self._stub = stub
         self._security = security
-        self._cast = cast
+        self._workers = workers
         self._tasks = tasks
-        self._streams: dict[int, _Stream] = {}
-        self._positions = Positions()
+        self._streams: dict[int, _PublishStream] = {}
+        self._positions = SourcePositions()
         self._degraded: dict[Source, bool] = {}
         # Ranks that have left while others of their worker stay; workers to be said hello for anew,
         # and what is to be published of theirs then.
         self._gone: set[Source] = set()
         self._changed: set[int] = set()
-        self._held: dict[int, list[Entry]] = {}
+        self._deferred: dict[int, list[RecordingEntry]] = {}
 
-    async def play(self, entry: Entry) -> None:
+    async def play(self, entry: RecordingEntry) -> None:
         """Publishes one entry."""
         source = getattr(entry, "source", None)
-        if isinstance(source, Source) and self._must_be_held(source, entry):
-            self._held.setdefault(source.worker_id, []).append(entry)
+        if isinstance(source, Source) and self._must_defer(source, entry):
+            self._deferred.setdefault(source.worker_id, []).append(entry)
         else:
             await self._play(entry)
         for worker_id in list(self._changed):
@@ -239,76 +249,76 @@ class _Company:
             if not self._positions.is_loading(worker_id):
                 self._changed.discard(worker_id)
                 if worker_id in self._streams:
-                    await self._begin_anew(worker_id)
-                for held in self._held.pop(worker_id, ()):
-                    await self._play(held)
-                if isinstance(entry, Lost):
+                    await self._restart_stream(worker_id)
+                for deferred_entry in self._deferred.pop(worker_id, ()):
+                    await self._play(deferred_entry)
+                if isinstance(entry, IndexLost):
                     self._positions.take(entry)
 
-    def _must_be_held(self, source: Source, entry: Entry) -> bool:
+    def _must_defer(self, source: Source, entry: RecordingEntry) -> bool:
         """Whether it is of a rank that came back, and that its worker's stream does not list."""
-        if source in self._gone and not _is_farewell(entry):
+        if source in self._gone and not _is_gone_status(entry):
             self._gone.discard(source)
             self._changed.add(source.worker_id)
         stream = self._streams.get(source.worker_id)
-        return stream is not None and source not in stream.sources and not _is_farewell(entry)
+        return stream is not None and source not in stream.sources and not _is_gone_status(entry)
 
-    async def _play(self, entry: Entry) -> None:
+    async def _play(self, entry: RecordingEntry) -> None:
         match entry:
-            case StatusTold(source, _, status):
+            case StatusUpdate(source, _, status):
                 self._positions.take(entry)
                 if status.state != "gone":
-                    await self._tell_degraded(source, status.state == "degraded")
-                elif self._is_left(source.worker_id):
+                    await self._send_degraded(source, status.state == "degraded")
+                elif self._has_known_ranks(source.worker_id):
                     self._gone.add(source)
                     self._changed.add(source.worker_id)
                 else:
-                    await self._end(source.worker_id)
+                    await self._close_stream(source.worker_id)
             case EventBatch(source):
                 await (await self._stream(source)).write(batch=batch_to_proto(entry))
                 # Only now: a hello says what was there before.
                 self._positions.take(entry)
             case SnapshotChunk(source):
-                await (await self._stream(source)).write(snapshot=chunk_to_proto(entry))
+                await (await self._stream(source)).write(snapshot=snapshot_chunk_to_proto(entry))
                 self._positions.take(entry)
-            case Lost():
+            case IndexLost():
                 self._positions.take(entry)
                 # What was under way is not ended: hello says where each of them stands.
                 # At once: an indexer forgets a worker that is not in discovery and has no stream.
                 for worker_id in list(self._streams):
-                    await self._begin_anew(worker_id)
+                    await self._restart_stream(worker_id)
             case _:
                 pass
 
-    async def acknowledged(self) -> None:
+    async def wait_until_acknowledged(self) -> None:
         """Returns when all is in the index. Raises Unavailable after ACK_S."""
-        wanted = {one.source: (one.epoch, one.sequence) for one in self._positions.states()}
-        for source in wanted:
+        required = {one.source: (one.epoch, one.sequence) for one in self._positions.states()}
+        for source in required:
             await self._stream(source)
         try:
-            async with asyncio.timeout(ACK_S):
+            async with asyncio.timeout(ACK_TIMEOUT_S):
                 for stream in self._streams.values():
-                    await stream.acknowledged(wanted)
+                    await stream.wait_until_acknowledged(required)
         except TimeoutError:
-            raise Unavailable(f"the indexer has not taken all in {ACK_S} s") from None
+            raise Unavailable(f"the indexer has not taken all in {ACK_TIMEOUT_S} s") from None
 
     def close(self) -> None:
         """Ends all streams."""
         for stream in self._streams.values():
             stream.call.cancel()
             stream.reader.cancel()
-            self.replayed.shrinks += stream.shrinks
+            self.playback_stats.shrinks += stream.shrinks
         self._streams.clear()
 
-    def _is_left(self, worker_id: int) -> bool:
+    def _has_known_ranks(self, worker_id: int) -> bool:
         return any(one.source.worker_id == worker_id for one in self._positions.states())
 
-    async def _tell_degraded(self, source: Source, is_degraded: bool) -> None:
+    async def _send_degraded(self, source: Source, is_degraded: bool) -> None:
         if self._degraded.get(source, False) == is_degraded:
             return
         self._degraded[source] = is_degraded
         if source.worker_id in self._streams:
-            state = state_to_proto(self._state_of(source))
+            state = source_state_to_proto(self._state_of(source))
             await self._streams[source.worker_id].write(states=[state])
 
     def _state_of(self, source: Source) -> SourceState:
@@ -316,39 +326,39 @@ class _Company:
         at = known.get(source, SourceState(source, 0, 0))
         return SourceState(source, at.epoch, at.sequence, self._degraded.get(source, False))
 
-    async def _stream(self, source: Source) -> _Stream:
+    async def _stream(self, source: Source) -> _PublishStream:
         stream = self._streams.get(source.worker_id)
         if stream is None:
-            stream = self._streams[source.worker_id] = await self._begin(source.worker_id)
+            stream = self._streams[source.worker_id] = await self._open_stream(source.worker_id)
         return stream
 
-    async def _begin(self, worker_id: int) -> _Stream:
-        part = self._cast[worker_id]
+    async def _open_stream(self, worker_id: int) -> _PublishStream:
+        worker = self._workers[worker_id]
         call = self._stub.Publish(metadata=rpc.call_metadata(self._security))
-        ranks = (Source(worker_id, rank) for rank in part.ranks)
+        ranks = (Source(worker_id, rank) for rank in worker.ranks)
         sources = [source for source in ranks if source not in self._gone]
-        stream = _Stream(call, sources, self._tasks)
+        stream = _PublishStream(call, sources, self._tasks)
         hello = indexer_pb2.PublishHello(
             worker_id=worker_id,
-            partition=partition_to_proto(part.partition),
-            sources=[state_to_proto(self._state_of(source)) for source in sources],
+            partition=partition_to_proto(worker.partition),
+            sources=[source_state_to_proto(self._state_of(source)) for source in sources],
         )
         await stream.write(hello=hello)
         return stream
 
-    async def _begin_anew(self, worker_id: int) -> None:
-        await self._end(worker_id)
-        self._streams[worker_id] = await self._begin(worker_id)
+    async def _restart_stream(self, worker_id: int) -> None:
+        await self._close_stream(worker_id)
+        self._streams[worker_id] = await self._open_stream(worker_id)
 
-    async def _end(self, worker_id: int) -> None:
+    async def _close_stream(self, worker_id: int) -> None:
         stream = self._streams.pop(worker_id, None)
         if stream is not None:
             # Ours first, and to its end: streams of one worker must not overlap at the indexer.
             await stream.end()
-            self.replayed.shrinks += stream.shrinks
+            self.playback_stats.shrinks += stream.shrinks
 
 
-class _Stream:
+class _PublishStream:
     """One Publish stream. Any: a call of grpc.aio."""
 
     def __init__(self, call: Any, sources: Sequence[Source], tasks: TaskGroup) -> None:
@@ -360,7 +370,7 @@ class _Stream:
 
     async def write(self, **parts: Any) -> None:
         try:
-            with raising_mesh_errors():
+            with map_rpc_errors():
                 await self.call.write(indexer_pb2.PublishRequest(**parts))
         except asyncio.InvalidStateError:
             raise Unavailable("the indexer has ended the stream") from None
@@ -370,23 +380,23 @@ class _Stream:
         """Those that its hello listed."""
         return self._acked.keys()
 
-    async def acknowledged(self, wanted: dict[Source, tuple[int, int]]) -> None:
+    async def wait_until_acknowledged(self, required: dict[Source, tuple[int, int]]) -> None:
         """Returns when all of this stream's sources have come as far; (0, 0) is the beginning."""
-        while any(at < wanted.get(source, (0, 0)) for source, at in self._acked.items()):
+        while any(at < required.get(source, (0, 0)) for source, at in self._acked.items()):
             self._changed.clear()
             await self._changed.wait()
 
     async def end(self) -> None:
-        with raising_mesh_errors():
+        with map_rpc_errors():
             await self.call.done_writing()
         await self.reader
 
     async def _read(self) -> None:
-        with raising_mesh_errors():
+        with map_rpc_errors():
             async for response in self.call:
                 self.shrinks += response.shrink_blocks > 0
                 for message in response.acked:
-                    state = state_from_proto(message, "acked")
+                    state = source_state_from_proto(message, "acked")
                     self._acked[state.source] = (state.epoch, state.sequence)
                 for resend in response.resends:
                     raise Unavailable(
@@ -396,27 +406,29 @@ class _Stream:
                 self._changed.set()
 
 
-async def _replay(config: ReplayConfig) -> Replayed:
+async def _run_playback(config: PlaybackConfig) -> PlaybackStats:
     if config.indexer is None:
-        return await replay_here(config.recording, IndexFeed(), config.speed)
-    return await replay_to(
+        return await play_into_local_index(config.recording, IndexFeed(), config.speed)
+    return await play_to_indexer(
         config.recording,
         config.indexer,
         config.speed,
         hold_s=config.hold_s,
-        security=rpc.security_of(config),
+        security=rpc.security_from_config(config),
     )
 
 
 def main() -> None:
     """Exit status 0; 1 when the file is broken or the indexer did not take it."""
-    config, _ = read_config_or_exit(ReplayConfig, None, env.environ(), sys.argv[1:], name="replay")
+    config, _ = read_config_or_exit(
+        PlaybackConfig, None, env.environ(), sys.argv[1:], name="replay"
+    )
     try:
-        replayed = asyncio.run(_replay(config))
+        playback_stats = asyncio.run(_run_playback(config))
     except (MeshError, OSError) as error:
         sys.stderr.write(f"replay: {error}\n")
         sys.exit(1)
-    sys.stdout.write(json.dumps(asdict(replayed)) + "\n")
+    sys.stdout.write(json.dumps(asdict(playback_stats)) + "\n")
 
 
 if __name__ == "__main__":

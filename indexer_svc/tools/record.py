@@ -24,21 +24,28 @@ import structlog
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.rpc import channel as rpc
-from common.rpc.interceptors import raising_mesh_errors
+from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, knob, read_config_or_exit
+from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
-    chunk_from_proto,
+    message_parts,
     partition_from_proto,
-    parts_of,
+    snapshot_chunk_from_proto,
     source_from_proto,
-    state_to_proto,
-    status_from_proto,
+    source_state_to_proto,
+    source_status_from_proto,
 )
-from indexer_svc.core.recording import End, Entry, Lost, Positions, header, line_of
-from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.core.recording import (
+    IndexLost,
+    RecordingEnd,
+    RecordingEntry,
+    SourcePositions,
+    encode_header,
+    encode_line,
+)
+from indexer_svc.core.subscriber import StatusUpdate
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 MB = 1_000_000
@@ -46,7 +53,7 @@ MB = 1_000_000
 SYNC_EVERY_S = 1.0
 RETRY_S = 0.2
 # An indexer that says nothing for so long is given up.
-GIVE_UP_S = 30.0
+INDEXER_TIMEOUT_S = 30.0
 
 LOG = structlog.get_logger(__name__)
 
@@ -55,21 +62,21 @@ LOG = structlog.get_logger(__name__)
 class RecordConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.record`, and the mesh-wide `KVMESH_*` variables."""
 
-    indexer: str = field(metadata=knob("The indexer to listen to, host:port."))
-    out: Path = field(metadata=knob("The file to write; it must not exist."))
+    indexer: str = field(metadata=setting("The indexer to listen to, host:port."))
+    out: Path = field(metadata=setting("The file to write; it must not exist."))
     max_mb: int = field(
         default=1024,
-        metadata=knob(
+        metadata=setting(
             "Recording ends, with exit status 1, before the file is larger.", check=at_least(1)
         ),
     )
     seconds: float | None = field(
-        default=None, metadata=knob("Record for so long; not given: until a signal.")
+        default=None, metadata=setting("Record for so long; not given: until a signal.")
     )
 
 
 @dataclass(slots=True)
-class Recorded:
+class RecordingStats:
     """What was written. is_full: it ended because more would not have fitted."""
 
     lines: int = 0
@@ -84,30 +91,32 @@ class Recorder:
     """Writes entries to a file, line by line; `clock` in seconds."""
 
     def __init__(self, file: BinaryIO, bytes_max: int, clock: Callable[[], float]) -> None:
-        self.recorded = Recorded()
-        self.positions = Positions()
+        self.recording_stats = RecordingStats()
+        self.positions = SourcePositions()
         self._file = file
         self._clock = clock
         self._began_at = clock()
         # There must be room to say that it has ended.
-        self._bytes_max = bytes_max - len(line_of(1e9, End()))
-        self._write(header())
+        self._bytes_max = bytes_max - len(encode_line(1e9, RecordingEnd()))
+        self._write(encode_header())
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: RecordingEntry) -> None:
         """Writes an entry, whole; raises Unavailable, and writes nothing, when it does not fit."""
-        recorded = self.recorded
-        line = line_of(self._clock() - self._began_at, entry)
-        if recorded.bytes + len(line) > self._bytes_max and not isinstance(entry, End):
-            recorded.is_full = True
+        recording_stats = self.recording_stats
+        line = encode_line(self._clock() - self._began_at, entry)
+        if recording_stats.bytes + len(line) > self._bytes_max and not isinstance(
+            entry, RecordingEnd
+        ):
+            recording_stats.is_full = True
             raise Unavailable(
                 f"the file would have more than {self._bytes_max} bytes", reason="RECORDING_FULL"
             )
         self._write(line)
         self.positions.take(entry)
-        recorded.losses += isinstance(entry, Lost)
+        recording_stats.losses += isinstance(entry, IndexLost)
         events = getattr(entry, "events", ())
-        recorded.batches += bool(events)
-        recorded.blocks += sum(len(one.hashes) for one in events)
+        recording_stats.batches += bool(events)
+        recording_stats.blocks += sum(len(one.hashes) for one in events)
 
     def flush(self) -> None:
         """What was added survives this process."""
@@ -119,100 +128,102 @@ class Recorder:
 
     def _write(self, line: bytes) -> None:
         self._file.write(line)
-        self.recorded.lines += 1
-        self.recorded.bytes += len(line)
+        self.recording_stats.lines += 1
+        self.recording_stats.bytes += len(line)
 
 
 async def record(address: str, recorder: Recorder, security: rpc.Security = rpc.PLAINTEXT) -> None:
     """Records until cancelled. Raises MeshError: full, or the indexer is gone for GIVE_UP_S."""
     async with TaskGroup() as tasks:
-        syncing = tasks.create_task(_sync(recorder))
+        syncing = tasks.create_task(_sync_periodically(recorder))
         try:
-            await _subscribe_for_ever(address, recorder, security)
+            await _subscribe_until_cancelled(address, recorder, security)
         finally:
             syncing.cancel()
 
 
-async def _subscribe_for_ever(address: str, recorder: Recorder, security: rpc.Security) -> None:
+async def _subscribe_until_cancelled(
+    address: str, recorder: Recorder, security: rpc.Security
+) -> None:
     async with rpc.channel(address, security=security) as channel:
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-        heard_at = time.monotonic()
+        last_received_at = time.monotonic()
         while True:
-            lines = recorder.recorded.lines
-            heard = asyncio.Event()
-            why: MeshError = Unavailable("the indexer ended the stream")
+            lines = recorder.recording_stats.lines
+            received = asyncio.Event()
+            failure: MeshError = Unavailable("the indexer ended the stream")
             try:
-                await _subscribe(stub, recorder, security, heard)
+                await _subscribe(stub, recorder, security, received)
             except MeshError as error:
-                if recorder.recorded.is_full or isinstance(error, InvalidRequest):
+                if recorder.recording_stats.is_full or isinstance(error, InvalidRequest):
                     raise
-                why = error
+                failure = error
             finally:
                 recorder.flush()
-            if heard.is_set():
+            if received.is_set():
                 # It was there until now, however little it had to say.
-                heard_at = time.monotonic()
-            if recorder.recorded.lines > lines:
-                recorder.add(Lost())
-            LOG.warning("indexer lost", indexer=address, why=why.message)
-            if time.monotonic() - heard_at >= GIVE_UP_S:
-                raise why
+                last_received_at = time.monotonic()
+            if recorder.recording_stats.lines > lines:
+                recorder.add(IndexLost())
+            LOG.warning("indexer lost", indexer=address, failure=failure.message)
+            if time.monotonic() - last_received_at >= INDEXER_TIMEOUT_S:
+                raise failure
             await asyncio.sleep(RETRY_S)
 
 
 async def _subscribe(
-    stub: Any, recorder: Recorder, security: rpc.Security, heard: asyncio.Event
+    stub: Any, recorder: Recorder, security: rpc.Security, received: asyncio.Event
 ) -> None:
-    resume = map(state_to_proto, recorder.positions.states())
+    resume = map(source_state_to_proto, recorder.positions.states())
     request = indexer_pb2.SubscribeRequest(resume=resume)
     call = stub.Subscribe(request, metadata=rpc.call_metadata(security))
     async with rpc.cancelling(call):
-        with raising_mesh_errors():
+        with map_rpc_errors():
             async for message in call:
-                heard.set()
+                received.set()
                 for entry in entries_of(message):
                     recorder.add(entry)
                 recorder.flush()
 
 
-def entries_of(message: indexer_pb2.SubscribeResponse) -> Iterator[Entry]:
+def entries_of(message: indexer_pb2.SubscribeResponse) -> Iterator[RecordingEntry]:
     """What a message of a subscription says of KV events, in order. Loads are left out."""
-    for part in parts_of(message):
+    for part in message_parts(message):
         if part.HasField("status"):
             partition = partition_from_proto(part.partition) if part.HasField("partition") else None
             source = source_from_proto(part.source)
-            yield StatusTold(source, partition, status_from_proto(part.status))
+            yield StatusUpdate(source, partition, source_status_from_proto(part.status))
         if part.HasField("batch"):
             yield batch_from_proto(part.batch, part.source.worker_id)
         if part.HasField("snapshot"):
-            yield chunk_from_proto(part.snapshot)
+            yield snapshot_chunk_from_proto(part.snapshot)
 
 
-async def _sync(recorder: Recorder) -> None:
+async def _sync_periodically(recorder: Recorder) -> None:
     while True:
         await asyncio.sleep(SYNC_EVERY_S)
         await asyncio.to_thread(recorder.sync)
 
 
-async def _record_until_told(config: RecordConfig, recorder: Recorder) -> None:
+async def _record_until_signal(config: RecordConfig, recorder: Recorder) -> None:
     task = asyncio.current_task()
     assert task is not None, "this runs in a task"
-    is_over = False
+    is_stopping = False
 
     def end() -> None:
-        nonlocal is_over
-        is_over = True
+        nonlocal is_stopping
+        is_stopping = True
         task.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, end)
     if config.seconds is not None:
         loop.call_later(config.seconds, end)
     try:
-        await record(config.indexer, recorder, rpc.security_of(config))
+        await record(config.indexer, recorder, rpc.security_from_config(config))
     except asyncio.CancelledError:
-        if not is_over:
+        if not is_stopping:
             raise
         # Ours: nobody else waits for this task.
         task.uncancel()
@@ -231,15 +242,15 @@ def main() -> None:
     try:
         with file:
             try:
-                asyncio.run(_record_until_told(config, recorder))
+                asyncio.run(_record_until_signal(config, recorder))
             except MeshError as problem:
                 error = problem.message
-            recorder.add(End())
+            recorder.add(RecordingEnd())
             recorder.flush()
             recorder.sync()
     except OSError as problem:
         error = f"{config.out}: {problem}"
-    sys.stdout.write(json.dumps(asdict(recorder.recorded) | {"error": error}) + "\n")
+    sys.stdout.write(json.dumps(asdict(recorder.recording_stats) | {"error": error}) + "\n")
     sys.exit(1 if error else 0)
 
 

@@ -28,23 +28,23 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from common.runtime.free_ports import free_ports
-from meshctl.process.child import on_leash
+from meshctl.process.child import with_parent_guard
 
 ROOT = Path(__file__).resolve().parents[2]
-ANSWERS = 2
+TURNS_EXPECTED = 2
 # For a machine that has much else to do; it takes a second or two.
-CONSUL_READY_S = 40.0
-CONSUL_END_S = 10.0
-READY_S = 90
-MESH_S = 150.0
+CONSUL_READY_TIMEOUT_S = 40.0
+CONSUL_STOP_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 90
+MESH_TIMEOUT_S = 150.0
 # Beyond what the services of a mesh may take to drain.
-MESH_END_S = 60.0
+MESH_STOP_TIMEOUT_S = 60.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class ReceivedSpan:
     """A span as it arrived, and who sent it."""
 
     service: str
@@ -65,10 +65,10 @@ class Received:
 
 
 @dataclass(slots=True)
-class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
+class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     """An OTLP gRPC receiver that keeps what it gets."""
 
-    received: list[Received] = field(default_factory=list)
+    received: list[ReceivedSpan] = field(default_factory=list)
 
     def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
@@ -79,15 +79,15 @@ class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
                      if a.key == "service.name"]  # fmt: skip
             service = names[0] if names else "?"
             for scope in resource.scope_spans:
-                self.received += [Received(service, span) for span in scope.spans]
+                self.received += [ReceivedSpan(service, span) for span in scope.spans]
         return trace_service_pb2.ExportTraceServiceResponse()
 
 
 @contextmanager
-def receiver() -> Iterator[tuple[Receiver, str]]:
+def run_span_receiver() -> Iterator[tuple[SpanReceiver, str]]:
     """A running receiver, and the endpoint for exporters."""
     server = grpc.server(concurrent.futures.ThreadPoolExecutor(4))
-    servicer = Receiver()
+    servicer = SpanReceiver()
     add = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
     add(servicer, server)  # type: ignore[no-untyped-call]  # generated without types
     port = server.add_insecure_port("127.0.0.1:0")
@@ -121,26 +121,28 @@ def consul_agent(folder: Path) -> Iterator[str]:
     path = folder / "consul.log"
     with path.open("wb") as log:
         agent = subprocess.Popen(
-            on_leash([binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]),
+            with_parent_guard(
+                [binary, "agent", "-dev", "-bind=127.0.0.1", "-log-level=warn", *flags]
+            ),
             stdout=log,
             stderr=log,
         )
     try:
-        if not _leads(url, agent):
+        if not _wait_for_leader(url, agent):
             raise RuntimeError(f"the Consul agent did not start: {path.read_text()[-500:]}")
         yield url
     finally:
         agent.send_signal(signal.SIGINT)
         try:
-            agent.wait(CONSUL_END_S)
+            agent.wait(CONSUL_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             agent.kill()
             agent.wait()
 
 
-def _leads(url: str, agent: subprocess.Popen[bytes]) -> bool:
+def _wait_for_leader(url: str, agent: subprocess.Popen[bytes]) -> bool:
     """Waits until the agent has elected itself: before that it answers, but takes nothing in."""
-    deadline = time.monotonic() + CONSUL_READY_S
+    deadline = time.monotonic() + CONSUL_READY_TIMEOUT_S
     while time.monotonic() < deadline and agent.poll() is None:
         with suppress(httpx.HTTPError):
             leader = httpx.get(f"{url}/v1/status/leader", trust_env=False, timeout=1.0)
@@ -159,7 +161,7 @@ class _Interrupted(Exception):
 
 
 @contextmanager
-def _until_a_signal() -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
     """A signal ends the body by _Interrupted; after the body none can cut the cleaning up short.
 
     For a process that ends with it: signals stay ignored.
@@ -194,8 +196,8 @@ def demo(registry: str, environ: Mapping[str, str]) -> int:
 
 
 def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
-    with ExitStack() as stack, _until_a_signal():
-        spans, endpoint = stack.enter_context(receiver())
+    with ExitStack() as stack, _interruptible():
+        spans, endpoint = stack.enter_context(run_span_receiver())
         env = {
             **environ,
             "PYTHONPATH": f"{ROOT}/protos{os.pathsep}{ROOT}",
@@ -211,15 +213,22 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
                 print(f"no Consul: {error}", file=sys.stderr)
                 return _report([], [])
             print(f"consul at {env['KVMESH_CONSUL_URL']}")
-        out = folder / "turns.json"
+        turns_path = folder / "turns.json"
         command = [
             *(sys.executable, "-m", "meshctl", "up", "--prefill", "1", "--decode", "2"),
             *("--indexers", "1", "--http-port", "0", "--log-dir", str(folder / "logs")),
-            *("--ready-s", str(READY_S)),
-            *("--once", "--then", sys.executable, "-m", "meshctl.commands.demo_client", str(out)),
+            *("--ready-s", str(READY_TIMEOUT_S)),
+            *(
+                "--once",
+                "--then",
+                sys.executable,
+                "-m",
+                "meshctl.commands.demo_client",
+                str(turns_path),
+            ),
         ]
         status = _run(command, env)
-        turns = json.loads(out.read_text()) if out.exists() else []
+        turns = json.loads(turns_path.read_text()) if turns_path.exists() else []
         if status != 0:
             _print_logs(folder / "logs")
         return _report(turns, spans.received) or status
@@ -227,14 +236,14 @@ def _demo(registry: str, environ: Mapping[str, str], folder: Path) -> int:
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> int:
     """The exit status of a mesh that has ended, whatever ends the waiting for it."""
-    mesh = subprocess.Popen(on_leash(command), env=env, cwd=ROOT)
+    mesh = subprocess.Popen(with_parent_guard(command), env=env, cwd=ROOT)
     try:
-        return mesh.wait(MESH_S)
+        return mesh.wait(MESH_TIMEOUT_S)
     finally:
         # Nothing happens if it has ended.
         mesh.terminate()
         try:
-            mesh.wait(MESH_END_S)
+            mesh.wait(MESH_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             mesh.kill()
             mesh.wait()
@@ -246,37 +255,43 @@ def _print_logs(folder: Path) -> None:
 
 
 # Any: the turns as the client wrote them.
-def _report(turns: list[dict[str, Any]], received: list[Received]) -> int:
+def _report(turns: list[dict[str, Any]], received: list[ReceivedSpan]) -> int:
     """Prints the trace of the last turn and the JSON line; 1 when something is missing."""
-    last = turns[-1]["request_id"] if turns else ""
+    last_request_id = turns[-1]["request_id"] if turns else ""
     roots = [r for r in received if r.span.name == "http-request"]
-    root = next((r for r in roots if r.attribute("request_id") == last), None)
+    root = next((r for r in roots if r.attribute("request_id") == last_request_id), None)
     spans = [] if root is None else [r for r in received if r.span.trace_id == root.span.trace_id]
     generates = [r for r in spans if r.span.name == "engine.generate"]
     prefill = next((r for r in generates if r.attribute("disagg_role") == "prefill"), None)
     decode = next((r for r in generates if r.attribute("disagg_role") == "decode"), None)
-    linked = decode.span.links[0].span_id.hex() if decode is not None and decode.span.links else ""
+    linked_span_id = (
+        decode.span.links[0].span_id.hex() if decode is not None and decode.span.links else ""
+    )
     if root is not None:
         print(f"\ntrace {root.span.trace_id.hex()} of the second turn, as received:")
         _print_tree(root, spans, depth=0)
-    if decode is not None and prefill is not None and linked == prefill.span_id:
+    if decode is not None and prefill is not None and linked_span_id == prefill.span_id:
         print(
             f"decode's engine.generate {decode.span_id} is linked to prefill's engine.generate "
-            f"{linked}"
+            f"{linked_span_id}"
         )
-    facts = {
+    summary = {
         "answers": sum(1 for turn in turns if turn["text"]),
         "kv_hit_tokens": turns[-1]["cached_tokens"] if turns else 0,
         "decode_span": decode.span_id if decode is not None else "",
-        "linked_span": linked,
+        "linked_span": linked_span_id,
         "prefill_span": prefill.span_id if prefill is not None else "",
     }
-    good = facts["answers"] == ANSWERS and all(facts.values()) and linked == facts["prefill_span"]
-    print(json.dumps(facts), flush=True)
-    return 0 if good else 1
+    is_complete = (
+        summary["answers"] == TURNS_EXPECTED
+        and all(summary.values())
+        and linked_span_id == summary["prefill_span"]
+    )
+    print(json.dumps(summary), flush=True)
+    return 0 if is_complete else 1
 
 
-def _print_tree(one: Received, spans: list[Received], depth: int) -> None:
+def _print_tree(one: ReceivedSpan, spans: list[ReceivedSpan], depth: int) -> None:
     span = one.span
     ms = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e6
     notes = [one.attribute(n) for n in ("disagg_role", "finish_reason") if one.attribute(n)]

@@ -36,39 +36,39 @@ SYSTEM = (
 )
 QUESTIONS = ("What is a prefix cache good for?", "And who else should know about it?")
 # A person reads before answering; meanwhile events have long reached the router.
-READING_S = 0.6
+TURN_PAUSE_S = 0.6
 TIMEOUT_S = 15.0
-FOUND_S = 15.0
-REPORTS_S = 30.0
+FIND_ROUTER_TIMEOUT_S = 15.0
+LOAD_REPORTS_TIMEOUT_S = 30.0
 
 
 def main() -> None:
     """Runs the conversation and writes what came of it."""
     # A Ctrl-C is for the demo to tell of.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    asyncio.run(_await_reports())
+    asyncio.run(_wait_for_load_reports())
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
     turns = []
     for question in QUESTIONS:
         messages.append({"role": "user", "content": question})
         print(f"\nuser       {question}\nassistant ", end="", flush=True)
-        text, usage, request_id = _ask(client, messages)
+        text, usage, request_id = _send_chat(client, messages)
         print()
         messages.append({"role": "assistant", "content": text})
-        explained = asyncio.run(_explain(request_id))
-        for reason in explained["reasons"]:
+        explanation = asyncio.run(_explain(request_id))
+        for reason in explanation["reasons"]:
             print(f"  routing  {reason}")
         print(
-            f"  cache    predicted {explained['predicted_cached_tokens']}, actual "
+            f"  cache    predicted {explanation['predicted_cached_tokens']}, actual "
             f"{usage['cached_tokens']} of {usage['prompt_tokens']} prompt tokens"
         )
-        turns.append({"text": text, "request_id": request_id, **usage, **explained})
-        time.sleep(READING_S)
+        turns.append({"text": text, "request_id": request_id, **usage, **explanation})
+        time.sleep(TURN_PAUSE_S)
     Path(sys.argv[1]).write_text(json.dumps(turns))
 
 
-def _ask(
+def _send_chat(
     client: OpenAI, messages: list[ChatCompletionMessageParam]
 ) -> tuple[str, dict[str, int], str]:
     """The streamed answer, its token counts, and the id of the request in the mesh."""
@@ -79,9 +79,9 @@ def _ask(
         stream=True,
         stream_options={"include_usage": True},
     )
-    pieces, usage, answer_id = [], {"prompt_tokens": 0, "cached_tokens": 0}, ""
+    pieces, usage, response_id = [], {"prompt_tokens": 0, "cached_tokens": 0}, ""
     for chunk in stream:
-        answer_id = chunk.id
+        response_id = chunk.id
         if chunk.choices and chunk.choices[0].delta.content:
             pieces.append(chunk.choices[0].delta.content)
             print(pieces[-1], end="", flush=True)
@@ -89,7 +89,7 @@ def _ask(
             details = chunk.usage.prompt_tokens_details
             usage["prompt_tokens"] = chunk.usage.prompt_tokens
             usage["cached_tokens"] = (details.cached_tokens or 0) if details is not None else 0
-    return "".join(pieces), usage, answer_id.removeprefix("chatcmpl-")
+    return "".join(pieces), usage, response_id.removeprefix("chatcmpl-")
 
 
 @asynccontextmanager
@@ -103,55 +103,59 @@ async def _router() -> AsyncIterator[router_pb2_grpc.RouterServiceStub]:
         )
     )
     try:
-        router = await find_router(registry)
+        router = await wait_for_router(registry)
     finally:
         await registry.close()
     async with rpc.channel(router.address) as channel:
         yield router_pb2_grpc.RouterServiceStub(channel)
 
 
-async def find_router(registry: Registry, within_s: float = FOUND_S) -> Instance:
-    """A router, once one is shown. Raises SystemExit when that takes longer than `within_s`.
+async def wait_for_router(
+    registry: Registry, find_timeout_s: float = FIND_ROUTER_TIMEOUT_S
+) -> Instance:
+    """A router, once one is shown. Raises SystemExit when that takes longer than `find_timeout_s`.
 
     Who asks Consul for the first time sees those only whose last check went well: on a busy machine
     a router that serves is missing now and then.
     """
     try:
-        async with asyncio.timeout(within_s), registry.watch("default") as watch:
+        async with asyncio.timeout(find_timeout_s), registry.watch("default") as watch:
             while not (routers := watch.current.of("router")):
                 await watch.next()
     except TimeoutError:
-        raise SystemExit(f"the registry showed no router for {within_s:g} s") from None
+        raise SystemExit(f"the registry showed no router for {find_timeout_s:g} s") from None
     return routers[0]
 
 
-async def _await_reports() -> None:
+async def _wait_for_load_reports() -> None:
     """Returns once the router hears of every worker through the indexer.
 
     A mesh serves before that, by load alone; this conversation is about the cache.
     """
-    deadline = time.monotonic() + REPORTS_S
+    deadline = time.monotonic() + LOAD_REPORTS_TIMEOUT_S
     async with _router() as stub:
         while time.monotonic() < deadline:
-            books: router_pb2.DumpResponse = await rpc.unary(
+            router_state: router_pb2.DumpResponse = await rpc.unary(
                 stub.Dump, router_pb2.DumpRequest(), timeout_s=TIMEOUT_S
             )
-            if books.workers and all(w.HasField("report_age_ms") for w in books.workers):
+            if router_state.workers and all(
+                w.HasField("report_age_ms") for w in router_state.workers
+            ):
                 return
             await asyncio.sleep(0.05)
-    raise SystemExit(f"the router heard nothing of some worker for {REPORTS_S:g} s")
+    raise SystemExit(f"the router heard nothing of some worker for {LOAD_REPORTS_TIMEOUT_S:g} s")
 
 
 # Any: a JSON tree.
 async def _explain(request_id: str) -> dict[str, Any]:
     """What the router says about its decision."""
     async with _router() as stub:
-        answer: router_pb2.ExplainResponse = await rpc.unary(
+        response: router_pb2.ExplainResponse = await rpc.unary(
             stub.Explain, router_pb2.ExplainRequest(request_id=request_id), timeout_s=TIMEOUT_S
         )
     return {
-        "reasons": list(answer.decision.reasons),
-        "predicted_cached_tokens": answer.decision.predicted_cached_tokens,
+        "reasons": list(response.decision.reasons),
+        "predicted_cached_tokens": response.decision.predicted_cached_tokens,
     }
 
 

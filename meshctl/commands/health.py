@@ -17,12 +17,12 @@ def health(address: str, service: str = "") -> int:
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+            response = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            sys.stderr.write(f"{address}: {_why(error, service)}\n")
+            sys.stderr.write(f"{address}: {_error_text(error, service)}\n")
             return 1
-    name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+    name = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    if response.status != health_pb2.HealthCheckResponse.SERVING:
         sys.stderr.write(f"{address}: {name}\n")
         return 1
     sys.stdout.write(f"{address}: {name}\n")
@@ -30,7 +30,7 @@ def health(address: str, service: str = "") -> int:
 
 
 # Any: what a stub raises is an RpcError and a Call, which grpc's types cannot say.
-def _why(error: Any, service: str) -> str:
+def _error_text(error: Any, service: str) -> str:
     if error.code() is grpc.StatusCode.NOT_FOUND:
         return f"NOT_FOUND: no service {service!r} here"
     return f"{error.code().name}: {error.details()}"

@@ -26,10 +26,10 @@ from common.rpc import channel as rpc
 from common.runtime.config import ServiceConfig
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
-from meshctl.view.members import members, where
+from meshctl.view.members import describe_registry, members
 
 TIMEOUT_S = 1.0
-NOT_ASKED = 2
+EXIT_UNREACHABLE = 2
 UNAUTHENTICATED = "unauthenticated"
 
 # As `meshctl up` starts and shows them.
@@ -64,7 +64,7 @@ class Row:
         used = sum(load.kv_used_blocks for load in self.loads)
         return used / total if total else None
 
-    def facts(self) -> dict[str, str | int | float | None]:
+    def fields(self) -> dict[str, str | int | float | None]:
         """The row for programs: None for what it has not, the id as text, since it exceeds 2^53."""
         one = self.instance
         return {
@@ -82,38 +82,38 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        facts = self.facts() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
-        return tuple("-" if value is None else str(value) for value in facts.values())
+        fields = self.fields() | {"kv": None if self.kv is None else f"{100 * self.kv:.0f} %"}
+        return tuple("-" if value is None else str(value) for value in fields.values())
 
 
 async def gather(config: ServiceConfig) -> list[Row]:
     """Asks discovery, then every instance at once. Raises Unavailable, InvalidRequest."""
-    security = rpc.security_of(config)
+    security = rpc.security_from_config(config)
     registry = open_registry(config)
     try:
         snapshot = await members(registry, config)
     finally:
         await registry.close()
-    instances = sorted(snapshot.instances.values(), key=_place)
-    return list(await asyncio.gather(*(_ask(i, security) for i in instances)))
+    instances = sorted(snapshot.instances.values(), key=_sort_key)
+    return list(await asyncio.gather(*(_query_instance(i, security) for i in instances)))
 
 
-def _place(one: Instance) -> tuple[int, int, list[str | int]]:
+def _sort_key(one: Instance) -> tuple[int, int, list[str | int]]:
     """Its place in the table; those without a name stay in the order of registration."""
     parts = re.split(r"([0-9]+)", one.stable_name)
     natural = [int(part) if n % 2 else part for n, part in enumerate(parts)]
     return _SERVICES.index(one.service), _ROLES.index(one.role), natural
 
 
-async def _ask(instance: Instance, security: rpc.Security) -> Row:
+async def _query_instance(instance: Instance, security: rpc.Security) -> Row:
     async with rpc.channel(instance.address, security=security) as channel:
         metadata = rpc.call_metadata(security)
         try:
             stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods are not typed
-            answer = await stub.Check(
+            response = await stub.Check(
                 health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S, metadata=metadata
             )
-            health = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status).lower()
+            health = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status).lower()
             if instance.service != "worker":
                 return Row(instance, health)
             load = await engine_pb2_grpc.EngineServiceStub(channel).GetLoad(
@@ -124,13 +124,13 @@ async def _ask(instance: Instance, security: rpc.Security) -> Row:
         return Row(instance, health, tuple(load.loads))
 
 
-def token_hint(rows: Iterable[Row], config: ServiceConfig) -> str:
+def describe_token_problem(rows: Iterable[Row], config: ServiceConfig) -> str:
     """What to do for those that do not know us; "" if all do."""
     if all(row.health != UNAUTHENTICATED for row in rows):
         return ""
-    what = "is another than theirs" if config.mesh_token else "is not set here"
+    problem = "is another than theirs" if config.mesh_token else "is not set here"
     return (
-        f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {what}; set it to what the mesh was"
+        f"meshctl: {UNAUTHENTICATED}: KVMESH_MESH_TOKEN {problem}; set it to what the mesh was"
         " started with\n"
     )
 
@@ -141,17 +141,19 @@ def status(config: ServiceConfig, *, as_json: bool) -> int:
         rows = asyncio.run(gather(config))
     except MeshError as error:
         sys.stderr.write(f"meshctl: {error.message}\n")
-        return NOT_ASKED
+        return EXIT_UNREACHABLE
     if as_json:
-        sys.stdout.write(json.dumps([row.facts() for row in rows]) + "\n")
+        sys.stdout.write(json.dumps([row.fields() for row in rows]) + "\n")
     elif not rows:
-        said = f"nobody is registered in namespace {config.namespace!r} of {where(config)}"
-        sys.stdout.write(f"{said}\n")
+        message = (
+            f"nobody is registered in namespace {config.namespace!r} of {describe_registry(config)}"
+        )
+        sys.stdout.write(f"{message}\n")
     else:
         table = [_HEADER, *(row.cells() for row in rows)]
         widths = [max(len(line[column]) for line in table) for column in range(len(_HEADER))]
         for line in table:
             cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
             sys.stdout.write("  ".join(cells).rstrip() + "\n")
-    sys.stderr.write(token_hint(rows, config))
+    sys.stderr.write(describe_token_problem(rows, config))
     return 0 if rows and all(row.health == "serving" for row in rows) else 1

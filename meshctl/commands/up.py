@@ -29,22 +29,22 @@ from common.registry.registry import Registry
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
 from meshctl.options import UpOptions
-from meshctl.process.child import ProcessLauncher, on_leash
-from meshctl.process.stop_requests import Asked, StopRequests
+from meshctl.process.child import ProcessLauncher, with_parent_guard
+from meshctl.process.stop_requests import StopAction, StopRequests
 from meshctl.process.supervise import State, Supervisor
-from meshctl.services import http_ports, mesh_services
+from meshctl.services import build_service_specs, http_ports
 from meshctl.view import frontend as gateway
-from meshctl.view.members import members, where
-from meshctl.view.screen import YELLOW, Screen, hints, http_url, table, wants_colour
+from meshctl.view.members import describe_registry, members
+from meshctl.view.screen import YELLOW, Screen, hints, http_url, should_colour, table
 
 SAMPLE_PROMPT = "Say hello to the mesh."
 SAMPLE_TOKENS = 32
 # A command that was asked to end gets this long.
-COMMAND_END_S = 5.0
+COMMAND_STOP_TIMEOUT_S = 5.0
 # Who is there already is worth a look, not a wait.
-LOOK_S = 2.0
-TITLES_MAX = 8
-NOT_STARTED = 2
+LOOKUP_TIMEOUT_S = 2.0
+NAMES_SHOWN_MAX = 8
+EXIT_NOT_STARTED = 2
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,18 +59,18 @@ def up(options: UpOptions, environ: Mapping[str, str]) -> int:
     screen = Screen(
         sys.stdout,
         sys.stderr,
-        colour=wants_colour(sys.stdout, environ),
+        colour=should_colour(sys.stdout, environ),
         clock=time.monotonic,
         tail=launcher.tail,
         log=launcher.log_path,
     )
     try:
-        with _only_one(options.log_dir):
+        with _exclusive_lock(options.log_dir):
             check_ports(options.http_host, http_ports(options.mesh))
-            return asyncio.run(_Up(options, environ, launcher, screen).run())
+            return asyncio.run(_UpCommand(options, environ, launcher, screen).run())
     except CannotStart as error:
-        screen.complain(f"{error}; nothing was started")
-        return NOT_STARTED
+        screen.print_error(f"{error}; nothing was started")
+        return EXIT_NOT_STARTED
 
 
 def check_ports(host: str, ports: list[int]) -> None:
@@ -94,7 +94,7 @@ def _port_problem(host: str, port: int, error: OSError) -> str:
 
 
 @contextmanager
-def _only_one(log_dir: Path) -> Iterator[None]:
+def _exclusive_lock(log_dir: Path) -> Iterator[None]:
     """Holds the folder: a second mesh in it would mix up logs and take over stable names."""
     path = log_dir / ".lock"
     try:
@@ -106,9 +106,10 @@ def _only_one(log_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            owner_pid = os.pread(fd, 20, 0).decode(errors="replace").strip()
             raise CannotStart(
-                f"meshctl (pid {holder}) runs a mesh with its logs in {log_dir}; for a second one"
+                f"meshctl (pid {owner_pid}) runs a mesh with its logs in {log_dir}; for a "
+                "second one"
                 " choose another --log-dir, --http-port and --namespace"
             ) from None
         os.ftruncate(fd, 0)
@@ -118,21 +119,24 @@ def _only_one(log_dir: Path) -> Iterator[None]:
         os.close(fd)
 
 
-async def look_around(registry: Registry, config: ServiceConfig) -> str:
+async def describe_existing_services(registry: Registry, config: ServiceConfig) -> str:
     """What whoever starts a mesh should know of its registry; "" if there is nothing."""
     try:
-        async with asyncio.timeout(LOOK_S):
+        async with asyncio.timeout(LOOKUP_TIMEOUT_S):
             found = tuple((await members(registry, config)).instances.values())
     except MeshError as error:
         return f"{error.message}; services wait for it a while"
     except TimeoutError:
-        return f"no answer from {where(config)} for {LOOK_S:g} s; services wait for it a while"
+        return (
+            f"no answer from {describe_registry(config)} for {LOOKUP_TIMEOUT_S:g} s; "
+            "services wait for it a while"
+        )
     if not found:
         return ""
-    titles = ", ".join(sorted(one.stable_name or one.service for one in found)[:TITLES_MAX])
-    titles += ", ..." if len(found) > TITLES_MAX else ""
+    names = ", ".join(sorted(one.stable_name or one.service for one in found)[:NAMES_SHOWN_MAX])
+    names += ", ..." if len(found) > NAMES_SHOWN_MAX else ""
     return (
-        f"namespace {config.namespace!r} has {_many(len(found), 'service')} already ({titles}):"
+        f"namespace {config.namespace!r} has {_pluralize(len(found), 'service')} already ({names}):"
         " this mesh joins them, and of two with one name only the newer is seen; for a mesh of its"
         " own choose another --namespace"
     )
@@ -146,14 +150,14 @@ def _open_registry(config: ServiceConfig) -> Registry:
 
 
 @dataclass(slots=True)
-class _Outcome:
+class _ExitState:
     """What the exit status will be made of. forced: the second signal."""
 
     session: int = 0
-    forced: int | None = None
+    kill_signal: int | None = None
 
 
-class _Up:
+class _UpCommand:
     def __init__(
         self,
         options: UpOptions,
@@ -165,21 +169,21 @@ class _Up:
         self._environ = environ
         self._launcher = launcher
         self._screen = screen
-        self._outcome = _Outcome()
+        self._exit_state = _ExitState()
 
     async def run(self) -> int:
         registry = _open_registry(self._options.config)
         supervisor = Supervisor(
-            mesh_services(self._options.mesh),
+            build_service_specs(self._options.mesh),
             self._launcher,
             registry,
             namespace=self._options.mesh.namespace,
-            tell=self._screen.event,
+            on_event=self._screen.event,
             clock=time.monotonic,
             rng=SystemRandom(),
             start_s=self._options.ready_s,
         )
-        self._own_signals(supervisor)
+        self._install_signal_handlers(supervisor)
         mesh = self._options.mesh
         kinds = {
             "frontend": mesh.frontends,
@@ -189,36 +193,42 @@ class _Up:
             "prefill worker": mesh.prefill,
             "decode worker": mesh.decode,
         }
-        counted = ", ".join(_many(count, noun) for noun, count in kinds.items() if count)
-        self._screen.say(f"starting {counted} ({mesh.engine}); logs in {self._options.log_dir}")
+        service_counts = ", ".join(
+            _pluralize(count, noun) for noun, count in kinds.items() if count
+        )
+        self._screen.print_line(
+            f"starting {service_counts} ({mesh.engine}); logs in {self._options.log_dir}"
+        )
         try:
-            if news := await look_around(registry, self._options.config):
-                self._screen.step("mesh", "note", news, colour=YELLOW)
+            if notice := await describe_existing_services(registry, self._options.config):
+                self._screen.print_progress("mesh", "note", notice, colour=YELLOW)
             async with TaskGroup() as group:
                 group.create_task(supervisor.run())
-                session = group.create_task(self._session(supervisor))
-                await supervisor.stopping()
+                session = group.create_task(self._run_session(supervisor))
+                await supervisor.wait_for_stop()
                 session.cancel()
         finally:
             await registry.close()
         return self._status(supervisor)
 
     def _status(self, supervisor: Supervisor) -> int:
-        if self._outcome.forced is not None:
-            return 128 + self._outcome.forced
-        return self._outcome.session or (0 if supervisor.clean else 1)
+        if self._exit_state.kill_signal is not None:
+            return 128 + self._exit_state.kill_signal
+        return self._exit_state.session or (0 if supervisor.is_clean else 1)
 
-    def _own_signals(self, supervisor: Supervisor) -> None:
+    def _install_signal_handlers(self, supervisor: Supervisor) -> None:
         requests = StopRequests()
 
         def on_signal(number: signal.Signals) -> None:
-            match requests.heard(number, time.monotonic()):
-                case Asked.STOP:
-                    self._screen.step("mesh", "draining", f"upon {number.name}; once more to kill")
+            match requests.receive(number, time.monotonic()):
+                case StopAction.STOP:
+                    self._screen.print_progress(
+                        "mesh", "draining", f"upon {number.name}; once more to kill"
+                    )
                     supervisor.stop()
-                case Asked.KILL:
-                    self._outcome.forced = number
-                    self._screen.step("mesh", "killed", f"upon {number.name}")
+                case StopAction.KILL:
+                    self._exit_state.kill_signal = number
+                    self._screen.print_progress("mesh", "killed", f"upon {number.name}")
                     supervisor.kill()
 
         for number in _SIGNALS:
@@ -227,25 +237,25 @@ class _Up:
                 continue
             asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
 
-    async def _session(self, supervisor: Supervisor) -> None:
+    async def _run_session(self, supervisor: Supervisor) -> None:
         """From the start to the moment from which on there is nothing to do but to keep it up."""
-        async with gateway.client() as http:
+        async with gateway.new_http_client() as http:
             url = await self._await_ready(supervisor, http)
             if url is None:
-                self._outcome.session = 1
+                self._exit_state.session = 1
                 supervisor.stop()
                 return
             # Whoever waits for the end has no use for what to do until then.
-            advice = [] if self._options.once else [*hints(url, self._model), ""]
-            for line in ["", *table(supervisor.children), "", *advice]:
-                self._screen.say(line)
+            hint_lines = [] if self._options.once else [*hints(url, self._model), ""]
+            for line in ["", *table(supervisor.children), "", *hint_lines]:
+                self._screen.print_line(line)
             status = 0
             if self._options.sample:
                 status = await self._sample(http, url)
             if self._options.then:
                 status = await self._run(url) or status
             if self._options.once:
-                self._outcome.session = status
+                self._exit_state.session = status
                 supervisor.stop()
 
     @property
@@ -258,59 +268,61 @@ class _Up:
         try:
             async with asyncio.timeout(self._options.ready_s):
                 while True:
-                    await supervisor.all_ready()
+                    await supervisor.wait_all_ready()
                     urls = [url for child in supervisor.children if (url := http_url(child.line))]
-                    found = [await gateway.why_not_serving(http, url, self._model) for url in urls]
+                    found = [
+                        await gateway.find_serving_problem(http, url, self._model) for url in urls
+                    ]
                     missing = next(filter(None, found), "" if urls else "no frontend has a URL")
                     if not missing:
-                        self._screen.step("mesh", "ready", f"{self._model} is served")
+                        self._screen.print_progress("mesh", "ready", f"{self._model} is served")
                         return urls[0]
                     await asyncio.sleep(gateway.POLL_S)
         except TimeoutError:
-            self._complain_unready(supervisor, missing)
+            self._report_not_ready(supervisor, missing)
             return None
 
-    def _complain_unready(self, supervisor: Supervisor, missing: str) -> None:
-        late = [child for child in supervisor.children if child.state is not State.READY]
-        what = ", ".join(f"{child.spec.name} is {child.state}" for child in late) or missing
-        self._screen.complain(f"not ready within {self._options.ready_s:g} s: {what}")
-        for child in late:
-            self._screen.why(child.spec.name)
+    def _report_not_ready(self, supervisor: Supervisor, missing: str) -> None:
+        not_ready = [child for child in supervisor.children if child.state is not State.READY]
+        problem = ", ".join(f"{child.spec.name} is {child.state}" for child in not_ready) or missing
+        self._screen.print_error(f"not ready within {self._options.ready_s:g} s: {problem}")
+        for child in not_ready:
+            self._screen.reason(child.spec.name)
 
     async def _sample(self, http: httpx.AsyncClient, url: str) -> int:
         body = gateway.chat_body(self._model, SAMPLE_PROMPT, SAMPLE_TOKENS)
-        self._screen.say(f"> {SAMPLE_PROMPT}")
+        self._screen.print_line(f"> {SAMPLE_PROMPT}")
         try:
             async with aclosing(gateway.chat(http, url, body)) as pieces:
                 async for piece in pieces:
                     self._screen.piece(piece)
         except gateway.GatewayError as error:
-            self._screen.say()
-            self._screen.complain(f"the sample request failed: {error}")
+            self._screen.print_line()
+            self._screen.print_error(f"the sample request failed: {error}")
             return 1
-        self._screen.say()
+        self._screen.print_line()
         return 0
 
     async def _run(self, url: str) -> int:
         """Runs --then; it shares our terminal, and ends when the mesh is stopped."""
         environ = {"OPENAI_API_KEY": "unused", **self._environ, "OPENAI_BASE_URL": f"{url}/v1"}
-        command = on_leash(self._options.then)
+        command = with_parent_guard(self._options.then)
         process = await asyncio.create_subprocess_exec(*command, env=environ)
         try:
             status = await process.wait()
         except asyncio.CancelledError:
             process.terminate()
             try:
-                async with asyncio.timeout(COMMAND_END_S):
+                async with asyncio.timeout(COMMAND_STOP_TIMEOUT_S):
                     await process.wait()
             except TimeoutError:
                 process.kill()
                 await process.wait()
             raise
         if status != 0:
-            self._screen.complain(f"{self._options.then[0]} ended with {status}")
+            self._screen.print_error(f"{self._options.then[0]} ended with {status}")
         return status if status >= 0 else 128 - status
 
 
-def _many(count: int, noun: str) -> str:
+def _pluralize(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

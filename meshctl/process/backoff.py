@@ -1,7 +1,9 @@
 """When a service that ended is started again, and when it is given up (pure).
 
-The n-th pause in a row is `min(limit_s, first_s * 2**n) * (1 - JITTER * u)`, u uniform in [0, 1):
-jitter only shortens, so that `limit_s` is a limit, and services that died together of one cause do
+The n-th pause in a row is `min(max_pause_s, initial_pause_s * 2**n) * (1 - JITTER * u)`, u uniform
+in [0, 1):
+jitter only shortens, so that `max_pause_s` is a limit, and services that died together of one
+cause do
 not return in step.
 """
 
@@ -16,15 +18,15 @@ _DOUBLINGS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class BackoffPolicy:
     """first_s: the first pause. limit_s: the longest. healthy_s: a service that was ready this long
     starts again from the first pause. tries_max: starts of a service that was never ready yet.
     """
 
-    first_s: float = 0.2
-    limit_s: float = 10.0
-    healthy_s: float = 30.0
-    tries_max: int = 5
+    initial_pause_s: float = 0.2
+    max_pause_s: float = 10.0
+    reset_after_s: float = 30.0
+    attempts_max: int = 5
 
 
 class Backoff:
@@ -37,7 +39,7 @@ class Backoff:
     but for jitter.
     """
 
-    def __init__(self, policy: Policy, rng: Random) -> None:
+    def __init__(self, policy: BackoffPolicy, rng: Random) -> None:
         self._policy = policy
         self._rng = rng
         self._failures = 0
@@ -54,19 +56,19 @@ class Backoff:
         self._ready_at = now
         self._was_ready = True
 
-    def ended(self, now: float, *, can_heal: bool = True) -> float | None:
+    def ended(self, now: float, *, is_retryable: bool = True) -> float | None:
         """The service ended: the pause in seconds before its next start; None: give it up.
 
         can_heal: whether another start may go better.
         """
         policy = self._policy
         ready_at, self._ready_at = self._ready_at, None
-        if ready_at is not None and now - ready_at >= policy.healthy_s:
+        if ready_at is not None and now - ready_at >= policy.reset_after_s:
             self._failures = 0
         doublings = min(self._failures, _DOUBLINGS_MAX)
         self._failures += 1
-        tries_max = policy.tries_max if can_heal else 1
-        if not self._was_ready and self._failures >= tries_max:
+        attempts_max = policy.attempts_max if is_retryable else 1
+        if not self._was_ready and self._failures >= attempts_max:
             return None
-        pause_s = min(policy.limit_s, policy.first_s * 2.0**doublings)
+        pause_s = min(policy.max_pause_s, policy.initial_pause_s * 2.0**doublings)
         return pause_s * (1 - JITTER * self._rng.random())

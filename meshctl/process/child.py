@@ -28,7 +28,7 @@ TAIL_BYTES = 1 << 16
 TAIL_LINES = 20
 READY_BYTES_MAX = 1 << 16
 
-_LEASH = str(Path(leash.__file__).resolve())
+_PARENT_GUARD = str(Path(leash.__file__).resolve())
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ def parse_ready_line(raw: bytes) -> ReadyLine:
     return parse_json(_READY_LINE, raw, "ready line")
 
 
-def on_leash(command: Sequence[str]) -> list[str]:
+def with_parent_guard(command: Sequence[str]) -> list[str]:
     """The command line that runs `command` until this process dies."""
-    return [sys.executable, "-I", "-S", _LEASH, str(os.getpid()), *command]
+    return [sys.executable, "-I", "-S", _PARENT_GUARD, str(os.getpid()), *command]
 
 
 class ChildProcess:
@@ -67,8 +67,8 @@ class ChildProcess:
         self._popen = popen
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        self._line = bytearray()
-        self._line_done = asyncio.Event()
+        self._ready_line = bytearray()
+        self._ready_line_done = asyncio.Event()
         self._ready_fd = ready_fd
         os.set_blocking(ready_fd, False)
         self._loop.add_reader(ready_fd, self._read_line)
@@ -82,8 +82,8 @@ class ChildProcess:
 
     async def ready(self) -> ReadyLine | None:
         """The ready line; None if it never came. Raises InvalidRequest if it makes no sense."""
-        await self._line_done.wait()
-        return parse_ready_line(bytes(self._line)) if self._line else None
+        await self._ready_line_done.wait()
+        return parse_ready_line(bytes(self._ready_line)) if self._ready_line else None
 
     async def wait(self) -> int:
         """The exit status, once it ended; -n: by signal n."""
@@ -116,19 +116,19 @@ class ChildProcess:
             os.killpg(self._popen.pid, signal.SIGKILL)
 
     def _read_line(self) -> None:
-        if self._line_done.is_set():
+        if self._ready_line_done.is_set():
             return
         try:
             part = os.read(self._ready_fd, READY_BYTES_MAX)
         except BlockingIOError:
             return
-        self._line += part
-        if not part or b"\n" in part or len(self._line) > READY_BYTES_MAX:
+        self._ready_line += part
+        if not part or b"\n" in part or len(self._ready_line) > READY_BYTES_MAX:
             self._end_line()
 
     def _end_line(self) -> None:
-        if not self._line_done.is_set():
-            self._line_done.set()
+        if not self._ready_line_done.is_set():
+            self._ready_line_done.set()
             self._loop.remove_reader(self._ready_fd)
             os.close(self._ready_fd)
 
@@ -143,7 +143,7 @@ class ProcessLauncher:
     def __init__(self, log_dir: Path, environ: Mapping[str, str]) -> None:
         self._log_dir = log_dir
         self._environ = dict(environ)
-        self._began: dict[str, int] = {}
+        self._log_offsets: dict[str, int] = {}
 
     def log_path(self, name: str) -> Path:
         """The log of the service `name`."""
@@ -154,7 +154,7 @@ class ProcessLauncher:
         read_end, write_end = os.pipe()
         try:
             command = [sys.executable, "-m", spec.module, *spec.args, "--ready-fd", str(write_end)]
-            popen = self._popen(spec.name, on_leash(command), write_end)
+            popen = self._popen(spec.name, with_parent_guard(command), write_end)
         except BaseException:
             os.close(read_end)
             raise
@@ -167,7 +167,7 @@ class ProcessLauncher:
         try:
             with self.log_path(name).open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
-                log.seek(max(self._began.get(name, 0), end - TAIL_BYTES))
+                log.seek(max(self._log_offsets.get(name, 0), end - TAIL_BYTES))
                 lines = log.read(TAIL_BYTES).decode(errors="replace").splitlines()
         except OSError as error:
             return [f"(its log cannot be read: {error})"]
@@ -176,11 +176,11 @@ class ProcessLauncher:
     def _popen(self, name: str, command: Sequence[str], fd: int) -> subprocess.Popen[bytes]:
         path = self.log_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_old = name not in self._began or path.stat().st_size > LOG_BYTES_MAX
-        if is_old and path.exists():
+        needs_rotation = name not in self._log_offsets or path.stat().st_size > LOG_BYTES_MAX
+        if needs_rotation and path.exists():
             path.replace(path.with_name(f"{path.name}.1"))
         with path.open("ab") as log:
-            self._began[name] = log.tell()
+            self._log_offsets[name] = log.tell()
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -9,46 +9,45 @@ from itertools import takewhile
 
 # What services write (common/runtime/config.py, common/service/lifecycle.py,
 # common/registry/consul.py).
-_REFUSED = "the configuration cannot be used:"
-_FAILED = "start failed"
-_AWAITED = "registry_awaited"
-_ANSWERED = "registry_answered"
+_CONFIG_REJECTED = "the configuration cannot be used:"
+_START_FAILED = "start failed"
+_REGISTRY_AWAITED = "registry_awaited"
+_REGISTRY_ANSWERED = "registry_answered"
 # The log for people (`--log-format console`): `2026-... [error    ] start failed  error='...'`.
-_DATED = re.compile(r"\d{4}-\d\d-\d\dT")
-_ON_CONSOLE = re.compile(
-    rf"""\] ({_FAILED}|{_AWAITED}|{_ANSWERED})\b(?:.*?\berror=('[^']*'|"[^"]*"|\S+))?"""
-)
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
+_CONSOLE_EVENTS = f"({_START_FAILED}|{_REGISTRY_AWAITED}|{_REGISTRY_ANSWERED})"
+_CONSOLE_LINE = re.compile(rf"""\] {_CONSOLE_EVENTS}\b(?:.*?\berror=('[^']*'|"[^"]*"|\S+))?""")
 
 
 def reason(lines: Sequence[str]) -> list[str]:
     """The lines that say it, out of the last ones of a log; empty if none of them does."""
     for number in reversed(range(len(lines))):
         line = lines[number]
-        if line.endswith(_REFUSED):
+        if line.endswith(_CONFIG_REJECTED):
             return [line, *takewhile(lambda one: one.startswith(" "), lines[number + 1 :])]
-        event, error = _told(line)
-        if event == _FAILED and error:
+        event, error = _parse_log_line(line)
+        if event == _START_FAILED and error:
             return [error]
-    return _last_words(lines)
+    return _last_output(lines)
 
 
-def _last_words(lines: Sequence[str]) -> list[str]:
+def _last_output(lines: Sequence[str]) -> list[str]:
     """What a service waits for, or said outside its log: in a traceback, or in its own words."""
-    words: list[str] = []
+    message_lines: list[str] = []
     for line in lines:
-        event, error = _told(line)
-        if event == _AWAITED:
-            words = [error]
-        elif event == _ANSWERED:
-            words = []
-        elif line.strip() and not (line.startswith("{") or _DATED.match(line)):
-            words = [line]
-    return words
+        event, error = _parse_log_line(line)
+        if event == _REGISTRY_AWAITED:
+            message_lines = [error]
+        elif event == _REGISTRY_ANSWERED:
+            message_lines = []
+        elif line.strip() and not (line.startswith("{") or _TIMESTAMP.match(line)):
+            message_lines = [line]
+    return message_lines
 
 
-def _told(line: str) -> tuple[str, str]:
+def _parse_log_line(line: str) -> tuple[str, str]:
     """The event of a line of the log and its error: of a traceback alone, the last line."""
-    if found := _ON_CONSOLE.search(line):
+    if found := _CONSOLE_LINE.search(line):
         return found[1], (found[2] or "").strip("'\"")
     try:
         event = json.loads(line)

@@ -7,13 +7,13 @@ from enum import Enum, auto
 
 # Whoever signals a process group (`timeout`) through `make`, which passes signals on, signals twice
 # at once; so does a service manager that adds SIGHUP to its SIGTERM.
-SAME_S = 1.0
+DUPLICATE_WINDOW_S = 1.0
 
 
-class Asked(Enum):
+class StopAction(Enum):
     STOP = auto()
     KILL = auto()
-    NOTHING = auto()
+    IGNORE = auto()
 
 
 class StopRequests:
@@ -22,10 +22,10 @@ class StopRequests:
     def __init__(self) -> None:
         self._first_at: float | None = None
 
-    def heard(self, number: signal.Signals, now: float) -> Asked:
+    def receive(self, number: signal.Signals, now: float) -> StopAction:
         """A signal came at `now`, in seconds of one monotonic clock."""
         if self._first_at is None:
             self._first_at = now
-            return Asked.STOP
-        is_same = number is not signal.SIGINT and now - self._first_at < SAME_S
-        return Asked.NOTHING if is_same else Asked.KILL
+            return StopAction.STOP
+        is_duplicate = number is not signal.SIGINT and now - self._first_at < DUPLICATE_WINDOW_S
+        return StopAction.IGNORE if is_duplicate else StopAction.KILL

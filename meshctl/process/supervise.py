@@ -20,13 +20,13 @@ from typing import Protocol
 from common.errors import InvalidRequest, MeshError
 from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import EXIT_CONFIG
-from meshctl.process.backoff import Backoff, Policy
+from meshctl.process.backoff import Backoff, BackoffPolicy
 from meshctl.process.child import ReadyLine
 from meshctl.services import ServiceSpec
 
-DEREGISTER_S = 3.0
+DEREGISTER_TIMEOUT_S = 3.0
 # From SIGKILL to the end: more only in an uninterruptible system call.
-KILL_S = 5.0
+KILL_TIMEOUT_S = 5.0
 
 
 class Process(Protocol):
@@ -94,22 +94,22 @@ class Died:
 
     service: str
     status: int | None
-    why: str
-    ran_s: float
-    again_in_s: float | None
+    reason: str
+    uptime_s: float
+    restart_in_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class GivenUp:
-    """It ended `tries` times and was never ready. can_heal: whether time could have helped."""
+class RestartsExhausted:
+    """It ended `attempts` times and was never ready. can_heal: whether time could have helped."""
 
     service: str
-    tries: int
-    can_heal: bool = True
+    attempts: int
+    is_retryable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Stopped:
     """It ended as asked; killed: because it did not in `after_s`."""
 
     service: str
@@ -123,18 +123,18 @@ class NotDeregistered:
     """Its instance stays in the registry until its lease has run out."""
 
     service: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Undying:
+class KillFailed:
     """Not even SIGKILL ended it, in KILL_S."""
 
     service: str
     pid: int
 
 
-Event = BecameReady | Died | GivenUp | Ended | NotDeregistered | Undying
+Event = BecameReady | Died | RestartsExhausted | Stopped | NotDeregistered | KillFailed
 
 
 class Child:
@@ -147,12 +147,12 @@ class Child:
         self.process: Process | None = None
         self.line: ReadyLine | None = None
         self.started_at = 0.0
-        self.asked_at: float | None = None
+        self.stop_requested_at: float | None = None
         self.killed = False
 
 
 class Supervisor:
-    """Keeps `specs` running until `stop`, and says what happens by calling `tell`.
+    """Keeps `specs` running until `stop`, and says what happens by calling `on_event`.
 
     registrar: None leaves the dead to the registry's own checks. start_s: a service that is not
     ready this long after its start is killed, which counts as a death. clock: monotonic seconds.
@@ -165,38 +165,40 @@ class Supervisor:
         registrar: Registrar | None,
         *,
         namespace: str,
-        tell: Callable[[Event], None],
+        on_event: Callable[[Event], None],
         clock: Callable[[], float],
         rng: Random,
-        policy: Policy | None = None,
+        policy: BackoffPolicy | None = None,
         start_s: float = 60.0,
     ) -> None:
-        policy = Policy() if policy is None else policy
+        policy = BackoffPolicy() if policy is None else policy
         self.children: Sequence[Child] = [Child(spec, Backoff(policy, rng)) for spec in specs]
-        self.clean = True
+        self.is_clean = True
         self._launcher = launcher
         self._registrar = registrar
         self._namespace = namespace
-        self._tell = tell
+        self._on_event = on_event
         self._clock = clock
-        self._start_s = start_s
+        self._ready_timeout_s = start_s
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when all services have ended after `stop`; `clean` says whether all went well.
+        """Returns when all services have ended after `stop`; `is_clean` says whether all went well.
 
         Giving a service up stops the others, in order.
         """
         async with TaskGroup() as group:
-            keepers = {
-                child.spec.name: group.create_task(self._keep(child), name=child.spec.name)
+            keep_tasks = {
+                child.spec.name: group.create_task(self._keep_running(child), name=child.spec.name)
                 for child in self.children
             }
             await self._stop.wait()
-            for _, wave in groupby(sorted(self.children, key=_rank), key=_rank):
-                endings = [self._end(child, keepers[child.spec.name]) for child in wave]
-                await asyncio.gather(*endings)
+            for _, same_rank in groupby(sorted(self.children, key=_drain_rank), key=_drain_rank):
+                stops = [
+                    self._stop_child(child, keep_tasks[child.spec.name]) for child in same_rank
+                ]
+                await asyncio.gather(*stops)
 
     def stop(self) -> None:
         """Start no more, and end all in order. Idempotent."""
@@ -210,37 +212,37 @@ class Supervisor:
                 child.killed = True
                 child.process.kill()
 
-    async def stopping(self) -> None:
+    async def wait_for_stop(self) -> None:
         """Returns once `stop` was called, or a service given up."""
         await self._stop.wait()
 
-    async def all_ready(self) -> None:
+    async def wait_all_ready(self) -> None:
         """Returns at a moment when every service is ready."""
         while any(child.state is not State.READY for child in self.children):
             self._changed.clear()
             await self._changed.wait()
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep_running(self, child: Child) -> None:
         while not self._stop.is_set():
-            pause_s = await self._live_once(child)
+            pause_s = await self._run_once(child)
             if pause_s is None:
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stop.wait()
-        self._enter(child, State.STOPPED)
+        self._set_state(child, State.STOPPED)
 
-    async def _live_once(self, child: Child) -> float | None:
+    async def _run_once(self, child: Child) -> float | None:
         """One process, from start to end. The pause before the next one; None: there is none."""
-        self._enter(child, State.STARTING)
+        self._set_state(child, State.STARTING)
         child.started_at = self._clock()
         try:
             process = self._launcher.start(child.spec)
         except OSError as error:
-            return self._died(child, None, str(error))
+            return self._record_death(child, None, str(error))
         child.process = process
         try:
-            why = await self._await_ready(child, process)
+            reason = await self._await_ready(child, process)
             status = await process.wait()
         except BaseException:
             # Whatever ends this task must not leave a process behind that nobody keeps.
@@ -250,87 +252,87 @@ class Supervisor:
         line, child.line = child.line, None
         if line is not None:
             await self._deregister(child, line)
-        if child.asked_at is not None or child.killed:
-            self._ended(child, status)
+        if child.stop_requested_at is not None or child.killed:
+            self._record_stop(child, status)
             return None
-        return self._died(child, status, why)
+        return self._record_death(child, status, reason)
 
     async def _await_ready(self, child: Child, process: Process) -> str:
         """Returns when it is ready or will not be, and then why; "" if it just ended."""
         try:
-            async with asyncio.timeout(self._start_s):
+            async with asyncio.timeout(self._ready_timeout_s):
                 line = await process.ready()
                 if line is None:
                     await process.wait()
                     return ""
         except TimeoutError:
             process.kill()
-            return f"not ready within {self._start_s:g} s"
+            return f"not ready within {self._ready_timeout_s:g} s"
         except InvalidRequest as error:
             process.kill()
             return error.message
         child.line = line
         child.backoff.ready(self._clock())
-        self._enter(child, State.READY if child.asked_at is None else State.STOPPING)
-        self._tell(BecameReady(child.spec.name, line, self._clock() - child.started_at))
+        self._set_state(child, State.READY if child.stop_requested_at is None else State.STOPPING)
+        self._on_event(BecameReady(child.spec.name, line, self._clock() - child.started_at))
         return ""
 
-    def _died(self, child: Child, status: int | None, why: str) -> float | None:
+    def _record_death(self, child: Child, status: int | None, reason: str) -> float | None:
         now = self._clock()
-        can_heal = status != EXIT_CONFIG
-        pause_s = child.backoff.ended(now, can_heal=can_heal)
-        given_up = pause_s is None
+        is_retryable = status != EXIT_CONFIG
+        pause_s = child.backoff.ended(now, is_retryable=is_retryable)
+        is_given_up = pause_s is None
         if self._stop.is_set():
             pause_s = None
             # Nobody asked this one to end.
-            self.clean = False
-        self._enter(child, State.STOPPED if pause_s is None else State.WAITING)
-        self._tell(Died(child.spec.name, status, why, now - child.started_at, pause_s))
-        if given_up and not self._stop.is_set():
-            self.clean = False
-            self._enter(child, State.FAILED)
-            self._tell(GivenUp(child.spec.name, child.backoff.failures, can_heal))
+            self.is_clean = False
+        self._set_state(child, State.STOPPED if pause_s is None else State.WAITING)
+        self._on_event(Died(child.spec.name, status, reason, now - child.started_at, pause_s))
+        if is_given_up and not self._stop.is_set():
+            self.is_clean = False
+            self._set_state(child, State.FAILED)
+            self._on_event(RestartsExhausted(child.spec.name, child.backoff.failures, is_retryable))
             self.stop()
         return pause_s
 
-    def _ended(self, child: Child, status: int) -> None:
+    def _record_stop(self, child: Child, status: int) -> None:
         now = self._clock()
-        self._enter(child, State.STOPPED)
+        self._set_state(child, State.STOPPED)
         # SIGTERM by itself: it was asked before it could listen.
-        self.clean = self.clean and not child.killed and status in (0, -signal.SIGTERM)
-        after_s = now - (now if child.asked_at is None else child.asked_at)
-        self._tell(Ended(child.spec.name, status, after_s, child.killed))
+        self.is_clean = self.is_clean and not child.killed and status in (0, -signal.SIGTERM)
+        after_s = now - (now if child.stop_requested_at is None else child.stop_requested_at)
+        self._on_event(Stopped(child.spec.name, status, after_s, child.killed))
 
     async def _deregister(self, child: Child, line: ReadyLine) -> None:
         if self._registrar is None:
             return
         try:
-            async with asyncio.timeout(DEREGISTER_S):
+            async with asyncio.timeout(DEREGISTER_TIMEOUT_S):
                 await self._registrar.deregister(self._namespace, int(line.instance_id))
         except (MeshError, ValueError, TimeoutError) as error:
-            self._tell(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
+            self._on_event(NotDeregistered(child.spec.name, str(error) or type(error).__name__))
 
-    async def _end(self, child: Child, keeper: asyncio.Task[None]) -> None:
+    async def _stop_child(self, child: Child, keep_task: asyncio.Task[None]) -> None:
         """Ends one service in bounded time."""
         if child.process is not None:
-            child.asked_at = self._clock()
-            self._enter(child, State.STOPPING)
+            child.stop_requested_at = self._clock()
+            self._set_state(child, State.STOPPING)
             child.process.terminate()
-        await asyncio.wait({keeper}, timeout=child.spec.drain_s)
+        await asyncio.wait({keep_task}, timeout=child.spec.drain_s)
         if child.process is not None:
             child.killed = True
             child.process.kill()
-        await asyncio.wait({keeper}, timeout=KILL_S + DEREGISTER_S)
-        if not keeper.done():
-            self.clean = False
+        await asyncio.wait({keep_task}, timeout=KILL_TIMEOUT_S + DEREGISTER_TIMEOUT_S)
+        if not keep_task.done():
+            self.is_clean = False
             pid = 0 if child.process is None else child.process.pid
-            self._tell(Undying(child.spec.name, pid))
-            keeper.cancel()
+            self._on_event(KillFailed(child.spec.name, pid))
+            keep_task.cancel()
 
-    def _enter(self, child: Child, state: State) -> None:
+    def _set_state(self, child: Child, state: State) -> None:
         child.state = state
         self._changed.set()
 
 
-def _rank(child: Child) -> int:
+def _drain_rank(child: Child) -> int:
     return child.spec.drain_rank

@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 import httpx
 
 POLL_S = 0.1
-ANSWER_S = 60.0
+RESPONSE_TIMEOUT_S = 60.0
 # A first token may take as long as a queue; between two of them this is for ever.
-READ_S = 30.0
+READ_TIMEOUT_S = 30.0
 ERROR_CHARS_MAX = 500
 
 
@@ -19,9 +19,9 @@ class GatewayError(Exception):
     """The gateway did not answer as it should; the message says what it did."""
 
 
-def client() -> httpx.AsyncClient:
+def new_http_client() -> httpx.AsyncClient:
     """A client that asks the mesh itself, never a proxy that the environment names."""
-    return httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(5.0, read=READ_S))
+    return httpx.AsyncClient(trust_env=False, timeout=httpx.Timeout(5.0, read=READ_TIMEOUT_S))
 
 
 def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
@@ -34,7 +34,7 @@ def chat_body(model: str, prompt: str, max_tokens: int) -> dict[str, object]:
     }
 
 
-async def why_not_serving(http: httpx.AsyncClient, url: str, model: str) -> str:
+async def find_serving_problem(http: httpx.AsyncClient, url: str, model: str) -> str:
     """ "" if the gateway at `url` is healthy and lists `model`; else what is missing."""
     try:
         health = await http.get(f"{url}/health", timeout=2.0)
@@ -61,7 +61,7 @@ async def chat(
     """
     try:
         async with (
-            asyncio.timeout(ANSWER_S),
+            asyncio.timeout(RESPONSE_TIMEOUT_S),
             http.stream("POST", f"{url}/v1/chat/completions", json=body) as response,
         ):
             if response.status_code != 200:
@@ -73,15 +73,15 @@ async def chat(
                 data = line.removeprefix("data:").strip()
                 if data == "[DONE]":
                     return
-                yield _piece(data)
+                yield _parse_chunk_text(data)
     except httpx.HTTPError as error:
         raise GatewayError(f"the connection failed: {error or type(error).__name__}") from error
     except TimeoutError as error:
-        raise GatewayError(f"the answer did not end within {ANSWER_S:g} s") from error
+        raise GatewayError(f"the answer did not end within {RESPONSE_TIMEOUT_S:g} s") from error
     raise GatewayError("the stream ended without [DONE]")
 
 
-def _piece(data: str) -> str:
+def _parse_chunk_text(data: str) -> str:
     try:
         chunk = json.loads(data)
         if "error" in chunk:

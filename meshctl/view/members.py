@@ -12,11 +12,11 @@ async def members(registry: Registry, config: ServiceConfig) -> Snapshot:
     """The members of the configured namespace now. Raises Unavailable if nobody can say."""
     snapshot = await registry.snapshot(config.namespace)
     if not snapshot.revision:
-        raise Unavailable(f"cannot reach {where(config)}")
+        raise Unavailable(f"cannot reach {describe_registry(config)}")
     return snapshot
 
 
-def where(config: ServiceConfig) -> str:
+def describe_registry(config: ServiceConfig) -> str:
     """The registry in words."""
     if config.registry == "consul":
         return f"Consul at {config.consul_url}"

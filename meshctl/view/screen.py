@@ -15,11 +15,11 @@ from meshctl.process.supervise import (
     BecameReady,
     Child,
     Died,
-    Ended,
     Event,
-    GivenUp,
+    KillFailed,
     NotDeregistered,
-    Undying,
+    RestartsExhausted,
+    Stopped,
 )
 from meshctl.view.frontend import chat_body
 
@@ -46,12 +46,12 @@ class Screen:
         self._err = err
         self._colour = colour
         self._clock = clock
-        self._began = clock()
+        self._started_at = clock()
         self._tail = tail
         self._log = log
-        self._told: set[tuple[str, ...]] = set()
+        self._printed_reasons: set[tuple[str, ...]] = set()
 
-    def say(self, text: str = "") -> None:
+    def print_line(self, text: str = "") -> None:
         """A line without a time."""
         self._write(self._out, f"{text}\n")
 
@@ -59,68 +59,76 @@ class Screen:
         """A part of a line, at once."""
         self._write(self._out, text)
 
-    def complain(self, text: str) -> None:
+    def print_error(self, text: str) -> None:
         """Says why the mesh is being stopped, or was not started."""
         self._write(self._err, f"meshctl: {text}\n")
 
-    def step(self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN) -> None:
+    def print_progress(
+        self, name: str, state: str, detail: str = "", *, colour: str = _PLAIN
+    ) -> None:
         """A line of progress."""
-        shown = f"{state:<8}"
+        label = f"{state:<8}"
         if colour and self._colour:
-            shown = f"\x1b[{colour}m{shown}\x1b[0m"
-        elapsed_s = self._clock() - self._began
-        self.say(f"{elapsed_s:7.1f} s  {name:<12}  {shown}  {detail}".rstrip())
+            label = f"\x1b[{colour}m{label}\x1b[0m"
+        elapsed_s = self._clock() - self._started_at
+        self.print_line(f"{elapsed_s:7.1f} s  {name:<12}  {label}  {detail}".rstrip())
 
-    def why(self, name: str) -> None:
+    def reason(self, name: str) -> None:
         """Why a service did not start; the end of its log where that does not say."""
         if lines := reason(self._tail(name)):
-            self._quote(lines)
+            self._print_quoted(lines)
             return
         self._write(self._err, f"the end of {self._log(name)}:\n")
-        self._quote(self._tail(name) or ["(it is empty)"])
+        self._print_quoted(self._tail(name) or ["(it is empty)"])
 
     def event(self, event: Event) -> None:
         """What the supervisor has to tell."""
         match event:
             case BecameReady(name, line, after_s):
-                detail = f"after {after_s:.1f} s, pid {line.pid}, {_addresses(line)}"
-                self.step(name, "ready", detail, colour=_GREEN)
+                detail = f"after {after_s:.1f} s, pid {line.pid}, {_format_addresses(line)}"
+                self.print_progress(name, "ready", detail, colour=_GREEN)
             case Died():
-                self.step(event.service, "died", self._death(event), colour=_RED)
-                self._tell_why_once(event)
-            case GivenUp(name, can_heal=False):
-                self.complain(f"{name} cannot be used as it is configured")
-            case GivenUp(name, tries):
-                self.complain(f"{name} was started {tries} times and was never ready")
-                self.why(name)
-            case Ended(name, status, after_s, killed=True):
-                self.step(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
-            case Ended(name, status, after_s):
-                detail = f"after {after_s:.1f} s, {status_text(status)}"
-                self.step(name, "stopped", detail, colour=_PLAIN if status == 0 else YELLOW)
-            case NotDeregistered(name, why):
-                detail = f"its instance stays registered for a while: {why}"
-                self.step(name, "note", detail, colour=YELLOW)
-            case Undying(name, pid):
-                self.complain(f"{name} (pid {pid}) does not end although killed")
+                self.print_progress(event.service, "died", self._describe_exit(event), colour=_RED)
+                self._print_reason_once(event)
+            case RestartsExhausted(name, is_retryable=False):
+                self.print_error(f"{name} cannot be used as it is configured")
+            case RestartsExhausted(name, attempts):
+                self.print_error(f"{name} was started {attempts} times and was never ready")
+                self.reason(name)
+            case Stopped(name, status, after_s, killed=True):
+                self.print_progress(name, "killed", f"{after_s:.1f} s after SIGTERM", colour=_RED)
+            case Stopped(name, status, after_s):
+                detail = f"after {after_s:.1f} s, {describe_status(status)}"
+                self.print_progress(
+                    name, "stopped", detail, colour=_PLAIN if status == 0 else YELLOW
+                )
+            case NotDeregistered(name, reason):
+                detail = f"its instance stays registered for a while: {reason}"
+                self.print_progress(name, "note", detail, colour=YELLOW)
+            case KillFailed(name, pid):
+                self.print_error(f"{name} (pid {pid}) does not end although killed")
 
-    def _tell_why_once(self, event: Died) -> None:
+    def _print_reason_once(self, event: Died) -> None:
         """The reason, unless it was told before: of this service, or of one like it."""
         lines = tuple(reason(self._tail(event.service)))
         # Killed, it had no last words.
-        if (event.status or -1) > 0 and lines and lines not in self._told:
-            self._told.add(lines)
-            self._quote(lines)
+        if (event.status or -1) > 0 and lines and lines not in self._printed_reasons:
+            self._printed_reasons.add(lines)
+            self._print_quoted(lines)
 
-    def _quote(self, lines: Sequence[str]) -> None:
+    def _print_quoted(self, lines: Sequence[str]) -> None:
         self._write(self._err, "".join(f"  | {line}\n" for line in lines))
 
-    def _death(self, event: Died) -> str:
-        why = status_text(event.status)
-        if event.why:
-            why = f"{why} ({event.why})"
-        again = "" if event.again_in_s is None else f"; again in {event.again_in_s:.1f} s"
-        return f"{why} after {event.ran_s:.1f} s, see {self._log(event.service)}{again}"
+    def _describe_exit(self, event: Died) -> str:
+        reason = describe_status(event.status)
+        if event.reason:
+            reason = f"{reason} ({event.reason})"
+        restart_text = (
+            "" if event.restart_in_s is None else f"; again in {event.restart_in_s:.1f} s"
+        )
+        return (
+            f"{reason} after {event.uptime_s:.1f} s, see {self._log(event.service)}{restart_text}"
+        )
 
     def _write(self, stream: TextIO, text: str) -> None:
         try:
@@ -128,11 +136,11 @@ class Screen:
             stream.flush()
         except BrokenPipeError:
             # The reader went away (`meshctl up | head`): the mesh goes on, with nobody to tell.
-            with open(os.devnull, "wb") as nobody:
-                os.dup2(nobody.fileno(), stream.fileno())
+            with open(os.devnull, "wb") as devnull:
+                os.dup2(devnull.fileno(), stream.fileno())
 
 
-def status_text(status: int | None) -> str:
+def describe_status(status: int | None) -> str:
     """An exit status in words."""
     if status is None:
         return "could not be started"
@@ -174,10 +182,10 @@ def http_url(line: ReadyLine | None) -> str:
     return address if not address or "://" in address else f"http://{address}"
 
 
-def wants_colour(out: TextIO, environ: Mapping[str, str]) -> bool:
+def should_colour(out: TextIO, environ: Mapping[str, str]) -> bool:
     """Whether to colour: on a terminal, unless NO_COLOR is set."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def _addresses(line: ReadyLine) -> str:
+def _format_addresses(line: ReadyLine) -> str:
     return ", ".join(f"{kind} {address}" for kind, address in sorted(line.addresses.items()))

@@ -11,31 +11,35 @@ from collections.abc import Iterable
 from common.errors import NotFound, Unavailable
 from common.registry.instances import Instance
 from router_svc.core.eligibility import RETRY_AFTER_S
-from router_svc.core.fleet import MODEL_MEMORY_S
+from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.query import Query
 
-GONE_MAX = 1024
+RECENTLY_REMOVED_MAX = 1024
 
 
-class Adapters:
+class AdapterResidency:
     """Invariant: an adapter is either resident somewhere or remembered as gone, never both."""
 
     def __init__(self) -> None:
         self._resident: frozenset[tuple[str, str]] = frozenset()
         # (model, adapter) -> when it was seen to be gone; oldest first.
-        self._gone: dict[tuple[str, str], float] = {}
+        self._recently_removed: dict[tuple[str, str], float] = {}
 
     def update(self, workers: Iterable[Instance], now: float) -> None:
         """These are the workers now."""
-        resident = frozenset((worker.model, lora) for worker in workers for lora in worker.loras)
-        for pair in sorted(self._resident - resident):
-            self._gone[pair] = now
-        for pair in resident & self._gone.keys():
-            del self._gone[pair]
-        for pair in [p for p, at in self._gone.items() if now - at >= MODEL_MEMORY_S]:
-            del self._gone[pair]
-        while len(self._gone) > GONE_MAX:
-            del self._gone[next(iter(self._gone))]
+        resident = frozenset(
+            (worker.model, adapter_name) for worker in workers for adapter_name in worker.loras
+        )
+        for adapter_key in sorted(self._resident - resident):
+            self._recently_removed[adapter_key] = now
+        for adapter_key in resident & self._recently_removed.keys():
+            del self._recently_removed[adapter_key]
+        for adapter_key in [
+            p for p, at in self._recently_removed.items() if now - at >= GONE_MODEL_TTL_S
+        ]:
+            del self._recently_removed[adapter_key]
+        while len(self._recently_removed) > RECENTLY_REMOVED_MAX:
+            del self._recently_removed[next(iter(self._recently_removed))]
         self._resident = resident
 
     def check(self, query: Query, now: float) -> None:
@@ -43,21 +47,22 @@ class Adapters:
 
         Raises Unavailable where one had it lately, NotFound where none did; both name it.
         """
-        lora = query.routing.lora_name if query.routing is not None else None
-        if not lora or (query.model, lora) in self._resident:
+        adapter_name = query.routing.lora_name if query.routing is not None else None
+        if not adapter_name or (query.model, adapter_name) in self._resident:
             return
-        facts = {"model": query.model, "adapter": lora}
-        gone_at = self._gone.get((query.model, lora))
-        if gone_at is not None and now - gone_at < MODEL_MEMORY_S:
+        metadata = {"model": query.model, "adapter": adapter_name}
+        removed_at = self._recently_removed.get((query.model, adapter_name))
+        if removed_at is not None and now - removed_at < GONE_MODEL_TTL_S:
             raise Unavailable(
-                f"nobody can serve {query.model!r}: the last worker with the adapter {lora!r} left",
+                f"nobody can serve {query.model!r}: the last worker with the adapter "
+                f"{adapter_name!r} left",
                 RETRY_AFTER_S,
                 reason="NO_ADAPTER_WORKER",
-                metadata=facts,
+                metadata=metadata,
             )
         raise NotFound(
-            f"no worker of {query.model!r} has the adapter {lora!r}",
+            f"no worker of {query.model!r} has the adapter {adapter_name!r}",
             field="query.routing.lora_name",
             reason="UNKNOWN_ADAPTER",
-            metadata=facts,
+            metadata=metadata,
         )

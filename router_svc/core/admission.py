@@ -56,7 +56,7 @@ RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueRules:
+class QueueSettings:
     """threshold: batches of prompt tokens before a worker counts as busy; None: nobody ever waits.
 
     requests_max: who may wait. tokens_max: the prompt tokens of those; whoever crosses it is still
@@ -71,17 +71,17 @@ class QueueRules:
     wait_max_s: float = 60.0
 
 
-NO_QUEUE = QueueRules()
+NO_QUEUE = QueueSettings()
 
 
-class Spot(NamedTuple):
+class RankCapacity(NamedTuple):
     """A rank that somebody waits for, and what it is wanted for."""
 
     placement: Placement
     leg: Leg
 
 
-class Lane(NamedTuple):
+class ConstraintClass(NamedTuple):
     """All that decides who is eligible for a query; equal lanes have equal workers.
 
     places: where a hard session is bound, empty without one.
@@ -97,10 +97,10 @@ class Lane(NamedTuple):
     required_taints: frozenset[str]
     lora_name: str
     excluded_worker_ids: frozenset[int]
-    places: tuple[Placement, ...]
+    placements: tuple[Placement, ...]
 
 
-class Order(NamedTuple):
+class QueueOrder(NamedTuple):
     """Least first."""
 
     level: int
@@ -108,21 +108,21 @@ class Order(NamedTuple):
     number: int
 
 
-_Head = tuple[Order, Lane]
+_ClassHead = tuple[QueueOrder, ConstraintClass]
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class QueuedRequest:
     """One who waits. parked_at: `now` then, seconds. order: unique to it. lane: changes with the
     binding of its session.
     """
 
-    order: Order
-    lane: Lane
+    order: QueueOrder
+    constraint_class: ConstraintClass
     key: BookingKey
     query: Query
     session: int | None
-    parked_at: float
+    queued_at: float
 
     @property
     def number(self) -> int:
@@ -130,7 +130,7 @@ class Parked:
         return self.order.number
 
 
-class Hindrance(NamedTuple):
+class Blockers(NamedTuple):
     """Whom a lane waits for: none of the spots has room, as long as the fleet is the same.
 
     fleet_version: see `Router`. sweep: the last one in which its head was picked for, in vain.
@@ -138,276 +138,294 @@ class Hindrance(NamedTuple):
     """
 
     fleet_version: int
-    spots: frozenset[Spot]
-    sweep: int = 0
+    slots: frozenset[RankCapacity]
+    rescan_number: int = 0
     is_gated: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Line:
+class _ClassQueue:
     """The parked of one lane, in order. is_seen: its head was looked at since the fleet changed."""
 
-    hindrance: Hindrance
-    is_seen: bool = True
-    entries: list[tuple[Order, Parked]] = field(default_factory=list)
+    blockers: Blockers
+    is_clean: bool = True
+    entries: list[tuple[QueueOrder, QueuedRequest]] = field(default_factory=list)
 
     @property
-    def head(self) -> Order:
+    def head(self) -> QueueOrder:
         return self.entries[0][0]
 
 
 class AdmissionQueue:
     """All who wait at one router. Times are seconds of one clock."""
 
-    def __init__(self, rules: QueueRules = NO_QUEUE) -> None:
-        self.rules = rules
-        self._lines: dict[Lane, _Line] = {}
-        self._parked: dict[BookingKey, Parked] = {}  # In order of parking.
+    def __init__(self, policy: QueueSettings = NO_QUEUE) -> None:
+        self.policy = policy
+        self._class_queues: dict[ConstraintClass, _ClassQueue] = {}
+        self._queued: dict[BookingKey, QueuedRequest] = {}  # In order of parking.
         # Those who wait because their session is bound.
-        self._bound: dict[SessionName, dict[BookingKey, Parked]] = {}
+        self._queued_by_session: dict[SessionName, dict[BookingKey, QueuedRequest]] = {}
         # The heads of the lanes that wait for each spot, as heaps; among them some that do no more.
-        self._at: dict[Spot, list[_Head]] = {}
+        self._heads_by_slot: dict[RankCapacity, list[_ClassHead]] = {}
         # Likewise those of the lanes that are unseen, by model.
-        self._unseen_at: dict[str, list[_Head]] = {}
-        self._number = 0
+        self._dirty_heads_by_model: dict[str, list[_ClassHead]] = {}
+        self._last_number = 0
         self.tokens = 0  # Prompt tokens of the parked.
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._queued)
 
-    def has_backlog(self, lane: Lane) -> bool:
+    def has_backlog(self, constraint_class: ConstraintClass) -> bool:
         """Whether somebody waits for the same workers."""
-        return lane in self._lines
+        return constraint_class in self._class_queues
 
-    def overtakes(self, order: Order, model: str, spot: Spot) -> bool:
+    def overtakes(self, order: QueueOrder, model: str, slot: RankCapacity) -> bool:
         """Whether one of that order that took the room there would overtake one who waits for it.
 
         Whoever was not looked at since the fleet changed may be waiting for any spot of its model.
         """
-        at_spot = _first(self._at.get(spot), lambda head: self._stands(head, spot))
-        unseen = _first(self._unseen_at.get(model), self._is_unseen)
-        return any(first is not None and first < order for first in (at_spot, unseen))
+        at_slot = _first_valid(
+            self._heads_by_slot.get(slot), lambda head: self._is_current_head(head, slot)
+        )
+        dirty = _first_valid(self._dirty_heads_by_model.get(model), self._is_dirty_head)
+        return any(first is not None and first < order for first in (at_slot, dirty))
 
-    def order(self, query: Query, now: float, cached_tokens: int = 0) -> Order:
-        """That of a newcomer that were parked now. cached_tokens: as for `park`."""
-        return _order(self.rules.policy, query, now, cached_tokens, self._number + 1)
+    def order(self, query: Query, now: float, cached_tokens: int = 0) -> QueueOrder:
+        """That of a newcomer that were parked now. cached_tokens: as for `enqueue`."""
+        return _queue_order(self.policy.policy, query, now, cached_tokens, self._last_number + 1)
 
-    def unsee(self) -> None:
+    def mark_all_dirty(self) -> None:
         """The fleet has changed: for whom anybody waits must be looked at anew."""
-        for line in self._lines.values():
-            line.is_seen = False
-        self._gather_unseen()
+        for class_queue in self._class_queues.values():
+            class_queue.is_clean = False
+        self._rebuild_dirty_heads()
 
-    def park(
+    def enqueue(
         self,
         query: Query,
         key: BookingKey,
         now: float,
         *,
-        hindrance: Hindrance,
-        lane: Lane | None = None,
+        blockers: Blockers,
+        constraint_class: ConstraintClass | None = None,
         session: int | None = None,
         cached_tokens: int = 0,
-    ) -> Parked:
+    ) -> QueuedRequest:
         """Add one at its place. lane: that of the query without a session, if not given.
         cached_tokens: the most that an eligible worker has of its prompt.
 
         Raises Overloaded (QUEUE_FULL) whose metadata name the limit that is reached: limit_kind
         (requests or tokens), current, limit.
         """
-        assert key not in self._parked, "who waits already must be withdrawn first"
-        self._check_room(query.model)
-        self._number += 1
-        order = _order(self.rules.policy, query, now, cached_tokens, self._number)
-        parked = Parked(order, lane or lane_of(query), key, query, session, now)
-        self._enter(parked, hindrance)
-        self._parked[key] = parked
+        assert key not in self._queued, "who waits already must be withdrawn first"
+        self._check_limits(query.model)
+        self._last_number += 1
+        order = _queue_order(self.policy.policy, query, now, cached_tokens, self._last_number)
+        queued = QueuedRequest(
+            order, constraint_class or constraint_class_of(query), key, query, session, now
+        )
+        self._insert(queued, blockers)
+        self._queued[key] = queued
         self.tokens += query.total_tokens
-        return parked
+        return queued
 
-    def withdraw(self, key: BookingKey) -> Parked | None:
+    def withdraw(self, key: BookingKey) -> QueuedRequest | None:
         """Take one out, for whatever reason; None if it does not wait."""
-        parked = self._parked.pop(key, None)
-        if parked is None:
+        queued = self._queued.pop(key, None)
+        if queued is None:
             return None
-        self._exit(parked)
-        self.tokens -= parked.query.total_tokens
-        return parked
+        self._remove(queued)
+        self.tokens -= queued.query.total_tokens
+        return queued
 
-    def withdraw_session(self, session: int) -> list[Parked]:
+    def withdraw_session(self, session: int) -> list[QueuedRequest]:
         """Take out all that a session has parked."""
-        return self._withdraw_all([p for p in self._parked.values() if p.session == session])
+        return self._withdraw_all([p for p in self._queued.values() if p.session == session])
 
-    def overdue(self, now: float) -> list[Parked]:
+    def pop_overdue(self, now: float) -> list[QueuedRequest]:
         """Take out all that have waited for `wait_max_s`."""
-        late = []
-        for parked in self._parked.values():
-            if now - parked.parked_at < self.rules.wait_max_s:
+        overdue_requests = []
+        for queued in self._queued.values():
+            if now - queued.queued_at < self.policy.wait_max_s:
                 break
-            late.append(parked)
-        return self._withdraw_all(late)
+            overdue_requests.append(queued)
+        return self._withdraw_all(overdue_requests)
 
-    def clear(self) -> list[Parked]:
+    def clear(self) -> list[QueuedRequest]:
         """Take out all."""
-        return self._withdraw_all(list(self._parked.values()))
+        return self._withdraw_all(list(self._queued.values()))
 
-    def heads(self) -> Iterator[Parked]:
+    def heads(self) -> Iterator[QueuedRequest]:
         """The first of each lane, best first.
 
         One that is withdrawn, or goes to another lane, before the next is asked for is followed by
         the next of its lane; one that stays holds its lane up.
         """
-        best = [line.entries[0] for line in self._lines.values()]
+        best = [class_queue.entries[0] for class_queue in self._class_queues.values()]
         heapify(best)
         while best:
-            _, parked = heappop(best)
-            lane = parked.lane
-            yield parked
-            line = self._lines.get(lane)
-            if line is not None and line.entries[0][1] is not parked:
-                heappush(best, line.entries[0])
+            _, queued = heappop(best)
+            constraint_class = queued.constraint_class
+            yield queued
+            class_queue = self._class_queues.get(constraint_class)
+            if class_queue is not None and class_queue.entries[0][1] is not queued:
+                heappush(best, class_queue.entries[0])
 
-    def hindrance(self, lane: Lane) -> Hindrance:
+    def blockers(self, constraint_class: ConstraintClass) -> Blockers:
         """Whom a lane waits for, as far as was seen."""
-        return self._lines[lane].hindrance
+        return self._class_queues[constraint_class].blockers
 
-    def hinder(self, parked: Parked, lane: Lane, hindrance: Hindrance) -> None:
-        """A lane's head was looked at, and must wait; in `lane`, if that is another one by now."""
-        if lane != parked.lane:
-            self._exit(parked)
-            parked.lane = lane
-            self._enter(parked, hindrance)
+    def mark_blocked(
+        self, queued: QueuedRequest, constraint_class: ConstraintClass, blockers: Blockers
+    ) -> None:
+        """A lane's head was looked at, and must wait; in `constraint_class`, if that is another
+        one by now."""
+        if constraint_class != queued.constraint_class:
+            self._remove(queued)
+            queued.constraint_class = constraint_class
+            self._insert(queued, blockers)
             return
-        line = self._lines[lane]
-        line.is_seen = True
-        added = hindrance.spots - line.hindrance.spots
-        line.hindrance = hindrance
-        self._stand(lane, line, added)
+        class_queue = self._class_queues[constraint_class]
+        class_queue.is_clean = True
+        added_slots = blockers.slots - class_queue.blockers.slots
+        class_queue.blockers = blockers
+        self._push_head(constraint_class, class_queue, added_slots)
 
-    def is_bound(self, session: SessionName) -> bool:
+    def has_queued_for_session(self, session: SessionName) -> bool:
         """Whether somebody waits because that session is bound."""
-        return session in self._bound
+        return session in self._queued_by_session
 
-    def bound(self, session: SessionName) -> list[Parked]:
+    def bound(self, session: SessionName) -> list[QueuedRequest]:
         """Those who wait because that session is bound, best first."""
-        return sorted(self._bound.get(session, {}).values(), key=attrgetter("order"))
+        return sorted(self._queued_by_session.get(session, {}).values(), key=attrgetter("order"))
 
     @property
-    def overdue_at(self) -> float:
+    def next_overdue_at(self) -> float:
         """When the first of all will have waited for `wait_max_s`: inf if nobody waits."""
-        first = next(iter(self._parked.values()), None)
-        return math.inf if first is None else first.parked_at + self.rules.wait_max_s
+        first = next(iter(self._queued.values()), None)
+        return math.inf if first is None else first.queued_at + self.policy.wait_max_s
 
     # Spots.
 
-    def is_awaited(self, spot: Spot) -> bool:
+    def has_waiters(self, slot: RankCapacity) -> bool:
         """Whether somebody may wait for it: never wrongly False."""
-        return spot in self._at
+        return slot in self._heads_by_slot
 
     @property
-    def spots(self) -> list[Spot]:
+    def slots(self) -> list[RankCapacity]:
         """Those that somebody may wait for."""
-        return list(self._at)
+        return list(self._heads_by_slot)
 
-    def waiting_at(self, spot: Spot) -> Generator[Parked, None, None]:
+    def queued_heads_at(self, slot: RankCapacity) -> Generator[QueuedRequest, None, None]:
         """The heads of the lanes that wait for it, best first, as `heads` goes on from one to the
         next.
         """
-        passed: set[_Head] = set()
+        yielded: set[_ClassHead] = set()
         try:
-            while heap := self._at.get(spot):
+            while heap := self._heads_by_slot.get(slot):
                 head = heappop(heap)
-                if head not in passed and self._stands(head, spot):
-                    passed.add(head)
-                    yield self._lines[head[1]].entries[0][1]
+                if head not in yielded and self._is_current_head(head, slot):
+                    yielded.add(head)
+                    yield self._class_queues[head[1]].entries[0][1]
         finally:
-            stay = [head for head in passed if self._stands(head, spot)]
-            for head in stay:
-                heappush(self._at.setdefault(spot, []), head)
-            if not stay and not self._at.get(spot):
-                self._at.pop(spot, None)
+            current_heads = [head for head in yielded if self._is_current_head(head, slot)]
+            for head in current_heads:
+                heappush(self._heads_by_slot.setdefault(slot, []), head)
+            if not current_heads and not self._heads_by_slot.get(slot):
+                self._heads_by_slot.pop(slot, None)
 
-    def tidy(self) -> None:
+    def drop_stale_slots(self) -> None:
         """Forget the spots that nobody waits for any more."""
-        for spot in self.spots:
-            self._compact(spot)
+        for slot in self.slots:
+            self._drop_stale_heads(slot)
 
-    def _enter(self, parked: Parked, hindrance: Hindrance) -> None:
-        line = self._lines.get(parked.lane)
-        if line is None:
-            line = self._lines[parked.lane] = _Line(hindrance)
-        insort(line.entries, (parked.order, parked))
-        if parked.lane.places:
-            self._bound.setdefault(_session_of(parked.query), {})[parked.key] = parked
-        if line.head is parked.order:
-            self._stand(parked.lane, line, line.hindrance.spots)
+    def _insert(self, queued: QueuedRequest, blockers: Blockers) -> None:
+        class_queue = self._class_queues.get(queued.constraint_class)
+        if class_queue is None:
+            class_queue = self._class_queues[queued.constraint_class] = _ClassQueue(blockers)
+        insort(class_queue.entries, (queued.order, queued))
+        if queued.constraint_class.placements:
+            self._queued_by_session.setdefault(_session_of(queued.query), {})[queued.key] = queued
+        if class_queue.head is queued.order:
+            self._push_head(queued.constraint_class, class_queue, class_queue.blockers.slots)
 
-    def _exit(self, parked: Parked) -> None:
-        line = self._lines[parked.lane]
-        was_head = line.head is parked.order
-        del line.entries[bisect_left(line.entries, (parked.order,))]
-        if parked.lane.places:
-            mates = self._bound[session := _session_of(parked.query)]
-            del mates[parked.key]
-            if not mates:
-                del self._bound[session]
-        if not line.entries:
-            del self._lines[parked.lane]
-            if not self._lines:
-                self._at.clear()
-                self._unseen_at.clear()
+    def _remove(self, queued: QueuedRequest) -> None:
+        class_queue = self._class_queues[queued.constraint_class]
+        was_head = class_queue.head is queued.order
+        del class_queue.entries[bisect_left(class_queue.entries, (queued.order,))]
+        if queued.constraint_class.placements:
+            queued_for_session = self._queued_by_session[session := _session_of(queued.query)]
+            del queued_for_session[queued.key]
+            if not queued_for_session:
+                del self._queued_by_session[session]
+        if not class_queue.entries:
+            del self._class_queues[queued.constraint_class]
+            if not self._class_queues:
+                self._heads_by_slot.clear()
+                self._dirty_heads_by_model.clear()
         elif was_head:
-            self._stand(parked.lane, line, line.hindrance.spots)
+            self._push_head(queued.constraint_class, class_queue, class_queue.blockers.slots)
 
-    def _stand(self, lane: Lane, line: _Line, spots: Iterable[Spot]) -> None:
+    def _push_head(
+        self,
+        constraint_class: ConstraintClass,
+        class_queue: _ClassQueue,
+        slots: Iterable[RankCapacity],
+    ) -> None:
         """Let the lane be found at these by its head."""
-        item = line.head, lane
-        heap_max = 2 * len(self._lines) + 16
-        for spot in spots:
-            heap = self._at.setdefault(spot, [])
-            heappush(heap, item)
+        head_entry = class_queue.head, constraint_class
+        heap_max = 2 * len(self._class_queues) + 16
+        for slot in slots:
+            heap = self._heads_by_slot.setdefault(slot, [])
+            heappush(heap, head_entry)
             if len(heap) > heap_max:
-                self._compact(spot)
-        if not line.is_seen:
-            heap = self._unseen_at[lane.model]
-            heappush(heap, item)
+                self._drop_stale_heads(slot)
+        if not class_queue.is_clean:
+            heap = self._dirty_heads_by_model[constraint_class.model]
+            heappush(heap, head_entry)
             if len(heap) > heap_max:
-                self._gather_unseen()
+                self._rebuild_dirty_heads()
 
-    def _stands(self, item: _Head, spot: Spot) -> bool:
-        order, lane = item
-        line = self._lines.get(lane)
-        return line is not None and line.head == order and spot in line.hindrance.spots
+    def _is_current_head(self, head_entry: _ClassHead, slot: RankCapacity) -> bool:
+        order, constraint_class = head_entry
+        class_queue = self._class_queues.get(constraint_class)
+        return (
+            class_queue is not None
+            and class_queue.head == order
+            and slot in class_queue.blockers.slots
+        )
 
-    def _is_unseen(self, item: _Head) -> bool:
-        order, lane = item
-        line = self._lines.get(lane)
-        return line is not None and line.head == order and not line.is_seen
+    def _is_dirty_head(self, head_entry: _ClassHead) -> bool:
+        order, constraint_class = head_entry
+        class_queue = self._class_queues.get(constraint_class)
+        return class_queue is not None and class_queue.head == order and not class_queue.is_clean
 
-    def _gather_unseen(self) -> None:
-        self._unseen_at = {}
-        for lane, line in self._lines.items():
-            if not line.is_seen:
-                self._unseen_at.setdefault(lane.model, []).append((line.head, lane))
-        for heap in self._unseen_at.values():
+    def _rebuild_dirty_heads(self) -> None:
+        self._dirty_heads_by_model = {}
+        for constraint_class, class_queue in self._class_queues.items():
+            if not class_queue.is_clean:
+                self._dirty_heads_by_model.setdefault(constraint_class.model, []).append(
+                    (class_queue.head, constraint_class)
+                )
+        for heap in self._dirty_heads_by_model.values():
             heapify(heap)
 
-    def _compact(self, spot: Spot) -> None:
-        heap = self._at[spot]
-        heap[:] = {item for item in heap if self._stands(item, spot)}
+    def _drop_stale_heads(self, slot: RankCapacity) -> None:
+        heap = self._heads_by_slot[slot]
+        heap[:] = {head_entry for head_entry in heap if self._is_current_head(head_entry, slot)}
         heapify(heap)
         if not heap:
-            del self._at[spot]
+            del self._heads_by_slot[slot]
 
-    def _withdraw_all(self, parked: Sequence[Parked]) -> list[Parked]:
-        for one in parked:
+    def _withdraw_all(self, queued: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+        for one in queued:
             self.withdraw(one.key)
-        return list(parked)
+        return list(queued)
 
-    def _check_room(self, model: str) -> None:
+    def _check_limits(self, model: str) -> None:
         limits = (
-            ("requests", len(self._parked), self.rules.requests_max),
-            ("tokens", self.tokens, self.rules.tokens_max),
+            ("requests", len(self._queued), self.policy.requests_max),
+            ("tokens", self.tokens, self.policy.tokens_max),
         )
         for kind, current, limit in limits:
             if current >= limit:
@@ -425,15 +443,15 @@ class AdmissionQueue:
                 )
 
 
-def lane_of(query: Query, places: tuple[Placement, ...] = ()) -> Lane:
+def constraint_class_of(query: Query, placements: tuple[Placement, ...] = ()) -> ConstraintClass:
     """Where the query waits. places: see Lane."""
     routing, excluded = query.routing, query.excluded_worker_ids
     if routing is None:
-        return Lane(
-            query.model, None, None, None, None, None, None, frozenset(), "", excluded, places
+        return ConstraintClass(
+            query.model, None, None, None, None, None, None, frozenset(), "", excluded, placements
         )
     constraints = routing.routing_constraints
-    return Lane(
+    return ConstraintClass(
         query.model,
         routing.backend_instance_id,
         routing.decode_worker_id,
@@ -444,7 +462,7 @@ def lane_of(query: Query, places: tuple[Placement, ...] = ()) -> Lane:
         frozenset() if constraints is None else frozenset(constraints.required_taints),
         routing.lora_name or "",
         excluded,
-        places,
+        placements,
     )
 
 
@@ -455,26 +473,30 @@ def _session_of(query: Query) -> SessionName:
     return SessionName(query.model, routing.session_control.session_id, routing.lora_name or "")
 
 
-def _first(heap: list[_Head] | None, counts: Callable[[_Head], bool]) -> Order | None:
+def _first_valid(
+    heap: list[_ClassHead] | None, is_valid: Callable[[_ClassHead], bool]
+) -> QueueOrder | None:
     """The first that counts; those before it are dropped."""
     while heap:
-        if counts(heap[0]):
+        if is_valid(heap[0]):
             return heap[0][0]
         heappop(heap)
     return None
 
 
-def overdue_error(parked: Parked, waited_s: float) -> Overloaded:
+def queue_timeout_error(queued: QueuedRequest, waited_s: float) -> Overloaded:
     """Why one who waited too long is turned away."""
     return Overloaded(
         RETRY_AFTER_S,
         f"no worker had room for the prompt within {waited_s:.0f} s",
         reason="QUEUE_TIMEOUT",
-        metadata={"model": parked.query.model},
+        metadata={"model": queued.query.model},
     )
 
 
-def _order(policy: QueuePolicy, query: Query, now: float, cached_tokens: int, number: int) -> Order:
+def _queue_order(
+    policy: QueuePolicy, query: Query, now: float, cached_tokens: int, number: int
+) -> QueueOrder:
     routing = query.routing
     jump = max(0.0, routing.priority_jump or 0.0) if routing is not None else 0.0
     arrival = now - query.waited_s
@@ -482,4 +504,4 @@ def _order(policy: QueuePolicy, query: Query, now: float, cached_tokens: int, nu
         key = (1.0 + jump) / max(1, query.total_tokens - cached_tokens)
     else:
         key = jump - arrival if policy == "fcfs" else jump + arrival
-    return Order(-query.strict_priority, -key, number)
+    return QueueOrder(-query.strict_priority, -key, number)

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from common.kv.events import Source
 from common.kv.hashing import hashes_from_bytes
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from router_svc.core.fleet import Placement
 from router_svc.core.query import Query
 
 # What separates chains: model, tokens a block, how hashes are made.
 _Partition = tuple[str, int, int]
 
-_NEVER = float("-inf")
+_NEVER_TOUCHED = float("-inf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class ApproxLimits:
 
 
 @dataclass(slots=True, eq=False)
-class _Trail:
+class _RankEntries:
     """One rank's entries: their keys are `number << 64 | hash`. Numbers are not used again."""
 
     number: int
@@ -62,35 +62,35 @@ class ApproxIndex:
 
     def __init__(self, limits: ApproxLimits | None = None) -> None:
         self.limits = ApproxLimits() if limits is None else limits
-        self._touched: OrderedDict[int, float] = OrderedDict()
-        self._trails: dict[int, _Trail] = {}
-        self._known: dict[_Partition, dict[Placement, _Trail]] = {}
+        self._touched_at: OrderedDict[int, float] = OrderedDict()
+        self._entries_by_number: dict[int, _RankEntries] = {}
+        self._by_partition: dict[_Partition, dict[Placement, _RankEntries]] = {}
         self._last_number = 0
-        self._now = _NEVER
+        self._now = _NEVER_TOUCHED
         self._is_pruning = False
 
     @property
     def blocks(self) -> int:
         """Entries, with those that count no more and have not left yet."""
-        return len(self._touched)
+        return len(self._touched_at)
 
-    def match(self, query: Query) -> list[Matched]:
+    def match(self, query: Query) -> list[SourceMatch]:
         """One row for each rank that holds the prompt's first block.
 
         What counts is judged by the latest time that `touch` or `expire` was told.
         """
-        trails = self._known.get(_partition_of(query))
-        if not (trails and query.prefix_hashes):
+        entries_by_rank = self._by_partition.get(_partition_of(query))
+        if not (entries_by_rank and query.prefix_hashes):
             return []
         # A memoryview makes an int of the few elements that are looked at, and of no others.
         keys = hashes_from_bytes(query.prefix_hashes).data
         horizon = self._now - self.limits.ttl_s
         rows = []
-        likely = len(keys)
-        for placement, trail in trails.items():
-            if depth := self._depth(trail.number << 64, keys, horizon, likely):
-                rows.append(Matched(Source(*placement), depth, depth, depth))
-                likely = depth
+        expected_depth = len(keys)
+        for placement, rank_entries in entries_by_rank.items():
+            if depth := self._depth(rank_entries.number << 64, keys, horizon, expected_depth):
+                rows.append(SourceMatch(Source(*placement), depth, depth, depth))
+                expected_depth = depth
         return rows
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
@@ -99,14 +99,18 @@ class ApproxIndex:
             return
         self._now = now = max(self._now, now)
         hashes = hashes_from_bytes(query.prefix_hashes)[: self.limits.blocks_max]
-        trail = self._trail(_partition_of(query), placement)
-        touched, base, before = self._touched, trail.number << 64, len(self._touched)
+        rank_entries = self._rank_entries(_partition_of(query), placement)
+        touched_at, base, count_before = (
+            self._touched_at,
+            rank_entries.number << 64,
+            len(self._touched_at),
+        )
         for key in hashes[::-1].tolist():
-            touched[base | key] = now
-            touched.move_to_end(base | key)
-        added = len(touched) - before
-        trail.blocks += added
-        while len(touched) > self.limits.blocks_max:
+            touched_at[base | key] = now
+            touched_at.move_to_end(base | key)
+        added = len(touched_at) - count_before
+        rank_entries.blocks += added
+        while len(touched_at) > self.limits.blocks_max:
             self._is_pruning = True
             self._drop_oldest()
         self.expire(now, 2 * added)
@@ -115,68 +119,70 @@ class ApproxIndex:
         """Time has passed: drops up to `blocks` entries that are due; whether there are more."""
         self._now = max(self._now, now)
         for _ in range(blocks):
-            if not self._is_due():
+            if not self._must_drop_oldest():
                 return False
             self._drop_oldest()
-        return self._is_due()
+        return self._must_drop_oldest()
 
     def forget(self, worker_id: int) -> None:
         """The worker left. Costs as much as there are ranks, not blocks."""
-        for trail in [t for t in self._trails.values() if t.placement.worker_id == worker_id]:
-            self._drop_trail(trail)
+        for rank_entries in [
+            t for t in self._entries_by_number.values() if t.placement.worker_id == worker_id
+        ]:
+            self._drop_rank(rank_entries)
 
-    def _depth(self, base: int, keys: memoryview, horizon: float, likely: int) -> int:
+    def _depth(self, base: int, keys: memoryview, horizon: float, expected_depth: int) -> int:
         """How many leading blocks are there, by bisection that begins at what is likely."""
-        at = self._touched.get
-        if at(base | keys[0], _NEVER) <= horizon:
+        get_touched_at = self._touched_at.get
+        if get_touched_at(base | keys[0], _NEVER_TOUCHED) <= horizon:
             return 0
-        held, missed = 1, len(keys) + 1  # So many are there; so many are not.
-        middle = likely
-        while missed - held > 1:
-            if not held < middle < missed:
-                middle = (held + missed) // 2
-            if at(base | keys[middle - 1], _NEVER) > horizon:
+        held, not_held = 1, len(keys) + 1  # So many are there; so many are not.
+        middle = expected_depth
+        while not_held - held > 1:
+            if not held < middle < not_held:
+                middle = (held + not_held) // 2
+            if get_touched_at(base | keys[middle - 1], _NEVER_TOUCHED) > horizon:
                 held = middle
                 # Ranks that share a beginning mostly share its length.
-                middle = likely + 1
+                middle = expected_depth + 1
             else:
-                missed = middle
+                not_held = middle
         return held
 
-    def _is_due(self) -> bool:
+    def _must_drop_oldest(self) -> bool:
         """Whether the oldest entry has to go."""
-        blocks = len(self._touched)
+        blocks = len(self._touched_at)
         if blocks <= self.limits.prune_target_ratio * self.limits.blocks_max:
             self._is_pruning = False
         if not blocks or self._is_pruning:
             return blocks > 0
-        oldest = next(iter(self._touched.values()))
+        oldest = next(iter(self._touched_at.values()))
         return oldest <= self._now - self.limits.ttl_s
 
     def _drop_oldest(self) -> None:
-        key, _ = self._touched.popitem(last=False)
-        trail = self._trails.get(key >> 64)
-        if trail is None:
+        key, _ = self._touched_at.popitem(last=False)
+        rank_entries = self._entries_by_number.get(key >> 64)
+        if rank_entries is None:
             return  # Its worker has left.
-        trail.blocks -= 1
-        assert trail.blocks >= 0, "a rank loses no more than it had"
-        if not trail.blocks:
-            self._drop_trail(trail)
+        rank_entries.blocks -= 1
+        assert rank_entries.blocks >= 0, "a rank loses no more than it had"
+        if not rank_entries.blocks:
+            self._drop_rank(rank_entries)
 
-    def _trail(self, partition: _Partition, placement: Placement) -> _Trail:
-        trails = self._known.setdefault(partition, {})
-        trail = trails.get(placement)
-        if trail is None:
+    def _rank_entries(self, partition: _Partition, placement: Placement) -> _RankEntries:
+        entries_by_rank = self._by_partition.setdefault(partition, {})
+        rank_entries = entries_by_rank.get(placement)
+        if rank_entries is None:
             self._last_number += 1
-            trail = _Trail(self._last_number, partition, placement)
-            trails[placement] = self._trails[trail.number] = trail
-        return trail
+            rank_entries = _RankEntries(self._last_number, partition, placement)
+            entries_by_rank[placement] = self._entries_by_number[rank_entries.number] = rank_entries
+        return rank_entries
 
-    def _drop_trail(self, trail: _Trail) -> None:
-        trails = self._known[trail.partition]
-        del trails[trail.placement], self._trails[trail.number]
-        if not trails:
-            del self._known[trail.partition]
+    def _drop_rank(self, rank_entries: _RankEntries) -> None:
+        entries_by_rank = self._by_partition[rank_entries.partition]
+        del entries_by_rank[rank_entries.placement], self._entries_by_number[rank_entries.number]
+        if not entries_by_rank:
+            del self._by_partition[rank_entries.partition]
 
 
 def _partition_of(query: Query) -> _Partition:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from router_svc.core.eligibility import Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import Totals
+from router_svc.core.load_tracker import LoadTotals
 
 # Tokens a batch where a worker does not say: then only absurd loads are busy.
 BATCH_TOKENS_UNKNOWN = 10_000_000
@@ -33,46 +33,50 @@ class BusyLimits:
     active_prefill_tokens_frac: float | None = None
 
     @property
-    def are_off(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether nobody is ever busy."""
         return self == NO_LIMITS
 
-    def exceeded(self, candidate: Candidate, load: Totals, leg: Leg) -> bool:
+    def is_exceeded(self, candidate: Candidate, load: LoadTotals, leg: Leg) -> bool:
         """Whether a rank with this load is busy."""
         worker, tokens = candidate.instance, load.prefill_tokens
         if leg != "decode":
             if self.active_prefill_tokens is not None and tokens > self.active_prefill_tokens:
                 return True
-            share, batch = self.active_prefill_tokens_frac, worker.max_num_batched_tokens
-            if share is not None and batch is not None and tokens > share * batch:
+            max_share, batch_tokens = self.active_prefill_tokens_frac, worker.max_num_batched_tokens
+            if (
+                max_share is not None
+                and batch_tokens is not None
+                and tokens > max_share * batch_tokens
+            ):
                 return True
-        share, blocks = self.active_decode_blocks, worker.total_kv_blocks
-        if leg == "prefill" or share is None or blocks is None:
+        max_share, blocks = self.active_decode_blocks, worker.total_kv_blocks
+        if leg == "prefill" or max_share is None or blocks is None:
             return False
-        return load.decode_blocks > share * blocks
+        return load.decode_blocks > max_share * blocks
 
 
 NO_LIMITS = BusyLimits()
 
 
-def prefill_busy(candidate: Candidate, load: Totals, threshold: float) -> bool:
+def is_prefill_busy(candidate: Candidate, load: LoadTotals, threshold: float) -> bool:
     """prefill_tokens > threshold * max_num_batched_tokens."""
-    batch = candidate.instance.max_num_batched_tokens or BATCH_TOKENS_UNKNOWN
-    return load.prefill_tokens > threshold * batch
+    batch_tokens = candidate.instance.max_num_batched_tokens or BATCH_TOKENS_UNKNOWN
+    return load.prefill_tokens > threshold * batch_tokens
 
 
-def busy_workers(
+def busy_worker_ids(
     candidates: Sequence[Candidate],
-    load_of: Callable[[Placement], Totals],
+    load_of: Callable[[Placement], LoadTotals],
     limits: BusyLimits,
     leg: Leg,
 ) -> frozenset[int]:
     """Ids of the workers of which every rank is busy."""
-    if limits.are_off:
+    if limits.is_disabled:
         return frozenset()
-    free = {
+    not_busy = {
         c.placement.worker_id
         for c in candidates
-        if not limits.exceeded(c, load_of(c.placement), leg)
+        if not limits.is_exceeded(c, load_of(c.placement), leg)
     }
-    return frozenset(c.placement.worker_id for c in candidates) - free
+    return frozenset(c.placement.worker_id for c in candidates) - not_busy

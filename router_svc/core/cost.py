@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CostKnobs:
+class CostSettings:
     """The knobs of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
 
     overlap_score_credit: blocks of work that a block held on the device saves.
@@ -81,7 +81,7 @@ class CostKnobs:
     track_prefill_tokens: bool = True
     track_active_blocks: bool = True
 
-    def overridden(self, override: RouterConfigOverride | None) -> CostKnobs:
+    def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
         """The knobs for one request.
 
         InvalidRequest names a field that is out of range, Unsupported a shared_cache_multiplier
@@ -90,50 +90,54 @@ class CostKnobs:
         if override is None:
             return self
         credit, scale = override.overlap_score_credit, override.prefill_load_scale
-        legacy = override.overlap_score_weight
+        legacy_scale = override.overlap_score_weight
         _check_override(override)
         if override.shared_cache_multiplier:
-            field = f"{_OVERRIDE}.shared_cache_multiplier"
+            field = f"{_OVERRIDE_PATH}.shared_cache_multiplier"
             raise Unsupported(field, "this router knows of no shared cache")
-        if legacy is not None:
-            if scale not in (None, legacy):
+        if legacy_scale is not None:
+            if scale not in (None, legacy_scale):
                 raise InvalidRequest(
-                    f"overlap_score_weight {legacy} is the older name of prefill_load_scale "
+                    f"overlap_score_weight {legacy_scale} is the older name of prefill_load_scale "
                     f"({scale}): give one",
-                    f"{_OVERRIDE}.overlap_score_weight",
+                    f"{_OVERRIDE_PATH}.overlap_score_weight",
                 )
-            scale = legacy
-            credit = 0.0 if legacy == 0 else credit
+            scale = legacy_scale
+            credit = 0.0 if legacy_scale == 0 else credit
         return replace(
             self,
-            overlap_score_credit=_or(credit, self.overlap_score_credit),
-            prefill_load_scale=_or(scale, self.prefill_load_scale),
-            router_temperature=_or(override.router_temperature, self.router_temperature),
-            assume_kv_reuse=_or(override.assume_kv_reuse, self.assume_kv_reuse),
-            track_prefill_tokens=_or(override.track_prefill_tokens, self.track_prefill_tokens),
+            overlap_score_credit=_or_default(credit, self.overlap_score_credit),
+            prefill_load_scale=_or_default(scale, self.prefill_load_scale),
+            router_temperature=_or_default(override.router_temperature, self.router_temperature),
+            assume_kv_reuse=_or_default(override.assume_kv_reuse, self.assume_kv_reuse),
+            track_prefill_tokens=_or_default(
+                override.track_prefill_tokens, self.track_prefill_tokens
+            ),
         )
 
-    def check_without_cost(self, override: RouterConfigOverride | None, selector: str) -> None:
+    def reject_cost_overrides(self, override: RouterConfigOverride | None, selector: str) -> None:
         """Unsupported, naming the field, for what only a selector with a cost can honour."""
-        for name in _OF_THE_COST:
+        for name in _COST_OVERRIDE_FIELDS:
             if override is not None and getattr(override, name) is not None:
-                why = f"this router places by {selector}, which has no such cost"
-                raise Unsupported(f"{_OVERRIDE}.{name}", why)
+                reason = f"this router places by {selector}, which has no such cost"
+                raise Unsupported(f"{_OVERRIDE_PATH}.{name}", reason)
 
-    def check_without_index(self, override: RouterConfigOverride | None, why: str) -> None:
+    def reject_overlap_overrides(self, override: RouterConfigOverride | None, reason: str) -> None:
         """Unsupported, naming the field, for what asks for overlap where none is ever known."""
         for name in ("overlap_score_credit", "assume_kv_reuse"):
             if override is not None and getattr(override, name):
-                raise Unsupported(f"{_OVERRIDE}.{name}", f"this router follows no caches: {why}")
+                raise Unsupported(
+                    f"{_OVERRIDE_PATH}.{name}", f"this router follows no caches: {reason}"
+                )
 
-    def for_decode_leg(self) -> CostKnobs:
+    def for_decode_leg(self) -> CostSettings:
         """Those of the decode leg of a pair: its cache comes from prefill."""
         return replace(
             self, overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False
         )
 
 
-DEFAULT_KNOBS = CostKnobs()
+DEFAULT_COST_SETTINGS = CostSettings()
 
 
 class Terms(NamedTuple):
@@ -154,52 +158,54 @@ class Terms(NamedTuple):
         return (self.prefill + self.decode + self.active + self.misses) * self.taint_factor
 
 
-def draw(costs: Sequence[float], temperature: float, u: float) -> int:
+def draw_index(costs: Sequence[float], temperature: float, u: float) -> int:
     """The index drawn by exp(-x / temperature), x being the costs scaled to 0..1.
 
     u: uniform in [0, 1). All costs equal: all with equal chance. temperature must be above 0.
     """
-    least = min(costs)
-    span = max(costs) - least
+    cheapest_cost = min(costs)
+    span = max(costs) - cheapest_cost
     if span == 0:
         return min(int(u * len(costs)), len(costs) - 1)
     # The least cost weighs 1, so the sum is never 0.
-    weights = [math.exp((least - cost) / span / temperature) for cost in costs]
+    weights = [math.exp((cheapest_cost - cost) / span / temperature) for cost in costs]
     left = u * sum(weights)
     for at, weight in enumerate(weights):
         left -= weight
         if left < 0:
             return at
-    return costs.index(least)  # Rounding has left a crumb.
+    return costs.index(cheapest_cost)  # Rounding has left a crumb.
 
 
-_OVERRIDE = "query.config_override"
+_OVERRIDE_PATH = "query.config_override"
 # What an override changes beside what is booked.
-_OF_THE_COST = (
+_COST_OVERRIDE_FIELDS = (
     "overlap_score_credit",
     "prefill_load_scale",
     "overlap_score_weight",
     "router_temperature",
     "assume_kv_reuse",
 )
-_NOT_NEGATIVE = (
+_NON_NEGATIVE_FIELDS = (
     "overlap_score_credit",
     "prefill_load_scale",
     "overlap_score_weight",
     "router_temperature",
 )
-_LIMITS = MappingProxyType(
-    {**dict.fromkeys(_NOT_NEGATIVE, math.inf), "shared_cache_multiplier": 1.0}
+_OVERRIDE_LIMITS = MappingProxyType(
+    {**dict.fromkeys(_NON_NEGATIVE_FIELDS, math.inf), "shared_cache_multiplier": 1.0}
 )
 
 
 def _check_override(override: RouterConfigOverride) -> None:
-    for name, most in _LIMITS.items():
+    for name, maximum in _OVERRIDE_LIMITS.items():
         value: float | None = getattr(override, name)
-        if value is not None and not (math.isfinite(value) and 0 <= value <= most):
-            limit = "a finite number of 0 or more" if most == math.inf else f"within 0..{most:g}"
-            raise InvalidRequest(f"{name} must be {limit}, not {value}", f"{_OVERRIDE}.{name}")
+        if value is not None and not (math.isfinite(value) and 0 <= value <= maximum):
+            limit = (
+                "a finite number of 0 or more" if maximum == math.inf else f"within 0..{maximum:g}"
+            )
+            raise InvalidRequest(f"{name} must be {limit}, not {value}", f"{_OVERRIDE_PATH}.{name}")
 
 
-def _or(value: T | None, default: T) -> T:
+def _or_default(value: T | None, default: T) -> T:
     return default if value is None else value

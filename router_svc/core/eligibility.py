@@ -26,29 +26,30 @@ class Excluded(NamedTuple):
     """A candidate that a filter took out, and why. A tuple, since one pin makes many."""
 
     candidate: Candidate
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Filter:
-    """keeps: whether a candidate may stay. If nobody may, `nobody` is the error; without one it is
+class _CandidateFilter:
+    """keeps: whether a candidate may stay. If nobody may, `error_if_empty` is the error; without
+    one it is
     a wish, which nobody's staying puts aside.
     """
 
-    keeps: Callable[[Candidate], bool]
-    why: str
-    nobody: Callable[[], MeshError] | None = None
+    accepts: Callable[[Candidate], bool]
+    reason: str
+    error_if_empty: Callable[[], MeshError] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class AffinityConstraint:
     """Where the request's session is bound for a leg. is_hard: it must run there."""
 
     placement: Placement
     is_hard: bool
 
 
-def pinned_worker(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
+def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:
     """The worker that a request pins for a leg; None if it pins none.
 
     The whole request and the decode leg go by backend_instance_id or decode_worker_id, which must
@@ -72,9 +73,9 @@ def eligible(
     candidates: Sequence[Candidate],
     leg: Leg = "whole",
     *,
-    tie: Tie | None = None,
+    affinity_constraint: AffinityConstraint | None = None,
     residency: LoraResidency = "required",
-    has_room: Callable[[Candidate], bool] | None = None,
+    has_capacity: Callable[[Candidate], bool] | None = None,
 ) -> tuple[Sequence[Candidate], list[Excluded]]:
     """The candidates that may serve the query's leg, and the others with the reason.
 
@@ -85,19 +86,25 @@ def eligible(
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
     excluded: list[Excluded] = []
-    for rule in _filters(query, leg, tie, residency, has_room):
-        kept = [c for c in candidates if rule.keeps(c)]
+    for candidate_filter in _candidate_filters(
+        query, leg, affinity_constraint, residency, has_capacity
+    ):
+        kept = [c for c in candidates if candidate_filter.accepts(c)]
         if not kept:
-            if rule.nobody is None:
+            if candidate_filter.error_if_empty is None:
                 continue
-            raise rule.nobody()
+            raise candidate_filter.error_if_empty()
         if len(kept) < len(candidates):
-            excluded += [Excluded(c, rule.why) for c in candidates if not rule.keeps(c)]
+            excluded += [
+                Excluded(c, candidate_filter.reason)
+                for c in candidates
+                if not candidate_filter.accepts(c)
+            ]
         candidates = kept
     return candidates, excluded
 
 
-def all_busy(model: str, leg: Leg) -> Overloaded:
+def all_busy_error(model: str, leg: Leg) -> Overloaded:
     """The error where all who may serve the leg are above a busy threshold."""
     role = "" if leg == "whole" else f"{leg} "
     return Overloaded(
@@ -108,80 +115,90 @@ def all_busy(model: str, leg: Leg) -> Overloaded:
     )
 
 
-def _filters(
+def _candidate_filters(
     query: Query,
     leg: Leg,
-    tie: Tie | None,
+    affinity_constraint: AffinityConstraint | None,
     residency: LoraResidency,
-    has_room: Callable[[Candidate], bool] | None,
-) -> list[_Filter]:
+    has_capacity: Callable[[Candidate], bool] | None,
+) -> list[_CandidateFilter]:
     """In the order in which an empty result is best explained; wishes come last."""
-    rules: list[_Filter] = []
-    wishes: list[_Filter] = []
+    requirements: list[_CandidateFilter] = []
+    preferences: list[_CandidateFilter] = []
     if (routing := query.routing) is not None:
-        rules += _hint_filters(query.model, routing, leg)
+        requirements += _hint_requirements(query.model, routing, leg)
         if routing.lora_name:
-            by_adapter = _adapter_filter(query.model, routing.lora_name, leg, residency)
-            (wishes if by_adapter.nobody is None else rules).append(by_adapter)
-    if left_out := query.excluded_worker_ids:
-        rules.append(
-            _Filter(
-                lambda c: c.placement.worker_id not in left_out,
+            adapter_filter = _adapter_filter(query.model, routing.lora_name, leg, residency)
+            (preferences if adapter_filter.error_if_empty is None else requirements).append(
+                adapter_filter
+            )
+    if failed_worker_ids := query.excluded_worker_ids:
+        requirements.append(
+            _CandidateFilter(
+                lambda c: c.placement.worker_id not in failed_worker_ids,
                 "excluded: it failed this request before",
-                lambda: _nobody(query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"),
+                lambda: _no_worker_error(
+                    query.model, leg, "ALL_EXCLUDED", "worker is left: all failed it"
+                ),
             )
         )
-    if tie is not None:
-        by_session = _session_filter(query.model, tie, leg)
-        (rules if tie.is_hard else wishes).append(by_session)
-    if has_room is not None:
-        wishes = [_Filter(has_room, "has no room, and others have")]
-    return rules + wishes
+    if affinity_constraint is not None:
+        session_filter = _session_filter(query.model, affinity_constraint, leg)
+        (requirements if affinity_constraint.is_hard else preferences).append(session_filter)
+    if has_capacity is not None:
+        preferences = [_CandidateFilter(has_capacity, "has no room, and others have")]
+    return requirements + preferences
 
 
-def _adapter_filter(model: str, lora: str, leg: Leg, residency: LoraResidency) -> _Filter:
-    def nobody() -> MeshError:
-        who = f"worker that has the adapter {lora!r}"
-        return _nobody(model, leg, "NO_ADAPTER_WORKER", who, "lora_name")
+def _adapter_filter(
+    model: str, lora_name: str, leg: Leg, residency: LoraResidency
+) -> _CandidateFilter:
+    def error_if_empty() -> MeshError:
+        requirement = f"worker that has the adapter {lora_name!r}"
+        return _no_worker_error(model, leg, "NO_ADAPTER_WORKER", requirement, "lora_name")
 
-    return _Filter(
-        lambda c: lora in c.instance.loras,
+    return _CandidateFilter(
+        lambda c: lora_name in c.instance.loras,
         "does not have the adapter",
-        nobody if residency == "required" else None,
+        error_if_empty if residency == "required" else None,
     )
 
 
-def _session_filter(model: str, tie: Tie, leg: Leg) -> _Filter:
-    worker_id, rank = tie.placement
+def _session_filter(
+    model: str, affinity_constraint: AffinityConstraint, leg: Leg
+) -> _CandidateFilter:
+    worker_id, rank = affinity_constraint.placement
 
-    def nobody() -> MeshError:
-        who = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
-        return _nobody(model, leg, "SESSION_WORKER_NOT_ELIGIBLE", who, "session_control.session_id")
+    def error_if_empty() -> MeshError:
+        requirement = f"choice but worker {worker_id}, rank {rank}, as its session is bound to it"
+        return _no_worker_error(
+            model, leg, "SESSION_WORKER_NOT_ELIGIBLE", requirement, "session_control.session_id"
+        )
 
-    return _Filter(
-        lambda c: c.placement == tie.placement,
+    return _CandidateFilter(
+        lambda c: c.placement == affinity_constraint.placement,
         "the session is bound to another place",
-        nobody if tie.is_hard else None,
+        error_if_empty if affinity_constraint.is_hard else None,
     )
 
 
-def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
-    rules = []
-    if (pin := pinned_worker(routing, leg)) is not None:
+def _hint_requirements(model: str, routing: RoutingHints, leg: Leg) -> list[_CandidateFilter]:
+    requirements = []
+    if (pin := pinned_worker_id(routing, leg)) is not None:
         field = _pin_field(routing, leg)
-        who = f"worker is {pin}, as {field} asks"
-        rules.append(
-            _Filter(
+        requirement = f"worker is {pin}, as {field} asks"
+        requirements.append(
+            _CandidateFilter(
                 lambda c: c.placement.worker_id == pin,
                 "the request pins another worker",
-                lambda: _nobody(model, leg, "PINNED_WORKER_GONE", who, field),
+                lambda: _no_worker_error(model, leg, "PINNED_WORKER_GONE", requirement, field),
             )
         )
     rank_field = "prefill_dp_rank" if leg == "prefill" else "dp_rank"
     rank: int | None = getattr(routing, rank_field)
     if rank is not None:
-        rules.append(
-            _Filter(
+        requirements.append(
+            _CandidateFilter(
                 lambda c: c.placement.dp_rank == rank,
                 "the request pins another rank",
                 lambda: InvalidRequest(
@@ -192,11 +209,11 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
             )
         )
     if (allowed := routing.allowed_worker_ids) is not None:
-        rules.append(
-            _Filter(
+        requirements.append(
+            _CandidateFilter(
                 lambda c: c.placement.worker_id in allowed,
                 "not in allowed_worker_ids",
-                lambda: _nobody(
+                lambda: _no_worker_error(
                     model,
                     leg,
                     "NO_ALLOWED_WORKER",
@@ -208,11 +225,11 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
     constraints = routing.routing_constraints
     if constraints is not None and constraints.required_taints:
         taints = frozenset(constraints.required_taints)
-        rules.append(
-            _Filter(
+        requirements.append(
+            _CandidateFilter(
                 lambda c: taints <= c.instance.taints,
                 "lacks a required taint",
-                lambda: _nobody(
+                lambda: _no_worker_error(
                     model,
                     leg,
                     "NO_TAINTED_WORKER",
@@ -221,23 +238,25 @@ def _hint_filters(model: str, routing: RoutingHints, leg: Leg) -> list[_Filter]:
                 ),
             )
         )
-    return rules
+    return requirements
 
 
 def _pin_field(routing: RoutingHints, leg: Leg) -> str:
-    """Which of the fields of `pinned_worker` pins it."""
+    """Which of the fields of `pinned_worker_id` pins it."""
     if leg == "prefill":
         return "prefill_worker_id"
     return "decode_worker_id" if routing.backend_instance_id is None else "backend_instance_id"
 
 
-def _nobody(model: str, leg: Leg, reason: str, who: str, asked_by: str = "") -> Unavailable:
+def _no_worker_error(
+    model: str, leg: Leg, reason: str, requirement: str, hint_field: str = ""
+) -> Unavailable:
     """asked_by: the field of the routing hints that leaves nobody. One who will do may yet come."""
     role = "" if leg == "whole" else f"{leg} "
     return Unavailable(
-        f"nobody can serve {model!r}: no {role}{who}",
+        f"nobody can serve {model!r}: no {role}{requirement}",
         RETRY_AFTER_S,
-        field=f"{_ROUTING}.{asked_by}" if asked_by else None,
+        field=f"{_ROUTING}.{hint_field}" if hint_field else None,
         reason=reason,
         metadata={"model": model, "leg": leg},
     )

@@ -10,12 +10,12 @@ from typing import NamedTuple
 from router_svc.core.cost import Terms
 from router_svc.core.eligibility import Excluded, Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import Totals
-from router_svc.core.overlap import UNKNOWN, Standing, Standings
-from router_svc.core.selectors import Choice, Prices, View
+from router_svc.core.load_tracker import LoadTotals
+from router_svc.core.overlap import UNKNOWN_STATUS, IndexStatus, IndexStatusProvider
+from router_svc.core.selectors import CandidateCosts, Selection, View
 
 
-class Considered(NamedTuple):
+class CandidateRow(NamedTuple):
     """One row of an explanation. A tuple, because every decision makes some.
 
     cost: in the selector's unit, None if it put no price on it or must not choose it; terms: what
@@ -24,21 +24,21 @@ class Considered(NamedTuple):
     """
 
     placement: Placement
-    load: Totals
+    load: LoadTotals
     cost: float | None = None
     overlap_blocks: int = 0
     report_age_s: float | None = None
-    excluded_why: str = ""
+    excluded_reason: str = ""
     leg: Leg = "whole"
     terms: Terms | None = None
-    standing: Standing = UNKNOWN
+    index_status: IndexStatus = UNKNOWN_STATUS
 
 
 @dataclass(frozen=True, slots=True)
-class Pick:
+class LegPlan:
     """Who was chosen for a leg, among whom, by what view. of: how many there were at first."""
 
-    choice: Choice
+    choice: Selection
     view: View
     kept: Sequence[Candidate]
     excluded: Sequence[Excluded]
@@ -49,69 +49,74 @@ class Pick:
         return self.choice.candidate
 
 
-def explain(pick: Pick, index: Standings, rows_max: int | None) -> list[Considered]:
+def explain(pick: LegPlan, index: IndexStatusProvider, rows_max: int | None) -> list[CandidateRow]:
     """The priced ones, cheapest first, then the unpriced, the chosen one first, then the excluded.
 
     With a limit: of all these as many, always the chosen one among them, with its price if it has
     one.
     """
     choice, view = pick.choice, pick.view
-    prices = Prices.of(choice.scored)
-    candidates, costs, loads = prices.candidates, prices.costs, prices.loads
-    shown: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
-    if rows_max is not None and len(shown) >= rows_max:
-        shown = _with_chosen(shown, candidates, pick.chosen, rows_max)
+    candidate_costs = CandidateCosts.of(choice.scored)
+    candidates, costs, loads = (
+        candidate_costs.candidates,
+        candidate_costs.costs,
+        candidate_costs.loads,
+    )
+    shown_indexes: Sequence[int] = sorted(range(len(costs)), key=costs.__getitem__)
+    if rows_max is not None and len(shown_indexes) >= rows_max:
+        shown_indexes = _with_chosen(shown_indexes, candidates, pick.chosen, rows_max)
     rows = [
-        row(candidates[at], view, index, loads[at], costs[at], prices.terms(at)) for at in shown
+        candidate_row(candidates[at], view, index, loads[at], costs[at], candidate_costs.terms(at))
+        for at in shown_indexes
     ]
-    left = None if rows_max is None else rows_max - len(rows)
-    if left == 0:
+    remaining = None if rows_max is None else rows_max - len(rows)
+    if remaining == 0:
         return rows
-    unpriced = islice(_unpriced(candidates, pick), left)
-    rows += [row(candidate, view, index) for candidate in unpriced]
-    left = None if rows_max is None else rows_max - len(rows)
-    excluded = islice(pick.excluded, left)
-    rows += [row(candidate, view, index, why=why) for candidate, why in excluded]
+    without_cost = islice(_without_cost(candidates, pick), remaining)
+    rows += [candidate_row(candidate, view, index) for candidate in without_cost]
+    remaining = None if rows_max is None else rows_max - len(rows)
+    excluded = islice(pick.excluded, remaining)
+    rows += [candidate_row(candidate, view, index, reason=reason) for candidate, reason in excluded]
     return rows
 
 
 def _with_chosen(
-    ranked: Sequence[int], candidates: Sequence[Candidate], chosen: Candidate, rows_max: int
+    by_cost: Sequence[int], candidates: Sequence[Candidate], chosen: Candidate, rows_max: int
 ) -> Sequence[int]:
     """The cheapest, of which the last gives way to the chosen one if that is priced higher, or not
     at all: some selectors price others only.
     """
-    for number, at in enumerate(ranked):
+    for number, at in enumerate(by_cost):
         if candidates[at].placement == chosen.placement:
-            return ranked[:rows_max] if number < rows_max else [*ranked[: rows_max - 1], at]
-    return ranked[: rows_max - 1]
+            return by_cost[:rows_max] if number < rows_max else [*by_cost[: rows_max - 1], at]
+    return by_cost[: rows_max - 1]
 
 
-def _unpriced(scored: Sequence[Candidate], pick: Pick) -> Iterator[Candidate]:
+def _without_cost(scored: Sequence[Candidate], pick: LegPlan) -> Iterator[Candidate]:
     """Those that could have been chosen and have no price, the chosen one first."""
     if len(scored) == len(pick.kept):
         return
-    priced, chosen = {one.placement for one in scored}, pick.chosen
-    if chosen.placement not in priced:
+    with_cost, chosen = {one.placement for one in scored}, pick.chosen
+    if chosen.placement not in with_cost:
         yield chosen
-        priced.add(chosen.placement)
-    yield from (one for one in pick.kept if one.placement not in priced)
+        with_cost.add(chosen.placement)
+    yield from (one for one in pick.kept if one.placement not in with_cost)
 
 
-def row(
+def candidate_row(
     candidate: Candidate,
     view: View,
-    index: Standings,
-    load: Totals | None = None,
+    index: IndexStatusProvider,
+    load: LoadTotals | None = None,
     cost: float | None = None,
     terms: Terms | None = None,
     *,
-    why: str = "",
-) -> Considered:
+    reason: str = "",
+) -> CandidateRow:
     """One candidate as the view shows it."""
     at, now, book = candidate.placement, view.now, view.book
     if load is None:
         load = book.load(at, now)
-    age_s, standing = book.report_age_s(at, now), index.standing(at, now)
-    facts = (at, load, cost, view.overlap(at), age_s, why, view.leg, terms, standing)
-    return tuple.__new__(Considered, facts)  # Half the time of the call that does the same.
+    age_s, index_status = book.report_age_s(at, now), index.index_status(at, now)
+    fields = (at, load, cost, view.overlap(at), age_s, reason, view.leg, terms, index_status)
+    return tuple.__new__(CandidateRow, fields)  # Half the time of the call that does the same.

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from common.registry.instances import Changes, Instance, Role, Snapshot, diff
+from common.registry.instances import Instance, Role, Snapshot, SnapshotDiff, diff_snapshots
 
 # A model whose last worker left is "nobody there" (503), not "unknown" (404), for this long: its
 # running requests are looking for another worker just then.
-MODEL_MEMORY_S = 60.0
-_REMEMBERED_MODELS = 1024
+GONE_MODEL_TTL_S = 60.0
+_GONE_MODELS_MAX = 1024
 
 
 class Placement(NamedTuple):
@@ -38,29 +38,32 @@ class Fleet:
     """Who could serve what, from snapshots of all services; workers and frontends matter here."""
 
     def __init__(self) -> None:
-        self.was_seen = False  # Whether there was a snapshot at all.
+        self.has_snapshot = False  # Whether there was a snapshot at all.
         self._snapshot = Snapshot()
         self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
         self._ranks_of: dict[int, tuple[Candidate, ...]] = {}
         self._models: frozenset[str] = frozenset()
         # Models without workers, and when the last one was seen to be gone; oldest first.
-        self._gone: dict[str, float] = {}
+        self._gone_models: dict[str, float] = {}
 
-    def update(self, snapshot: Snapshot, now: float) -> Changes:
+    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
         """Take `snapshot` as the truth; what changed. `now` in seconds."""
-        changes = diff(self._snapshot, snapshot)
+        changes = diff_snapshots(self._snapshot, snapshot)
         self._snapshot = snapshot
-        self.was_seen = True
-        members: dict[tuple[str, Role], list[Candidate]] = {}
+        self.has_snapshot = True
+        candidates_by_role: dict[tuple[str, Role], list[Candidate]] = {}
         self._ranks_of = {}
         for worker in snapshot.of("worker"):
             if worker.model:
-                places = self._ranks_of[worker.id] = _places(worker)
-                members.setdefault((worker.model, worker.role), []).extend(places)
+                worker_candidates = self._ranks_of[worker.id] = _candidates_of(worker)
+                candidates_by_role.setdefault((worker.model, worker.role), []).extend(
+                    worker_candidates
+                )
         self._candidates = {
-            key: tuple(sorted(places, key=lambda c: c.placement)) for key, places in members.items()
+            key: tuple(sorted(worker_candidates, key=lambda c: c.placement))
+            for key, worker_candidates in candidates_by_role.items()
         }
-        self._remember(frozenset(model for model, _ in members), now)
+        self._track_gone_models(frozenset(model for model, _ in candidates_by_role), now)
         return changes
 
     def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
@@ -73,9 +76,9 @@ class Fleet:
 
     def all_candidates(self, model: str = "") -> Iterator[Candidate]:
         """Those of every role, of one model or (\"\") of all."""
-        for (name, _), places in self._candidates.items():
+        for (name, _), worker_candidates in self._candidates.items():
             if model in ("", name):
-                yield from places
+                yield from worker_candidates
 
     def roles(self, model: str) -> tuple[Role, ...]:
         """The roles that serve `model` now; empty when nobody does."""
@@ -86,12 +89,12 @@ class Fleet:
         sizes = (c.instance.block_size for c in self.all_candidates(model))
         return next((size for size in sizes if size is not None), None)
 
-    def knows(self, model: str, now: float) -> bool:
+    def is_known_model(self, model: str, now: float) -> bool:
         """Whether `model` is served, or was until less than MODEL_MEMORY_S ago."""
         if model in self._models:
             return True
-        gone_at = self._gone.get(model)
-        return gone_at is not None and now - gone_at < MODEL_MEMORY_S
+        gone_at = self._gone_models.get(model)
+        return gone_at is not None and now - gone_at < GONE_MODEL_TTL_S
 
     def has(self, placement: Placement) -> bool:
         """Whether the worker is there, serves a model and has that rank."""
@@ -138,15 +141,17 @@ class Fleet:
         """Workers that serve a model."""
         return sum(1 for worker in self._snapshot.of("worker") if worker.model)
 
-    def _remember(self, models: frozenset[str], now: float) -> None:
+    def _track_gone_models(self, models: frozenset[str], now: float) -> None:
         for model in self._models - models:
-            self._gone[model] = now
+            self._gone_models[model] = now
         for model in models:
-            self._gone.pop(model, None)
-        for model in [m for m, at in self._gone.items() if now - at >= MODEL_MEMORY_S]:
-            del self._gone[model]
-        while len(self._gone) > _REMEMBERED_MODELS:
-            del self._gone[next(iter(self._gone))]
+            self._gone_models.pop(model, None)
+        for model in [
+            m for m, gone_at in self._gone_models.items() if now - gone_at >= GONE_MODEL_TTL_S
+        ]:
+            del self._gone_models[model]
+        while len(self._gone_models) > _GONE_MODELS_MAX:
+            del self._gone_models[next(iter(self._gone_models))]
         self._models = models
 
 
@@ -154,5 +159,5 @@ def _ranks(worker: Instance) -> range:
     return range(worker.dp_rank_start, worker.dp_rank_start + worker.dp_size)
 
 
-def _places(worker: Instance) -> tuple[Candidate, ...]:
+def _candidates_of(worker: Instance) -> tuple[Candidate, ...]:
     return tuple(Candidate(Placement(worker.id, rank), worker) for rank in _ranks(worker))

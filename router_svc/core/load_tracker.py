@@ -39,14 +39,14 @@ REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
 # No count or revision that somebody tells is above this, so that those of a full book can be summed
 # and go on growing in 64 bits.
-NUMBER_MAX = 1 << 44
+COUNTER_MAX = 1 << 44
 # A booking that nobody announces for so long is forgotten; frontends announce theirs each 100 s.
-EXPIRY_S = 300.0
+BOOKING_EXPIRY_S = 300.0
 # How often such ones are looked for: some 10 ms for the fullest book.
-EXPIRY_LOOK_S = 30.0
+EXPIRY_SCAN_INTERVAL_S = 30.0
 # Blocks are weighed in parts of 1 / 2^16, as integers, so that sums stay exact.
 _WEIGHT_BITS = 16
-_HALF = 1 << (_WEIGHT_BITS - 1)
+_HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
 
 
 class BookingKey(NamedTuple):
@@ -88,7 +88,7 @@ class Booking:
         return self.model, self.session_id, self.lora_name
 
     @property
-    def age(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int]:
         """Of two about the same booking, the greater is newer."""
         return self.generation, self.revision
 
@@ -107,7 +107,7 @@ class Booking:
 class Peers(Protocol):
     """The other routers, as far as the book needs them: see `router_svc/core/replication.py`."""
 
-    def hold(self, key: BookingKey) -> bool:
+    def is_held(self, key: BookingKey) -> bool:
         """Whether one of them says that the booking is its own."""
 
     def changed(self, key: BookingKey) -> None:
@@ -124,34 +124,34 @@ class SessionHello(NamedTuple):
 class _NoPeers:
     """A router on its own."""
 
-    def hold(self, key: BookingKey) -> bool:
+    def is_held(self, key: BookingKey) -> bool:
         return False
 
     def changed(self, key: BookingKey) -> None:
         """Nobody is to be told."""
 
 
-class Uses(Protocol):
+class BookingObserver(Protocol):
     """Who wants to know which client sessions have bookings: see `router_svc/core/sessions.py`."""
 
-    def began(self, booking: Booking) -> None:
+    def booking_began(self, booking: Booking) -> None:
         """A booking of a session is in the book, whoever has it."""
 
-    def ended(self, booking: Booking, *, is_own: bool) -> None:
+    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
         """It is no more. is_own: peers were told of it by us."""
 
 
-class _NoUses:
+class _NoBookingObserver:
     """A book on its own."""
 
-    def began(self, booking: Booking) -> None:
+    def booking_began(self, booking: Booking) -> None:
         """Nobody wants to know."""
 
-    def ended(self, booking: Booking, *, is_own: bool) -> None:
+    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
         """Nobody wants to know."""
 
 
-class Totals(NamedTuple):
+class LoadTotals(NamedTuple):
     """Prompt tokens to compute, KV blocks held, requests running or waiting.
 
     A tuple, because every decision reads one of each rank.
@@ -163,7 +163,7 @@ class Totals(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Sums:
+class _LoadSums:
     """block_weight: in parts of 1 / 2^_WEIGHT_BITS blocks."""
 
     prefill_tokens: int = 0
@@ -181,34 +181,35 @@ class _Sums:
     @property
     def decode_blocks(self) -> int:
         """The sum of fractional weights, rounded: as NVIDIA Dynamo documents it."""
-        return (self.block_weight + _HALF) >> _WEIGHT_BITS
+        return (self.block_weight + _HALF_WEIGHT) >> _WEIGHT_BITS
 
 
 @dataclass(slots=True)
-class _Rank:
-    """`newer` sums the bookings made since the last report: `report_count` tells which those are.
+class _RankState:
+    """`since_report` sums the bookings made since the last report: `report_count` tells which
+    those are.
 
     A counter, because two things may happen at the same `now`.
 
-    estimate: what `LoadBook.load` answers until `estimated_until`, or until one of the others
+    estimate: what `LoadTracker.load` answers until `estimated_until`, or until one of the others
     changes; None: to be computed.
     """
 
-    booked: _Sums = field(default_factory=_Sums)
-    newer: _Sums = field(default_factory=_Sums)
+    booked: _LoadSums = field(default_factory=_LoadSums)
+    since_report: _LoadSums = field(default_factory=_LoadSums)
     report: Load | None = None
     reported_at: float = 0.0
     report_count: int = 0
-    estimate: Totals | None = None
+    estimate: LoadTotals | None = None
     estimated_until: float = math.inf
 
     @property
-    def is_blank(self) -> bool:
+    def is_empty(self) -> bool:
         return self.report is None and self.booked.requests == 0
 
 
 @dataclass(slots=True)
-class _Entry:
+class _BookingEntry:
     """A booking in the book, of a session, orphaned, or (both None) held by a peer.
 
     is_own: a session here had it last, so that it is for this router to tell its peers of it.
@@ -216,40 +217,44 @@ class _Entry:
 
     booking: Booking
     session: int | None
-    orphaned_until: float | None
+    orphan_deadline: float | None
     prefill_done: bool
     is_own: bool = False
     renewed_at: float = 0.0
     # How many reports the ranks had seen when it was booked there.
-    worker_mark: int = 0
-    prefill_mark: int = 0
+    worker_report_count: int = 0
+    prefill_report_count: int = 0
 
 
-class LoadBook:
+class LoadTracker:
     """All bookings, and their sums per (worker, rank). Times are seconds of one clock."""
 
-    def __init__(self, bookings_max: int = BOOKINGS_MAX, expiry_s: float = EXPIRY_S) -> None:
+    def __init__(
+        self, bookings_max: int = BOOKINGS_MAX, expiry_s: float = BOOKING_EXPIRY_S
+    ) -> None:
         self._bookings_max = bookings_max
         self._expiry_s = expiry_s
-        self._expiry_looked_at = -math.inf
+        self._last_expiry_scan_at = -math.inf
         self.expired = 0  # Bookings that ended because nobody renewed them.
-        self._entries: dict[BookingKey, _Entry] = {}
-        self._of_frontend: dict[int, set[BookingKey]] = {}
-        self._ranks: dict[Placement, _Rank] = {}
+        self._entries: dict[BookingKey, _BookingEntry] = {}
+        self._keys_by_frontend: dict[int, set[BookingKey]] = {}
+        self._ranks: dict[Placement, _RankState] = {}
         self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
-        self._latest: dict[int, int] = {}  # The latest generation of who has a session here.
+        self._latest_generation: dict[
+            int, int
+        ] = {}  # The latest generation of who has a session here.
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
         self._peers: Peers = _NoPeers()
-        self.uses: Uses = _NoUses()
+        self.booking_observer: BookingObserver = _NoBookingObserver()
         # Called with each rank that may have less to do than before; must not call back.
-        self.relieved: Callable[[Placement], None] = _nobody_waits
+        self.capacity_freed: Callable[[Placement], None] = _ignore_placement
         # Called with a session that a later one has superseded.
-        self.session_over: Callable[[int], object] = _nobody_asked
+        self.on_session_superseded: Callable[[int], object] = _ignore_session
 
-    def join(self, peers: Peers) -> None:
+    def set_peers(self, peers: Peers) -> None:
         """Share the book with other routers; to be called before anything is booked."""
         assert not self._entries, "peers are told of every booking from the first on"
         self._peers = peers
@@ -265,24 +270,24 @@ class LoadBook:
         """
         entry = self._entries.get(booking.key)
         if entry is not None:
-            self._own(entry, session, now)
+            self._assign_owner(entry, session, now)
             return False
-        self._own(self._add(booking, now, prefill_done=False), session, now)
+        self._assign_owner(self._add(booking, now, prefill_done=False), session, now)
         return True
 
-    def announce(self, booking: Booking, session: int | None, now: float) -> bool:
+    def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
         """Take over a booking made elsewhere or by an earlier session, and adopt it.
 
         The newest wins; False if ours was as new. Raises Overloaded when full.
         """
         entry = self._entries.get(booking.key)
-        booking = self._of_session(booking, session)
-        is_new = entry is None or booking.age > entry.booking.age
+        booking = self._with_session_generation(booking, session)
+        is_new = entry is None or booking.version > entry.booking.version
         if entry is None:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
         elif is_new:
-            self._replace(entry, booking)
-        self._own(entry, session, now)
+            self._update_booking(entry, booking)
+        self._assign_owner(entry, session, now)
         return is_new
 
     def mark_prefill_done(self, key: BookingKey) -> bool:
@@ -291,13 +296,13 @@ class LoadBook:
         if entry is None or not entry.is_own:
             return False
         if not entry.prefill_done:
-            self._charge(entry, -1)
+            self._apply_load(entry, -1)
             entry.prefill_done = True
-            entry.booking = _changed(entry.booking, prefill_tokens=0)
-            self._charge(entry, +1)
-            self._discard_blank(entry.booking.prefill)
-            self._tell(entry)
-            self.relieved(entry.booking.prefill or entry.booking.worker)
+            entry.booking = _next_revision(entry.booking, prefill_tokens=0)
+            self._apply_load(entry, +1)
+            self._discard_if_empty(entry.booking.prefill)
+            self._notify_peers(entry)
+            self.capacity_freed(entry.booking.prefill or entry.booking.worker)
         return True
 
     def add_output_blocks(
@@ -319,17 +324,17 @@ class LoadBook:
         entry = self._entries.get(key)
         if entry is None or not entry.is_own:
             return False  # Whoever has it now hears, or has heard, all of this.
-        self._charge(entry, -1)
+        self._apply_load(entry, -1)
         booking = entry.booking
-        entry.booking = _changed(
+        entry.booking = _next_revision(
             booking,
             decode_blocks=booking.decode_blocks + blocks,
             decay=booking.decay if decay_fraction is None else decay_fraction,
         )
-        self._charge(entry, +1)
-        self._tell(entry)
+        self._apply_load(entry, +1)
+        self._notify_peers(entry)
         if entry.booking.decay < booking.decay:
-            self.relieved(booking.worker)
+            self.capacity_freed(booking.worker)
         return True
 
     def free(self, key: BookingKey) -> bool:
@@ -367,7 +372,7 @@ class LoadBook:
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
 
-    def heard(self, booking: Booking, now: float) -> None:
+    def receive(self, booking: Booking, now: float) -> None:
         """A peer holds it: the newest wins, and an orphan of ours is the peer's.
 
         What an open session here owns stays with it, unless the peer has it of a later one. Raises
@@ -376,40 +381,40 @@ class LoadBook:
         entry = self._entries.get(booking.key)
         if entry is None:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
-        elif booking.age > entry.booking.age:
-            self._replace(entry, booking)
-            self._tell(entry)
+        elif booking.version > entry.booking.version:
+            self._update_booking(entry, booking)
+            self._notify_peers(entry)
         session = entry.session
         if session is None or self._sessions[session].generation < entry.booking.generation:
-            self._hand_over(entry)
+            self._hand_over_to_peer(entry)
 
-    def expect(self, booking: Booking, now: float) -> None:
+    def add_expected(self, booking: Booking, now: float) -> None:
         """A peer's snapshot has it: an orphan, until the peer tells of it as it does later on.
 
         Raises Overloaded when the book is full.
         """
         if booking.key not in self._entries:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
-            self._release(entry, now)
+            self._orphan_or_hand_over(entry, now)
 
-    def expect_longer(self, key: BookingKey, now: float) -> None:
+    def extend_expected(self, key: BookingKey, now: float) -> None:
         """That peer still lives and has not told of it yet: the orphan's time begins anew."""
         entry = self._entries.get(key)
-        if entry is not None and entry.orphaned_until is not None and not entry.is_own:
-            self._release(entry, now)
+        if entry is not None and entry.orphan_deadline is not None and not entry.is_own:
+            self._orphan_or_hand_over(entry, now)
 
-    def ended(self, key: BookingKey) -> None:
+    def booking_ended(self, key: BookingKey) -> None:
         """A peer's booking ended; also here, unless a session here or another peer has it."""
         entry = self._entries.get(key)
-        if entry is not None and entry.session is None and not self._peers.hold(key):
+        if entry is not None and entry.session is None and not self._peers.is_held(key):
             self._drop(entry)
-            self._tell(entry)
+            self._notify_peers(entry)
 
-    def lost(self, key: BookingKey, now: float) -> None:
+    def holder_lost(self, key: BookingKey, now: float) -> None:
         """The peer that held it was lost, or gave it up: an orphan, unless another holds it too."""
         entry = self._entries.get(key)
-        if entry is not None and entry.session is None and entry.orphaned_until is None:
-            self._release(entry, now)
+        if entry is not None and entry.session is None and entry.orphan_deadline is None:
+            self._orphan_or_hand_over(entry, now)
 
     # Owners.
 
@@ -420,8 +425,8 @@ class LoadBook:
         does not say, and `now` does not matter.
         """
         hello = SessionHello(frontend_id, generation)
-        self.superseded(hello, now)
-        self._latest.setdefault(frontend_id, generation)
+        self.supersede_sessions(hello, now)
+        self._latest_generation.setdefault(frontend_id, generation)
         session = self._next_session
         self._next_session += 1
         self._sessions[session] = hello
@@ -433,9 +438,9 @@ class LoadBook:
         Where discovery has lost the frontend already, they are freed instead.
         """
         frontend_id = self._sessions.pop(session).frontend_id
-        count = self._release_all(session, frontend_id, now)
+        count = self._release_session(session, frontend_id, now)
         if self._newest_session(frontend_id) is None:
-            del self._latest[frontend_id]
+            del self._latest_generation[frontend_id]
             if frontend_id in self._absent_frontends:
                 self._absent_frontends.discard(frontend_id)
                 self.frontend_left(frontend_id)
@@ -445,39 +450,39 @@ class LoadBook:
         """Those open here that say which they are."""
         return (hello for hello in self._sessions.values() if hello.generation)
 
-    def superseded(self, hello: SessionHello, now: float) -> None:
+    def supersede_sessions(self, hello: SessionHello, now: float) -> None:
         """A frontend has that session, here or at a peer: what earlier ones here have is orphaned.
 
         Its end may be seen here much later, for nobody says goodbye through a link that is cut.
         """
-        before = self._latest.get(hello.frontend_id, hello.generation)
-        if before >= hello.generation:
+        previous = self._latest_generation.get(hello.frontend_id, hello.generation)
+        if previous >= hello.generation:
             return
-        self._latest[hello.frontend_id] = hello.generation
+        self._latest_generation[hello.frontend_id] = hello.generation
         for session, (frontend_id, generation) in self._sessions.items():
-            if frontend_id == hello.frontend_id and generation >= before:
-                self._release_all(session, frontend_id, now)
-                self.session_over(session)
+            if frontend_id == hello.frontend_id and generation >= previous:
+                self._release_session(session, frontend_id, now)
+                self.on_session_superseded(session)
 
     def is_superseded(self, session: int) -> bool:
         """Whether its frontend has a later one, so that nothing it asks counts any more."""
         frontend_id, generation = self._sessions[session]
-        return generation < self._latest[frontend_id]
+        return generation < self._latest_generation[frontend_id]
 
     def frontend_left(self, frontend_id: int) -> int:
         """Discovery lost a frontend: free its orphans at once; how many there were.
 
         What an open session of it owns stays until that ends: the stream is the better witness.
         """
-        if frontend_id in self._latest:
+        if frontend_id in self._latest_generation:
             self._absent_frontends.add(frontend_id)
         orphans = [
             key
-            for key in self._of_frontend.get(frontend_id, ())
-            if self._entries[key].orphaned_until is not None
+            for key in self._keys_by_frontend.get(frontend_id, ())
+            if self._entries[key].orphan_deadline is not None
         ]
         for key in orphans:
-            self._end(self._entries[key])
+            self._drop_and_notify(self._entries[key])
         return len(orphans)
 
     def frontend_joined(self, frontend_id: int) -> None:
@@ -489,12 +494,16 @@ class LoadBook:
 
         To be called before reading any load.
         """
-        freed = self._expire_forgotten(now) if now >= self._expiry_looked_at + EXPIRY_LOOK_S else 0
+        freed = (
+            self._expire_unrenewed(now)
+            if now >= self._last_expiry_scan_at + EXPIRY_SCAN_INTERVAL_S
+            else 0
+        )
         while self._orphans and self._orphans[0][0] <= now:
             deadline, key = self._orphans.popleft()
             entry = self._entries.get(key)
-            if entry is not None and entry.orphaned_until == deadline:
-                self._end(entry)
+            if entry is not None and entry.orphan_deadline == deadline:
+                self._drop_and_notify(entry)
                 freed += 1
         return freed
 
@@ -506,18 +515,18 @@ class LoadBook:
         rank.report = load
         rank.reported_at = now
         rank.report_count += 1
-        rank.newer = _Sums()
+        rank.since_report = _LoadSums()
         rank.estimate = None
-        self.relieved(Placement(worker_id, dp_rank))
+        self.capacity_freed(Placement(worker_id, dp_rank))
 
     def worker_left(self, worker_id: int) -> None:
         """Discovery lost a worker: what it reported is void."""
         for placement in [p for p in self._ranks if p.worker_id == worker_id]:
             self._ranks[placement].report = None
             self._ranks[placement].estimate = None
-            self._discard_blank(placement)
+            self._discard_if_empty(placement)
 
-    def load(self, placement: Placement, now: float) -> Totals:
+    def load(self, placement: Placement, now: float) -> LoadTotals:
         """The estimate, per field: max(last report + bookings newer than it, bookings).
 
         A report counts waiting tokens, KV blocks in use, and requests running or waiting; one older
@@ -525,20 +534,20 @@ class LoadBook:
         """
         rank = self._ranks.get(placement)
         if rank is None:
-            return _NO_LOAD
+            return _ZERO_LOAD
         estimate = rank.estimate
         if estimate is None or now > rank.estimated_until:
-            estimate = rank.estimate = _estimate(rank, now)
+            estimate = rank.estimate = _compute_estimate(rank, now)
         return estimate
 
-    def fades_at(self, placement: Placement, now: float) -> float:
+    def estimate_expires_at(self, placement: Placement, now: float) -> float:
         """When a rank's estimate goes down by itself, its report being too old: inf if never."""
         self.load(placement, now)
         rank = self._ranks.get(placement)
         return math.inf if rank is None else rank.estimated_until
 
     @property
-    def orphan_until(self) -> float:
+    def next_orphan_deadline(self) -> float:
         """When the next orphan's time is over, at the earliest: inf if there is none."""
         return self._orphans[0][0] if self._orphans else math.inf
 
@@ -547,7 +556,7 @@ class LoadBook:
         rank = self._ranks.get(placement)
         return None if rank is None or rank.report is None else now - rank.reported_at
 
-    def stale_reports(self, now: float) -> int:
+    def stale_report_count(self, now: float) -> int:
         """Ranks whose last report is too old to count."""
         return sum(
             rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
@@ -556,148 +565,148 @@ class LoadBook:
 
     # Inside.
 
-    def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _Entry:
+    def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _BookingEntry:
         """A new entry, at first an orphan; whose it is, the caller has to say."""
         if len(self._entries) >= self._bookings_max:
             raise Overloaded(
                 1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
             )
-        entry = _Entry(booking, None, now, prefill_done, renewed_at=now)
-        self._mark(entry)
+        entry = _BookingEntry(booking, None, now, prefill_done, renewed_at=now)
+        self._record_report_counts(entry)
         self._entries[booking.key] = entry
-        self._of_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
+        self._keys_by_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
         self._orphan_count += 1
-        self._charge(entry, +1)
-        self._discard_blank(booking.prefill)
+        self._apply_load(entry, +1)
+        self._discard_if_empty(booking.prefill)
         if booking.session_id:
-            self.uses.began(booking)
+            self.booking_observer.booking_began(booking)
         return entry
 
-    def _replace(self, entry: _Entry, booking: Booking) -> None:
+    def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:
         """Newer facts about the same booking, whoever has it."""
         if replace(entry.booking, revision=booking.revision, generation=booking.generation) == (
             booking
         ):
             entry.booking = booking
             return
-        self._charge(entry, -1)
+        self._apply_load(entry, -1)
         old, entry.booking = entry.booking, booking
         entry.prefill_done = booking.prefill_tokens == 0
-        self._mark(entry)
-        self._charge(entry, +1)
+        self._record_report_counts(entry)
+        self._apply_load(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
-            self._discard_blank(placement)
+            self._discard_if_empty(placement)
         if booking.session != old.session:
             if booking.session_id:
-                self.uses.began(booking)
+                self.booking_observer.booking_began(booking)
             if old.session_id:
-                self.uses.ended(old, is_own=entry.is_own)
-        self._relieve(old)
-        self._relieve(booking)
+                self.booking_observer.booking_ended(old, is_own=entry.is_own)
+        self._notify_capacity_freed(old)
+        self._notify_capacity_freed(booking)
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _BookingEntry) -> None:
         key = entry.booking.key
         del self._entries[key]
-        self._charge(entry, -1)
-        if entry.orphaned_until is not None:
+        self._apply_load(entry, -1)
+        if entry.orphan_deadline is not None:
             self._orphan_count -= 1
-        mates = self._of_frontend[key.frontend_id]
-        mates.remove(key)
-        if not mates:
-            del self._of_frontend[key.frontend_id]
-        self._discard_blank(entry.booking.worker)
-        self._discard_blank(entry.booking.prefill)
+        frontend_keys = self._keys_by_frontend[key.frontend_id]
+        frontend_keys.remove(key)
+        if not frontend_keys:
+            del self._keys_by_frontend[key.frontend_id]
+        self._discard_if_empty(entry.booking.worker)
+        self._discard_if_empty(entry.booking.prefill)
         if entry.booking.session_id:
-            self.uses.ended(entry.booking, is_own=entry.is_own)
-        self._relieve(entry.booking)
+            self.booking_observer.booking_ended(entry.booking, is_own=entry.is_own)
+        self._notify_capacity_freed(entry.booking)
 
-    def _relieve(self, booking: Booking) -> None:
-        self.relieved(booking.worker)
+    def _notify_capacity_freed(self, booking: Booking) -> None:
+        self.capacity_freed(booking.worker)
         if booking.prefill is not None:
-            self.relieved(booking.prefill)
+            self.capacity_freed(booking.prefill)
 
-    def _expire_forgotten(self, now: float) -> int:
+    def _expire_unrenewed(self, now: float) -> int:
         """End those that a session here has and has not renewed in time."""
-        self._expiry_looked_at = now
-        forgotten = [
+        self._last_expiry_scan_at = now
+        unrenewed = [
             entry
             for entry in self._entries.values()
             if entry.session is not None and now - entry.renewed_at >= self._expiry_s
         ]
-        for entry in forgotten:
-            self._end(entry)
-        self.expired += len(forgotten)
-        return len(forgotten)
+        for entry in unrenewed:
+            self._drop_and_notify(entry)
+        self.expired += len(unrenewed)
+        return len(unrenewed)
 
-    def _end(self, entry: _Entry) -> None:
+    def _drop_and_notify(self, entry: _BookingEntry) -> None:
         """By time or discovery, which tell peers by themselves of what is not ours."""
         self._drop(entry)
-        self._tell(entry)
+        self._notify_peers(entry)
 
-    def _tell(self, entry: _Entry) -> None:
+    def _notify_peers(self, entry: _BookingEntry) -> None:
         if entry.is_own:
             self._peers.changed(entry.booking.key)
 
-    def _own(self, entry: _Entry, session: int | None, now: float) -> None:
+    def _assign_owner(self, entry: _BookingEntry, session: int | None, now: float) -> None:
         """Make `session`, or the frontend's newest one, the owner; without any, release it.
 
         What a later session has, here or elsewhere, stays its own.
         """
         owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
         if owner is not None:
-            booking = self._of_session(entry.booking, owner)
+            booking = self._with_session_generation(entry.booking, owner)
             if booking.generation < entry.booking.generation:
                 return
             entry.booking = booking
         entry.is_own, entry.renewed_at = True, now
         if owner is None or self.is_superseded(owner):
-            self._release(entry, now)
+            self._orphan_or_hand_over(entry, now)
         else:
-            if entry.orphaned_until is not None:
+            if entry.orphan_deadline is not None:
                 self._orphan_count -= 1
-            entry.session, entry.orphaned_until = owner, None
-        self._tell(entry)
+            entry.session, entry.orphan_deadline = owner, None
+        self._notify_peers(entry)
 
-    def _release(self, entry: _Entry, now: float) -> None:
+    def _orphan_or_hand_over(self, entry: _BookingEntry, now: float) -> None:
         """No session here has it: a peer holds it, or it is an orphan (anew)."""
-        if self._peers.hold(entry.booking.key):
-            self._hand_over(entry)
+        if self._peers.is_held(entry.booking.key):
+            self._hand_over_to_peer(entry)
             return
-        if entry.orphaned_until is None:
+        if entry.orphan_deadline is None:
             self._orphan_count += 1
-        entry.session, entry.orphaned_until = None, now + ORPHAN_S
-        self._orphans.append((entry.orphaned_until, entry.booking.key))
+        entry.session, entry.orphan_deadline = None, now + ORPHAN_S
+        self._orphans.append((entry.orphan_deadline, entry.booking.key))
 
-    def _release_all(self, session: int, frontend_id: int, now: float) -> int:
-        mine = [
+    def _release_session(self, session: int, frontend_id: int, now: float) -> int:
+        session_entries = [
             entry
-            for key in self._of_frontend.get(frontend_id, ())
+            for key in self._keys_by_frontend.get(frontend_id, ())
             if (entry := self._entries[key]).session == session
         ]
-        for entry in mine:
-            self._release(entry, now)
-        return len(mine)
+        for entry in session_entries:
+            self._orphan_or_hand_over(entry, now)
+        return len(session_entries)
 
-    def _hand_over(self, entry: _Entry) -> None:
+    def _hand_over_to_peer(self, entry: _BookingEntry) -> None:
         """To the peer that holds it: no longer ours, no orphan."""
-        if entry.orphaned_until is not None:
+        if entry.orphan_deadline is not None:
             self._orphan_count -= 1
-        entry.session = entry.orphaned_until = None
+        entry.session = entry.orphan_deadline = None
         if entry.is_own:
             entry.is_own = False
             self._peers.changed(entry.booking.key)
 
     def _newest_session(self, frontend_id: int) -> int | None:
         sessions = reversed(self._sessions.items())
-        return next((s for s, about in sessions if about.frontend_id == frontend_id), None)
+        return next((s for s, hello in sessions if hello.frontend_id == frontend_id), None)
 
-    def _of_session(self, booking: Booking, session: int | None) -> Booking:
+    def _with_session_generation(self, booking: Booking, session: int | None) -> Booking:
         generation = 0 if session is None else self._sessions[session].generation
         return (
             booking if booking.generation == generation else replace(booking, generation=generation)
         )
 
-    def _charge(self, entry: _Entry, sign: int) -> None:
+    def _apply_load(self, entry: _BookingEntry, sign: int) -> None:
         """Add (+1) or take away (-1) what the entry weighs as it is now."""
         booking = entry.booking
         blocks = booking.decode_blocks << _WEIGHT_BITS
@@ -705,59 +714,68 @@ class LoadBook:
             blocks = round(blocks * booking.decay)
         tokens = 0 if entry.prefill_done else booking.prefill_tokens
         if booking.prefill is None:
-            self._charge_rank(booking.worker, entry.worker_mark, sign * tokens, sign * blocks, sign)
+            self._apply_rank_load(
+                booking.worker, entry.worker_report_count, sign * tokens, sign * blocks, sign
+            )
             return
-        self._charge_rank(booking.worker, entry.worker_mark, 0, sign * blocks, sign)
+        self._apply_rank_load(booking.worker, entry.worker_report_count, 0, sign * blocks, sign)
         if not entry.prefill_done:
-            self._charge_rank(booking.prefill, entry.prefill_mark, sign * tokens, 0, sign)
+            self._apply_rank_load(
+                booking.prefill, entry.prefill_report_count, sign * tokens, 0, sign
+            )
 
-    def _charge_rank(
-        self, placement: Placement, mark: int, tokens: int, block_weight: int, requests: int
+    def _apply_rank_load(
+        self,
+        placement: Placement,
+        report_count_at_booking: int,
+        tokens: int,
+        block_weight: int,
+        requests: int,
     ) -> None:
         rank = self._ranks[placement]
         rank.estimate = None
         rank.booked.add(tokens, block_weight, requests)
-        if mark == rank.report_count:
-            rank.newer.add(tokens, block_weight, requests)
+        if report_count_at_booking == rank.report_count:
+            rank.since_report.add(tokens, block_weight, requests)
 
-    def _mark(self, entry: _Entry) -> None:
+    def _record_report_counts(self, entry: _BookingEntry) -> None:
         """Its ranks' next reports will be the first ones that can count it."""
         booking = entry.booking
-        entry.worker_mark = self._rank(booking.worker).report_count
+        entry.worker_report_count = self._rank(booking.worker).report_count
         if booking.prefill is not None:
-            entry.prefill_mark = self._rank(booking.prefill).report_count
+            entry.prefill_report_count = self._rank(booking.prefill).report_count
 
-    def _rank(self, placement: Placement) -> _Rank:
+    def _rank(self, placement: Placement) -> _RankState:
         rank = self._ranks.get(placement)
         if rank is None:
-            rank = self._ranks[placement] = _Rank()
+            rank = self._ranks[placement] = _RankState()
         return rank
 
-    def _discard_blank(self, placement: Placement | None) -> None:
+    def _discard_if_empty(self, placement: Placement | None) -> None:
         """Forget a rank that carries nothing, so that the book does not grow with churn."""
-        if placement is not None and (rank := self._ranks.get(placement)) and rank.is_blank:
+        if placement is not None and (rank := self._ranks.get(placement)) and rank.is_empty:
             del self._ranks[placement]
 
 
-_NO_LOAD = Totals()
+_ZERO_LOAD = LoadTotals()
 
 
-def _estimate(rank: _Rank, now: float) -> Totals:
+def _compute_estimate(rank: _RankState, now: float) -> LoadTotals:
     """The load of a rank, and until when it holds if nothing happens."""
-    booked, newer, report = rank.booked, rank.newer, rank.report
+    booked, since_report, report = rank.booked, rank.since_report, rank.report
     expires_at = rank.reported_at + REPORT_MAX_AGE_S
     if report is None or now > expires_at:
         rank.estimated_until = math.inf
-        return Totals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
+        return LoadTotals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
     rank.estimated_until = expires_at
-    return Totals(
-        max(report.waiting_tokens + newer.prefill_tokens, booked.prefill_tokens),
-        max(report.kv_used_blocks + newer.decode_blocks, booked.decode_blocks),
-        max(report.running + report.waiting + newer.requests, booked.requests),
+    return LoadTotals(
+        max(report.waiting_tokens + since_report.prefill_tokens, booked.prefill_tokens),
+        max(report.kv_used_blocks + since_report.decode_blocks, booked.decode_blocks),
+        max(report.running + report.waiting + since_report.requests, booked.requests),
     )
 
 
-def _changed(
+def _next_revision(
     booking: Booking,
     *,
     prefill_tokens: int | None = None,
@@ -773,9 +791,9 @@ def _changed(
     )
 
 
-def _nobody_waits(placement: Placement) -> None:
+def _ignore_placement(placement: Placement) -> None:
     """A book without anybody who waits for load to go down."""
 
 
-def _nobody_asked(session: int) -> None:
+def _ignore_session(session: int) -> None:
     """A book without questions that wait."""

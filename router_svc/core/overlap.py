@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
 from router_svc.core.fleet import Candidate, Placement
@@ -31,7 +31,7 @@ from router_svc.core.selectors import NO_MATCHES, Matches
 IndexKind = Literal["none", "approx", "events"]
 
 
-class Standing(NamedTuple):
+class IndexStatus(NamedTuple):
     """How far an index can be trusted about one rank.
 
     state: exact, gapped, stale, degraded (`common/kv/index_feed.py`), approx (guessed), or none:
@@ -43,64 +43,64 @@ class Standing(NamedTuple):
     age_s: float | None = None
 
 
-UNKNOWN = Standing()
-_GUESSED = Standing("approx", "guessed from this router's decisions")
-_NO_INDEX = Standing("none", "this router follows no index")
+UNKNOWN_STATUS = IndexStatus()
+_APPROXIMATE_STATUS = IndexStatus("approx", "guessed from this router's decisions")
+_NO_INDEX_STATUS = IndexStatus("none", "this router follows no index")
 
 
-class Standings(Protocol):
+class IndexStatusProvider(Protocol):
     """Who says how far to trust what is known of a rank."""
 
-    def standing(self, placement: Placement, now: float) -> Standing:
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
         """How far the answers about a rank can be trusted."""
 
 
-class Index(Standings, Protocol):
+class Index(IndexStatusProvider, Protocol):
     """Who holds how much of a prompt, as the engines tell."""
 
-    def match(self, query: Query) -> Sequence[Matched]:
+    def match(self, query: Query) -> Sequence[SourceMatch]:
         """One row for each rank that counts and holds the first block of the query's prompt."""
 
 
 class NoIndex:
     """The index of a router that follows none."""
 
-    def match(self, query: Query) -> Sequence[Matched]:
+    def match(self, query: Query) -> Sequence[SourceMatch]:
         """See Index."""
         return ()
 
-    def standing(self, placement: Placement, now: float) -> Standing:
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
         """See Index."""
-        return _NO_INDEX
+        return _NO_INDEX_STATUS
 
 
 @dataclass(frozen=True, slots=True)
-class IndexChoice:
-    """Which ways to know a router uses; made by `choose_index`.
+class IndexSettings:
+    """Which ways to know a router uses; made by `derive_index_settings`.
 
     guesses: for ranks whose cache is guessed, None: for none. predictions: likewise, beside events.
     why: for people, what made the choice.
     """
 
     kind: IndexKind
-    guesses: ApproxLimits | None
-    predictions: ApproxLimits | None
-    why: str
+    approximate: ApproxLimits | None
+    predicted: ApproxLimits | None
+    reason: str
 
     @property
-    def subscribes(self) -> bool:
+    def follows_events(self) -> bool:
         """Whether KV events are wanted; if not, nobody is to send or keep any for this router."""
         return self.kind == "events"
 
 
-def choose_index(
+def derive_index_settings(
     *,
     overlap_score_credit: float,
-    has_other_use: bool = False,
+    uses_overlap_elsewhere: bool = False,
     kv_events: bool,
     limits: ApproxLimits,
     predicted_ttl_s: float,
-) -> IndexChoice:
+) -> IndexSettings:
     """The first rule that applies:
 
     1. credit 0, and nothing else is configured that asks for overlap (has_other_use): none. Caches
@@ -109,21 +109,21 @@ def choose_index(
     3. events; with approx (`limits`) for the ranks that advertise it, and predictions that count
        for predicted_ttl_s, unless that is 0.
     """
-    if overlap_score_credit == 0 and not has_other_use:
-        return IndexChoice("none", None, None, "overlap_score_credit is 0")
+    if overlap_score_credit == 0 and not uses_overlap_elsewhere:
+        return IndexSettings("none", None, None, "overlap_score_credit is 0")
     if not kv_events:
-        return IndexChoice("approx", limits, None, "kv_events is off")
-    predictions = None
+        return IndexSettings("approx", limits, None, "kv_events is off")
+    predicted = None
     if predicted_ttl_s > 0:
-        predictions = ApproxLimits(
+        predicted = ApproxLimits(
             ttl_s=predicted_ttl_s,
             blocks_max=limits.blocks_max,
             prune_target_ratio=limits.prune_target_ratio,
         )
-    return IndexChoice("events", limits, predictions, "kv_events is on")
+    return IndexSettings("events", limits, predicted, "kv_events is on")
 
 
-EVENTS = choose_index(
+EVENT_INDEX_SETTINGS = derive_index_settings(
     overlap_score_credit=1.0, kv_events=True, limits=ApproxLimits(), predicted_ttl_s=0.0
 )
 
@@ -131,26 +131,28 @@ EVENTS = choose_index(
 class Overlaps:
     """All that one router knows, by its choice. index: what follows the events."""
 
-    def __init__(self, index: Index, choice: IndexChoice = EVENTS) -> None:
+    def __init__(self, index: Index, choice: IndexSettings = EVENT_INDEX_SETTINGS) -> None:
         self.choice = choice
-        self.guesses = None if choice.guesses is None else ApproxIndex(choice.guesses)
-        self.predictions = None if choice.predictions is None else ApproxIndex(choice.predictions)
+        self.approximate = None if choice.approximate is None else ApproxIndex(choice.approximate)
+        self.predicted = None if choice.predicted is None else ApproxIndex(choice.predicted)
         self._index = index
         # Of ranks whose caches are not known, where the index has no say.
-        follows = choice.kind == "events"
-        self._unused = None if follows else Standing("none", f"no index: {choice.why}")
-        self._publishers: frozenset[int] = frozenset()
-        self._guessed: frozenset[int] = frozenset()
+        follows_events = choice.kind == "events"
+        self._unused_status = (
+            None if follows_events else IndexStatus("none", f"no index: {choice.reason}")
+        )
+        self._event_workers: frozenset[int] = frozenset()
+        self._approximate_workers: frozenset[int] = frozenset()
 
-    def follow(self, workers: Iterable[Instance]) -> None:
+    def update_workers(self, workers: Iterable[Instance]) -> None:
         """These are the workers now, with what they advertise."""
-        ways = {worker.id: self._way(worker) for worker in workers}
-        self._publishers = frozenset(w for w, way in ways.items() if way == "events")
-        self._guessed = frozenset(w for w, way in ways.items() if way == "approx")
+        kinds = {worker.id: self._index_kind(worker) for worker in workers}
+        self._event_workers = frozenset(w for w, kind in kinds.items() if kind == "events")
+        self._approximate_workers = frozenset(w for w, kind in kinds.items() if kind == "approx")
 
     def forget(self, worker_id: int) -> None:
         """A worker left."""
-        for index in (self.guesses, self.predictions):
+        for index in (self.approximate, self.predicted):
             if index is not None:
                 index.forget(worker_id)
 
@@ -158,69 +160,69 @@ class Overlaps:
         """What ranks hold of the prompt; those absent hold nothing."""
         if not query.prefix_hashes:
             return NO_MATCHES
-        found: dict[tuple[int, int], Matched] = {}
-        publishers, guessed = self._publishers, self._guessed
-        if publishers:
+        found: dict[tuple[int, int], SourceMatch] = {}
+        event_workers, approximate_workers = self._event_workers, self._approximate_workers
+        if event_workers:
             rows = self._index.match(query)
-            found = {row[0]: row for row in rows if row[0].worker_id in publishers}
-            if self.predictions is not None:
-                for row in self.predictions.match(query):
-                    if row.source.worker_id in publishers:
-                        found[row.source] = _more(found.get(row.source), row)
-        if guessed and self.guesses is not None:
-            for row in self.guesses.match(query):
-                if row.source.worker_id in guessed:
+            found = {row[0]: row for row in rows if row[0].worker_id in event_workers}
+            if self.predicted is not None:
+                for row in self.predicted.match(query):
+                    if row.source.worker_id in event_workers:
+                        found[row.source] = _larger_match(found.get(row.source), row)
+        if approximate_workers and self.approximate is not None:
+            for row in self.approximate.match(query):
+                if row.source.worker_id in approximate_workers:
                     found[row.source] = row
         return found
 
-    def routed(self, query: Query, placement: Placement, now: float) -> None:
+    def record_placement(self, query: Query, placement: Placement, now: float) -> None:
         """The prompt was sent there to be computed, and is booked."""
-        if placement.worker_id in self._publishers:
-            if self.predictions is not None:
-                self.predictions.touch(query, placement, now)
-        elif placement.worker_id in self._guessed and self.guesses is not None:
-            self.guesses.touch(query, placement, now)
+        if placement.worker_id in self._event_workers:
+            if self.predicted is not None:
+                self.predicted.touch(query, placement, now)
+        elif placement.worker_id in self._approximate_workers and self.approximate is not None:
+            self.approximate.touch(query, placement, now)
 
-    def is_guessed(self, placement: Placement) -> bool:
+    def is_approximate(self, placement: Placement) -> bool:
         """Whether what is known of a rank is guessed from decisions."""
-        return placement.worker_id in self._guessed
+        return placement.worker_id in self._approximate_workers
 
     def expire(self, now: float, blocks: int) -> bool:
         """Time has passed: drops up to `blocks` old guesses; whether there are more."""
         has_more = False
-        for index in (self.guesses, self.predictions):
+        for index in (self.approximate, self.predicted):
             has_more |= index is not None and index.expire(now, blocks)
         return has_more
 
-    def standing(self, placement: Placement, now: float) -> Standing:
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
         """See Standings."""
-        if placement.worker_id in self._guessed:
-            return _GUESSED
-        return self._unused or self._index.standing(placement, now)
+        if placement.worker_id in self._approximate_workers:
+            return _APPROXIMATE_STATUS
+        return self._unused_status or self._index.index_status(placement, now)
 
-    def why_unused(self, query: Query, candidates: Sequence[Candidate]) -> str:
+    def unused_reason(self, query: Query, candidates: Sequence[Candidate]) -> str:
         """Why caches did not count for a request among these; empty if they did."""
         if self.choice.kind == "none":
-            return self.choice.why
+            return self.choice.reason
         block_size = block_size_of(query, candidates[0].instance.block_size if candidates else None)
         if not query.prefix_hashes:
             is_short = query.total_tokens < block_size
             return "" if is_short else "the request names no blocks"
-        publishers, guessed = self._publishers, self._guessed
+        event_workers, approximate_workers = self._event_workers, self._approximate_workers
         ids = (candidate.placement.worker_id for candidate in candidates)
-        if any(worker_id in publishers or worker_id in guessed for worker_id in ids):
+        if any(worker_id in event_workers or worker_id in approximate_workers for worker_id in ids):
             return ""
         return "no candidate's cache can be known"
 
-    def _way(self, worker: Instance) -> IndexKind:
+    def _index_kind(self, worker: Instance) -> IndexKind:
         """How a worker's cache is known here."""
         if self.choice.kind == "approx" and worker.kv_index == "events":
             return "approx"
         return "none" if self.choice.kind == "none" else worker.kv_index
 
 
-def _more(known: Matched | None, predicted: Matched) -> Matched:
+def _larger_match(known: SourceMatch | None, predicted: SourceMatch) -> SourceMatch:
     """The larger of the two on each tier."""
     if known is None:
         return predicted
-    return Matched(known.source, *map(max, known[1:], predicted[1:]))
+    return SourceMatch(known.source, *map(max, known[1:], predicted[1:]))

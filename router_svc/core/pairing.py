@@ -22,14 +22,14 @@ from common.request.preprocessed import BootstrapInfo, RoutingConstraints, Routi
 from router_svc.core.fleet import Candidate
 from router_svc.core.query import Query
 
-ROOM_MAX = 2**63 - 1
+BOOTSTRAP_ROOM_MAX = 2**63 - 1
 
 BypassPolicy = Literal["off", "isl_bounding", "prefill_load", "isl_or_load"]
 # Those that ask how short a prompt is, and those that ask how busy prefill is.
 ISL_POLICIES: tuple[BypassPolicy, ...] = ("isl_bounding", "isl_or_load")
 LOAD_POLICIES: tuple[BypassPolicy, ...] = ("prefill_load", "isl_or_load")
 # Why a request that could be split was not.
-BYPASSES = ("short_prompt", "prefill_busy")
+BYPASS_REASONS = ("short_prompt", "prefill_busy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,25 +46,27 @@ class TransferDomain:
         """Whether a pair across the domain's borders is none."""
         return bool(self.name) and self.weight is None
 
-    def values(self, worker: Instance) -> frozenset[str]:
+    def taints_of(self, worker: Instance) -> frozenset[str]:
         """The worker's taints of this domain; several are allowed, none puts it outside."""
-        start = f"{self.name}="
-        return frozenset(taint for taint in worker.taints if taint.startswith(start))
+        taint_prefix = f"{self.name}="
+        return frozenset(taint for taint in worker.taints if taint.startswith(taint_prefix))
 
-    def drawn_to(self, prefill: Candidate, query: Query) -> Query:
+    def prefer_domain_of(self, prefill: Candidate, query: Query) -> Query:
         """The query of the decode leg, once prefill is chosen: it prefers the same domain."""
-        if not (self.name and self.weight) or not (near := self.values(prefill.instance)):
+        if not (self.name and self.weight) or not (
+            domain_taints := self.taints_of(prefill.instance)
+        ):
             return query
         routing = RoutingHints() if query.routing is None else query.routing
-        given = routing.routing_constraints or RoutingConstraints()
-        weights = dict(given.preferred_taints)
-        for taint in near:
+        base_constraints = routing.routing_constraints or RoutingConstraints()
+        weights = dict(base_constraints.preferred_taints)
+        for taint in domain_taints:
             weights[taint] = weights.get(taint, 0.0) + self.weight
-        constraints = replace(given, preferred_taints=weights)
+        constraints = replace(base_constraints, preferred_taints=weights)
         return replace(query, routing=replace(routing, routing_constraints=constraints))
 
 
-ANYWHERE = TransferDomain()
+ANY_DOMAIN = TransferDomain()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,7 @@ class Bypass:
     prefill_busy_threshold: float | None = None
     decode_busy_threshold: float | None = None
 
-    def why(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
+    def cause(self, total_tokens: int, cached_tokens: int, prefill_is_busy: bool) -> str:
         """One of BYPASSES, or empty. cached_tokens: where it would run in one piece.
         prefill_is_busy: see `is_busy`; also so where no prefill worker takes the request now.
         """
@@ -107,19 +109,21 @@ class Bypass:
             return False
         return waiting_tokens > self.prefill_busy_threshold * batch_tokens
 
-    def has_room(self, held_blocks: int, own_blocks: int, total_blocks: int | None) -> bool:
+    def has_capacity(
+        self, booked_blocks: int, request_blocks: int, total_blocks: int | None
+    ) -> bool:
         """held + own <= decode_busy_threshold * total; what is not known has none."""
         if self.decode_busy_threshold is None:
             return True
         if total_blocks is None:
             return False
-        return held_blocks + own_blocks <= self.decode_busy_threshold * total_blocks
+        return booked_blocks + request_blocks <= self.decode_busy_threshold * total_blocks
 
 
 NO_BYPASS = Bypass()
 
 
-def bootstrap_of(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
+def make_bootstrap_info(prefill: Candidate, rng: Random) -> BootstrapInfo | None:
     """A fresh meeting place on the prefill worker; None if it advertises none.
 
     Without one prefill completes first, and what it left travels to decode with the request.
@@ -138,12 +142,14 @@ def bootstrap_room(rng: Random, dp_size: int, dp_rank: int) -> int:
     dp_rank: counted from the worker's first rank. Formula: SGLang takes the rank from the room.
     """
     assert 0 <= dp_rank < dp_size, "a rank is one of the worker's"
-    quotient = rng.randrange(ROOM_MAX + 1) % ((ROOM_MAX - dp_rank) // dp_size + 1)
+    quotient = rng.randrange(BOOTSTRAP_ROOM_MAX + 1) % (
+        (BOOTSTRAP_ROOM_MAX - dp_rank) // dp_size + 1
+    )
     return quotient * dp_size + dp_rank
 
 
-def mates(
-    prefill: Sequence[Candidate], decode: Sequence[Candidate], domain: TransferDomain = ANYWHERE
+def pairable(
+    prefill: Sequence[Candidate], decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
 ) -> tuple[Sequence[Candidate], Sequence[Candidate]]:
     """Those of each side with somebody on the other to move KV to or from; both may be empty.
 
@@ -151,36 +157,38 @@ def mates(
     and inside one value of the domain, if that is required.
     """
     if not domain.is_required:
-        both = {c.instance.transfer_group for c in prefill} & {
+        shared_groups = {c.instance.transfer_group for c in prefill} & {
             c.instance.transfer_group for c in decode
         }
         return (
-            [c for c in prefill if c.instance.transfer_group in both],
-            [c for c in decode if c.instance.transfer_group in both],
+            [c for c in prefill if c.instance.transfer_group in shared_groups],
+            [c for c in decode if c.instance.transfer_group in shared_groups],
         )
-    here, there = (
-        [(c, _points(c, domain)) for c in prefill],
-        [(c, _points(c, domain)) for c in decode],
+    prefill_points, decode_points = (
+        [(c, _transfer_points(c, domain)) for c in prefill],
+        [(c, _transfer_points(c, domain)) for c in decode],
     )
-    both_points = {p for _, at in here for p in at} & {p for _, at in there for p in at}
+    shared_points = {p for _, at in prefill_points for p in at} & {
+        p for _, at in decode_points for p in at
+    }
     return (
-        [c for c, at in here if not both_points.isdisjoint(at)],
-        [c for c, at in there if not both_points.isdisjoint(at)],
+        [c for c, at in prefill_points if not shared_points.isdisjoint(at)],
+        [c for c, at in decode_points if not shared_points.isdisjoint(at)],
     )
 
 
-def partners(
-    prefill: Candidate, decode: Sequence[Candidate], domain: TransferDomain = ANYWHERE
+def decode_partners(
+    prefill: Candidate, decode: Sequence[Candidate], domain: TransferDomain = ANY_DOMAIN
 ) -> list[Candidate]:
     """Those that can take over what the prefill worker has computed."""
     group = prefill.instance.transfer_group
-    same = [c for c in decode if c.instance.transfer_group == group]
+    same_group = [c for c in decode if c.instance.transfer_group == group]
     if not domain.is_required:
-        return same
-    near = domain.values(prefill.instance)
-    return [c for c in same if near & domain.values(c.instance)]
+        return same_group
+    domain_taints = domain.taints_of(prefill.instance)
+    return [c for c in same_group if domain_taints & domain.taints_of(c.instance)]
 
 
-def _points(candidate: Candidate, domain: TransferDomain) -> frozenset[tuple[str, str]]:
+def _transfer_points(candidate: Candidate, domain: TransferDomain) -> frozenset[tuple[str, str]]:
     group = candidate.instance.transfer_group
-    return frozenset((group, value) for value in domain.values(candidate.instance))
+    return frozenset((group, value) for value in domain.taints_of(candidate.instance))

@@ -12,7 +12,8 @@ Which workers a request runs on, in this order:
 
 A way whose workers are all above a busy threshold is closed. One where all who may compute the
 prompt are prefill-busy is *full*: the next that is not comes before it, and where all that are open
-are full, the first of them is picked, and `Picks.waits_for` says who has to get room. Wishes (a
+are full, the first of them is picked, and `ServingPlan.blocked_candidates` says who has to get
+room. Wishes (a
 soft session, a preferred adapter) make no way full: they are put aside for whoever has room.
 
 A request that pins an aggregated worker, or whose session is bound to one, goes there first; one
@@ -29,7 +30,7 @@ from operator import attrgetter
 from random import Random
 
 from common.errors import (
-    Bug,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -38,31 +39,36 @@ from common.errors import (
     Unsupported,
 )
 from common.registry.instances import Instance
-from router_svc.core.adapters import Adapters
-from router_svc.core.admission import Lane, lane_of
-from router_svc.core.busy import busy_workers, prefill_busy
-from router_svc.core.cost import CostKnobs
+from router_svc.core.adapters import AdapterResidency
+from router_svc.core.admission import ConstraintClass, constraint_class_of
+from router_svc.core.busy import busy_worker_ids, is_prefill_busy
+from router_svc.core.cost import CostSettings
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
+    AffinityConstraint,
     Excluded,
     Leg,
-    Tie,
-    all_busy,
+    all_busy_error,
     eligible,
-    pinned_worker,
+    pinned_worker_id,
 )
-from router_svc.core.explain import Pick
+from router_svc.core.explain import LegPlan
 from router_svc.core.fleet import Candidate, Fleet, Placement
-from router_svc.core.load_tracker import LoadBook
-from router_svc.core.pairing import TransferDomain, mates, partners
-from router_svc.core.policy import Rules
-from router_svc.core.query import Query, block_size_of, decode_charge, predicted_cached_tokens
-from router_svc.core.recent_prefill import RecentMisses
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.pairing import TransferDomain, decode_partners, pairable
+from router_svc.core.policy import Policy
+from router_svc.core.query import (
+    Query,
+    block_size_of,
+    bookable_decode_blocks,
+    predicted_cached_tokens,
+)
+from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.selectors import Matches, View, WorkerSelector
-from router_svc.core.sessions import Stay
+from router_svc.core.sessions import SessionConstraint
 
 # Why a model with halves of pairs served a request in one piece.
-FALLBACKS = (
+FALLBACK_REASONS = (
     "no_prefill_worker",
     "no_decode_worker",
     "no_transfer_group",
@@ -72,436 +78,570 @@ FALLBACKS = (
 )
 # The reason of the error where the selector itself fails.
 SELECTOR_FAILED = "SELECTOR_FAILED"
-_BUSY = "busy: above a configured threshold"
-_GATED = "its KV blocks leave no room by the gate of the bypass"
+_BUSY_REASON = "busy: above a configured threshold"
+_GATED_REASON = "its KV blocks leave no room by the gate of the bypass"
 
 # Of one leg: those who can serve it, and the others with the reason.
-_Side = tuple[Sequence[Candidate], list[Excluded]]
+_Eligibility = tuple[Sequence[Candidate], list[Excluded]]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlacementRequest:
     """One query on its way to a decision. stay: what its session asks, None if it names none.
 
     has_room: of those who compute prompts; if given, who has is wished for, and nothing else is.
     """
 
     query: Query
-    knobs: CostKnobs
+    cost_settings: CostSettings
     matches: Matches
     now: float
     rng: Random
-    stay: Stay | None = None
-    has_room: Callable[[Candidate], bool] | None = None
+    session_constraint: SessionConstraint | None = None
+    has_capacity: Callable[[Candidate], bool] | None = None
 
-    def tie(self, leg: Leg) -> Tie | None:
+    def affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
         """Where its session is bound for the leg; a soft one only if that is wished for."""
-        tie = None if self.stay is None else self.stay.tie(leg)
-        return tie if tie is None or tie.is_hard or self.wishes(leg) else None
+        affinity_constraint = (
+            None
+            if self.session_constraint is None
+            else self.session_constraint.affinity_constraint(leg)
+        )
+        return (
+            affinity_constraint
+            if affinity_constraint is None
+            or affinity_constraint.is_hard
+            or self.uses_preferences(leg)
+            else None
+        )
 
-    def wishes(self, leg: Leg) -> bool:
+    def uses_preferences(self, leg: Leg) -> bool:
         """Whether its own wishes count for the leg."""
-        return self.has_room is None or leg == "decode"
+        return self.has_capacity is None or leg == "decode"
 
     @property
-    def lane(self) -> Lane:
+    def constraint_class(self) -> ConstraintClass:
         """Where it waits, if it must."""
-        return lane_of(self.query, () if self.stay is None else self.stay.must)
+        return constraint_class_of(
+            self.query,
+            () if self.session_constraint is None else self.session_constraint.required_placements,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class ServingPlan:
     """Who was chosen: `prefill` is None where the request is not split.
 
     waits_for: all who may compute the prompt, if each of them is prefill-busy; else nobody.
     """
 
-    worker: Pick
-    prefill: Pick | None = None
+    worker: LegPlan
+    prefill: LegPlan | None = None
     fallback: str = ""
     bypass: str = ""
-    waits_for: Sequence[Candidate] = ()
+    blocked_candidates: Sequence[Candidate] = ()
 
     @property
-    def prefilling(self) -> Pick:
+    def prompt_leg_plan(self) -> LegPlan:
         """The leg that computes the prompt."""
         return self.worker if self.prefill is None else self.prefill
 
 
-class Picker:
+class Planner:
     """Picks by what fleet, book and misses say at the moment; books nothing."""
 
     def __init__(
         self,
         fleet: Fleet,
-        book: LoadBook,
+        book: LoadTracker,
         selector: WorkerSelector,
-        rules: Rules,
-        misses: RecentMisses,
+        policy: Policy,
+        recent_prefill: RecentPrefill,
     ) -> None:
         self._fleet = fleet
         self._book = book
         self._selector = selector
-        self._rules = rules
-        self._misses = misses
-        self._adapters = Adapters()
+        self._policy = policy
+        self._recent_prefill = recent_prefill
+        self._adapter_residency = AdapterResidency()
         # The last choice by model and leg, for selectors that go round.
-        self._last: dict[tuple[str, Leg], Placement] = {}
+        self._last_placements: dict[tuple[str, Leg], Placement] = {}
 
-    def follow(self, workers: Iterable[Instance], now: float) -> None:
+    def update_workers(self, workers: Iterable[Instance], now: float) -> None:
         """The fleet has changed; these are its workers now."""
-        self._last = {key: at for key, at in self._last.items() if key[0] in self._fleet.models}
-        self._adapters.update(workers, now)
+        self._last_placements = {
+            key: at for key, at in self._last_placements.items() if key[0] in self._fleet.models
+        }
+        self._adapter_residency.update(workers, now)
 
-    def went(self, model: str, picks: Picks) -> None:
+    def record_placement(self, model: str, plan: ServingPlan) -> None:
         """The picks became a decision, which selectors that go round go on from."""
-        for pick in (picks.worker, picks.prefill):
+        for pick in (plan.worker, plan.prefill):
             if pick is not None:
-                self._last[model, pick.view.leg] = pick.chosen.placement
+                self._last_placements[model, pick.view.leg] = pick.chosen.placement
 
-    def pick(self, ask: Ask) -> Picks:
+    def pick(self, placement_request: PlacementRequest) -> ServingPlan:
         """The first way, in the order of the module's docstring, that is open and not full.
 
         If none is open, raises why: that all are busy, where they are, else the first reason.
         """
-        refused: MeshError | None = None
-        full: list[Picks] = []
-        for way in self._ways(ask):
-            if isinstance(way, MeshError):
-                is_graver = isinstance(way, Overloaded) and not isinstance(refused, Overloaded)
-                refused = way if refused is None or is_graver else refused
-            elif self.are_full(way.prefilling.kept, ask.now):
-                full.append(way)
+        first_error: MeshError | None = None
+        prefill_busy_plans: list[ServingPlan] = []
+        for mode_plan in self._plans_by_mode(placement_request):
+            if isinstance(mode_plan, MeshError):
+                takes_precedence = isinstance(mode_plan, Overloaded) and not isinstance(
+                    first_error, Overloaded
+                )
+                first_error = mode_plan if first_error is None or takes_precedence else first_error
+            elif self.are_prefill_busy(mode_plan.prompt_leg_plan.kept, placement_request.now):
+                prefill_busy_plans.append(mode_plan)
             else:
-                return way
-        if full:
-            return replace(full[0], waits_for=_together(way.prefilling.kept for way in full))
-        assert refused is not None, "a way is open or there is a reason why not"
-        raise refused
+                return mode_plan
+        if prefill_busy_plans:
+            return replace(
+                prefill_busy_plans[0],
+                blocked_candidates=_union(
+                    mode_plan.prompt_leg_plan.kept for mode_plan in prefill_busy_plans
+                ),
+            )
+        assert first_error is not None, "a way is open or there is a reason why not"
+        raise first_error
 
-    def are_full(self, candidates: Sequence[Candidate], now: float) -> bool:
+    def are_prefill_busy(self, candidates: Sequence[Candidate], now: float) -> bool:
         """Whether each of them is prefill-busy, so that who needs one waits in the queue."""
-        threshold, book = self._rules.queue.threshold, self._book
+        threshold, book = self._policy.queue.threshold, self._book
         if threshold is None:
             return False
-        return all(prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
+        return all(is_prefill_busy(c, book.load(c.placement, now), threshold) for c in candidates)
 
     def passes_gate(self, query: Query, at: Candidate, now: float) -> bool:
         """Whether the bypass's gate at decode lets the request in there."""
-        held = self._book.load(at.placement, now).decode_blocks
-        own = decode_charge(query, block_size_of(query, at.instance.block_size))
-        return self._rules.bypass.has_room(held, own, at.instance.total_kv_blocks)
+        booked_blocks = self._book.load(at.placement, now).decode_blocks
+        request_blocks = bookable_decode_blocks(query, block_size_of(query, at.instance.block_size))
+        return self._policy.bypass.has_capacity(
+            booked_blocks, request_blocks, at.instance.total_kv_blocks
+        )
 
-    def can_split(self, ask: Ask) -> bool:
+    def can_split(self, placement_request: PlacementRequest) -> bool:
         """Whether a pair may serve the request, busy or not."""
-        of = partial(self._fleet.candidates, ask.query.model)
+        of = partial(self._fleet.candidates, placement_request.query.model)
         try:
-            self._matched(ask, of("prefill"), of("decode"))
+            self._match_pairs(placement_request, of("prefill"), of("decode"))
         except (Unavailable, InvalidRequest):
             return False
         return True
 
-    def _ways(self, ask: Ask) -> Iterator[Picks | MeshError]:
+    def _plans_by_mode(
+        self, placement_request: PlacementRequest
+    ) -> Iterator[ServingPlan | MeshError]:
         """The ways to serve a request, in order, each picked for when it is asked for; for one that
         is closed, why.
         """
-        query, fleet = ask.query, self._fleet
+        query, fleet = placement_request.query, self._fleet
         prefill = fleet.candidates(query.model, "prefill")
         decode = fleet.candidates(query.model, "decode")
-        whole = fleet.candidates(query.model, "aggregated")
-        if not (prefill or decode or whole):
-            raise self.nobody(query.model, ask.now)
-        if self._rules.lora_residency == "required":
-            self._adapters.check(query, ask.now)
-        pins_prefill, stays_whole = _pinned_prefill(query), self._stays_whole(ask, whole)
-        local = [c for c in decode if c.instance.local_prefill]
-        fallback, needs_local = "", False
-        if prefill and decode and (pins_prefill or not stays_whole):
-            pair = self._roomiest(ask, lambda ask: self._pick_pair(ask, prefill, decode))
-            if not pins_prefill:
-                bypassing = self._bypassed(ask, pair, (*local, *whole))
-                if bypassing is not None:
-                    yield bypassing
+        aggregated = fleet.candidates(query.model, "aggregated")
+        if not (prefill or decode or aggregated):
+            raise self.no_worker_error(query.model, placement_request.now)
+        if self._policy.lora_residency == "required":
+            self._adapter_residency.check(query, placement_request.now)
+        prefill_pin_field, requires_unsplit = (
+            _prefill_pin_field(query),
+            self._requires_unsplit(placement_request, aggregated),
+        )
+        local_prefill_workers = [c for c in decode if c.instance.local_prefill]
+        fallback, needs_local_prefill = "", False
+        if prefill and decode and (prefill_pin_field or not requires_unsplit):
+            pair = self._plan_with_capacity(
+                placement_request,
+                lambda placement_request: self._plan_pair(placement_request, prefill, decode),
+            )
+            if not prefill_pin_field:
+                bypass_plan = self._plan_bypass(
+                    placement_request, pair, (*local_prefill_workers, *aggregated)
+                )
+                if bypass_plan is not None:
+                    yield bypass_plan
             yield pair
             if isinstance(pair, MeshError):
-                fallback = _fallback_of(pair)
-                needs_local = fallback != "no_decode_worker"
+                fallback = _fallback_reason(pair)
+                needs_local_prefill = fallback != "no_decode_worker"
             else:
                 fallback = "prefill_busy"
-        elif (prefill or decode) and not stays_whole:
+        elif (prefill or decode) and not requires_unsplit:
             fallback = f"no_{'decode' if prefill else 'prefill'}_worker"
-            needs_local = not prefill
-        if pins_prefill:
+            needs_local_prefill = not prefill
+        if prefill_pin_field:
             if not (prefill and decode):
-                yield self._no_pair(ask, pins_prefill, fallback)
+                yield self._no_pair_error(placement_request, prefill_pin_field, fallback)
             return
-        if whole:
-            yield self._pick_whole(ask, whole, fallback)
-        if local and needs_local:
-            is_urged = fallback in ("prefill_busy", "decode_busy")
-            yield self._pick_whole(ask, local, fallback, is_gated=is_urged)
-        yield self.nobody(query.model, ask.now, fallback.removeprefix("no_"))
+        if aggregated:
+            yield self._plan_unsplit(placement_request, aggregated, fallback)
+        if local_prefill_workers and needs_local_prefill:
+            is_busy_fallback = fallback in ("prefill_busy", "decode_busy")
+            yield self._plan_unsplit(
+                placement_request, local_prefill_workers, fallback, is_gated=is_busy_fallback
+            )
+        yield self.no_worker_error(query.model, placement_request.now, fallback.removeprefix("no_"))
 
-    def _pick_whole(
-        self, ask: Ask, candidates: Sequence[Candidate], fallback: str, *, is_gated: bool = False
-    ) -> Picks | MeshError:
+    def _plan_unsplit(
+        self,
+        placement_request: PlacementRequest,
+        candidates: Sequence[Candidate],
+        fallback: str,
+        *,
+        is_gated: bool = False,
+    ) -> ServingPlan | MeshError:
         """is_gated: the gate of the bypass closes workers like a busy threshold."""
-        some = self._let_through(ask, candidates) if is_gated else candidates
-        if not some:
-            return all_busy(ask.query.model, "whole")
+        passing_gate = self._passing_gate(placement_request, candidates) if is_gated else candidates
+        if not passing_gate:
+            return all_busy_error(placement_request.query.model, "whole")
 
-        def pick(ask: Ask) -> Picks:
-            kept, excluded = self._eligible(ask, some, "whole")
-            excluded += _without(candidates, some, _GATED)
-            return Picks(self._select(ask, "whole", kept, excluded), fallback=fallback)
+        def pick(placement_request: PlacementRequest) -> ServingPlan:
+            kept, excluded = self._eligible_and_free(placement_request, passing_gate, "whole")
+            excluded += _exclusions(candidates, passing_gate, _GATED_REASON)
+            return ServingPlan(
+                self._select(placement_request, "whole", kept, excluded), fallback=fallback
+            )
 
-        return self._roomiest(ask, pick)
+        return self._plan_with_capacity(placement_request, pick)
 
-    def _roomiest(self, ask: Ask, pick: Callable[[Ask], Picks]) -> Picks | MeshError:
+    def _plan_with_capacity(
+        self, placement_request: PlacementRequest, pick: Callable[[PlacementRequest], ServingPlan]
+    ) -> ServingPlan | MeshError:
         """As its wishes have it; but where that is full, with whoever has room."""
-        now = ask.now
-        picks = _tried(lambda: pick(ask))
-        if isinstance(picks, MeshError) or not self._wishes(ask):
-            return picks
-        if not self.are_full(picks.prefilling.kept, now):
-            return picks
-        freely = replace(ask, has_room=lambda at: not self.are_full((at,), now))
-        other = _tried(lambda: pick(freely))
-        return picks if isinstance(other, MeshError) else other
+        now = placement_request.now
+        plan = _try_plan(lambda: pick(placement_request))
+        if isinstance(plan, MeshError) or not self._has_preferences(placement_request):
+            return plan
+        if not self.are_prefill_busy(plan.prompt_leg_plan.kept, now):
+            return plan
+        relaxed_request = replace(
+            placement_request, has_capacity=lambda at: not self.are_prefill_busy((at,), now)
+        )
+        relaxed_plan = _try_plan(lambda: pick(relaxed_request))
+        return plan if isinstance(relaxed_plan, MeshError) else relaxed_plan
 
-    def _wishes(self, ask: Ask) -> bool:
+    def _has_preferences(self, placement_request: PlacementRequest) -> bool:
         """Whether it wishes for some of those who may serve it."""
-        stay, routing = ask.stay, ask.query.routing
-        if stay is not None and stay.binding is not None and not stay.is_hard:
+        session_constraint, routing = (
+            placement_request.session_constraint,
+            placement_request.query.routing,
+        )
+        if (
+            session_constraint is not None
+            and session_constraint.session_placement is not None
+            and not session_constraint.is_hard
+        ):
             return True
-        is_preferred = self._rules.lora_residency == "preferred"
+        is_preferred = self._policy.lora_residency == "preferred"
         return is_preferred and routing is not None and bool(routing.lora_name)
 
-    def _stays_whole(self, ask: Ask, whole: Sequence[Candidate]) -> bool:
+    def _requires_unsplit(
+        self, placement_request: PlacementRequest, aggregated: Sequence[Candidate]
+    ) -> bool:
         """Whether a pin or the session wants the request in one piece, on one of these."""
-        pin = pinned_worker(ask.query.routing)
+        pin = pinned_worker_id(placement_request.query.routing)
         if pin is not None:
-            return any(c.placement.worker_id == pin for c in whole)
-        tie = ask.tie("whole")
-        if tie is None:
+            return any(c.placement.worker_id == pin for c in aggregated)
+        affinity_constraint = placement_request.affinity_constraint("whole")
+        if affinity_constraint is None:
             return False
-        mine = [c for c in whole if c.placement == tie.placement]
-        if not mine or tie.is_hard:
-            return bool(mine)
-        return self._may_serve(ask, mine) and not self.are_full(mine, ask.now)
+        session_candidates = [c for c in aggregated if c.placement == affinity_constraint.placement]
+        if not session_candidates or affinity_constraint.is_hard:
+            return bool(session_candidates)
+        return self._may_serve(placement_request, session_candidates) and not self.are_prefill_busy(
+            session_candidates, placement_request.now
+        )
 
-    def _may_serve(self, ask: Ask, candidates: Sequence[Candidate]) -> bool:
+    def _may_serve(
+        self, placement_request: PlacementRequest, candidates: Sequence[Candidate]
+    ) -> bool:
         try:
-            return bool(self._eligible(ask, candidates, "whole")[0])
+            return bool(self._eligible_and_free(placement_request, candidates, "whole")[0])
         except (Unavailable, InvalidRequest, Overloaded):
             return False
 
-    def _pick_pair(
-        self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> Picks:
+    def _plan_pair(
+        self,
+        placement_request: PlacementRequest,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+    ) -> ServingPlan:
         """Prefill first; then decode in its transfer group and domain."""
-        domain = self._rules.domain
-        first_leg, (can_decode, left_decode) = self._mates(ask, prefill, decode)
-        first = self._select(ask, "prefill", *first_leg)
-        takers = partners(first.chosen, can_decode, domain)
-        left_decode += _without(can_decode, takers, _elsewhere(domain))
-        drawn = replace(ask, query=domain.drawn_to(first.chosen, ask.query))
-        return Picks(self._select(drawn, "decode", takers, left_decode), first)
+        domain = self._policy.domain
+        first_leg, (pairable_decode, excluded_decode) = self._pairable(
+            placement_request, prefill, decode
+        )
+        first = self._select(placement_request, "prefill", *first_leg)
+        decode_partner_candidates = decode_partners(first.chosen, pairable_decode, domain)
+        excluded_decode += _exclusions(
+            pairable_decode, decode_partner_candidates, _outside_domain_reason(domain)
+        )
+        decode_request = replace(
+            placement_request, query=domain.prefer_domain_of(first.chosen, placement_request.query)
+        )
+        return ServingPlan(
+            self._select(decode_request, "decode", decode_partner_candidates, excluded_decode),
+            first,
+        )
 
-    def _mates(
-        self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> tuple[_Side, _Side]:
+    def _pairable(
+        self,
+        placement_request: PlacementRequest,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+    ) -> tuple[_Eligibility, _Eligibility]:
         """Of each side those who are free and have a free partner, with those left out and why.
 
         Raises Overloaded where there are mates, but not among the free.
         """
-        free_prefill = self._free(ask, prefill, "prefill")
-        free_decode = self._free(ask, decode, "decode")
+        unloaded_prefill = self._without_busy(placement_request, prefill, "prefill")
+        unloaded_decode = self._without_busy(placement_request, decode, "decode")
         try:
-            first, second = self._matched(ask, free_prefill, free_decode)
+            first, second = self._match_pairs(placement_request, unloaded_prefill, unloaded_decode)
         except (Unavailable, InvalidRequest):
-            if free_prefill is prefill and free_decode is decode:
+            if unloaded_prefill is prefill and unloaded_decode is decode:
                 raise
-            self._matched(ask, prefill, decode)  # Raises where it is not for being busy.
+            self._match_pairs(
+                placement_request, prefill, decode
+            )  # Raises where it is not for being busy.
             try:
-                self._matched(ask, prefill, free_decode)
+                self._match_pairs(placement_request, prefill, unloaded_decode)
             except (Unavailable, InvalidRequest):
-                raise all_busy(ask.query.model, "decode") from None
-            raise all_busy(ask.query.model, "prefill") from None
+                raise all_busy_error(placement_request.query.model, "decode") from None
+            raise all_busy_error(placement_request.query.model, "prefill") from None
         return (
-            (first[0], first[1] + _without(prefill, free_prefill, _BUSY)),
-            (second[0], second[1] + _without(decode, free_decode, _BUSY)),
+            (first[0], first[1] + _exclusions(prefill, unloaded_prefill, _BUSY_REASON)),
+            (second[0], second[1] + _exclusions(decode, unloaded_decode, _BUSY_REASON)),
         )
 
-    def _matched(
-        self, ask: Ask, prefill: Sequence[Candidate], decode: Sequence[Candidate]
-    ) -> tuple[_Side, _Side]:
+    def _match_pairs(
+        self,
+        placement_request: PlacementRequest,
+        prefill: Sequence[Candidate],
+        decode: Sequence[Candidate],
+    ) -> tuple[_Eligibility, _Eligibility]:
         """Of each side those who may serve and have a partner, with those left out and why."""
-        domain = self._rules.domain
-        may_prefill, left_prefill = self._allowed(ask, prefill, "prefill")
-        may_decode, left_decode = self._allowed(ask, decode, "decode")
-        can_prefill, can_decode = mates(may_prefill, may_decode, domain)
-        if not can_prefill:
-            borders = domain.name if mates(may_prefill, may_decode)[0] else ""
-            raise _no_mates(ask.query.model, borders)
-        left_prefill += _without(may_prefill, can_prefill, "has no partner to send its cache to")
-        left_decode += _without(may_decode, can_decode, _elsewhere(domain))
-        return (can_prefill, left_prefill), (can_decode, left_decode)
+        domain = self._policy.domain
+        eligible_prefill, excluded_prefill = self._filter_candidates(
+            placement_request, prefill, "prefill"
+        )
+        eligible_decode, excluded_decode = self._filter_candidates(
+            placement_request, decode, "decode"
+        )
+        pairable_prefill, pairable_decode = pairable(eligible_prefill, eligible_decode, domain)
+        if not pairable_prefill:
+            domain_name = domain.name if pairable(eligible_prefill, eligible_decode)[0] else ""
+            raise _no_pairable_error(placement_request.query.model, domain_name)
+        excluded_prefill += _exclusions(
+            eligible_prefill, pairable_prefill, "has no partner to send its cache to"
+        )
+        excluded_decode += _exclusions(
+            eligible_decode, pairable_decode, _outside_domain_reason(domain)
+        )
+        return (pairable_prefill, excluded_prefill), (pairable_decode, excluded_decode)
 
-    def _bypassed(
-        self, ask: Ask, pair: Picks | MeshError, alone: Sequence[Candidate]
-    ) -> Picks | None:
-        """One of `alone` instead of the pair, where `Bypass` has a reason; else None.
+    def _plan_bypass(
+        self,
+        placement_request: PlacementRequest,
+        pair: ServingPlan | MeshError,
+        unsplit_candidates: Sequence[Candidate],
+    ) -> ServingPlan | None:
+        """One of `unsplit_candidates` instead of the pair, where `Bypass` has a reason; else None.
 
         Prefill workers that take no more requests, or let them wait, are busy whatever the
         threshold of the bypass.
         """
-        query, rules = ask.query, self._rules.bypass
-        if rules.policy == "off" or not alone or not query.total_tokens:
+        query, policy = placement_request.query, self._policy.bypass
+        if policy.policy == "off" or not unsplit_candidates or not query.total_tokens:
             return None
         if isinstance(pair, MeshError):
-            if _fallback_of(pair) != "prefill_busy":
+            if _fallback_reason(pair) != "prefill_busy":
                 return None
             is_busy = True
         else:
-            at, view = pair.prefilling.chosen, pair.prefilling.view
+            at, view = pair.prompt_leg_plan.chosen, pair.prompt_leg_plan.view
             waiting = view.load(at.placement).prefill_tokens
-            is_busy = rules.is_busy(waiting, at.instance.max_num_batched_tokens)
-            is_busy = is_busy or self.are_full(pair.prefilling.kept, ask.now)
-        in_order = sorted(alone, key=attrgetter("placement"))
-        way = self._pick_whole(ask, in_order, "", is_gated=True)
-        if isinstance(way, MeshError):
+            is_busy = policy.is_busy(waiting, at.instance.max_num_batched_tokens)
+            is_busy = is_busy or self.are_prefill_busy(
+                pair.prompt_leg_plan.kept, placement_request.now
+            )
+        sorted_candidates = sorted(unsplit_candidates, key=attrgetter("placement"))
+        mode_plan = self._plan_unsplit(placement_request, sorted_candidates, "", is_gated=True)
+        if isinstance(mode_plan, MeshError):
             return None
-        why = rules.why(query.total_tokens, cached_tokens(query, way.worker), is_busy)
-        return replace(way, bypass=why) if why else None
+        cause = policy.cause(query.total_tokens, cached_tokens(query, mode_plan.worker), is_busy)
+        return replace(mode_plan, bypass=cause) if cause else None
 
-    def _let_through(self, ask: Ask, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
+    def _passing_gate(
+        self, placement_request: PlacementRequest, candidates: Sequence[Candidate]
+    ) -> Sequence[Candidate]:
         """Those where the bypass's gate at decode lets the request in."""
-        if self._rules.bypass.decode_busy_threshold is None:
+        if self._policy.bypass.decode_busy_threshold is None:
             return candidates
-        return [c for c in candidates if self.passes_gate(ask.query, c, ask.now)]
+        return [
+            c
+            for c in candidates
+            if self.passes_gate(placement_request.query, c, placement_request.now)
+        ]
 
-    def _eligible(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> _Side:
+    def _eligible_and_free(
+        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
+    ) -> _Eligibility:
         """Those who may serve the leg and are not busy, with the others and why.
 
         Raises Overloaded where those who may serve it are all busy.
         """
-        side = self._allowed(ask, candidates, leg)
-        free = self._free(ask, candidates, leg)
-        if free is candidates:
-            return side
-        if not free:
-            raise all_busy(ask.query.model, leg)
+        eligibility = self._filter_candidates(placement_request, candidates, leg)
+        unloaded = self._without_busy(placement_request, candidates, leg)
+        if unloaded is candidates:
+            return eligibility
+        if not unloaded:
+            raise all_busy_error(placement_request.query.model, leg)
         try:
-            kept, excluded = self._allowed(ask, free, leg)
+            kept, excluded = self._filter_candidates(placement_request, unloaded, leg)
         except (Unavailable, InvalidRequest) as error:
-            raise all_busy(ask.query.model, leg) from error
-        return kept, excluded + _without(candidates, free, _BUSY)
+            raise all_busy_error(placement_request.query.model, leg) from error
+        return kept, excluded + _exclusions(candidates, unloaded, _BUSY_REASON)
 
-    def _allowed(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> _Side:
+    def _filter_candidates(
+        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
+    ) -> _Eligibility:
         """Those whom the filters leave, with the others and why."""
-        residency = self._rules.lora_residency
-        has_room = None if ask.wishes(leg) else ask.has_room
-        tie = ask.tie(leg)
-        return eligible(ask.query, candidates, leg, tie=tie, residency=residency, has_room=has_room)
+        residency = self._policy.lora_residency
+        has_capacity = (
+            None if placement_request.uses_preferences(leg) else placement_request.has_capacity
+        )
+        affinity_constraint = placement_request.affinity_constraint(leg)
+        return eligible(
+            placement_request.query,
+            candidates,
+            leg,
+            affinity_constraint=affinity_constraint,
+            residency=residency,
+            has_capacity=has_capacity,
+        )
 
-    def _free(self, ask: Ask, candidates: Sequence[Candidate], leg: Leg) -> Sequence[Candidate]:
+    def _without_busy(
+        self, placement_request: PlacementRequest, candidates: Sequence[Candidate], leg: Leg
+    ) -> Sequence[Candidate]:
         """Those that are not above a busy threshold; the very same sequence if all are not."""
-        limits, book = self._rules.busy, self._book
-        busy = busy_workers(candidates, lambda at: book.load(at, ask.now), limits, leg)
+        limits, book = self._policy.busy, self._book
+        busy = busy_worker_ids(
+            candidates, lambda at: book.load(at, placement_request.now), limits, leg
+        )
         if not busy:
             return candidates
         return [c for c in candidates if c.placement.worker_id not in busy]
 
     def _select(
-        self, ask: Ask, leg: Leg, kept: Sequence[Candidate], excluded: Sequence[Excluded]
-    ) -> Pick:
+        self,
+        placement_request: PlacementRequest,
+        leg: Leg,
+        kept: Sequence[Candidate],
+        excluded: Sequence[Excluded],
+    ) -> LegPlan:
         view = View(
             self._book,
-            ask.now,
-            self._last.get((ask.query.model, leg)),
-            ask.matches,
+            placement_request.now,
+            self._last_placements.get((placement_request.query.model, leg)),
+            placement_request.matches,
             leg,
-            ask.knobs.for_decode_leg() if leg == "decode" else ask.knobs,
-            self._misses,
+            placement_request.cost_settings.for_decode_leg()
+            if leg == "decode"
+            else placement_request.cost_settings,
+            self._recent_prefill,
         )
         try:
-            choice = self._selector.select(ask.query, kept, view, ask.rng)
+            choice = self._selector.select(
+                placement_request.query, kept, view, placement_request.rng
+            )
             chosen = choice.candidate
         except MeshError:
             raise
         except Exception as error:
             # What it says is for the log: it may be anything.
-            why = f"it raised {type(error).__name__}"
-            raise _selector_failed(self._selector.name, ask.query.model, why) from error
+            cause = f"it raised {type(error).__name__}"
+            raise _selector_error(
+                self._selector.name, placement_request.query.model, cause
+            ) from error
         for one in kept:
             if one is chosen:
-                return Pick(choice, view, kept, excluded, len(kept) + len(excluded))
-        raise _selector_failed(self._selector.name, ask.query.model, "it chose no candidate")
+                return LegPlan(choice, view, kept, excluded, len(kept) + len(excluded))
+        raise _selector_error(
+            self._selector.name, placement_request.query.model, "it chose no candidate"
+        )
 
-    def _no_pair(self, ask: Ask, pin_field: str, fallback: str) -> MeshError:
+    def _no_pair_error(
+        self, placement_request: PlacementRequest, pin_field: str, fallback: str
+    ) -> MeshError:
         """Why a request that pins its prefill cannot be served where there are no pairs."""
         if not fallback:
             return Unsupported(f"query.routing.{pin_field}", "requests are not split here")
-        return self.nobody(ask.query.model, ask.now, fallback.removeprefix("no_"))
+        return self.no_worker_error(
+            placement_request.query.model, placement_request.now, fallback.removeprefix("no_")
+        )
 
-    def nobody(self, model: str, now: float, missing: str = "worker") -> UnknownModel | Unavailable:
+    def no_worker_error(
+        self, model: str, now: float, missing: str = "worker"
+    ) -> UnknownModel | Unavailable:
         """Why there is none. missing: prefill_worker, decode_worker, or worker."""
         roles = self._fleet.roles(model)
-        if not roles and self._fleet.was_seen and not self._fleet.knows(model, now):
+        if not roles and self._fleet.has_snapshot and not self._fleet.is_known_model(model, now):
             return UnknownModel(model)
-        if not self._fleet.was_seen:
-            reason, why = "FLEET_UNKNOWN", "the router has not seen the fleet yet"
+        if not self._fleet.has_snapshot:
+            reason, cause = "FLEET_UNKNOWN", "the router has not seen the fleet yet"
         elif not roles:
-            reason, why = "NO_WORKER", "its last worker left"
+            reason, cause = "NO_WORKER", "its last worker left"
         else:
             reason = f"NO_{missing.upper()}"
-            why = f"it has {' and '.join(sorted(roles))} workers only"
+            cause = f"it has {' and '.join(sorted(roles))} workers only"
         return Unavailable(
-            f"nobody can serve {model!r}: {why}",
+            f"nobody can serve {model!r}: {cause}",
             RETRY_AFTER_S,
             reason=reason,
             metadata={"model": model},
         )
 
 
-def _tried(pick: Callable[[], Picks]) -> Picks | MeshError:
+def _try_plan(pick: Callable[[], ServingPlan]) -> ServingPlan | MeshError:
     try:
         return pick()
     except (Unavailable, InvalidRequest, Overloaded) as error:
         return error
 
 
-def _together(parts: Iterable[Sequence[Candidate]]) -> Sequence[Candidate]:
+def _union(parts: Iterable[Sequence[Candidate]]) -> Sequence[Candidate]:
     """All of them once; one part alone stays the object that it is."""
-    every = list(parts)
-    if len(every) == 1:
-        return every[0]
-    return list({c.placement: c for part in every for c in part}.values())
+    parts_list = list(parts)
+    if len(parts_list) == 1:
+        return parts_list[0]
+    return list({c.placement: c for part in parts_list for c in part}.values())
 
 
-def cached_tokens(query: Query, pick: Pick) -> int:
+def cached_tokens(query: Query, pick: LegPlan) -> int:
     """Prompt tokens that the chosen one has in its cache."""
     at = pick.chosen
     block_size = block_size_of(query, at.instance.block_size)
     return predicted_cached_tokens(query, pick.view.overlap(at.placement), block_size)
 
 
-def _without(
-    candidates: Sequence[Candidate], kept: Sequence[Candidate], why: str
+def _exclusions(
+    candidates: Sequence[Candidate], kept: Sequence[Candidate], cause: str
 ) -> list[Excluded]:
     if len(kept) == len(candidates):
         return []
-    stay = {c.placement for c in kept}
-    return [Excluded(c, why) for c in candidates if c.placement not in stay]
+    session_constraint = {c.placement for c in kept}
+    return [Excluded(c, cause) for c in candidates if c.placement not in session_constraint]
 
 
-def _elsewhere(domain: TransferDomain) -> str:
-    bounds = "transfer group or domain" if domain.is_required else "transfer group"
-    return f"in another {bounds} than prefill"
+def _outside_domain_reason(domain: TransferDomain) -> str:
+    boundary = "transfer group or domain" if domain.is_required else "transfer group"
+    return f"in another {boundary} than prefill"
 
 
-def _pinned_prefill(query: Query) -> str:
+def _prefill_pin_field(query: Query) -> str:
     """The field by which the request pins its prefill; empty if by none."""
     if query.routing is not None:
         for name in ("prefill_worker_id", "prefill_dp_rank"):
@@ -510,17 +650,19 @@ def _pinned_prefill(query: Query) -> str:
     return ""
 
 
-def _selector_failed(selector: str, model: str, why: str) -> Bug:
+def _selector_error(selector: str, model: str, cause: str) -> InternalError:
     """Whatever is wrong with a selector, which may be somebody else's code: nothing is booked, and
     another router, or this one in another state, may well choose.
     """
     metadata = {"selector": selector, "model": model}
-    bug = Bug(f"the selector {selector!r} failed: {why}", reason=SELECTOR_FAILED, metadata=metadata)
+    bug = InternalError(
+        f"the selector {selector!r} failed: {cause}", reason=SELECTOR_FAILED, metadata=metadata
+    )
     bug.retryable = True
     return bug
 
 
-def _no_mates(model: str, domain: str) -> Unavailable:
+def _no_pairable_error(model: str, domain: str) -> Unavailable:
     """Nobody can pair: across the borders of `domain`, or of a transfer group if that is empty."""
     what = f"place of the domain {domain!r}" if domain else "transfer group"
     return Unavailable(
@@ -531,7 +673,7 @@ def _no_mates(model: str, domain: str) -> Unavailable:
     )
 
 
-def _fallback_of(error: MeshError) -> str:
+def _fallback_reason(error: MeshError) -> str:
     """Which of FALLBACKS the failure to find a pair is."""
     if error.reason in ("NO_TRANSFER_GROUP", "NO_TRANSFER_DOMAIN"):
         return error.reason.lower()

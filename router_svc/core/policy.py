@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router_svc.core.admission import NO_QUEUE, QueueRules
+from router_svc.core.admission import NO_QUEUE, QueueSettings
 from router_svc.core.busy import NO_LIMITS, BusyLimits
 from router_svc.core.eligibility import LoraResidency
-from router_svc.core.pairing import ANYWHERE, NO_BYPASS, Bypass, TransferDomain
+from router_svc.core.pairing import ANY_DOMAIN, NO_BYPASS, Bypass, TransferDomain
 from router_svc.core.sessions import AffinityMode
 
 SESSION_TTL_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class Policy:
     """session_ttl_s: how long an idle session stays bound; 0: no sessions are kept.
 
     lora_residency: what it takes to serve a request for an adapter. domain: where KV may travel.
@@ -25,10 +25,10 @@ class Rules:
     session_ttl_s: float = SESSION_TTL_S
     session_mode: AffinityMode = "hard"
     lora_residency: LoraResidency = "required"
-    domain: TransferDomain = ANYWHERE
+    domain: TransferDomain = ANY_DOMAIN
     bypass: Bypass = NO_BYPASS
-    queue: QueueRules = NO_QUEUE
+    queue: QueueSettings = NO_QUEUE
     busy: BusyLimits = NO_LIMITS
 
 
-DEFAULT_RULES = Rules()
+DEFAULT_POLICY = Policy()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
-from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 
 # Tokens a block where neither the query nor the worker says.
 DEFAULT_BLOCK_SIZE = 16
@@ -41,20 +41,20 @@ class Query:
     strict_priority: int = 0
 
 
-def check(query: Query) -> None:
+def validate_query(query: Query) -> None:
     """InvalidRequest, naming the field, for a query that nobody could place."""
     if not query.model:
         raise InvalidRequest("query.model must name a model", "query.model")
-    jump = query.routing.priority_jump if query.routing is not None else None
-    if jump is not None and not math.isfinite(jump):
+    priority_jump_s = query.routing.priority_jump if query.routing is not None else None
+    if priority_jump_s is not None and not math.isfinite(priority_jump_s):
         raise InvalidRequest(
-            f"query.routing.priority_jump must be a finite number, not {jump}",
+            f"query.routing.priority_jump must be a finite number, not {priority_jump_s}",
             "query.routing.priority_jump",
         )
     if not query.prefix_hashes:
         return
-    blocks, rest = divmod(len(query.prefix_hashes), HASH_BYTES)
-    if rest:
+    blocks, remainder = divmod(len(query.prefix_hashes), HASH_BYTES)
+    if remainder:
         raise InvalidRequest(
             f"query.prefix_hashes has {len(query.prefix_hashes)} bytes, not a multiple of "
             f"{HASH_BYTES}",
@@ -72,9 +72,9 @@ def check(query: Query) -> None:
         )
 
 
-def block_size_of(query: Query, advertised: int | None) -> int:
+def block_size_of(query: Query, worker_block_size: int | None) -> int:
     """Tokens a block: as the query counts, else as the worker does, else the default."""
-    return query.block_size or advertised or DEFAULT_BLOCK_SIZE
+    return query.block_size or worker_block_size or DEFAULT_BLOCK_SIZE
 
 
 def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) -> int:
@@ -86,15 +86,19 @@ def predicted_cached_tokens(query: Query, overlap_blocks: int, block_size: int) 
     return min(overlap_blocks, reusable) * block_size
 
 
-def prefill_charge(query: Query, cached_tokens: int, knobs: CostKnobs = DEFAULT_KNOBS) -> int:
+def bookable_prefill_tokens(
+    query: Query, cached_tokens: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
+) -> int:
     """Prompt tokens still to be computed: total - cached, or 0 where prefill is not tracked."""
-    if not knobs.track_prefill_tokens:
+    if not cost_settings.track_prefill_tokens:
         return 0
     return max(0, query.total_tokens - cached_tokens)
 
 
-def decode_charge(query: Query, block_size: int, knobs: CostKnobs = DEFAULT_KNOBS) -> int:
+def bookable_decode_blocks(
+    query: Query, block_size: int, cost_settings: CostSettings = DEFAULT_COST_SETTINGS
+) -> int:
     """KV blocks the prompt holds: ceil(total_tokens / block_size), 0 where they are not tracked."""
-    if not knobs.track_active_blocks:
+    if not cost_settings.track_active_blocks:
         return 0
     return -(-query.total_tokens // block_size)

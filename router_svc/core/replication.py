@@ -33,26 +33,27 @@ from itertools import islice
 from struct import Struct
 
 from common.errors import InvalidRequest, Overloaded
-from router_svc.core.load_tracker import Booking, BookingKey, LoadBook, SessionHello
-from router_svc.core.sessions import Affinity, SessionName, ToldBond
+from router_svc.core.load_tracker import Booking, BookingKey, LoadTracker, SessionHello
+from router_svc.core.sessions import SessionAffinity, SessionName, SessionUpdate
 
 # Bookings, and client sessions, in one frame: what a peer's loop can take in a few milliseconds.
-FRAME_MAX = 512
+FRAME_ENTRIES_MAX = 512
 # Between digests, and so between frames of a router that has nothing to tell.
 DIGEST_S = 1.0
 # Changes that one peer may be behind with; above it, it is told everything anew instead.
-BEHIND_MAX = 65_536
+BACKLOG_MAX = 65_536
 
-_DIGEST_OF_NONE = 0x6B766D6573680001
-_WORDS = Struct("<QQQQ")
-_WORD = Struct("<Q")
+_EMPTY_DIGEST = 0x6B766D6573680001
+_FOUR_UINT64 = Struct("<QQQQ")
+_UINT64 = Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
     """What one router tells another; see `router.v1.SyncRequest`. digest: 0, there is none.
 
-    refused: what is wrong with entries that were left out. refused_bonds: the same of `bonds`,
+    refused: what is wrong with entries that were left out. refused_bonds: the same of
+    `session_records`,
     which no digest counts.
     """
 
@@ -63,10 +64,10 @@ class Frame:
     begins_all: bool = False
     ends_all: bool = False
     sessions: tuple[SessionHello, ...] = ()
-    bonds: tuple[ToldBond, ...] = ()
+    session_records: tuple[SessionUpdate, ...] = ()
     released: tuple[BookingKey, ...] = ()
     refused: tuple[InvalidRequest, ...] = ()
-    refused_bonds: tuple[InvalidRequest, ...] = ()
+    refused_session_records: tuple[InvalidRequest, ...] = ()
 
 
 def fingerprint(booking: Booking) -> int:
@@ -75,9 +76,9 @@ def fingerprint(booking: Booking) -> int:
     Of one generation only one router makes and changes it, so that these tell all of it.
     """
     frontend_id, request_id, attempt = booking.key
-    words = _WORDS.pack(frontend_id, attempt, booking.generation, booking.revision)
+    packed = _FOUR_UINT64.pack(frontend_id, attempt, booking.generation, booking.revision)
     fingerprint: int
-    (fingerprint,) = _WORD.unpack(blake2b(words + request_id.encode(), digest_size=8).digest())
+    (fingerprint,) = _UINT64.unpack(blake2b(packed + request_id.encode(), digest_size=8).digest())
     return fingerprint
 
 
@@ -85,30 +86,30 @@ class Digest:
     """The exclusive or of the fingerprints of a set of bookings, kept up as it changes."""
 
     def __init__(self) -> None:
-        self._sum = _DIGEST_OF_NONE
-        self._parts: dict[BookingKey, int] = {}
+        self._xor = _EMPTY_DIGEST
+        self._fingerprints: dict[BookingKey, int] = {}
 
     @property
     def value(self) -> int:
         """Never 0."""
-        return self._sum or 1
+        return self._xor or 1
 
     def put(self, booking: Booking) -> None:
         """The booking is in the set, as it is now."""
         part = fingerprint(booking)
-        self._sum ^= self._parts.get(booking.key, 0) ^ part
-        self._parts[booking.key] = part
+        self._xor ^= self._fingerprints.get(booking.key, 0) ^ part
+        self._fingerprints[booking.key] = part
 
     def discard(self, key: BookingKey) -> None:
         """It is not (any more)."""
-        self._sum ^= self._parts.pop(key, 0)
+        self._xor ^= self._fingerprints.pop(key, 0)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._fingerprints)
 
 
 @dataclass(slots=True)
-class _Claims:
+class _PeerState:
     """What one peer said on its stream. round: counts the times it began to tell everything.
 
     has_told_all: once, whatever has become of that stream. is_partial: entries of this round were
@@ -118,8 +119,8 @@ class _Claims:
     stream: int
     sequence: int = 0
     round: int = 0
-    awaits_all: bool = False
-    has_told_all: bool = False
+    awaits_full_sync: bool = False
+    has_full_sync: bool = False
     is_partial: bool = False
     bookings: dict[BookingKey, tuple[Booking, int]] = field(default_factory=dict)
     digest: Digest = field(default_factory=Digest)
@@ -130,86 +131,86 @@ class _Claims:
 
 
 @dataclass(slots=True)
-class _Expected:
+class _SnapshotBookings:
     """What the snapshot of a peer said that has not told all of its own yet."""
 
     renewed_at: float
     keys: set[BookingKey] = field(default_factory=set)
 
 
-class Telling:
-    """What one peer has still to be told, on one stream. Made by `Replica.tell`."""
+class OutboundSync:
+    """What one peer has still to be told, on one stream. Made by `Replica.open_outbound`."""
 
-    def __init__(self, book: LoadBook, own: Digest, affinity: Affinity) -> None:
-        self._book = book
-        self._own = own
+    def __init__(self, book: LoadTracker, own: Digest, affinity: SessionAffinity) -> None:
+        self._load_tracker = book
+        self._own_digest = own
         self._affinity = affinity
         # Whether the booking had ended by then: it may be back as a peer's when that is told.
-        self._changed: dict[BookingKey, bool] = {}
-        self._sessions: dict[SessionName, None] = {}
-        self._left_of_all = 0
-        self._begins_all = self._tells_all = True
+        self._changed_bookings: dict[BookingKey, bool] = {}
+        self._changed_sessions: dict[SessionName, None] = {}
+        self._full_sync_remaining = 0
+        self._is_full_sync_start = self._is_full_sync = True
         self._sequence = 0
-        self._digest_at = float("-inf")
+        self._last_digest_at = float("-inf")
 
-    def tell_all(self) -> None:
+    def request_full_sync(self) -> None:
         """Everything anew: when the peer asks, and when it is too far behind."""
-        self._changed.clear()
-        self._begins_all = self._tells_all = True
+        self._changed_bookings.clear()
+        self._is_full_sync_start = self._is_full_sync = True
 
     def changed(self, key: BookingKey) -> None:
         """Tell what became of a booking."""
-        if self._begins_all:
+        if self._is_full_sync_start:
             return
-        self._changed[key] = self._book.get(key) is None
-        if len(self._changed) > max(BEHIND_MAX, 2 * self._left_of_all):
-            self.tell_all()
+        self._changed_bookings[key] = self._load_tracker.get(key) is None
+        if len(self._changed_bookings) > max(BACKLOG_MAX, 2 * self._full_sync_remaining):
+            self.request_full_sync()
 
     def session_changed(self, session: SessionName) -> None:
         """Tell what became of a client session."""
-        if self._begins_all:
+        if self._is_full_sync_start:
             return
-        self._sessions[session] = None
-        if len(self._sessions) > 2 * BEHIND_MAX:
-            self.tell_all()
+        self._changed_sessions[session] = None
+        if len(self._changed_sessions) > 2 * BACKLOG_MAX:
+            self.request_full_sync()
 
-    def due_in(self, now: float) -> float:
+    def seconds_until_due(self, now: float) -> float:
         """Seconds until there is something to tell: 0 for changes, else until the next digest."""
-        if self._changed or self._tells_all or self._sessions:
+        if self._changed_bookings or self._is_full_sync or self._changed_sessions:
             return 0.0
-        return max(0.0, self._digest_at + DIGEST_S - now)
+        return max(0.0, self._last_digest_at + DIGEST_S - now)
 
     @property
-    def is_behind(self) -> bool:
+    def is_frame_full(self) -> bool:
         """Whether a frame would be full: no use in gathering more."""
-        return max(len(self._changed), len(self._sessions)) >= FRAME_MAX
+        return max(len(self._changed_bookings), len(self._changed_sessions)) >= FRAME_ENTRIES_MAX
 
     def frame(self, now: float) -> Frame:
         """The next frame. All that it says is as it is at this moment."""
-        begins_all, self._begins_all = self._begins_all, False
+        begins_all, self._is_full_sync_start = self._is_full_sync_start, False
         if begins_all:
             # Those of others too: one that was given up is untold yet.
-            self._changed = dict.fromkeys(self._book.keys(), False)
-            self._left_of_all = len(self._changed)
-            self._sessions = dict.fromkeys(self._affinity.sessions())
-        keys = tuple(islice(self._changed, FRAME_MAX))
+            self._changed_bookings = dict.fromkeys(self._load_tracker.keys(), False)
+            self._full_sync_remaining = len(self._changed_bookings)
+            self._changed_sessions = dict.fromkeys(self._affinity.sessions())
+        keys = tuple(islice(self._changed_bookings, FRAME_ENTRIES_MAX))
         upserts: list[Booking] = []
         removals: list[BookingKey] = []
         released: list[BookingKey] = []
         for key in keys:
-            has_ended = self._changed.pop(key)
-            booking = self._book.own(key)
+            was_ended = self._changed_bookings.pop(key)
+            booking = self._load_tracker.own(key)
             if booking is not None:
                 upserts.append(booking)
-            elif has_ended or self._book.get(key) is None:
+            elif was_ended or self._load_tracker.get(key) is None:
                 removals.append(key)
             else:
                 released.append(key)
         # New changes queue up behind what is left of all.
-        self._left_of_all = max(0, self._left_of_all - len(keys))
-        ends_all = self._tells_all and not self._left_of_all
+        self._full_sync_remaining = max(0, self._full_sync_remaining - len(keys))
+        ends_all = self._is_full_sync and not self._full_sync_remaining
         if ends_all:
-            self._tells_all = False
+            self._is_full_sync = False
         self._sequence += 1
         digest = self._take_digest(now)
         return Frame(
@@ -219,26 +220,26 @@ class Telling:
             digest,
             begins_all,
             ends_all,
-            tuple(self._book.sessions()) if digest else (),
-            self._take_bonds(now),
+            tuple(self._load_tracker.sessions()) if digest else (),
+            self._take_session_records(now),
             tuple(released),
         )
 
-    def _take_bonds(self, now: float) -> tuple[ToldBond, ...]:
-        sessions = tuple(islice(self._sessions, FRAME_MAX))
+    def _take_session_records(self, now: float) -> tuple[SessionUpdate, ...]:
+        sessions = tuple(islice(self._changed_sessions, FRAME_ENTRIES_MAX))
         for session in sessions:
-            del self._sessions[session]
+            del self._changed_sessions[session]
         told = (self._affinity.told(session, now) for session in sessions)
-        return tuple(bond for bond in told if bond is not None)
+        return tuple(record for record in told if record is not None)
 
     def _take_digest(self, now: float) -> int:
-        if self._changed or self._tells_all or now < self._digest_at + DIGEST_S:
+        if self._changed_bookings or self._is_full_sync or now < self._last_digest_at + DIGEST_S:
             return 0
-        self._digest_at = now
-        return self._own.value
+        self._last_digest_at = now
+        return self._own_digest.value
 
 
-def _nothing() -> None:
+def _ignore() -> None:
     """For a router whose changes nobody waits for."""
 
 
@@ -252,180 +253,188 @@ class Replica:
 
     def __init__(
         self,
-        book: LoadBook,
-        on_change: Callable[[], None] = _nothing,
-        affinity: Affinity | None = None,
+        book: LoadTracker,
+        on_change: Callable[[], None] = _ignore,
+        affinity: SessionAffinity | None = None,
     ) -> None:
-        self._book = book
-        self._affinity = Affinity(0.0) if affinity is None else affinity
+        self._load_tracker = book
+        self._affinity = SessionAffinity(0.0) if affinity is None else affinity
         self._affinity.changed = self._session_changed
         self._on_change = on_change
-        self._own = Digest()
-        self._tellings: set[Telling] = set()
-        self._claims: dict[int, _Claims] = {}
-        self._expected: dict[int, _Expected] = {}
+        self._own_digest = Digest()
+        self._outbound_syncs: set[OutboundSync] = set()
+        self._peer_states: dict[int, _PeerState] = {}
+        self._snapshot_bookings: dict[int, _SnapshotBookings] = {}
         self._last_stream = 0
         self.refused = 0
         self.resends = 0
-        book.join(self)
+        book.set_peers(self)
 
     # The book's Peers.
 
-    def hold(self, key: BookingKey) -> bool:
+    def is_held(self, key: BookingKey) -> bool:
         """See `Peers`."""
-        return any(key in claims.bookings for claims in self._claims.values())
+        return any(key in peer_state.bookings for peer_state in self._peer_states.values())
 
     def changed(self, key: BookingKey) -> None:
         """See `Peers`."""
-        booking = self._book.own(key)
+        booking = self._load_tracker.own(key)
         if booking is not None:
-            self._own.put(booking)
+            self._own_digest.put(booking)
         else:
-            self._own.discard(key)
-        for telling in self._tellings:
-            telling.changed(key)
+            self._own_digest.discard(key)
+        for outbound in self._outbound_syncs:
+            outbound.changed(key)
         self._on_change()
 
     # Telling.
 
-    def tell(self) -> Telling:
+    def open_outbound(self) -> OutboundSync:
         """For a stream to a peer that was just opened."""
-        telling = Telling(self._book, self._own, self._affinity)
-        self._tellings.add(telling)
-        return telling
+        outbound = OutboundSync(self._load_tracker, self._own_digest, self._affinity)
+        self._outbound_syncs.add(outbound)
+        return outbound
 
-    def told(self, telling: Telling) -> None:
+    def told(self, outbound: OutboundSync) -> None:
         """Its stream has ended."""
-        self._tellings.discard(telling)
+        self._outbound_syncs.discard(outbound)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:
         """The whole book, FRAME_MAX bookings at a time, as they are when each part is taken."""
-        keys = self._book.keys()
-        for at in range(0, len(keys), FRAME_MAX):
-            found = map(self._book.get, keys[at : at + FRAME_MAX])
+        keys = self._load_tracker.keys()
+        for at in range(0, len(keys), FRAME_ENTRIES_MAX):
+            found = map(self._load_tracker.get, keys[at : at + FRAME_ENTRIES_MAX])
             yield tuple(booking for booking in found if booking is not None)
 
-    def snapshot_bonds(self, now: float) -> Iterable[tuple[ToldBond, ...]]:
+    def snapshot_session_records(self, now: float) -> Iterable[tuple[SessionUpdate, ...]]:
         """All client sessions, in the same way."""
         sessions = self._affinity.sessions()
-        for at in range(0, len(sessions), FRAME_MAX):
-            told = (self._affinity.told(name, now) for name in sessions[at : at + FRAME_MAX])
-            yield tuple(bond for bond in told if bond is not None)
+        for at in range(0, len(sessions), FRAME_ENTRIES_MAX):
+            told = (
+                self._affinity.told(name, now) for name in sessions[at : at + FRAME_ENTRIES_MAX]
+            )
+            yield tuple(record for record in told if record is not None)
 
     # Hearing.
 
     @property
     def peers(self) -> tuple[int, ...]:
         """Routers that tell us of their bookings now."""
-        return tuple(self._claims)
+        return tuple(self._peer_states)
 
-    def joined(self, router_id: int) -> int:
+    def stream_opened(self, router_id: int) -> int:
         """A peer opened a stream; its number. It takes the place of an older one of that peer."""
         self._last_stream += 1
-        claims = self._claims.setdefault(router_id, _Claims(self._last_stream))
-        claims.stream, claims.sequence, claims.awaits_all = self._last_stream, 0, False
+        peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
+        peer_state.stream, peer_state.sequence, peer_state.awaits_full_sync = (
+            self._last_stream,
+            0,
+            False,
+        )
         return self._last_stream
 
     def is_current(self, router_id: int, stream: int) -> bool:
         """Whether no newer stream has taken the place of this one."""
-        claims = self._claims.get(router_id)
-        return claims is not None and claims.stream == stream
+        peer_state = self._peer_states.get(router_id)
+        return peer_state is not None and peer_state.stream == stream
 
-    def take(self, router_id: int, stream: int, frame: Frame, now: float) -> bool:
+    def apply_frame(self, router_id: int, stream: int, frame: Frame, now: float) -> bool:
         """Apply what a peer says on its newest stream; True: it should tell everything once."""
-        claims = self._claims[router_id]
-        assert claims.stream == stream, "words of a stream that was replaced"
-        if frame.sequence <= claims.sequence:
+        peer_state = self._peer_states[router_id]
+        assert peer_state.stream == stream, "words of a stream that was replaced"
+        if frame.sequence <= peer_state.sequence:
             return False  # Said before.
-        is_missing = frame.sequence != claims.sequence + 1 and not frame.begins_all
-        claims.sequence = frame.sequence
+        has_gap = frame.sequence != peer_state.sequence + 1 and not frame.begins_all
+        peer_state.sequence = frame.sequence
         if frame.begins_all:
-            claims.round += 1
-            claims.awaits_all = claims.is_partial = False
-        self.refused += len(frame.refused) + len(frame.refused_bonds)
-        claims.is_partial |= bool(frame.refused)
+            peer_state.round += 1
+            peer_state.awaits_full_sync = peer_state.is_partial = False
+        self.refused += len(frame.refused) + len(frame.refused_session_records)
+        peer_state.is_partial |= bool(frame.refused)
         for booking in frame.upserts:
-            self._claimed(claims, booking, now)
+            self._apply_upsert(peer_state, booking, now)
         for key in frame.removals:
-            self._ended(claims, key)
+            self._apply_removal(peer_state, key)
         for key in frame.released:
-            claims.discard(key)
-            self._book.lost(key, now)
+            peer_state.discard(key)
+            self._load_tracker.holder_lost(key, now)
         for hello in frame.sessions:
-            self._book.superseded(hello, now)
-        if frame.ends_all and not (is_missing or claims.awaits_all):
-            untold = [key for key, (_, told) in claims.bookings.items() if told != claims.round]
-            for key in untold:
-                self._ended(claims, key)
-            claims.has_told_all = True
-            self._expected.pop(router_id, None)
-        for bond in frame.bonds:
-            self._affinity.heard(bond, now)
-        differs = frame.digest not in (0, claims.digest.value) and not claims.is_partial
+            self._load_tracker.supersede_sessions(hello, now)
+        if frame.ends_all and not (has_gap or peer_state.awaits_full_sync):
+            unconfirmed = [
+                key for key, (_, told) in peer_state.bookings.items() if told != peer_state.round
+            ]
+            for key in unconfirmed:
+                self._apply_removal(peer_state, key)
+            peer_state.has_full_sync = True
+            self._snapshot_bookings.pop(router_id, None)
+        for record in frame.session_records:
+            self._affinity.receive(record, now)
+        differs = frame.digest not in (0, peer_state.digest.value) and not peer_state.is_partial
         # What was missed while everything is awaited may have been the beginning of that.
-        if not (is_missing or (differs and not claims.awaits_all)):
+        if not (has_gap or (differs and not peer_state.awaits_full_sync)):
             return False
-        claims.awaits_all = True
+        peer_state.awaits_full_sync = True
         self.resends += 1
         return True
 
-    def heard_snapshot(
+    def receive_snapshot(
         self,
         router_id: int,
         bookings: Iterable[Booking],
         now: float,
-        bonds: Iterable[ToldBond] = (),
+        session_records: Iterable[SessionUpdate] = (),
     ) -> None:
         """Part of what a peer counts; for a router that starts, and knows no better."""
-        for bond in bonds:
-            self._affinity.heard(bond, now)
-        claims = self._claims.get(router_id)
-        expected = _Expected(now)
-        if claims is None or not claims.has_told_all:
-            expected = self._expected.setdefault(router_id, expected)
+        for record in session_records:
+            self._affinity.receive(record, now)
+        peer_state = self._peer_states.get(router_id)
+        expected = _SnapshotBookings(now)
+        if peer_state is None or not peer_state.has_full_sync:
+            expected = self._snapshot_bookings.setdefault(router_id, expected)
         for booking in bookings:
             try:
-                self._book.expect(booking, now)
+                self._load_tracker.add_expected(booking, now)
                 expected.keys.add(booking.key)
             except Overloaded:
                 self.refused += 1
 
-    def answered(self, router_id: int, now: float) -> None:
+    def peer_responded(self, router_id: int, now: float) -> None:
         """A peer lives: what its snapshot said goes on, until it tells by itself."""
-        expected = self._expected.get(router_id)
+        expected = self._snapshot_bookings.get(router_id)
         if expected is not None and now >= expected.renewed_at + DIGEST_S:
             expected.renewed_at = now
             for key in expected.keys:
-                self._book.expect_longer(key, now)
+                self._load_tracker.extend_expected(key, now)
 
-    def unanswered(self, router_id: int) -> None:
+    def peer_stream_ended(self, router_id: int) -> None:
         """The stream to a peer ended: what its snapshot said has as long as any orphan."""
-        self._expected.pop(router_id, None)
+        self._snapshot_bookings.pop(router_id, None)
 
-    def left(self, router_id: int, stream: int, now: float) -> int:
+    def stream_closed(self, router_id: int, stream: int, now: float) -> int:
         """A peer's stream ended; how many bookings it claimed. One that was replaced: nothing."""
         if not self.is_current(router_id, stream):
             return 0
-        claims = self._claims.pop(router_id)
-        for key in claims.bookings:
-            self._book.lost(key, now)
-        return len(claims.bookings)
+        peer_state = self._peer_states.pop(router_id)
+        for key in peer_state.bookings:
+            self._load_tracker.holder_lost(key, now)
+        return len(peer_state.bookings)
 
     # Inside.
 
     def _session_changed(self, session: SessionName) -> None:
-        for telling in self._tellings:
-            telling.session_changed(session)
+        for outbound in self._outbound_syncs:
+            outbound.session_changed(session)
         self._on_change()
 
-    def _claimed(self, claims: _Claims, booking: Booking, now: float) -> None:
-        claims.bookings[booking.key] = (booking, claims.round)
-        claims.digest.put(booking)
+    def _apply_upsert(self, peer_state: _PeerState, booking: Booking, now: float) -> None:
+        peer_state.bookings[booking.key] = (booking, peer_state.round)
+        peer_state.digest.put(booking)
         try:
-            self._book.heard(booking, now)
+            self._load_tracker.receive(booking, now)
         except Overloaded:
             self.refused += 1
 
-    def _ended(self, claims: _Claims, key: BookingKey) -> None:
-        claims.discard(key)
-        self._book.ended(key)
+    def _apply_removal(self, peer_state: _PeerState, key: BookingKey) -> None:
+        peer_state.discard(key)
+        self._load_tracker.booking_ended(key)

@@ -2,9 +2,9 @@
 
 `Router.decide` filters, selects and books in one step, so that the next decision sees the booking
 before the first caller has its answer. `Router.admit` does the same, or parks the request in the
-queue, from which `Router.admitted` takes it when a worker has room: again deciding and booking in
+queue, from which `Router.rescan` takes it when a worker has room: again deciding and booking in
 one step. Nothing here waits, and nobody else changes fleet or book, so decisions are serial however
-many callers there are. `Picker` says on whom.
+many callers there are. `Planner` says on whom.
 """
 
 from __future__ import annotations
@@ -15,30 +15,36 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from random import Random
 
-from common.errors import Bug, MeshError, Overloaded
-from common.registry.instances import Changes, Snapshot
+from common.errors import InternalError, MeshError, Overloaded
+from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import BootstrapInfo
-from router_svc.core.admission import AdmissionQueue, Hindrance, Order, Parked, Spot
-from router_svc.core.capacity import LEGS, Room
-from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs
-from router_svc.core.explain import Considered, Pick, explain, row
+from router_svc.core.admission import (
+    AdmissionQueue,
+    Blockers,
+    QueuedRequest,
+    QueueOrder,
+    RankCapacity,
+)
+from router_svc.core.capacity import LEGS, Capacity
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
+from router_svc.core.explain import CandidateRow, LegPlan, candidate_row, explain
 from router_svc.core.fleet import Candidate, Fleet, Placement
-from router_svc.core.load_tracker import Booking, BookingKey, LoadBook, Totals
-from router_svc.core.overlap import EVENTS, Index, IndexChoice, NoIndex, Overlaps
-from router_svc.core.pairing import bootstrap_of
-from router_svc.core.placement import Ask, Picker, Picks, cached_tokens
-from router_svc.core.policy import DEFAULT_RULES, Rules
+from router_svc.core.load_tracker import Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
+from router_svc.core.pairing import make_bootstrap_info
+from router_svc.core.placement import PlacementRequest, Planner, ServingPlan, cached_tokens
+from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import (
     Query,
     block_size_of,
-    check,
-    decode_charge,
+    bookable_decode_blocks,
+    bookable_prefill_tokens,
     predicted_cached_tokens,
-    prefill_charge,
+    validate_query,
 )
-from router_svc.core.recent_prefill import RecentMisses
-from router_svc.core.selectors import SELECTORS, Kv, Matches, View, WorkerSelector
-from router_svc.core.sessions import Affinity, SessionName
+from router_svc.core.recent_prefill import RecentPrefill
+from router_svc.core.selectors import SELECTORS, KvSelector, Matches, View, WorkerSelector
+from router_svc.core.sessions import SessionAffinity, SessionName
 
 RECENT_MAX = 4096
 # Candidates of each leg that a remembered decision keeps, cheapest first; a preview keeps all.
@@ -52,8 +58,10 @@ class Decision:
 
     overlap_blocks: what the prefilling worker holds of the prompt. prefill_tokens, decode_blocks:
     what its booking is charged. queued_s: how long it was parked. fallback: one of
-    `picks.FALLBACKS`, or empty. bypass: one of `disagg.BYPASSES`, or empty. affinity: one of
-    `affinity.AFFINITIES`, or empty without a session; session_revision: of its session's bond, 0
+    `plan.FALLBACK_REASONS`, or empty. bypass: one of `disagg.BYPASS_REASONS`, or empty. affinity:
+    one of
+    `affinity.AFFINITY_OUTCOMES`, or empty without a session; session_revision: of its session's
+    bond, 0
     without one. considered: by leg, cheapest first; made_at: the `now` of its making.
     """
 
@@ -72,11 +80,11 @@ class Decision:
     bypass: str = ""
     affinity: str = ""
     session_revision: int = 0
-    considered: tuple[Considered, ...] = field(default=(), compare=False)
+    considered: tuple[CandidateRow, ...] = field(default=(), compare=False)
 
 
 # One who waited, and what became of it; None: it was picked for, but must wait on.
-Outcome = tuple[Parked, Decision | MeshError | None]
+AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +92,7 @@ class PotentialLoad:
     """A rank's load as if the request were placed there."""
 
     placement: Placement
-    load: Totals
+    load: LoadTotals
 
 
 class Router:
@@ -99,52 +107,54 @@ class Router:
         selector: WorkerSelector,
         *,
         index: Index | None = None,
-        choice: IndexChoice = EVENTS,
-        knobs: CostKnobs = DEFAULT_KNOBS,
-        rules: Rules = DEFAULT_RULES,
-        book: LoadBook | None = None,
+        choice: IndexSettings = EVENT_INDEX_SETTINGS,
+        cost_settings: CostSettings = DEFAULT_COST_SETTINGS,
+        policy: Policy = DEFAULT_POLICY,
+        book: LoadTracker | None = None,
         recent_max: int = RECENT_MAX,
         epoch_s: float | None = None,
     ) -> None:
         self.fleet = Fleet()
-        self.book = LoadBook() if book is None else book
+        self.book = LoadTracker() if book is None else book
         self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
         self.selector = selector
-        self.misses = RecentMisses(knobs.recent_miss_half_life_s)
-        self.affinity = Affinity(rules.session_ttl_s, rules.session_mode, epoch_s=epoch_s)
-        self.book.uses = self.affinity
-        self.queue = AdmissionQueue(rules.queue)
+        self.recent_prefill = RecentPrefill(cost_settings.recent_miss_half_life_s)
+        self.affinity = SessionAffinity(policy.session_ttl_s, policy.session_mode, epoch_s=epoch_s)
+        self.book.booking_observer = self.affinity
+        self.queue = AdmissionQueue(policy.queue)
         # Called when other workers may serve than before; must not call back.
-        self.fleet_changed: Callable[[], None] = _nobody_waits
-        self._knobs = knobs
-        self._rules = rules
-        self._picker = Picker(self.fleet, self.book, selector, rules, self.misses)
-        self.room = Room(self.fleet, self.book, self._picker, rules)
+        self.fleet_changed: Callable[[], None] = _ignore
+        self._knobs = cost_settings
+        self._policy = policy
+        self._planner = Planner(self.fleet, self.book, selector, policy, self.recent_prefill)
+        self.capacity = Capacity(self.fleet, self.book, self._planner, policy)
         # Booked decisions by request, oldest first, with the attempt each is of.
         self._recent: OrderedDict[str, tuple[BookingKey, Decision]] = OrderedDict()
         self._recent_max = recent_max
         self._fleet_version = 0  # How many snapshots changed the workers.
-        self._sweep = 1  # The number of the sweep through the queue that is next or underway.
+        self._rescan_number = (
+            1  # The number of the sweep through the queue that is next or underway.
+        )
 
-    def update(self, snapshot: Snapshot, now: float) -> Changes:
+    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
         """Take a discovery snapshot: the fleet changes at once, lost frontends' orphans go."""
         changes = self.fleet.update(snapshot, now)
         for instance in changes.left:
             if instance.service == "worker":
                 self.book.worker_left(instance.id)
-                self.misses.forget(instance.id)
+                self.recent_prefill.forget(instance.id)
                 self.overlaps.forget(instance.id)
             elif instance.service == "frontend":
                 self.book.frontend_left(instance.id)
         for instance in changes.joined:
             if instance.service == "frontend":
                 self.book.frontend_joined(instance.id)
-        self.overlaps.follow(snapshot.of("worker"))
-        self._picker.follow(snapshot.of("worker"), now)
+        self.overlaps.update_workers(snapshot.of("worker"))
+        self._planner.update_workers(snapshot.of("worker"), now)
         changed = (*changes.joined, *changes.left, *changes.changed)
         if any(instance.service == "worker" for instance in changed):
             self._fleet_version += 1
-            self.queue.unsee()
+            self.queue.mark_all_dirty()
             self.fleet_changed()
         return changes
 
@@ -155,7 +165,7 @@ class Router:
 
     def match(self, query: Query) -> Matches:
         """Who holds what of the prompt; InvalidRequest for a query that nobody could place."""
-        check(query)
+        validate_query(query)
         return self.overlaps.matches(query)
 
     def decide(
@@ -169,17 +179,18 @@ class Router:
     ) -> Decision:
         """Place the query, and book it under `key` unless that is None.
 
-        The same key gets the same answer, unless its worker is gone. session: see `LoadBook.book`.
+        The same key gets the same answer, unless its worker is gone. session: see
+        `LoadTracker.book`.
         matches: what `match` said just now; None: ask.
         Raises InvalidRequest, UnknownModel, Unavailable (its reason says what is missing),
         Overloaded; then nothing is booked.
         """
         self.expire(now)
-        if key is not None and (known := self._known(key, now, rng)) is not None:
-            self.book.book(known[0], session, now)
-            return known[1]
-        ask = self._ask(query, now, rng, matches)
-        return self._place(ask, self._picker.pick(ask), key, session)
+        if key is not None and (existing := self._existing_booking(key, now, rng)) is not None:
+            self.book.book(existing[0], session, now)
+            return existing[1]
+        placement_request = self._placement_request(query, now, rng, matches)
+        return self._place(placement_request, self._planner.pick(placement_request), key, session)
 
     def admit(
         self,
@@ -189,53 +200,59 @@ class Router:
         rng: Random,
         session: int | None = None,
         matches: Matches | None = None,
-    ) -> Decision | Parked:
+    ) -> Decision | QueuedRequest:
         """Like `decide`, but where the queue says so the request is parked, and nothing booked.
 
         A key must not be parked twice. Raises as `decide` does, and Overloaded (QUEUE_FULL).
         """
         self.expire(now)
-        if (known := self._known(key, now, rng)) is not None:
-            self.book.book(known[0], session, now)
-            return known[1]
-        ask = self._ask(query, now, rng, matches)
-        picks = self._picker.pick(ask)
-        if not self.queue and not picks.waits_for:
-            return self._place(ask, picks, key, session)
-        lane = ask.lane
-        cached = self._most_cached(query, picks.prefilling)
-        if picks.waits_for:
-            spots = self.room.spots(ask, picks)
-        elif self.queue.has_backlog(lane):
-            spots = self.queue.hindrance(lane).spots
-        elif self._overtakes(picks, self.queue.order(query, now, cached), ask):
-            spots = self.room.everywhere(ask)
+        if (existing := self._existing_booking(key, now, rng)) is not None:
+            self.book.book(existing[0], session, now)
+            return existing[1]
+        placement_request = self._placement_request(query, now, rng, matches)
+        plan = self._planner.pick(placement_request)
+        if not self.queue and not plan.blocked_candidates:
+            return self._place(placement_request, plan, key, session)
+        constraint_class = placement_request.constraint_class
+        predicted_cached = self._max_cached_tokens(query, plan.prompt_leg_plan)
+        if plan.blocked_candidates:
+            slots = self.capacity.slots(placement_request, plan)
+        elif self.queue.has_backlog(constraint_class):
+            slots = self.queue.blockers(constraint_class).slots
+        elif self._overtakes(
+            plan, self.queue.order(query, now, predicted_cached), placement_request
+        ):
+            slots = self.capacity.all_slots(placement_request)
         else:
-            return self._place(ask, picks, key, session)
-        parked = self.queue.park(
+            return self._place(placement_request, plan, key, session)
+        queued = self.queue.enqueue(
             query,
             key,
             now,
-            hindrance=Hindrance(self._fleet_version, spots, is_gated=self.room.is_gated(ask)),
-            lane=lane,
+            blockers=Blockers(
+                self._fleet_version, slots, is_gated=self.capacity.is_gated(placement_request)
+            ),
+            constraint_class=constraint_class,
             session=session,
-            cached_tokens=cached,
+            cached_tokens=predicted_cached,
         )
-        if not picks.waits_for:
-            self._make_way(picks, spots, now)
-        return parked
+        if not plan.blocked_candidates:
+            self._notify_capacity(plan, slots, now)
+        return queued
 
-    def announce(self, booking: Booking, session: int | None, now: float) -> bool:
-        """A frontend holds this booking: see `LoadBook.announce`. One that nobody told of here
+    def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
+        """A frontend holds this booking: see `LoadTracker.reregister`. One that nobody told of here
         teaches its session's bond.
         """
-        is_known = self.book.get(booking.key) is not None
-        is_new = self.book.announce(booking, session, now)
-        if not is_known:
+        was_booked = self.book.get(booking.key) is not None
+        is_new = self.book.reregister(booking, session, now)
+        if not was_booked:
             self.affinity.announced(booking, now)
         return is_new
 
-    def relieved(self, placement: Placement, now: float, rng: Random) -> Iterator[Outcome]:
+    def capacity_freed(
+        self, placement: Placement, now: float, rng: Random
+    ) -> Iterator[AdmissionResult]:
         """Whoever need not wait any more now that this rank has less to do than before, best first.
 
         Looks only at those who wait for it, and at no more of them than it has room for, and those
@@ -243,39 +260,49 @@ class Router:
         What caches hold is looked up anew: it may have changed since the request was parked.
         """
         self.expire(now)
-        for at in self.room.near(placement):
+        for at in self.capacity.affected_ranks(placement):
             for leg in LEGS:
-                if self.queue.is_awaited(spot := Spot(at, leg)):
-                    yield from self._filling(spot, now, rng)
+                if self.queue.has_waiters(slot := RankCapacity(at, leg)):
+                    yield from self._fill_slot(slot, now, rng)
 
-    def strays(self, session: SessionName, now: float, rng: Random) -> Iterator[Outcome]:
+    def rebound_requests(
+        self, session: SessionName, now: float, rng: Random
+    ) -> Iterator[AdmissionResult]:
         """The same for those who wait for workers that their session is bound to no more."""
-        for parked in self.queue.bound(session):
-            stay = self.affinity.stay(parked.query, self.fleet.has)
-            if parked.lane.places != (() if stay is None else stay.must):
-                yield self._let_in(parked, now, rng)
+        for queued in self.queue.bound(session):
+            session_constraint = self.affinity.session_constraint(queued.query, self.fleet.has)
+            if queued.constraint_class.placements != (
+                () if session_constraint is None else session_constraint.required_placements
+            ):
+                yield self._admit_head(queued, now, rng)
 
-    def awaits(self, placement: Placement) -> bool:
+    def has_waiters_for(self, placement: Placement) -> bool:
         """Whether somebody may be helped if this rank is relieved; never wrongly False."""
-        awaited = self.queue.is_awaited
-        return any(awaited(Spot(at, leg)) for at in self.room.near(placement) for leg in LEGS)
+        has_waiters = self.queue.has_waiters
+        return any(
+            has_waiters(RankCapacity(at, leg))
+            for at in self.capacity.affected_ranks(placement)
+            for leg in LEGS
+        )
 
-    def wakes_at(self, now: float) -> float:
+    def next_wakeup_at(self, now: float) -> float:
         """When those who wait are to be looked at though nothing happens: inf if never.
 
         Then a worker's report is too old to count, an orphan's time is over, or somebody's wait is.
         """
-        fades = (self.book.fades_at(spot.placement, now) for spot in self.queue.spots)
-        return min(self.queue.overdue_at, self.book.orphan_until, *fades)
+        report_expiries = (
+            self.book.estimate_expires_at(slot.placement, now) for slot in self.queue.slots
+        )
+        return min(self.queue.next_overdue_at, self.book.next_orphan_deadline, *report_expiries)
 
     @property
-    def sweeps(self) -> bool:
+    def needs_periodic_rescan(self) -> bool:
         """Whether more than a relief may let somebody in, so that all are to be looked at at times:
         a worker that got busier is a reason for `Bypass`.
         """
-        return self._rules.bypass.policy != "off"
+        return self._policy.bypass.policy != "off"
 
-    def admitted(self, now: float, rng: Random) -> Iterator[Outcome]:
+    def rescan(self, now: float, rng: Random) -> Iterator[AdmissionResult]:
         """A sweep: whoever need not wait any more, best first, after the fleet changed.
 
         The iteration may be left at any of them: the next one then goes on with the same sweep,
@@ -284,27 +311,33 @@ class Router:
         self.expire(now)
         # Those without room stay so here, where load only grows. Many lanes wait for the very same
         # spots, the whole fleet, so that one look does for all of them.
-        stuck: set[frozenset[Spot]] = set()
-        for parked in self.queue.heads():
-            hindrance = self.queue.hindrance(parked.lane)
-            is_same_fleet = hindrance.fleet_version == self._fleet_version
-            was_seen = hindrance.sweep == self._sweep or hindrance.spots in stuck
+        still_blocked: set[frozenset[RankCapacity]] = set()
+        for queued in self.queue.heads():
+            blockers = self.queue.blockers(queued.constraint_class)
+            is_same_fleet = blockers.fleet_version == self._fleet_version
+            was_seen = (
+                blockers.rescan_number == self._rescan_number or blockers.slots in still_blocked
+            )
             if is_same_fleet and was_seen:
                 continue
-            if is_same_fleet and not self.sweeps and self._is_stuck(hindrance, now):
-                stuck.add(hindrance.spots)
+            if (
+                is_same_fleet
+                and not self.needs_periodic_rescan
+                and self._is_still_blocked(blockers, now)
+            ):
+                still_blocked.add(blockers.slots)
                 continue
-            yield self._let_in(parked, now, rng)
-        self._sweep += 1
-        self.queue.tidy()
+            yield self._admit_head(queued, now, rng)
+        self._rescan_number += 1
+        self.queue.drop_stale_slots()
 
     def preview(
         self, query: Query, now: float, rng: Random, matches: Matches | None = None
     ) -> Decision:
         """The decision as if made now, with every candidate; nothing is booked or remembered."""
         self.expire(now)
-        ask = self._ask(query, now, rng, matches)
-        return self._decision(ask, self._picker.pick(ask), None)
+        placement_request = self._placement_request(query, now, rng, matches)
+        return self._decision(placement_request, self._planner.pick(placement_request), None)
 
     def recent(self, request_id: str) -> Decision | None:
         """The latest booked decision for a request, while it is among the last RECENT_MAX."""
@@ -317,129 +350,146 @@ class Router:
         Halves of pairs are charged their leg: prefill workers the tokens, decode workers the
         blocks, unless there is no prefill worker. Raises InvalidRequest, UnknownModel, Unavailable.
         """
-        check(query)
+        validate_query(query)
         self.expire(now)
         if not self.fleet.roles(query.model):
-            raise self._picker.nobody(query.model, now)
+            raise self._planner.no_worker_error(query.model, now)
         view = View(self.book, now, matches=self.overlaps.matches(query))
-        knobs = self._knobs_for(query)
+        cost_settings = self._settings_for(query)
         return [
-            self._potential_load(query, candidate, view, knobs)
+            self._potential_load(query, candidate, view, cost_settings)
             for candidate in self.fleet.all_candidates(query.model)
         ]
 
-    def loads(self, model: str, now: float) -> Iterator[Considered]:
+    def loads(self, model: str, now: float) -> Iterator[CandidateRow]:
         """Every (worker, rank) with its estimated load, of one model or (\"\") of all."""
         self.expire(now)
         view = View(self.book, now)
         for candidate in self.fleet.all_candidates(model):
-            yield row(candidate, view, self.overlaps)
+            yield candidate_row(candidate, view, self.overlaps)
 
     # Inside.
 
     def _place(
         self,
-        ask: Ask,
-        picks: Picks,
+        placement_request: PlacementRequest,
+        plan: ServingPlan,
         key: BookingKey | None,
         session: int | None,
         queued_s: float | None = None,
     ) -> Decision:
         """The decision, booked unless key is None. queued_s: None if it never waited."""
-        query, now = ask.query, ask.now
-        bond = None
-        if key is not None and ask.stay is not None:
-            worker, prefill = picks.worker.chosen.placement, picks.prefill
-            split_at = None if prefill is None else prefill.chosen.placement
-            bond = ask.stay.bond(worker, split_at, key, self.affinity.revision_min(now))
-        revision = bond.revision if bond is not None and bond.binding is not None else 0
-        decision = self._decision(ask, picks, CONSIDERED_MAX, queued_s, revision)
+        query, now = placement_request.query, placement_request.now
+        record = None
+        if key is not None and placement_request.session_constraint is not None:
+            worker, prefill = plan.worker.chosen.placement, plan.prefill
+            prefill_placement = None if prefill is None else prefill.chosen.placement
+            record = placement_request.session_constraint.record(
+                worker, prefill_placement, key, self.affinity.revision_min(now)
+            )
+        revision = (
+            record.revision if record is not None and record.session_placement is not None else 0
+        )
+        decision = self._decision(placement_request, plan, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
             self.book.book(_booking(key, query, decision), session, now)
-            self._count_misses(query, decision, picks, now)
-            self.overlaps.routed(query, picks.prefilling.chosen.placement, now)
-            if bond is not None:
-                self.affinity.booked(bond, now)
-            self._remember(key, decision)
-        self._picker.went(query.model, picks)
+            self._record_prefill_work(query, decision, plan, now)
+            self.overlaps.record_placement(query, plan.prompt_leg_plan.chosen.placement, now)
+            if record is not None:
+                self.affinity.record_booking(record, now)
+            self._store_recent(key, decision)
+        self._planner.record_placement(query.model, plan)
         return decision
 
     # The queue.
 
-    def _is_stuck(self, hindrance: Hindrance, now: float) -> bool:
+    def _is_still_blocked(self, blockers: Blockers, now: float) -> bool:
         """Whether nobody whom a lane waits for has room, seen without deciding anything."""
-        return not any(self.room.has(spot, now) for spot in hindrance.spots)
+        return not any(self.capacity.has(slot, now) for slot in blockers.slots)
 
-    def _filling(self, spot: Spot, now: float, rng: Random) -> Iterator[Outcome]:
+    def _fill_slot(self, slot: RankCapacity, now: float, rng: Random) -> Iterator[AdmissionResult]:
         """Those who wait for it, until it has no room."""
-        with closing(self.queue.waiting_at(spot)) as heads:
-            for parked in heads:
-                if not self.room.has(spot, now):
+        with closing(self.queue.queued_heads_at(slot)) as heads:
+            for queued in heads:
+                if not self.capacity.has(slot, now):
                     return
-                is_gated = self.queue.hindrance(parked.lane).is_gated
-                if not is_gated or self.room.has(spot, now, parked.query):
-                    yield self._let_in(parked, now, rng)
+                is_gated = self.queue.blockers(queued.constraint_class).is_gated
+                if not is_gated or self.capacity.has(slot, now, queued.query):
+                    yield self._admit_head(queued, now, rng)
 
-    def _let_in(self, parked: Parked, now: float, rng: Random) -> Outcome:
+    def _admit_head(self, queued: QueuedRequest, now: float, rng: Random) -> AdmissionResult:
         """What becomes of a lane's head; None: it must wait on. Else it has left the queue."""
         try:
-            decision = self._admitted(parked, now, rng)
+            decision = self._try_admit(queued, now, rng)
         except MeshError as error:
-            self.queue.withdraw(parked.key)
-            return parked, error
+            self.queue.withdraw(queued.key)
+            return queued, error
         except Exception as error:
             # One request fails, the others go on.
-            self.queue.withdraw(parked.key)
-            bug = Bug("the router failed to decide")
+            self.queue.withdraw(queued.key)
+            bug = InternalError("the router failed to decide")
             bug.__cause__ = error
-            return parked, bug
-        return parked, decision
+            return queued, bug
+        return queued, decision
 
-    def _overtakes(self, picks: Picks, order: Order, ask: Ask) -> bool:
+    def _overtakes(
+        self, plan: ServingPlan, order: QueueOrder, placement_request: PlacementRequest
+    ) -> bool:
         """Whether it would take room for which somebody waits who comes before it."""
-        pick = picks.prefilling
-        if self._picker.are_full((pick.chosen,), ask.now):
+        pick = plan.prompt_leg_plan
+        if self._planner.are_prefill_busy((pick.chosen,), placement_request.now):
             return False  # It takes none: others have some, but this one was chosen.
-        spot = Spot(pick.chosen.placement, pick.view.leg)
-        return self.queue.overtakes(order, ask.query.model, spot)
+        slot = RankCapacity(pick.chosen.placement, pick.view.leg)
+        return self.queue.overtakes(order, placement_request.query.model, slot)
 
-    def _admitted(self, parked: Parked, now: float, rng: Random) -> Decision | None:
-        ask = self._ask(parked.query, now, rng, None)
-        picks: Picks | None = None
+    def _try_admit(self, queued: QueuedRequest, now: float, rng: Random) -> Decision | None:
+        placement_request = self._placement_request(queued.query, now, rng, None)
+        plan: ServingPlan | None = None
         try:
-            picks = self._picker.pick(ask)
+            plan = self._planner.pick(placement_request)
         except Overloaded:
             # All are above a busy threshold again: who was let in to wait waits on.
-            if self._rules.busy.are_off:
+            if self._policy.busy.is_disabled:
                 raise
-        if picks is None or picks.waits_for:
-            self._hinder(parked, ask, self.room.spots(ask, picks))
+        if plan is None or plan.blocked_candidates:
+            self._mark_blocked(
+                queued, placement_request, self.capacity.slots(placement_request, plan)
+            )
             return None
-        if self._overtakes(picks, parked.order, ask):
+        if self._overtakes(plan, queued.order, placement_request):
             # Room has come that another waits for: that one is looked at first.
-            spots = self.room.everywhere(ask)
-            self._hinder(parked, ask, spots)
-            self._make_way(picks, spots, now)
+            slots = self.capacity.all_slots(placement_request)
+            self._mark_blocked(queued, placement_request, slots)
+            self._notify_capacity(plan, slots, now)
             return None
-        decision = self._place(ask, picks, parked.key, parked.session, now - parked.parked_at)
-        self.queue.withdraw(parked.key)
+        decision = self._place(
+            placement_request, plan, queued.key, queued.session, now - queued.queued_at
+        )
+        self.queue.withdraw(queued.key)
         return decision
 
-    def _make_way(self, picks: Picks, spots: frozenset[Spot], now: float) -> None:
+    def _notify_capacity(
+        self, plan: ServingPlan, slots: frozenset[RankCapacity], now: float
+    ) -> None:
         """Whoever comes first where there is room is to be let in: at the chosen one, and then at
         all others, which may still have some for who made way.
         """
-        chosen = picks.prefilling.chosen.placement
-        roomy = {spot.placement for spot in spots if self.room.has(spot, now)}
-        for at in (chosen, *sorted(roomy - {chosen})):
-            self.book.relieved(at)
+        chosen = plan.prompt_leg_plan.chosen.placement
+        with_capacity = {slot.placement for slot in slots if self.capacity.has(slot, now)}
+        for at in (chosen, *sorted(with_capacity - {chosen})):
+            self.book.capacity_freed(at)
 
-    def _hinder(self, parked: Parked, ask: Ask, spots: frozenset[Spot]) -> None:
-        gated = self.room.is_gated(ask)
-        hindrance = Hindrance(self._fleet_version, spots, self._sweep, gated)
-        self.queue.hinder(parked, ask.lane, hindrance)
+    def _mark_blocked(
+        self,
+        queued: QueuedRequest,
+        placement_request: PlacementRequest,
+        slots: frozenset[RankCapacity],
+    ) -> None:
+        gated = self.capacity.is_gated(placement_request)
+        blockers = Blockers(self._fleet_version, slots, self._rescan_number, gated)
+        self.queue.mark_blocked(queued, placement_request.constraint_class, blockers)
 
-    def _most_cached(self, query: Query, pick: Pick) -> int:
+    def _max_cached_tokens(self, query: Query, pick: LegPlan) -> int:
         """Prompt tokens that the best of those who may compute it has cached."""
         if not pick.view.matches:
             return 0
@@ -452,7 +502,9 @@ class Router:
             for c in pick.kept
         )
 
-    def _known(self, key: BookingKey, now: float, rng: Random) -> tuple[Booking, Decision] | None:
+    def _existing_booking(
+        self, key: BookingKey, now: float, rng: Random
+    ) -> tuple[Booking, Decision] | None:
         """The booking of `key` with its answer; a booking on workers that left is ended.
 
         A booking that came by announcement has no answer here: it gets one with its workers and, if
@@ -465,133 +517,151 @@ class Router:
         if not all(self.fleet.has(leg) for leg in legs):
             self.book.free(key)
             return None
-        known = self._recent.get(key.request_id)
-        if known is not None and known[0] == key:
-            return booking, known[1]
+        existing = self._recent.get(key.request_id)
+        if existing is not None and existing[0] == key:
+            return booking, existing[1]
         prefill = None if booking.prefill is None else self.fleet.candidate(booking.prefill)
         decision = Decision(
             booking.worker,
             self.selector.name,
             now,
             prefill=booking.prefill,
-            bootstrap=None if prefill is None else bootstrap_of(prefill, rng),
+            bootstrap=None if prefill is None else make_bootstrap_info(prefill, rng),
             prefill_tokens=booking.prefill_tokens,
             decode_blocks=booking.decode_blocks,
             reasons=("booked before",),
             session_revision=booking.session_revision,
         )
-        self._remember(key, decision)
+        self._store_recent(key, decision)
         return booking, decision
 
-    def _knobs_for(self, query: Query) -> CostKnobs:
+    def _settings_for(self, query: Query) -> CostSettings:
         """Those of one request. A selector of somebody else's may do with them what it likes."""
         name = self.selector.name
-        if name in SELECTORS and name != Kv.name:
-            self._knobs.check_without_cost(query.override, name)
-        knobs = self._knobs.overridden(query.override)
-        if name == Kv.name and self.overlaps.choice.kind == "none":
-            knobs.check_without_index(query.override, self.overlaps.choice.why)
-        return knobs
+        if name in SELECTORS and name != KvSelector.name:
+            self._knobs.reject_cost_overrides(query.override, name)
+        cost_settings = self._knobs.with_override(query.override)
+        if name == KvSelector.name and self.overlaps.choice.kind == "none":
+            cost_settings.reject_overlap_overrides(query.override, self.overlaps.choice.reason)
+        return cost_settings
 
-    def _ask(self, query: Query, now: float, rng: Random, matches: Matches | None) -> Ask:
-        check(query)
-        knobs = self._knobs_for(query)
+    def _placement_request(
+        self, query: Query, now: float, rng: Random, matches: Matches | None
+    ) -> PlacementRequest:
+        validate_query(query)
+        cost_settings = self._settings_for(query)
         matches = self.overlaps.matches(query) if matches is None else matches
-        stay = self.affinity.stay(query, self.fleet.has)
-        return Ask(query, knobs, matches, now, rng, stay)
+        session_constraint = self.affinity.session_constraint(query, self.fleet.has)
+        return PlacementRequest(query, cost_settings, matches, now, rng, session_constraint)
 
     # The answer.
 
     def _decision(
         self,
-        ask: Ask,
-        picks: Picks,
+        placement_request: PlacementRequest,
+        plan: ServingPlan,
         considered_max: int | None,
         queued_s: float | None = None,
         session_revision: int = 0,
     ) -> Decision:
-        query, prefill, computes = ask.query, picks.prefill, picks.prefilling
-        at = computes.chosen
-        overlap = computes.view.overlap(at.placement)
+        query, prefill, prompt_leg = placement_request.query, plan.prefill, plan.prompt_leg_plan
+        at = prompt_leg.chosen
+        overlap = prompt_leg.view.overlap(at.placement)
         block_size = block_size_of(query, at.instance.block_size)
-        held_in = block_size_of(query, picks.worker.chosen.instance.block_size)
-        cached = predicted_cached_tokens(query, overlap, block_size)
-        affinity = "" if ask.stay is None else ask.stay.outcome(picks.worker.chosen.placement)
+        decode_block_size = block_size_of(query, plan.worker.chosen.instance.block_size)
+        predicted_cached = predicted_cached_tokens(query, overlap, block_size)
+        affinity = (
+            ""
+            if placement_request.session_constraint is None
+            else placement_request.session_constraint.outcome(plan.worker.chosen.placement)
+        )
         rows = [] if prefill is None else explain(prefill, self.overlaps, considered_max)
-        rows += explain(picks.worker, self.overlaps, considered_max)
+        rows += explain(plan.worker, self.overlaps, considered_max)
         return Decision(
-            picks.worker.chosen.placement,
+            plan.worker.chosen.placement,
             self.selector.name,
-            ask.now,
+            placement_request.now,
             prefill=None if prefill is None else at.placement,
-            bootstrap=None if prefill is None else bootstrap_of(at, ask.rng),
+            bootstrap=None if prefill is None else make_bootstrap_info(at, placement_request.rng),
             overlap_blocks=overlap,
-            predicted_cached_tokens=cached,
-            prefill_tokens=prefill_charge(query, cached, ask.knobs),
-            decode_blocks=decode_charge(query, held_in, ask.knobs),
+            predicted_cached_tokens=predicted_cached,
+            prefill_tokens=bookable_prefill_tokens(
+                query, predicted_cached, placement_request.cost_settings
+            ),
+            decode_blocks=bookable_decode_blocks(
+                query, decode_block_size, placement_request.cost_settings
+            ),
             queued_s=queued_s or 0.0,
             reasons=(
-                *self._reasons(query, picks, overlap, block_size),
-                *_affinity_reason(affinity),
-                *_queue_reason(queued_s),
+                *self._explain_reasons(query, plan, overlap, block_size),
+                *_session_reasons(affinity),
+                *_queue_reasons(queued_s),
             ),
-            fallback=picks.fallback,
-            bypass=picks.bypass,
+            fallback=plan.fallback,
+            bypass=plan.bypass,
             affinity=affinity,
             session_revision=session_revision,
             considered=tuple(rows),
         )
 
-    def _reasons(
-        self, query: Query, picks: Picks, overlap: int, block_size: int | None
+    def _explain_reasons(
+        self, query: Query, plan: ServingPlan, overlap: int, block_size: int | None
     ) -> tuple[str, ...]:
         name = self.selector.name
         reasons = []
         if overlap and block_size:
             whole = query.total_tokens // block_size
-            at = picks.prefilling.chosen.placement
-            guessed = ", guessed" if self.overlaps.is_guessed(at) else ""
-            reasons.append(f"prefix hit: {overlap} of {whole} blocks{guessed}")
-        for pick in (picks.prefill, picks.worker):
+            at = plan.prompt_leg_plan.chosen.placement
+            approximate = ", guessed" if self.overlaps.is_approximate(at) else ""
+            reasons.append(f"prefix hit: {overlap} of {whole} blocks{approximate}")
+        for pick in (plan.prefill, plan.worker):
             if pick is not None:
                 leg = "" if pick.view.leg == "whole" else f"{pick.view.leg} by "
                 reasons.append(f"{name}: {leg}{pick.choice.reason}")
                 reasons.append(f"{len(pick.kept)} of {pick.of} eligible")
-        if unused := self.overlaps.why_unused(query, picks.prefilling.kept):
-            reasons.append(f"kv_index=none: {unused}")
-        if picks.fallback:
-            reasons.append(f"aggregated fallback: {picks.fallback.replace('_', ' ')}")
-        if picks.bypass:
-            eff_isl = max(0, query.total_tokens - cached_tokens(query, picks.worker))
-            why = picks.bypass.replace("_", " ")
+        if unused_reason := self.overlaps.unused_reason(query, plan.prompt_leg_plan.kept):
+            reasons.append(f"kv_index=none: {unused_reason}")
+        if plan.fallback:
+            reasons.append(f"aggregated fallback: {plan.fallback.replace('_', ' ')}")
+        if plan.bypass:
+            eff_isl = max(0, query.total_tokens - cached_tokens(query, plan.worker))
+            reason = plan.bypass.replace("_", " ")
             reasons.append(
-                f"remote prefill bypassed: {why}, {eff_isl} of {query.total_tokens} tokens to "
+                f"remote prefill bypassed: {reason}, {eff_isl} of {query.total_tokens} tokens to "
                 "compute"
             )
         return tuple(reasons)
 
     def _potential_load(
-        self, query: Query, at: Candidate, view: View, knobs: CostKnobs
+        self, query: Query, at: Candidate, view: View, cost_settings: CostSettings
     ) -> PotentialLoad:
         load, role = view.load(at.placement), at.instance.role
         block_size = block_size_of(query, at.instance.block_size)
-        cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
-        splits = bool(self.fleet.candidates(query.model, "prefill"))
-        tokens = 0 if role == "decode" and splits else prefill_charge(query, cached, knobs)
-        blocks = 0 if role == "prefill" else decode_charge(query, block_size, knobs)
-        with_it = Totals(
+        predicted_cached = predicted_cached_tokens(query, view.overlap(at.placement), block_size)
+        has_prefill_workers = bool(self.fleet.candidates(query.model, "prefill"))
+        tokens = (
+            0
+            if role == "decode" and has_prefill_workers
+            else bookable_prefill_tokens(query, predicted_cached, cost_settings)
+        )
+        blocks = (
+            0 if role == "prefill" else bookable_decode_blocks(query, block_size, cost_settings)
+        )
+        load_with_request = LoadTotals(
             load.prefill_tokens + tokens, load.decode_blocks + blocks, load.requests + 1
         )
-        return PotentialLoad(at.placement, with_it)
+        return PotentialLoad(at.placement, load_with_request)
 
-    def _count_misses(self, query: Query, decision: Decision, picks: Picks, now: float) -> None:
-        missed = query.total_tokens - decision.predicted_cached_tokens
-        if missed > 0:
-            at = picks.prefilling.chosen
+    def _record_prefill_work(
+        self, query: Query, decision: Decision, plan: ServingPlan, now: float
+    ) -> None:
+        uncached_tokens = query.total_tokens - decision.predicted_cached_tokens
+        if uncached_tokens > 0:
+            at = plan.prompt_leg_plan.chosen
             block_size = block_size_of(query, at.instance.block_size)
-            self.misses.add(at.placement, missed / block_size, now)
+            self.recent_prefill.add(at.placement, uncached_tokens / block_size, now)
 
-    def _remember(self, key: BookingKey, decision: Decision) -> None:
+    def _store_recent(self, key: BookingKey, decision: Decision) -> None:
         self._recent.pop(key.request_id, None)
         self._recent[key.request_id] = (key, decision)
         if len(self._recent) > self._recent_max:
@@ -616,13 +686,13 @@ def _booking(key: BookingKey, query: Query, decision: Decision) -> Booking:
     )
 
 
-def _affinity_reason(affinity: str) -> tuple[str, ...]:
+def _session_reasons(affinity: str) -> tuple[str, ...]:
     return (f"session {affinity}",) if affinity else ()
 
 
-def _queue_reason(queued_s: float | None) -> tuple[str, ...]:
+def _queue_reasons(queued_s: float | None) -> tuple[str, ...]:
     return () if queued_s is None else (f"queued for {queued_s * 1000:.0f} ms",)
 
 
-def _nobody_waits() -> None:
+def _ignore() -> None:
     """A router that nobody asks to wait."""

@@ -16,20 +16,20 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol, overload
 
 from common.errors import InvalidRequest
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RoutingConstraints
-from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, Terms, draw
-from router_svc.core.eligibility import Leg, pinned_worker
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, Terms, draw_index
+from router_svc.core.eligibility import Leg, pinned_worker_id
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadBook, Totals
-from router_svc.core.query import Query, block_size_of, decode_charge
-from router_svc.core.recent_prefill import RecentMisses
+from router_svc.core.load_tracker import LoadTotals, LoadTracker
+from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
+from router_svc.core.recent_prefill import RecentPrefill
 
 # By worker id and rank: a Placement and a Source are equal tuples.
-Matches = Mapping[tuple[int, int], Matched]
+Matches = Mapping[tuple[int, int], SourceMatch]
 NO_MATCHES: Matches = MappingProxyType({})
-_placement = attrgetter("placement")
+_placement_of = attrgetter("placement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class View:
     knobs: those of this request and leg. misses: what ranks had to compute lately.
     """
 
-    book: LoadBook
+    book: LoadTracker
     now: float
     last: Placement | None = None
     matches: Matches = field(default_factory=lambda: NO_MATCHES)
     leg: Leg = "whole"
-    knobs: CostKnobs = DEFAULT_KNOBS
-    misses: RecentMisses | None = None
+    cost_settings: CostSettings = DEFAULT_COST_SETTINGS
+    misses: RecentPrefill | None = None
 
-    def load(self, placement: Placement) -> Totals:
+    def load(self, placement: Placement) -> LoadTotals:
         """The estimated load of one rank."""
         return self.book.load(placement, self.now)
 
@@ -59,7 +59,7 @@ class View:
         return 0 if row is None else row.disk_blocks
 
 
-class Scored(NamedTuple):
+class ScoredCandidate(NamedTuple):
     """A candidate with its cost in the selector's unit; lower is better.
 
     terms: what the cost is made of, None where the selector does not say.
@@ -67,15 +67,15 @@ class Scored(NamedTuple):
 
     candidate: Candidate
     cost: float
-    load: Totals
+    load: LoadTotals
     terms: Terms | None = None
 
 
 # The fields of `Terms`.
-_Parts = tuple[float, float, float, float, float, float]
+_TermValues = tuple[float, float, float, float, float, float]
 
 
-class Prices(Sequence[Scored]):
+class CandidateCosts(Sequence[ScoredCandidate]):
     """Candidates with their costs, in columns: of many that are priced few are looked at singly.
 
     parts: of each cost, or None where the selector does not say.
@@ -87,8 +87,8 @@ class Prices(Sequence[Scored]):
         self,
         candidates: Sequence[Candidate],
         costs: Sequence[float],
-        loads: Sequence[Totals],
-        parts: Sequence[_Parts | None] | None = None,
+        loads: Sequence[LoadTotals],
+        parts: Sequence[_TermValues | None] | None = None,
     ) -> None:
         self.candidates = candidates
         self.costs = costs
@@ -96,9 +96,9 @@ class Prices(Sequence[Scored]):
         self.parts = parts
 
     @classmethod
-    def of(cls, scored: Sequence[Scored]) -> Prices:
+    def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
         """The same in columns."""
-        if isinstance(scored, Prices):
+        if isinstance(scored, CandidateCosts):
             return scored
         candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
         return cls(candidates, costs, loads, parts)
@@ -112,24 +112,24 @@ class Prices(Sequence[Scored]):
         return len(self.costs)
 
     @overload
-    def __getitem__(self, at: int) -> Scored: ...
+    def __getitem__(self, at: int) -> ScoredCandidate: ...
 
     @overload
-    def __getitem__(self, at: slice) -> list[Scored]: ...
+    def __getitem__(self, at: slice) -> list[ScoredCandidate]: ...
 
-    def __getitem__(self, at: int | slice) -> Scored | list[Scored]:
+    def __getitem__(self, at: int | slice) -> ScoredCandidate | list[ScoredCandidate]:
         if isinstance(at, slice):
             return [self[n] for n in range(*at.indices(len(self)))]
-        return Scored(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
+        return ScoredCandidate(self.candidates[at], self.costs[at], self.loads[at], self.terms(at))
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """What a selector answers: the chosen one, why, and all it has put a price on."""
 
     candidate: Candidate
     reason: str
-    scored: Sequence[Scored] = ()
+    scored: Sequence[ScoredCandidate] = ()
 
 
 class WorkerSelector(Protocol):
@@ -140,7 +140,7 @@ class WorkerSelector(Protocol):
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         """One of `candidates`, which are never empty and stand in order of placement.
 
         May raise a MeshError for queries that it cannot serve; whatever else it raises fails the
@@ -148,7 +148,7 @@ class WorkerSelector(Protocol):
         """
 
 
-class Kv:
+class KvSelector:
     """The candidate with the least cost, of work that its cache saves among others; see `cost`.
 
     Where nobody publishes what its cache holds, no overlap counts and load alone decides.
@@ -158,141 +158,157 @@ class Kv:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        scored = price(query, candidates, view)
-        blind = not view.matches and not _any_publishes(candidates)
-        reason = "least cost by load: no worker publishes KV events" if blind else "least cost"
-        if view.knobs.router_temperature == 0 or len(scored) == 1:
-            return cheapest(scored, rng, reason)
-        temperature = view.knobs.router_temperature
-        at = draw(scored.costs, temperature, rng.random())
-        return Choice(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
+    ) -> Selection:
+        scored = score_candidates(query, candidates, view)
+        is_load_only = not view.matches and not _any_publishes_kv_events(candidates)
+        reason = (
+            "least cost by load: no worker publishes KV events" if is_load_only else "least cost"
+        )
+        if view.cost_settings.router_temperature == 0 or len(scored) == 1:
+            return select_cheapest(scored, rng, reason)
+        temperature = view.cost_settings.router_temperature
+        at = draw_index(scored.costs, temperature, rng.random())
+        return Selection(candidates[at], f"drawn by cost at temperature {temperature:g}", scored)
 
 
-class RoundRobin:
+class RoundRobinSelector:
     """Each candidate in turn."""
 
     name = "round_robin"
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         last = view.last
         if last is None:
-            return Choice(candidates[0], "first of the round")
-        after = bisect_right(candidates, last, key=_placement)
-        return Choice(candidates[after % len(candidates)], "next in the round")
+            return Selection(candidates[0], "first of the round")
+        after = bisect_right(candidates, last, key=_placement_of)
+        return Selection(candidates[after % len(candidates)], "next in the round")
 
 
-class RandomChoice:
+class RandomSelector:
     """Each candidate with equal chance."""
 
     name = "random"
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        return Choice(candidates[rng.randrange(len(candidates))], "drawn at random")
+    ) -> Selection:
+        return Selection(candidates[rng.randrange(len(candidates))], "drawn at random")
 
 
-class LeastLoaded:
+class LeastLoadedSelector:
     """The candidate with the least estimated load, in blocks; see `load_cost`."""
 
     name = "least_loaded"
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        return cheapest(_by_load(query, candidates, view), rng, "least load")
+    ) -> Selection:
+        return select_cheapest(_load_costs(query, candidates, view), rng, "least load")
 
 
-class PowerOfTwo:
+class PowerOfTwoSelector:
     """The less loaded of two candidates drawn at random."""
 
     name = "power_of_two"
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         drawn = rng.sample(candidates, 2) if len(candidates) > 2 else candidates
-        return cheapest(_by_load(query, drawn, view), rng, "less load of two drawn")
+        return select_cheapest(_load_costs(query, drawn, view), rng, "less load of two drawn")
 
 
-class Direct:
+class DirectSelector:
     """The worker that the request pins, on the least loaded of its ranks; no pin is an error."""
 
     name = "direct"
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        if pinned_worker(query.routing, view.leg) is None:
+    ) -> Selection:
+        if pinned_worker_id(query.routing, view.leg) is None:
             name = "prefill_worker_id" if view.leg == "prefill" else "backend_instance_id"
-            either = "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
+            field_names = (
+                "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
+            )
             raise InvalidRequest(
-                f"this router places by pins only: name a worker in {either}",
+                f"this router places by pins only: name a worker in {field_names}",
                 f"query.routing.{name}",
                 reason="PIN_REQUIRED",
             )
-        return cheapest(_by_load(query, candidates, view), rng, "pinned by the request")
+        return select_cheapest(_load_costs(query, candidates, view), rng, "pinned by the request")
 
 
 SELECTORS: Mapping[str, Callable[[], WorkerSelector]] = MappingProxyType(
     {
         selector.name: selector
-        for selector in (Kv, RoundRobin, RandomChoice, LeastLoaded, PowerOfTwo, Direct)
+        for selector in (
+            KvSelector,
+            RoundRobinSelector,
+            RandomSelector,
+            LeastLoadedSelector,
+            PowerOfTwoSelector,
+            DirectSelector,
+        )
     }
 )
 
 
-def _any_publishes(candidates: Sequence[Candidate]) -> bool:
+def _any_publishes_kv_events(candidates: Sequence[Candidate]) -> bool:
     for candidate in candidates:  # noqa: SIM110 -- a generator takes twice as long.
         if candidate.instance.kv_index == "events":
             return True
     return False
 
 
-def price(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
+def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
     """Every candidate with its cost; the formula and its names stand in `cost`.
 
     Written for speed: it is most of a decision.
     """
-    knobs, book, now, matches = view.knobs, view.book, view.now, view.matches
+    cost_settings, book, now, matches = view.cost_settings, view.book, view.now, view.matches
     placements = [c.placement for c in candidates]
     loads = [book.load(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
-    fades = knobs.track_prefill_tokens and knobs.overlap_score_credit_decay > 0
-    least_queued = min([load[0] for load in loads]) if fades else 0
-    full_credit, reuses = knobs.overlap_score_credit, knobs.assume_kv_reuse
-    scale, request_weight = knobs.prefill_load_scale, knobs.decode_active_request_weight
+    has_credit_decay = (
+        cost_settings.track_prefill_tokens and cost_settings.overlap_score_credit_decay > 0
+    )
+    least_queued = min([load[0] for load in loads]) if has_credit_decay else 0
+    full_credit, assumes_reuse = cost_settings.overlap_score_credit, cost_settings.assume_kv_reuse
+    scale, request_weight = (
+        cost_settings.prefill_load_scale,
+        cost_settings.decode_active_request_weight,
+    )
     total_tokens, block_size = query.total_tokens, query.block_size
     blocks = -(-total_tokens // block_size) if block_size else 0
     costs: list[float] = []
-    parts: list[_Parts] = []
+    parts: list[_TermValues] = []
     for candidate, placement, load, misses, factor in zip(
         candidates,
         placements,
         loads,
-        _miss_terms(query, candidates, placements, view),
+        _recent_miss_terms(query, candidates, placements, view),
         _taint_factors(query, candidates),
         strict=True,
     ):
-        queued, held, requests = load
+        queued, used_blocks, requests = load
         if not query.block_size:
             block_size = block_size_of(query, candidate.instance.block_size)
             blocks = -(-total_tokens // block_size)
         credit = 0.0
         if (row := matches.get(placement)) is not None:
-            _, on_device, _, anywhere = row
+            _, on_device, _, on_any_tier = row
             credit = full_credit * on_device
-            if fades and blocks:
+            if has_credit_decay and blocks:
                 excess = (queued - least_queued) / block_size / blocks
-                credit /= 1.0 + knobs.overlap_score_credit_decay * excess
-            if anywhere > on_device and not is_decode:
-                credit += _lower_tiers_credit(row, knobs)
-            if reuses:
-                held -= min(held, anywhere)
-        prefill, decode = 0.0, float(held + blocks)
+                credit /= 1.0 + cost_settings.overlap_score_credit_decay * excess
+            if on_any_tier > on_device and not is_decode:
+                credit += _lower_tier_credit(row, cost_settings)
+            if assumes_reuse:
+                used_blocks -= min(used_blocks, on_any_tier)
+        prefill, decode = 0.0, float(used_blocks + blocks)
         if is_decode:
             decode = decode - credit if decode > credit else 0.0
         elif (work := (queued + total_tokens) / block_size) > credit:
@@ -300,29 +316,32 @@ def price(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
         active = request_weight * (requests + 1)
         costs.append((prefill + decode + active + misses) * factor)
         parts.append((prefill, decode, active, misses, credit, factor))
-    return Prices(candidates, costs, loads, parts)
+    return CandidateCosts(candidates, costs, loads, parts)
 
 
-def _lower_tiers_credit(row: Matched, knobs: CostKnobs) -> float:
+def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
     """The credit of the blocks that are held beyond the device."""
     on_host, on_disk = row.host_blocks - row.device_blocks, row.disk_blocks - row.host_blocks
-    return knobs.host_cache_hit_weight * on_host + knobs.disk_cache_hit_weight * on_disk
+    return (
+        cost_settings.host_cache_hit_weight * on_host
+        + cost_settings.disk_cache_hit_weight * on_disk
+    )
 
 
-def _miss_terms(
+def _recent_miss_terms(
     query: Query, candidates: Sequence[Candidate], placements: Sequence[Placement], view: View
 ) -> list[float]:
     """The `misses` term of each candidate."""
-    weight = view.knobs.recent_miss_weight
+    weight = view.cost_settings.recent_miss_weight
     if view.misses is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
         return [0.0] * len(candidates)
-    missed = view.misses.read(placements, view.now)
-    blocks = decode_charge(query, block_size_of(query, candidates[0].instance.block_size))
-    beside = sum(missed) / len(missed) + blocks
-    return [weight * blocks * m / (m + beside) for m in missed]
+    recent_misses = view.misses.blocks_of(placements, view.now)
+    blocks = bookable_decode_blocks(query, block_size_of(query, candidates[0].instance.block_size))
+    reference = sum(recent_misses) / len(recent_misses) + blocks
+    return [weight * blocks * m / (m + reference) for m in recent_misses]
 
 
-def load_cost(load: Totals, block_size: int, taint_factor: float) -> float:
+def load_cost(load: LoadTotals, block_size: int, taint_factor: float) -> float:
     """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
 
     A request counts one block besides its own, so that requests of unknown length count too; the
@@ -343,19 +362,23 @@ def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | N
     return math.exp(-math.tanh(sum(w for taint, w in weights if taint in worker.taints)))
 
 
-def cheapest(scored: Sequence[Scored], rng: Random, reason: str) -> Choice:
+def select_cheapest(scored: Sequence[ScoredCandidate], rng: Random, reason: str) -> Selection:
     """The lowest cost; one of several at random."""
-    prices = Prices.of(scored)
-    costs = prices.costs
+    candidate_costs = CandidateCosts.of(scored)
+    costs = candidate_costs.costs
     least = min(costs)
-    ties = [at for at, cost in enumerate(costs) if cost == least]
-    chosen = ties[0] if len(ties) == 1 else ties[rng.randrange(len(ties))]
-    if len(ties) > 1:
-        reason = f"{reason}, drawn among {len(ties)} equals"
-    return Choice(prices.candidates[chosen], reason, prices)
+    cheapest_positions = [at for at, cost in enumerate(costs) if cost == least]
+    chosen = (
+        cheapest_positions[0]
+        if len(cheapest_positions) == 1
+        else cheapest_positions[rng.randrange(len(cheapest_positions))]
+    )
+    if len(cheapest_positions) > 1:
+        reason = f"{reason}, drawn among {len(cheapest_positions)} equals"
+    return Selection(candidate_costs.candidates[chosen], reason, candidate_costs)
 
 
-def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> Prices:
+def _load_costs(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
     loads = [view.load(c.placement) for c in candidates]
     costs = [
         load_cost(load, block_size_of(query, c.instance.block_size), factor)
@@ -363,7 +386,7 @@ def _by_load(query: Query, candidates: Sequence[Candidate], view: View) -> Price
             candidates, loads, _taint_factors(query, candidates), strict=True
         )
     ]
-    return Prices(candidates, costs, loads)
+    return CandidateCosts(candidates, costs, loads)
 
 
 def _taint_factors(query: Query, candidates: Sequence[Candidate]) -> list[float]:

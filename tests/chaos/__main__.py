@@ -22,10 +22,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--list", action="store_true", help="only name the cases")
     parser.add_argument("--logs", type=Path, help="keep the services' logs in folders under DIR")
     options = parser.parse_args(argv)
-    wanted = options.cases or [""]
-    cases = [case for case in all_cases() if any(one in case.name for one in wanted)]
+    name_parts = options.cases or [""]
+    cases = [case for case in all_cases() if any(one in case.name for one in name_parts)]
     if not cases:
-        parser.error(f"no case is called {' or '.join(wanted)}")
+        parser.error(f"no case is called {' or '.join(name_parts)}")
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0

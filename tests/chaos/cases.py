@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-How = Literal["kill", "stop", "freeze", "term", "none"]
+FaultAction = Literal["kill", "stop", "freeze", "term", "none"]
 
 # What a death, and what a hang, may cost a running stream. A hang is noticed after three missed
 # heartbeats of a second, or when the engine stands still for two seconds.
@@ -44,8 +44,8 @@ class Case:
 
     name: str
     shape: Shape
-    how: How = "none"
-    who: tuple[str, ...] = ()
+    action: FaultAction = "none"
+    targets: tuple[str, ...] = ()
     respawn: bool = False
     streams: int = 64
     tokens: int = 200
@@ -64,8 +64,8 @@ def all_cases() -> list[Case]:
 def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
     """What can happen to either mesh. decode: the kind of worker that makes the tokens."""
 
-    def case(name: str, how: How, who: str) -> Case:
-        return Case(f"{prefix}/{name}", shape, how, (who,))
+    def case(name: str, action: FaultAction, targets: str) -> Case:
+        return Case(f"{prefix}/{name}", shape, action, (targets,))
 
     two_routers, two_frontends = replace(shape, routers=2), replace(shape, frontends=2)
     return [

@@ -34,24 +34,24 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.runtime.tasks import TaskGroup
-from tests.chaos.worker_host import WORKERS_A_HOST
+from tests.chaos.worker_host import WORKERS_PER_HOST
 from tests.e2e.mesh import MODEL, Mesh, Oracle, Service
 
 CLIENTS = 8
-GROUPS = 60
+PREFIX_GROUPS = 60
 SHARED_TOKENS = 384
-OWN_TOKENS = 16
-ANSWER_TOKENS = 4
+UNIQUE_TOKENS = 16
+OUTPUT_TOKENS = 4
 # Ids of plain words of the sim model.
-IDS = range(300, 1000)
-WITHIN = 0.9
+PROMPT_TOKEN_IDS = range(300, 1000)
+HIT_TOLERANCE = 0.9
 WAIT_S = 180.0
 WORKER_MODULE = "tests.chaos.worker_host"
 WORKER_FLAGS = ("--speedup=20", "--log-level=warning")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestResult:
     """One request. at: when it was begun, `time.monotonic`. error: "" for a good answer."""
 
     at: float
@@ -69,44 +69,48 @@ class Asked:
 class Churn:
     """One run."""
 
-    def __init__(self, mesh: Mesh, given: argparse.Namespace) -> None:
+    def __init__(self, mesh: Mesh, options: argparse.Namespace) -> None:
         self._mesh = mesh
-        self._given = given
-        self._workers = given.hosts * WORKERS_A_HOST
-        self._asked: list[Asked] = []
+        self._options = options
+        self._workers = options.hosts * WORKERS_PER_HOST
+        self._results: list[RequestResult] = []
         self._rng = Random(7)
-        self._beginnings = [self._rng.choices(IDS, k=SHARED_TOKENS) for _ in range(GROUPS)]
+        self._shared_prefixes = [
+            self._rng.choices(PROMPT_TOKEN_IDS, k=SHARED_TOKENS) for _ in range(PREFIX_GROUPS)
+        ]
 
     async def run(self) -> dict[str, Any]:
         await self._start()
-        await self._until(lambda: self._trusted(self._mesh.router) == self._workers, "all trusted")
+        await self._wait_until(
+            lambda: self._exact_sources(self._mesh.router) == self._workers, "all trusted"
+        )
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http, TaskGroup() as tasks:
-            clients = [tasks.create_task(self._ask(http)) for _ in range(CLIENTS)]
-            await asyncio.sleep(self._given.warm_s)
+            clients = [tasks.create_task(self._run_client(http)) for _ in range(CLIENTS)]
+            await asyncio.sleep(self._options.warm_s)
             killed_at = time.monotonic()
-            ready_s, known_s = await self._replace(killed_at)
-            await asyncio.sleep(max(0.0, killed_at + self._given.after_s - time.monotonic()))
+            ready_s, index_recovered_s = await self._replace(killed_at)
+            await asyncio.sleep(max(0.0, killed_at + self._options.after_s - time.monotonic()))
             for client in clients:
                 client.cancel()
         snapshot_s = await self._snapshot()
         return {
             "workers": self._workers,
-            "replaced": self._given.replaced * WORKERS_A_HOST,
+            "replaced": self._options.replaced * WORKERS_PER_HOST,
             **self._figures(killed_at),
             "ready_s": round(ready_s, 2),
-            "known_s": round(known_s, 2),
+            "known_s": round(index_recovered_s, 2),
             "snapshot_s": round(snapshot_s, 2),
         }
 
     async def _start(self) -> None:
-        hosts = [self._mesh.spawn("worker") for _ in range(self._given.hosts)]
+        hosts = [self._mesh.spawn("worker") for _ in range(self._options.hosts)]
         rest = [self._mesh.spawn(kind) for kind in ("indexer", "router", "frontend")]
         for service in (*hosts, *rest):
             await asyncio.to_thread(service.wait_ready, WAIT_S)
 
     async def _replace(self, killed_at: float) -> tuple[float, float]:
         """kill -9 of some hosts, new ones at once; seconds until they are ready, and known."""
-        victims = self._mesh.workers[: self._given.replaced]
+        victims = self._mesh.workers[: self._options.replaced]
         for victim in victims:
             victim.process.kill()
         for victim in victims:
@@ -114,17 +118,21 @@ class Churn:
         for new in [self._mesh.spawn("worker") for _ in victims]:
             await asyncio.to_thread(new.wait_ready, WAIT_S)
         ready_s = time.monotonic() - killed_at
-        await self._until(lambda: self._trusted(self._mesh.router) == self._workers, "all trusted")
+        await self._wait_until(
+            lambda: self._exact_sources(self._mesh.router) == self._workers, "all trusted"
+        )
         return ready_s, time.monotonic() - killed_at
 
     async def _snapshot(self) -> float:
         router = self._mesh.spawn("router")
         await asyncio.to_thread(router.wait_ready, WAIT_S)
         began = time.monotonic()
-        await self._until(lambda: self._trusted(router) == self._workers, "a new router knows all")
+        await self._wait_until(
+            lambda: self._exact_sources(router) == self._workers, "a new router knows all"
+        )
         return time.monotonic() - began
 
-    def _trusted(self, router: Service) -> int:
+    def _exact_sources(self, router: Service) -> int:
         """Workers whose word the router's index trusts; -1 while it also knows others."""
         text = httpx.get(f"http://{router.addresses['metrics']}/metrics", trust_env=False).text
         found = {
@@ -135,43 +143,45 @@ class Churn:
         }
         return found["exact"] if sum(found.values()) == found["exact"] else -1
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+    async def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not await asyncio.to_thread(condition):
             assert time.monotonic() < deadline, f"never: {what}\n{self._mesh.logs()}"
             await asyncio.sleep(0.02)
 
-    async def _ask(self, http: httpx.AsyncClient) -> None:
+    async def _run_client(self, http: httpx.AsyncClient) -> None:
         while True:
-            prompt = self._rng.choice(self._beginnings) + self._rng.choices(IDS, k=OWN_TOKENS)
+            prompt = self._rng.choice(self._shared_prefixes) + self._rng.choices(
+                PROMPT_TOKEN_IDS, k=UNIQUE_TOKENS
+            )
             began = time.monotonic()
-            answer = await http.post(f"{self._mesh.url}/v1/completions", json=body_of(prompt))
+            response = await http.post(f"{self._mesh.url}/v1/completions", json=body_of(prompt))
             took_s = time.monotonic() - began
-            if answer.status_code != 200:
-                self._asked.append(Asked(began, took_s, prompt, "", 0, answer.text))
+            if response.status_code != 200:
+                self._results.append(RequestResult(began, took_s, prompt, "", 0, response.text))
                 continue
-            said = answer.json()
-            cached = said["usage"]["prompt_tokens_details"]["cached_tokens"]
-            text = said["choices"][0]["text"]
-            self._asked.append(Asked(began, took_s, prompt, text, cached))
+            body = response.json()
+            cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+            text = body["choices"][0]["text"]
+            self._results.append(RequestResult(began, took_s, prompt, text, cached))
 
     def _figures(self, killed_at: float) -> dict[str, Any]:
         oracle = Oracle()
-        good = [a for a in self._asked if not a.error]
-        failed = [a.error for a in self._asked if a.error]
+        good = [a for a in self._results if not a.error]
+        failed = [a.error for a in self._results if a.error]
         inexact = sum(
-            a.text != oracle.completion(a.prompt, ANSWER_TOKENS, ignore_eos=True).text for a in good
+            a.text != oracle.completion(a.prompt, OUTPUT_TOKENS, ignore_eos=True).text for a in good
         )
-        before = [a.hit for a in good if killed_at - self._given.warm_s / 2 <= a.at < killed_at]
+        before = [a.hit for a in good if killed_at - self._options.warm_s / 2 <= a.at < killed_at]
         hit_before = _mean(before)
         seconds = [
             _mean([a.hit for a in good if second <= a.at - killed_at < second + 1])
-            for second in range(self._given.after_s)
+            for second in range(self._options.after_s)
         ]
-        low = [n for n, hit in enumerate(seconds) if hit < WITHIN * hit_before]
-        rate = len(before) / (self._given.warm_s / 2)
+        low = [n for n, hit in enumerate(seconds) if hit < HIT_TOLERANCE * hit_before]
+        rate = len(before) / (self._options.warm_s / 2)
         return {
-            "requests": len(self._asked),
+            "requests": len(self._results),
             "requests_per_s": round(rate, 1),
             "errors": len(failed),
             **({"why": sorted(set(failed))[:3]} if failed else {}),
@@ -186,7 +196,7 @@ class Churn:
 
 def body_of(prompt: list[int]) -> dict[str, Any]:
     """A completion of token ids."""
-    return {"model": MODEL, "prompt": prompt, "max_tokens": ANSWER_TOKENS, "ignore_eos": True}
+    return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
 
 def _mean(values: list[float]) -> float:
@@ -200,7 +210,7 @@ def main() -> None:
     parser.add_argument("--replaced", type=int, default=2)
     parser.add_argument("--warm-s", type=int, default=20)
     parser.add_argument("--after-s", type=int, default=20)
-    given = parser.parse_args()
+    options = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvmesh-churn-") as folder:
         mesh = Mesh(
@@ -210,7 +220,7 @@ def main() -> None:
             router_flags=["--metrics-port=0"],
         )
         try:
-            line = asyncio.run(Churn(mesh, given).run())
+            line = asyncio.run(Churn(mesh, options).run())
         finally:
             mesh.close()
     print(json.dumps({**line, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}))

@@ -64,12 +64,12 @@ def request_of(url: str, body: dict[str, Any]) -> bytes:
     ).encode() + data
 
 
-class Call(asyncio.Protocol):
-    """One request on a connection of its own. `over` is set when the connection has ended."""
+class HttpCall(asyncio.Protocol):
+    """One request on a connection of its own. `ended` is set when the connection has ended."""
 
     def __init__(self, request: bytes, reply: Reply) -> None:
         self.reply = reply
-        self.over = asyncio.Event()
+        self.ended = asyncio.Event()
         self._request = request
         self._event_at = 0.0
         self._transport: asyncio.Transport | None = None
@@ -99,7 +99,7 @@ class Call(asyncio.Protocol):
         """See Protocol."""
         if exc is not None:
             self.reply.error = f"the connection broke: {exc!r}"
-        self.over.set()
+        self.ended.set()
 
     def hang_up(self) -> None:
         """The client goes away, at once."""
@@ -107,13 +107,13 @@ class Call(asyncio.Protocol):
             self._transport.abort()
 
 
-async def connect(url: str, reply: Reply, *, stream: bool) -> Call:
+async def connect(url: str, reply: Reply, *, stream: bool) -> HttpCall:
     """Sends the request. Raises OSError when nobody listens there."""
     host, _, port = urlsplit(url).netloc.rpartition(":")
     request = request_of(url, body_of(reply.prompt, reply.tokens, stream=stream))
     reply.begun_at = time.monotonic()
     _, call = await asyncio.get_running_loop().create_connection(
-        lambda: Call(request, reply), host, int(port)
+        lambda: HttpCall(request, reply), host, int(port)
     )
     return call
 
@@ -124,7 +124,7 @@ async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
     try:
         async with asyncio.timeout(CALL_S):
             call = await connect(url, reply, stream=stream)
-            await call.over.wait()
+            await call.ended.wait()
     except OSError as error:  # TimeoutError is one
         reply.error = f"no answer: {error!r}"
         if call is not None:

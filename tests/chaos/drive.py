@@ -28,10 +28,10 @@ from tests.e2e.mesh import Mesh, Oracle, Service
 FRESH_EVERY_S = 0.05
 FRESH_TOKENS = 8
 # The fault comes when this share of the streams' tokens has arrived.
-STRIKE_AT = 0.4
+FAULT_AT_SHARE = 0.4
 RECOVERY_MAX_S = 20.0
 # How long requests go on being sent into the fault: for a hang, well beyond its discovery.
-LASTS_S = {"kill": 2.0, "term": 2.0, "stop": 6.0, "freeze": 6.0, "none": 0.0}
+FAULT_DURATION_S = {"kill": 2.0, "term": 2.0, "stop": 6.0, "freeze": 6.0, "none": 0.0}
 REST_S = 15.0
 # How long a load balancer takes to learn that a frontend drains; below the frontend's notice.
 BALANCER_S = 0.2
@@ -50,12 +50,12 @@ _UNDO = {"stop": signal.SIGCONT, "freeze": THAW}
 
 
 @dataclass(slots=True)
-class Seen:
+class Observations:
     """What clients saw of a case. streams: judged for pauses; fresh: begun around the fault."""
 
     streams: list[Reply] = field(default_factory=list)
     fresh: list[Reply] = field(default_factory=list)
-    struck_at: float = 0.0
+    fault_at: float = 0.0
     stall_s: float = 0.0
     left: str = ""
     migrations: int = 0
@@ -79,18 +79,18 @@ def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
             worker_flags=case.worker_flags,
             worker_module=WORKER_MODULE,
         ) as mesh:
-            seen = asyncio.run(_Drive(case, mesh).run())
-    line = report(case, seen, Oracle())
+            observations = asyncio.run(_CaseRun(case, mesh).run())
+    line = report(case, observations, Oracle())
     return {**line, "load": [round(load, 1), round(os.getloadavg()[0], 1)]}
 
 
-def report(case: Case, seen: Seen, oracle: Oracle) -> dict[str, Any]:
+def report(case: Case, observations: Observations, oracle: Oracle) -> dict[str, Any]:
     """The figures, and which bars they miss."""
-    everything = [*seen.streams, *seen.fresh]
+    everything = [*observations.streams, *observations.fresh]
     failed = [reply for reply in everything if reply.error]
     inexact = [reply for reply in everything if not reply.error and not _is_exact(reply, oracle)]
-    longest = max(seen.streams, key=lambda reply: reply.pause_s)
-    after = [r for r in seen.fresh if r.begun_at >= seen.struck_at and not r.error]
+    longest = max(observations.streams, key=lambda reply: reply.pause_s)
+    after = [r for r in observations.fresh if r.begun_at >= observations.fault_at and not r.error]
     recovered_at = min((r.ended_at for r in after), default=None)
     line: dict[str, Any] = {
         "case": case.name,
@@ -98,18 +98,22 @@ def report(case: Case, seen: Seen, oracle: Oracle) -> dict[str, Any]:
         "errors": len(failed),
         "inexact": len(inexact),
         "longest_pause_ms": round(longest.pause_s * 1000),
-        "recovery_s": None if recovered_at is None else round(recovered_at - seen.struck_at, 3),
+        "recovery_s": None
+        if recovered_at is None
+        else round(recovered_at - observations.fault_at, 3),
         "requests": len(everything),
-        "slowest_fresh_ms": round(max((_took_s(r) for r in seen.fresh), default=0.0) * 1000),
-        "migrations": seen.migrations,
-        "client_stall_ms": round(seen.stall_s * 1000),
+        "slowest_fresh_ms": round(
+            max((_took_s(r) for r in observations.fresh), default=0.0) * 1000
+        ),
+        "migrations": observations.migrations,
+        "client_stall_ms": round(observations.stall_s * 1000),
     }
-    missed = list(_missed(case, seen, line))
-    whys = sorted({reply.error for reply in failed})[:3]
-    return {**line, "missed": missed, **({"why": whys} if whys else {})}
+    missed = list(_missed(case, observations, line))
+    reasons = sorted({reply.error for reply in failed})[:3]
+    return {**line, "missed": missed, **({"why": reasons} if reasons else {})}
 
 
-def _missed(case: Case, seen: Seen, line: dict[str, Any]) -> Iterable[str]:
+def _missed(case: Case, observations: Observations, line: dict[str, Any]) -> Iterable[str]:
     for name in ("errors", "inexact"):
         if line[name]:
             yield name
@@ -119,8 +123,8 @@ def _missed(case: Case, seen: Seen, line: dict[str, Any]) -> Iterable[str]:
         yield "recovery_s"
     if line["migrations"] and not case.migrates:
         yield "migrations"
-    if seen.left:
-        yield f"left behind: {seen.left}"
+    if observations.left:
+        yield f"left behind: {observations.left}"
 
 
 def _took_s(reply: Reply) -> float:
@@ -128,11 +132,11 @@ def _took_s(reply: Reply) -> float:
 
 
 def _is_exact(reply: Reply, oracle: Oracle) -> bool:
-    truth = oracle.completion(reply.prompt, reply.tokens, ignore_eos=True)
-    return (reply.text, reply.finish_reason) == (truth.text, truth.finish_reason)
+    expected = oracle.completion(reply.prompt, reply.tokens, ignore_eos=True)
+    return (reply.text, reply.finish_reason) == (expected.text, expected.finish_reason)
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
+async def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
     """Waits for a condition. AssertionError saying `what` when it is late."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -140,85 +144,93 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float) ->
         await asyncio.sleep(0.002)
 
 
-class _Drive:
+class _CaseRun:
     def __init__(self, case: Case, mesh: Mesh) -> None:
         self._case = case
         self._mesh = mesh
-        self._seen = Seen()
+        self._observations = Observations()
         self._urls = mesh.urls
         self._sent = 0
         self._stopping = False
         self._respawned: list[Service] = []
         self._answers: list[asyncio.Task[Reply]] = []
 
-    async def run(self) -> Seen:
+    async def run(self) -> Observations:
         await fetch(self._urls[0], Reply("Warm up", 4))
-        async with self._stall_watched(), asyncio.TaskGroup() as tasks:
+        async with self._measure_stalls(), asyncio.TaskGroup() as tasks:
             if self._case.rolling:
                 await self._roll(tasks)
             else:
-                await self._strike_amid(tasks)
-        await asyncio.to_thread(self._await_rest)
-        return self._seen
+                await self._run_single_fault(tasks)
+        await asyncio.to_thread(self._wait_until_idle)
+        return self._observations
 
     # -- one fault ------------------------------------------------------------------------------
 
-    async def _strike_amid(self, tasks: asyncio.TaskGroup) -> None:
-        case, seen = self._case, self._seen
-        frontends = [self._mesh.of("frontend")[-1]] if "frontend" in case.who else []
+    async def _run_single_fault(self, tasks: asyncio.TaskGroup) -> None:
+        case, observations = self._case, self._observations
+        frontends = [self._mesh.of_kind("frontend")[-1]] if "frontend" in case.targets else []
         safe = self._safe_urls(frontends)
-        seen.streams = [Reply(f"Stream number {n}", case.tokens) for n in range(case.streams)]
+        observations.streams = [
+            Reply(f"Stream number {n}", case.tokens) for n in range(case.streams)
+        ]
         streams = [
             tasks.create_task(fetch(safe[n % len(safe)], reply))
-            for n, reply in enumerate(seen.streams)
+            for n, reply in enumerate(observations.streams)
         ]
-        for frontend in frontends if case.how == "kill" else []:
+        for frontend in frontends if case.action == "kill" else []:
             for n in range(LOST_STREAMS):
                 lost = Reply(f"Lost stream {n}", case.tokens)
                 tasks.create_task(fetch(frontend.addresses["http"], lost))
         fresh = tasks.create_task(self._fresh(tasks, safe))
-        wanted = STRIKE_AT * case.streams * case.tokens
-        await until(lambda: sum(r.events for r in seen.streams) >= wanted, "streams run", 30.0)
-        victims = await asyncio.to_thread(self._busiest)
-        seen.struck_at = time.monotonic()
-        await self._strike(victims)
+        token_threshold = FAULT_AT_SHARE * case.streams * case.tokens
+        await wait_until(
+            lambda: sum(r.events for r in observations.streams) >= token_threshold,
+            "streams run",
+            30.0,
+        )
+        victims = await asyncio.to_thread(self._select_targets)
+        observations.fault_at = time.monotonic()
+        await self._inject(victims)
         await asyncio.wait(streams)
         await self._await_recovery()
         # A fault that is over before it is noticed proves nothing.
-        await asyncio.sleep(seen.struck_at + LASTS_S[case.how] - time.monotonic())
+        await asyncio.sleep(
+            observations.fault_at + FAULT_DURATION_S[case.action] - time.monotonic()
+        )
         self._stopping = True
         await fresh
         await asyncio.gather(*self._answers)
         for victim in victims:
-            if case.how in _UNDO:
-                victim.send(_UNDO[case.how])
-            if case.how == "term":
+            if case.action in _UNDO:
+                victim.send(_UNDO[case.action])
+            if case.action == "term":
                 status = await asyncio.to_thread(victim.wait, REST_S)
                 assert status == 0, victim.tail()
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
         """Frontends whose clients are to see nothing; one that drains is among them."""
-        lost = set() if self._case.how == "term" else {f.addresses["http"] for f in frontends}
+        lost = set() if self._case.action == "term" else {f.addresses["http"] for f in frontends}
         return [url for url in self._urls if url not in lost]
 
-    def _busiest(self) -> list[Service]:
+    def _select_targets(self) -> list[Service]:
         """One of each kind: the worker with most to do, else the youngest."""
 
         def work(service: Service) -> int:
-            return service.open_slots() if service.room == "worker" else 0
+            return service.open_slots() if service.service_name == "worker" else 0
 
-        return [max(reversed(self._mesh.of(kind)), key=work) for kind in self._case.who]
+        return [max(reversed(self._mesh.of_kind(kind)), key=work) for kind in self._case.targets]
 
-    async def _strike(self, victims: list[Service]) -> None:
+    async def _inject(self, victims: list[Service]) -> None:
         case = self._case
         for victim in victims:
-            victim.send(_SIGNALS[case.how])
+            victim.send(_SIGNALS[case.action])
         if case.respawn:
-            self._respawned = [self._mesh.spawn(kind) for kind in case.who]
-        if case.how == "term":
+            self._respawned = [self._mesh.spawn(kind) for kind in case.targets]
+        if case.action == "term":
             await asyncio.sleep(BALANCER_S)
-            gone = {v.addresses["http"] for v in victims if v.room == "frontend"}
-            self._urls = [url for url in self._urls if url not in gone]
+            drained_urls = {v.addresses["http"] for v in victims if v.service_name == "frontend"}
+            self._urls = [url for url in self._urls if url not in drained_urls]
 
     async def _fresh(self, tasks: asyncio.TaskGroup, safe: list[str]) -> None:
         """Sends new requests all the while."""
@@ -227,30 +239,30 @@ class _Drive:
             self._sent += 1
             urls = [url for url in safe if url in self._urls]
             reply = Reply(f"Fresh {self._sent}: {words}", FRESH_TOKENS)
-            self._seen.fresh.append(reply)
+            self._observations.fresh.append(reply)
             answer = fetch(urls[self._sent % len(urls)], reply)
             self._answers.append(tasks.create_task(answer))
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _await_recovery(self) -> None:
         """Returns in any case; that nothing was answered is the report's to say."""
-        struck_at = self._seen.struck_at
+        fault_at = self._observations.fault_at
 
         def recovered() -> bool:
-            answered = (r for r in reversed(self._seen.fresh) if r.ended_at and not r.error)
-            return any(r.begun_at >= struck_at for r in answered)
+            answered = (r for r in reversed(self._observations.fresh) if r.ended_at and not r.error)
+            return any(r.begun_at >= fault_at for r in answered)
 
         with contextlib.suppress(AssertionError):
-            await until(recovered, "a request is answered", RECOVERY_MAX_S)
+            await wait_until(recovered, "a request is answered", RECOVERY_MAX_S)
 
     # -- rolling --------------------------------------------------------------------------------
 
     async def _roll(self, tasks: asyncio.TaskGroup) -> None:
-        case, seen = self._case, self._seen
+        case, observations = self._case, self._observations
         clients = [tasks.create_task(self._loop(n)) for n in range(case.streams)]
-        await until(lambda: len(seen.streams) == case.streams, "streams begin", 30.0)
-        await until(lambda: all(r.events for r in seen.streams), "streams run", 30.0)
-        seen.struck_at = time.monotonic()
+        await wait_until(lambda: len(observations.streams) == case.streams, "streams begin", 30.0)
+        await wait_until(lambda: all(r.events for r in observations.streams), "streams run", 30.0)
+        observations.fault_at = time.monotonic()
         for old in list(self._mesh.services):
             await self._replace(old)
         self._stopping = True
@@ -262,14 +274,14 @@ class _Drive:
         while not self._stopping:
             count += 1
             reply = Reply(f"Client {client}, stream {count}", self._case.tokens)
-            self._seen.streams.append(reply)
+            self._observations.streams.append(reply)
             await fetch(self._urls[client % len(self._urls)], reply)
 
     async def _replace(self, old: Service) -> None:
         new = self._mesh.spawn(old.kind)
         await asyncio.to_thread(new.wait_ready)
-        await until(self._mesh.is_complete, f"the mesh knows {new.name}", REST_S)
-        if old.room == "frontend":
+        await wait_until(self._mesh.is_complete, f"the mesh knows {new.name}", REST_S)
+        if old.service_name == "frontend":
             self._urls = [url for url in self._mesh.urls if url != old.addresses["http"]]
         old.send(signal.SIGTERM)
         status = await asyncio.to_thread(old.wait, REST_S)
@@ -277,19 +289,19 @@ class _Drive:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _await_rest(self) -> None:
+    def _wait_until_idle(self) -> None:
         """Everything is given back, by everybody who lives."""
         for service in self._respawned:
             service.wait_ready()
         deadline = time.monotonic() + REST_S
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (left := self._find_leftovers()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        self._seen.left = left
-        frontends = [s for s in self._mesh.services if s.room == "frontend"]
+        self._observations.left = left
+        frontends = [s for s in self._mesh.services if s.service_name == "frontend"]
         lines = [line for frontend in frontends for line in frontend.events("request")]
-        self._seen.migrations = sum(max(0, line.get("attempts", 1) - 1) for line in lines)
+        self._observations.migrations = sum(max(0, line.get("attempts", 1) - 1) for line in lines)
 
-    def _left(self) -> str:
+    def _find_leftovers(self) -> str:
         left = []
         for worker in self._mesh.workers:
             load = worker.load()
@@ -306,7 +318,7 @@ class _Drive:
         return ", ".join(left)
 
     @asynccontextmanager
-    async def _stall_watched(self) -> AsyncIterator[None]:
+    async def _measure_stalls(self) -> AsyncIterator[None]:
         """How late this process itself is: no pause below that says anything of the mesh."""
 
         async def watch() -> None:
@@ -314,7 +326,7 @@ class _Drive:
                 before = time.monotonic()
                 await asyncio.sleep(STALL_TICK_S)
                 late_s = time.monotonic() - before - STALL_TICK_S
-                self._seen.stall_s = max(self._seen.stall_s, late_s)
+                self._observations.stall_s = max(self._observations.stall_s, late_s)
 
         task = asyncio.create_task(watch())
         try:

@@ -34,7 +34,7 @@ def main() -> None:
         assert isinstance(engine, SimEngine), "only the sim can be frozen"
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(FREEZE, engine.freeze)
-        loop.add_signal_handler(THAW, engine.thaw)
+        loop.add_signal_handler(THAW, engine.unfreeze)
         return WorkerApp(config, instance_id=instance_id, engine=engine)
 
     run_service("worker", config, build, instance_id=str(instance_id), warnings=warnings)

@@ -33,30 +33,32 @@ from common.request.preprocessed import PreprocessedRequest, StopConditions, Tok
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.cases import AGGREGATED, DISAGGREGATED, Shape
-from tests.chaos.client import Call, Reply, connect, content_of, fetch
-from tests.chaos.drive import until
+from tests.chaos.client import HttpCall, Reply, connect, content_of, fetch
+from tests.chaos.drive import wait_until
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service
 
-AT_ONCE = 64
+CONCURRENCY = 64
 REST_S = 15.0
 # Memory is compared from here on: before, caches and allocators still fill.
-SETTLED_AT = 0.5
+BASELINE_AT = 0.5
 RSS_GROWTH_MAX_MB = 6.0
 # Few, so that caches, and the indexes of them, are full before memory is compared.
 KV_BLOCKS = 2048
 OPEN_FILES_GROWTH_MAX = 8
 # What an answer has of its own: its id and when it was made.
-_OWN = re.compile(r'"id":"[^"]*"|"created":\d+')
+_VARIABLE_FIELDS = re.compile(r'"id":"[^"]*"|"created":\d+')
 _INFLIGHT = re.compile(r"^\w*inflight_requests\{[^}]*\} (\d+)", re.MULTILINE)
 _MESHES = {"agg": AGGREGATED, "pd": DISAGGREGATED}
 # Who leaves before whom at the end, so that nobody is waited for.
-_ENDS = ("frontend", "router", "worker", "indexer")
+_STOP_ORDER = ("frontend", "router", "worker", "indexer")
 
 
-async def _hang_up_at(call: Call, events: int, after_s: float) -> None:
+async def _hang_up_at(call: HttpCall, events: int, after_s: float) -> None:
     """Hangs up once so many events came, after so many seconds, or with the answer's end."""
     with contextlib.suppress(AssertionError):
-        await until(lambda: call.reply.events >= events or call.over.is_set(), "it ends", after_s)
+        await wait_until(
+            lambda: call.reply.events >= events or call.ended.is_set(), "it ends", after_s
+        )
     call.hang_up()
 
 
@@ -68,12 +70,12 @@ class Storm:
         self._requests = requests
         self._rng = rng
         self._sent = 0
-        self._ways: Counter[str] = Counter()
+        self._cancel_methods: Counter[str] = Counter()
         self._controls: Counter[str] = Counter()
         self._expected: dict[bool, str] = {}
-        self._odd = ""
-        self._over = False
-        self._settled: dict[str, dict[str, float]] = {}
+        self._mismatch = ""
+        self._is_over = False
+        self._baseline: dict[str, dict[str, float]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def run(self) -> dict[str, Any]:
@@ -82,19 +84,19 @@ class Storm:
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             control = tasks.create_task(self._check_controls())
-            clients = [tasks.create_task(self._client()) for _ in range(AT_ONCE)]
+            clients = [tasks.create_task(self._client()) for _ in range(CONCURRENCY)]
             await asyncio.wait(clients)
-            self._over = True
+            self._is_over = True
             await control
         took_s = time.monotonic() - began
         for channel in self._channels.values():
             await channel.close()
-        left = await asyncio.to_thread(self._await_rest)
+        left = await asyncio.to_thread(self._wait_until_idle)
         return {
-            "cancelled": dict(sorted(self._ways.items())),
+            "cancelled": dict(sorted(self._cancel_methods.items())),
             "s": round(took_s, 1),
             "controls": dict(self._controls),
-            **({"odd": self._odd} if self._odd else {}),
+            **({"odd": self._mismatch} if self._mismatch else {}),
             "left": left,
             "growth": self._growth(),
         }
@@ -104,15 +106,15 @@ class Storm:
     async def _client(self) -> None:
         while self._sent < self._requests:
             self._sent += 1
-            if self._sent == int(self._requests * SETTLED_AT):
-                self._settled = {s.name: _figures(s) for s in self._mesh.services}
-            await self._leave(self._sent)
+            if self._sent == int(self._requests * BASELINE_AT):
+                self._baseline = {s.name: _figures(s) for s in self._mesh.services}
+            await self._cancel_one(self._sent)
 
-    async def _leave(self, number: int) -> None:
-        way = self._rng.choice(("stream", "unary", "before_first_token", "grpc"))
-        self._ways[way] += 1
+    async def _cancel_one(self, number: int) -> None:
+        cancel_method = self._rng.choice(("stream", "unary", "before_first_token", "grpc"))
+        self._cancel_methods[cancel_method] += 1
         rng = self._rng
-        match way:
+        match cancel_method:
             case "stream":
                 await self._hang_up(number, 4, rng.randrange(1, 40), WAIT_S, stream=True)
             case "unary":
@@ -152,32 +154,34 @@ class Storm:
     # -- those who stay -------------------------------------------------------------------------
 
     async def _check_controls(self) -> None:
-        while not self._over:
+        while not self._is_over:
             for stream, expected in self._expected.items():
-                answer = await self._control(stream)
-                self._controls["same" if answer == expected else "different"] += 1
-                if answer != expected:
-                    self._odd = self._odd or f"{answer} instead of {expected}"
+                response = await self._control(stream)
+                self._controls["same" if response == expected else "different"] += 1
+                if response != expected:
+                    self._mismatch = self._mismatch or f"{response} instead of {expected}"
 
     async def _control(self, stream: bool) -> str:
         """The answer's bytes without what is its own; why, if there is none."""
         reply = await fetch(self._mesh.url, Reply("A control", 20), stream=stream)
-        return reply.error or _OWN.sub("", content_of(reply.raw)[1])
+        return reply.error or _VARIABLE_FIELDS.sub("", content_of(reply.raw)[1])
 
     # -- rest -----------------------------------------------------------------------------------
 
-    def _await_rest(self) -> dict[str, int]:
+    def _wait_until_idle(self) -> dict[str, int]:
         deadline = time.monotonic() + REST_S
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (left := self._find_leftovers()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return left
 
-    def _left(self) -> dict[str, int]:
+    def _find_leftovers(self) -> dict[str, int]:
         """What is still held, by whom; empty when nothing is."""
         left: Counter[str] = Counter()
         for worker in self._mesh.workers:
             load, counts = worker.load(), worker.counters()
-            ended = sum(counts.get(how, 0) for how in ("finished", "stopped", "failed", "closed"))
+            ended = sum(
+                counts.get(outcome, 0) for outcome in ("finished", "stopped", "failed", "closed")
+            )
             left[f"{worker.name} slots"] = load.open_slots
             left[f"{worker.name} uncounted"] = counts.get("accepted", 0) - ended
             for row in load.loads:
@@ -193,11 +197,11 @@ class Storm:
 
     def _growth(self) -> dict[str, dict[str, float]]:
         """By service, from the middle of the storm to now."""
-        found = {}
+        figures = {}
         for service in self._mesh.services:
-            before, now = self._settled[service.name], _figures(service)
-            found[service.name] = {name: round(now[name] - before[name], 1) for name in now}
-        return found
+            before, now = self._baseline[service.name], _figures(service)
+            figures[service.name] = {name: round(now[name] - before[name], 1) for name in now}
+        return figures
 
 
 def _figures(service: Service) -> dict[str, float]:
@@ -227,9 +231,9 @@ def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
             router_flags=["--notice-s=0.3"],
         ) as mesh,
     ):
-        found = asyncio.run(Storm(mesh, requests, Random(seed)).run())
+        figures = asyncio.run(Storm(mesh, requests, Random(seed)).run())
         cut = _end_all(mesh)
-    line = {"case": f"storm/{name}", "requests": requests, **found, "calls_cut": cut}
+    line = {"case": f"storm/{name}", "requests": requests, **figures, "calls_cut": cut}
     load_now = os.getloadavg()[0]
     return {**line, "missed": _missed(line), "load": [round(load, 1), round(load_now, 1)]}
 
@@ -237,7 +241,7 @@ def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
 def _end_all(mesh: Mesh) -> list[str]:
     """Tells everybody to leave; what had to be cut, or did not end well."""
     cut = []
-    for room in _ENDS:
+    for room in _STOP_ORDER:
         services = mesh.running(room)
         for service in services:
             service.send(signal.SIGTERM)
@@ -253,10 +257,10 @@ def _missed(line: dict[str, Any]) -> list[str]:
     missed = [name for name in ("left", "calls_cut") if line[name]]
     if line["controls"].get("different") or not line["controls"].get("same"):
         missed.append("controls")
-    for service, grown in line["growth"].items():
-        if grown["rss_mb"] > RSS_GROWTH_MAX_MB:
+    for service, growth in line["growth"].items():
+        if growth["rss_mb"] > RSS_GROWTH_MAX_MB:
             missed.append(f"{service} memory")
-        if grown["files"] > OPEN_FILES_GROWTH_MAX:
+        if growth["files"] > OPEN_FILES_GROWTH_MAX:
             missed.append(f"{service} files")
     return missed
 
@@ -280,7 +284,7 @@ def main(argv: list[str]) -> int:
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The line for all meshes; rss_growth_mb: the largest of any service."""
-    growths = [grown["rss_mb"] for line in lines for grown in line["growth"].values()]
+    growths = [growth["rss_mb"] for line in lines for growth in line["growth"].values()]
     return {
         "case": "storm",
         "cancelled": sum(line["requests"] for line in lines),

@@ -17,9 +17,9 @@ CLIENTS = 32
 TURNS = 6
 SYSTEMS = 8
 # Clients of one system come so far apart that the first has it computed: see `core/drift.py`.
-SIBLING_S = 0.4
+CLIENT_INTERVAL_S = 0.4
 # What people need at least to read an answer and to write.
-THINK_S = 0.1
+TURN_PAUSE_S = 0.1
 DRIFT_MAX = 0.02
 WORDS = ["able", "about", "above", "accept", "across", "act", "action", "active"]
 
@@ -34,14 +34,14 @@ def system(number: int) -> str:
 
 async def converse(url: str, client: int) -> None:
     """Turns of a chat, each with all that was said before, by one of many clients."""
-    rng, said = Random(client), f"{system(client % SYSTEMS)} Client {client}: "
-    await asyncio.sleep(client / SYSTEMS * SIBLING_S)
+    rng, history = Random(client), f"{system(client % SYSTEMS)} Client {client}: "
+    await asyncio.sleep(client / SYSTEMS * CLIENT_INTERVAL_S)
     for _ in range(TURNS):
-        said += words(rng, 60)
-        reply = await fetch(url, Reply(said, 16))
+        history += words(rng, 60)
+        reply = await fetch(url, Reply(history, 16))
         assert not reply.error, reply.error
-        said += reply.text
-        await asyncio.sleep(THINK_S)
+        history += reply.text
+        await asyncio.sleep(TURN_PAUSE_S)
 
 
 async def load(url: str) -> None:
@@ -110,10 +110,10 @@ def test_an_index_that_knows_nothing_is_told_to_people_and_metrics(tmp_path: Pat
 
     with Mesh(tmp_path, workers=1) as mesh:  # nobody tells the router of KV events
         asyncio.run(ask_often(mesh.url))
-        (told,) = mesh.http.get(f"{mesh.url}/ready").json()["degraded"]
-        assert "worker" in told
-        assert "100.0%" in told
-        assert mesh.http.get(f"{mesh.url}/health").json()["degraded"] == [told]
+        (warning_text,) = mesh.http.get(f"{mesh.url}/ready").json()["degraded"]
+        assert "worker" in warning_text
+        assert "100.0%" in warning_text
+        assert mesh.http.get(f"{mesh.url}/health").json()["degraded"] == [warning_text]
         assert mesh.http.get(f"{mesh.url}/ready").json()["ready"], "it serves, only less well"
         (warning,) = mesh.frontend.events("kv_drift")
         assert warning["level"] == "warning"

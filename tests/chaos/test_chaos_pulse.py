@@ -11,8 +11,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 
 from common.rpc import channel as rpc
-from frontend_svc.core.peers.stall_clock import Patience
-from frontend_svc.peers.stall_monitor import measure
+from frontend_svc.core.peers.stall_clock import StallClock
+from frontend_svc.peers.stall_monitor import run_stall_monitor
 
 GIVE_UP_S = 20.0
 
@@ -38,7 +38,7 @@ class SlowHealth(health.aio.HealthServicer):
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
-class Ticks(Patience):
+class Ticks(StallClock):
     """Counts them. third: set at the third and at each later one."""
 
     def __init__(self, now: float) -> None:
@@ -55,10 +55,10 @@ class Ticks(Patience):
 
 @asynccontextmanager
 async def measured(address: str) -> AsyncIterator[Ticks]:
-    patience = Ticks(asyncio.get_running_loop().time())
-    task = asyncio.create_task(measure(patience, address, rpc.PLAINTEXT))
+    stall_clock = Ticks(asyncio.get_running_loop().time())
+    task = asyncio.create_task(run_stall_monitor(stall_clock, address, rpc.PLAINTEXT))
     try:
-        yield patience
+        yield stall_clock
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -71,22 +71,22 @@ async def test_what_passes_before_its_own_answer_comes_is_lost() -> None:
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
     try:
-        async with asyncio.timeout(GIVE_UP_S), measured(f"127.0.0.1:{port}") as patience:
+        async with asyncio.timeout(GIVE_UP_S), measured(f"127.0.0.1:{port}") as stall_clock:
             await servicer.asked.wait()
-            asked_at, before = loop.time(), patience.count
-            while patience.lost_s(loop.time()) < 0.2:
-                assert patience.count == before, "no answer, no tick"
+            asked_at, before = loop.time(), stall_clock.count
+            while stall_clock.stalled_s(loop.time()) < 0.2:
+                assert stall_clock.count == before, "no answer, no tick"
                 await asyncio.sleep(0.01)
             assert loop.time() - asked_at >= 0.2 - 0.1
-            patience.third.clear()
+            stall_clock.third.clear()
             servicer.answer.set()
-            await patience.third.wait()
-            assert patience.lost_s(loop.time()) >= 0.2, "it stays lost"
+            await stall_clock.third.wait()
+            assert stall_clock.stalled_s(loop.time()) >= 0.2, "it stays lost"
     finally:
         await server.stop(None)
 
 
 @pytest.mark.slow
 async def test_without_an_own_server_the_loop_is_measured() -> None:
-    async with asyncio.timeout(GIVE_UP_S), measured("127.0.0.1:1") as patience:
-        await patience.third.wait()
+    async with asyncio.timeout(GIVE_UP_S), measured("127.0.0.1:1") as stall_clock:
+        await stall_clock.third.wait()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.cases import DEATH_PAUSE_S, Case, all_cases
 from tests.chaos.client import Reply, content_of
-from tests.chaos.drive import Seen, report, run_case
+from tests.chaos.drive import Observations, report, run_case
 from tests.chaos.storm import storm
 from tests.e2e.mesh import Oracle
 
@@ -22,7 +22,7 @@ def oracle() -> Oracle:
 
 def answered(oracle: Oracle, prompt: str, *, begun_at: float, pause_s: float = 0.01) -> Reply:
     """A stream without a flaw."""
-    truth = oracle.completion(prompt, CASE.tokens, ignore_eos=True)
+    expected = oracle.completion(prompt, CASE.tokens, ignore_eos=True)
     return Reply(
         prompt,
         CASE.tokens,
@@ -30,16 +30,18 @@ def answered(oracle: Oracle, prompt: str, *, begun_at: float, pause_s: float = 0
         ended_at=begun_at + 1.0,
         status=200,
         pause_s=pause_s,
-        text=truth.text,
-        finish_reason=truth.finish_reason,
+        text=expected.text,
+        finish_reason=expected.finish_reason,
     )
 
 
 def judged(oracle: Oracle, stream: Reply, case: Case = CASE, **more: object) -> list[str]:
-    seen = Seen(streams=[stream], fresh=[answered(oracle, "Fresh", begun_at=6.0)], struck_at=5.0)
+    observations = Observations(
+        streams=[stream], fresh=[answered(oracle, "Fresh", begun_at=6.0)], fault_at=5.0
+    )
     for name, value in more.items():
-        setattr(seen, name, value)
-    missed: list[str] = report(case, seen, oracle)["missed"]
+        setattr(observations, name, value)
+    missed: list[str] = report(case, observations, oracle)["missed"]
     return missed
 
 
@@ -53,7 +55,7 @@ def test_each_bar_is_missed_by_what_breaks_it(oracle: Oracle) -> None:
     assert judged(oracle, replace(good, error="it broke")) == ["errors"]
     assert judged(oracle, repeated) == ["inexact"]
     assert judged(oracle, replace(good, pause_s=DEATH_PAUSE_S + 0.1)) == ["longest_pause_ms"]
-    assert judged(oracle, good, struck_at=9.0) == ["recovery_s"]
+    assert judged(oracle, good, fault_at=9.0) == ["recovery_s"]
     assert judged(oracle, good, left="worker-1: 1 slots") == ["left behind: worker-1: 1 slots"]
     overload = replace(CASE, migrates=False)
     assert judged(oracle, good, overload, migrations=1) == ["migrations"]

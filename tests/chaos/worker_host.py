@@ -22,16 +22,16 @@ from common.registry.instances import new_instance_id
 from common.runtime import env, log
 from common.runtime.config import read_config_or_exit
 from common.runtime.tasks import TaskGroup
-from common.service.lifecycle import run, run_main, settle_memory
+from common.service.lifecycle import freeze_startup_objects, run, run_main
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
-WORKERS_A_HOST = 10
+WORKERS_PER_HOST = 10
 # They only look for indexers.
 POLL_S = 0.5
 
 
-class _Ready:
+class _ReadyCounter:
     """Says that the host is ready once each of its workers is."""
 
     def __init__(self, fd: int | None, ids: list[int]) -> None:
@@ -39,11 +39,11 @@ class _Ready:
         self._ids = ids
         self._left = len(ids)
 
-    def one(self) -> None:
+    def worker_ready(self) -> None:
         self._left -= 1
         if self._left or self._fd is None:
             return
-        settle_memory()
+        freeze_startup_objects()
         line = {"instance_id": self._ids[0], "addresses": {}, "workers": self._ids}
         os.write(self._fd, json.dumps(line).encode() + b"\n")
         os.close(self._fd)
@@ -53,22 +53,22 @@ def main() -> None:
     """Runs the workers until the process is killed."""
     config, _ = read_config_or_exit(WorkerConfig, "WORKER", env.environ(), sys.argv[1:])
     log.setup(config.log_level, config.log_format, service="workers")
-    ids = [new_instance_id(SystemRandom()) for _ in range(WORKERS_A_HOST)]
-    ready = _Ready(config.ready_fd, ids)
+    ids = [new_instance_id(SystemRandom()) for _ in range(WORKERS_PER_HOST)]
+    ready = _ReadyCounter(config.ready_fd, ids)
     config = replace(config, ready_fd=None)
 
-    async def live() -> int:
-        registry = FileRegistry(config.registry_path, poll_s=POLL_S)
+    async def serve() -> int:
+        registry = FileRegistry(config.registry_path, poll_interval_s=POLL_S)
         async with TaskGroup() as tasks:
             for worker_id in ids:
                 app = WorkerApp(config, instance_id=worker_id, registry=registry)
                 tasks.create_task(
-                    run(app, notice_s=0.0, drain_s=0.0, signals=False, on_ready=ready.one)
+                    run(app, notice_s=0.0, drain_s=0.0, signals=False, on_ready=ready.worker_ready)
                 )
             await asyncio.get_running_loop().create_future()
         return 0
 
-    run_main(live)
+    run_main(serve)
 
 
 if __name__ == "__main__":

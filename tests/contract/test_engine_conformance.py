@@ -22,14 +22,14 @@ from common.request.preprocessed import (
     StopConditions,
     TokenIds,
 )
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.conformance.__main__ import main, maker
-from worker_svc.conformance.bench import Limits
+from worker_svc.conformance.__main__ import load_engine_factory, main
+from worker_svc.conformance.bench import TimeLimits
 from worker_svc.conformance.checks import all_checks
-from worker_svc.conformance.report import Result, Verdict, results
+from worker_svc.conformance.report import Result, Verdict, run_checks
 from worker_svc.engines.contract import (
     EngineConfig,
     FinishReason,
@@ -46,10 +46,10 @@ from worker_svc.engines.sim.engine import SimConfig, SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.kv_events.normalizer import (
-    Duplicates,
+    DuplicatePolicy,
     ExternalEvent,
-    KvRules,
-    KvSink,
+    KvEventFormat,
+    KvEventSink,
     PagesRemoved,
     PagesStored,
 )
@@ -57,8 +57,8 @@ from worker_svc.kv_events.normalizer import (
 SIM_ENGINE = "worker_svc.engines.sim.engine:SimEngine"
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
 # What a loaded machine may take; and what a broken engine is given until it is found out.
-PATIENT = Limits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
-BRIEF = Limits(start_s=60.0, answer_s=60.0, stop_s=0.2, end_s=0.2)
+PATIENT = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
+BRIEF = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=0.2, end_s=0.2)
 
 
 def blocks() -> list[str]:
@@ -77,10 +77,10 @@ Counter: Any = loaded("counter", blocks()[0]).Counter
 
 
 async def verdicts(
-    make: Callable[[], LLMEngine], limits: Limits = PATIENT, only: Sequence[str] = ()
+    make: Callable[[], LLMEngine], limits: TimeLimits = PATIENT, only: Sequence[str] = ()
 ) -> dict[str, Result]:
     checks = [one for one in all_checks() if not only or one.name in only]
-    return {one.check.name: one async for one in results(make, limits, checks)}
+    return {one.check.name: one async for one in run_checks(make, limits, checks)}
 
 
 def sim(**knobs: Any) -> SimEngine:
@@ -112,7 +112,7 @@ async def test_of_an_engine_for_halves_what_needs_whole_answers_is_skipped() -> 
     found = await verdicts(lambda: sim(handoff=SimHandoffConfig(role="prefill")))
     assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
     assert found["generate"].verdict is Verdict.SKIP
-    assert "halves" in found["generate"].why
+    assert "halves" in found["generate"].reason
     assert found["probes"].verdict is Verdict.PASS
 
 
@@ -249,9 +249,9 @@ class ProbesAreRequests(Counter):  # type: ignore[misc]
 class Bottomless(SimEngine):
     """Tells of pages below one that it never told of."""
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         class Beheading:
-            lose, reset = sink.lose, sink.reset
+            record_loss, reset = sink.record_loss, sink.reset
 
             def take(self, events: Iterable[ExternalEvent]) -> None:
                 sink.take(list(self.cut(events)))
@@ -275,7 +275,7 @@ class Bottomless(SimEngine):
 class Contrary(SimEngine):
     """Tells of a removal of what it has never stored."""
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         super().publish_to(sink)
         sink.take([PagesRemoved([4711])])
 
@@ -291,13 +291,13 @@ class Unmeant(Counter):  # type: ignore[misc]
 class Paging(Counter):  # type: ignore[misc]
     """Keeps every prompt for ever, page by page, in routing blocks of 16 tokens."""
 
-    kv_silence = ""
+    kv_events_off_reason = ""
 
     def __init__(
         self, page_size: int, *, told_as: int = 0, whole_blocks_only: bool = False
     ) -> None:
         super().__init__()
-        self.kv_rules = KvRules(16, told_as or page_size, Duplicates.IDEMPOTENT)
+        self.kv_event_format = KvEventFormat(16, told_as or page_size, DuplicatePolicy.IDEMPOTENT)
         self.page_size = page_size
         self.reused = 16 if whole_blocks_only else page_size
         self.held: dict[tuple[int, ...], int] = {}
@@ -308,7 +308,7 @@ class Paging(Counter):  # type: ignore[misc]
             "paging", context_length=4096, kv_cache_block_size=16, kv_index="events"
         )
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         self.sink = sink
 
     async def generate(
@@ -336,7 +336,9 @@ class Paging(Counter):  # type: ignore[misc]
             page = prompt[end - self.page_size : end]
             if prompt[:end] not in self.held:
                 name = self.held[prompt[:end]] = len(self.held)
-                self.sink.take([PagesStored([name], parent, TokenIds.of(page).le, self.page_size)])
+                self.sink.take(
+                    [PagesStored([name], parent, TokenIds.of(page).little_endian, self.page_size)]
+                )
             parent = self.held[prompt[:end]]
 
 
@@ -365,7 +367,7 @@ class HalfStarted(Counter):  # type: ignore[misc]
 async def test_an_engine_whose_start_failed_half_way_is_cleaned_up(only: Sequence[str]) -> None:
     found = await verdicts(HalfStarted, only=only)
     assert found["start"].verdict is Verdict.FAIL
-    assert "no GPU is free" in found["start"].why
+    assert "no GPU is free" in found["start"].reason
     assert not [one for one in asyncio.all_tasks() if one.get_name() == "left-behind"]
     assert only or found["cleanup"].verdict is Verdict.PASS, "its rule holds then, too"
 
@@ -377,7 +379,7 @@ class HalfStartedForGood(HalfStarted):
 
 def test_a_stop_may_take_as_long_as_the_page_says() -> None:
     (promised_ms,) = re.findall(r"has to be free within (\d+) ms", PAGE.read_text())
-    assert Limits().stop_s * 1000 == int(promised_ms)
+    assert TimeLimits().stop_s * 1000 == int(promised_ms)
 
 
 class Restless(Counter):  # type: ignore[misc]
@@ -476,16 +478,16 @@ BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
 
 
 @pytest.mark.parametrize(
-    ("name", "make", "why"), BROKEN, ids=[f"{name}-{at}" for at, (name, *_) in enumerate(BROKEN)]
+    ("name", "make", "reason"), BROKEN, ids=[f"{name}-{at}" for at, (name, *_) in enumerate(BROKEN)]
 )
 async def test_an_engine_that_breaks_a_rule_fails_its_check(
-    name: str, make: Callable[[], LLMEngine], why: str
+    name: str, make: Callable[[], LLMEngine], reason: str
 ) -> None:
     before = {"start", "cleanup"} if name in ("cleanup-twice", "after-cleanup") else {"start"}
     # Found out in no time where it answers at all; else the time is the kit's patience.
     found = await verdicts(make, BRIEF, [*before, name])
     assert found[name].verdict is Verdict.FAIL, str(found[name])
-    assert why in found[name].why
+    assert reason in found[name].reason
     leaked = [one for one in asyncio.all_tasks() if one.get_name() == "left-behind"]
     for task in leaked:
         task.cancel()
@@ -516,7 +518,7 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
 
 
 @pytest.mark.parametrize(
-    ("target", "arguments", "why"),
+    ("target", "arguments", "reason"),
     [
         ("nothing", [], "is not MODULE:ENGINE"),
         ("no.such.module:Engine", [], "No module named"),
@@ -532,14 +534,14 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
     ],
 )
 def test_what_is_no_engine_is_said_so(
-    target: str, arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    target: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([target, *arguments]) == 2
-    assert why in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 def test_arguments_become_the_fields_of_a_configuration() -> None:
-    make = maker(
+    make = load_engine_factory(
         SIM_ENGINE,
         {"block_size": 8, "timing": {"speedup": 0.0}, "handoff": {"role": "decode"}},
     )
@@ -564,7 +566,7 @@ async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
             token_ids=TokenIds.of([5, 6, 7]), stop_conditions=StopConditions(max_tokens=3)
         )
         said: list[int] = []
-        key = app.runner.admit(Order("r", request=request))
+        key = app.runner.admit(LegRequest("r", request=request))
         terminal = await app.runner.run(key, lambda one: said.extend(one.token_ids))
         assert said == [8, 9, 10]
         assert terminal.finish_reason is FinishReason.LENGTH

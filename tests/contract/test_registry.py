@@ -30,7 +30,7 @@ from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul import ConsulRegistry
 from common.registry.file import FileRegistry
-from common.registry.instances import Instance, Snapshot, diff, new_instance_id
+from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
@@ -202,7 +202,7 @@ from common.registry.consul import ConsulRegistry
 from common.registry.instances import Instance
 
 async def main(url, raw, forks):
-    registry = ConsulRegistry(url, ttl_s=2.0, tend_s=0.25)
+    registry = ConsulRegistry(url, ttl_s=2.0, reconcile_interval_s=0.25)
     await registry.register(Instance.from_json(raw))
     child = os.fork() if forks == "forks" else 0
     if forks == "forks" and child == 0:
@@ -227,7 +227,7 @@ class ConsulMesh:
         self.owners: list[ChildOwner] = []
 
     def connect(self) -> Registry:
-        self.clients.append(ConsulRegistry(self.agent.url, ttl_s=2.0, tend_s=0.25))
+        self.clients.append(ConsulRegistry(self.agent.url, ttl_s=2.0, reconcile_interval_s=0.25))
         return self.clients[-1]
 
     async def spawn(self, instance: Instance, *, forks: bool = False) -> Owner:
@@ -426,7 +426,7 @@ async def test_an_update_is_seen_as_a_change(mesh: Mesh) -> None:
         await lease.update(slow)
         after = await seen(watch, lambda s: bool(s.instances[one.id].taints))
     assert lease.instance == slow
-    changes = diff(before, after)
+    changes = diff_snapshots(before, after)
     assert (changes.joined, changes.left, changes.changed) == ((), (), (slow,))
 
 
@@ -860,7 +860,7 @@ async def test_a_registration_waits_while_another_is_being_checked(files: FileMe
 
 
 async def test_a_stuck_admission_is_unavailable_and_not_for_ever(files: FileMesh) -> None:
-    registry = FileRegistry(files.path, admission_wait_s=0.02)
+    registry = FileRegistry(files.path, card_check_wait_s=0.02)
     files.clients.append(registry)
     with admission_held(files), pytest.raises(Unavailable, match="another registration") as refused:
         await registry.register(worker(model="m", card_checksum="c"))

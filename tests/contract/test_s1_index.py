@@ -22,20 +22,20 @@ from common.kv.events import (
     SourceStatus,
 )
 from common.kv.hashing import hashes_to_bytes
-from common.kv.index_feed import IndexFeed, exhaust
+from common.kv.index_feed import IndexFeed, run_all_steps
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.runtime.config import ConfigError, read_config
-from indexer_svc.core.history import History
-from indexer_svc.core.subscriber import LoadTold, StatusTold, Subscriber
+from indexer_svc.core.history import BatchHistory
+from indexer_svc.core.subscriber import LoadUpdate, StatusUpdate, Subscriber
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Index, IndexChoice, NoIndex, Overlaps, Standing
+from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, Overlaps
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import SELECTORS, Choice
+from router_svc.core.selectors import SELECTORS, Selection
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
@@ -76,43 +76,43 @@ class Fed:
     def __init__(self) -> None:
         self.feed = IndexFeed()
 
-    def match(self, query: Query) -> list[Matched]:
+    def match(self, query: Query) -> list[SourceMatch]:
         return self.feed.match(PART, np.frombuffer(query.prefix_hashes, "<u8").astype(np.uint64))
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
-    def announce(self, *sources: Source) -> None:
+    def register_source(self, *sources: Source) -> None:
         for source in sources:
-            self.feed.announce(PART, SourceState(source, 1, 0), 0.0)
+            self.feed.register_source(PART, SourceState(source, 1, 0), 0.0)
 
     def tell(self, *batches: EventBatch) -> None:
         for batch in batches:
-            exhaust(self.feed.apply(batch, 0.0))
+            run_all_steps(self.feed.apply(batch, 0.0))
 
 
 def replica() -> Index:
     fed = Fed()
-    fed.announce(ONE, TWO)
+    fed.register_source(ONE, TWO)
     fed.tell(stored(ONE, 1, *range(1, 6)), stored(TWO, 1, 1, 2))
     return fed
 
 
-def overlaps(choice: IndexChoice, index: Index | None = None) -> Overlaps:
+def overlaps(choice: IndexSettings, index: Index | None = None) -> Overlaps:
     one = Overlaps(replica() if index is None else index, choice)
-    one.follow([worker(1), worker(2, ranks=4)])
+    one.update_workers([worker(1), worker(2, ranks=4)])
     return one
 
 
 def guessed() -> Overlaps:
-    one = overlaps(RouterConfig(kv_events=False).index_choice)
-    one.routed(query(5), Placement(*ONE), 0.0)
-    one.routed(query(2), Placement(*TWO), 0.0)
+    one = overlaps(RouterConfig(kv_events=False).index_settings)
+    one.record_placement(query(5), Placement(*ONE), 0.0)
+    one.record_placement(query(2), Placement(*TWO), 0.0)
     return one
 
 
 KINDS: dict[str, Callable[[], Overlaps]] = {
-    "events": lambda: overlaps(RouterConfig().index_choice),
+    "events": lambda: overlaps(RouterConfig().index_settings),
     "approx": guessed,
 }
 
@@ -133,7 +133,7 @@ def test_scores_are_by_worker_and_rank_and_those_who_hold_nothing_are_absent(kin
 @pytest.mark.row("S1-32", "S1-48")
 def test_no_index_gives_empty_scores_and_never_an_error() -> None:
     assert list(NoIndex().match(query())) == []
-    none = overlaps(RouterConfig(overlap_score_credit=0.0).index_choice)
+    none = overlaps(RouterConfig(overlap_score_credit=0.0).index_settings)
     assert len(none.matches(query())) == 0
     assert len(none.matches(Query("m", 128))) == 0
 
@@ -141,7 +141,7 @@ def test_no_index_gives_empty_scores_and_never_an_error() -> None:
 @pytest.mark.row("S1-37")
 def test_a_selection_names_the_candidate_with_its_rank_and_why() -> None:
     chosen = Candidate(Placement(2, 3), worker(2, ranks=4))
-    choice = Choice(chosen, "it is mine")
+    choice = Selection(chosen, "it is mine")
     assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "it is mine")
     router = Router(SELECTORS["kv"](), index=replica())
     router.update(Snapshot(1, {w.id: w for w in (worker(1), worker(2, ranks=4))}), 0.0)
@@ -153,9 +153,9 @@ def test_a_selection_names_the_candidate_with_its_rank_and_why() -> None:
 @pytest.mark.row("S1-33")
 def test_an_event_belongs_to_one_rank_of_one_worker_and_to_no_other() -> None:
     fed = Fed()
-    fed.announce(Source(1, 0), Source(1, 1), Source(2, 0))
+    fed.register_source(Source(1, 0), Source(1, 1), Source(2, 0))
     fed.tell(stored(Source(1, 1), 1, 1, 2, 3))
-    assert fed.match(query()) == [Matched(Source(1, 1), 3, 3, 3)]
+    assert fed.match(query()) == [SourceMatch(Source(1, 1), 3, 3, 3)]
 
 
 # Which index (S1.E).
@@ -164,17 +164,17 @@ def test_an_event_belongs_to_one_rank_of_one_worker_and_to_no_other() -> None:
 @pytest.mark.row("S1-41")
 def test_there_are_three_ways_to_know_and_a_worker_that_tells_nothing_has_its_own() -> None:
     kinds = {
-        RouterConfig(overlap_score_credit=credit, kv_events=events).index_choice.kind
+        RouterConfig(overlap_score_credit=credit, kv_events=events).index_settings.kind
         for credit, events in itertools.product((0.0, 1.0), (False, True))
     }
     assert kinds == {"none", "approx", "events"}
     fed = Fed()
-    fed.announce(ONE)
+    fed.register_source(ONE)
     fed.tell(stored(ONE, 1, 1, 2, 3))
-    mixed = Overlaps(fed, RouterConfig().index_choice)
-    mixed.follow([worker(1), worker(2, kv_index="approx"), worker(3, kv_index="none")])
+    mixed = Overlaps(fed, RouterConfig().index_settings)
+    mixed.update_workers([worker(1), worker(2, kv_index="approx"), worker(3, kv_index="none")])
     for placement in (Placement(2, 0), Placement(3, 0)):
-        mixed.routed(query(4), placement, 0.0)
+        mixed.record_placement(query(4), placement, 0.0)
     assert {at[0]: row.device_blocks for at, row in mixed.matches(query()).items()} == {1: 3, 2: 4}
 
 
@@ -191,7 +191,7 @@ def test_event_threads_are_refused_by_name(name: str) -> None:
 @pytest.mark.row("S1-44", "S1-55")
 def test_questions_are_answered_amid_a_batch_by_what_is_applied_so_far() -> None:
     fed = Fed()
-    fed.announce(ONE, TWO)
+    fed.register_source(ONE, TWO)
     fed.tell(stored(TWO, 1, 1, 2))
     keys = range(1, 5001)
     steps = fed.feed.apply(stored(ONE, 1, *keys), 0.0)
@@ -215,7 +215,7 @@ def test_events_of_one_source_are_applied_in_its_order_however_they_arrive(
     """Three sources store and remove the same block in turn; only the order within one matters."""
     fed = Fed()
     sources = [Source(n + 1) for n in range(3)]
-    fed.announce(*sources)
+    fed.register_source(*sources)
     last = (stored(sources[0], 4, 1, 2), removed(sources[1], 4, 1), stored(sources[2], 4, 1, 2))
     scripts = {
         source: data.draw(
@@ -237,16 +237,16 @@ def test_a_worker_that_is_removed_goes_with_all_its_ranks(kind: str) -> None:
     if kind == "events":
         fed = Fed()
         ranks = [Source(2, n) for n in range(4)]
-        fed.announce(ONE, *ranks)
+        fed.register_source(ONE, *ranks)
         for source in (ONE, *ranks):
             fed.tell(stored(source, 1, 1, 2))
-        known = overlaps(RouterConfig().index_choice, fed)
+        known = overlaps(RouterConfig().index_settings, fed)
         assert len(known.matches(query())) == 5
     else:
         known = guessed()
         for rank in range(4):
-            known.routed(query(2), Placement(2, rank), 0.0)
-    known.follow([worker(1)])
+            known.record_placement(query(2), Placement(2, rank), 0.0)
+    known.update_workers([worker(1)])
     known.forget(2)
     known.forget(404)
     assert {at[0] for at in known.matches(query())} == {1}
@@ -255,27 +255,27 @@ def test_a_worker_that_is_removed_goes_with_all_its_ranks(kind: str) -> None:
 @pytest.mark.row("S1-50")
 def test_a_decision_inserts_what_it_predicts_and_without_index_does_nothing() -> None:
     for choice, inserted in (
-        (RouterConfig(kv_events=False).index_choice, 8),
-        (RouterConfig(router_predicted_ttl_secs=5.0).index_choice, 8),
-        (RouterConfig().index_choice, 5),
-        (RouterConfig(overlap_score_credit=0.0).index_choice, 0),
+        (RouterConfig(kv_events=False).index_settings, 8),
+        (RouterConfig(router_predicted_ttl_secs=5.0).index_settings, 8),
+        (RouterConfig().index_settings, 5),
+        (RouterConfig(overlap_score_credit=0.0).index_settings, 0),
     ):
         known = overlaps(choice)
-        known.routed(query(), Placement(*ONE), 0.0)
+        known.record_placement(query(), Placement(*ONE), 0.0)
         row = known.matches(query()).get((1, 0))
-        assert (0 if row is None else row.device_blocks) == inserted, choice.why
+        assert (0 if row is None else row.device_blocks) == inserted, choice.reason
 
 
 @pytest.mark.row("S1-51")
 def test_an_event_that_cannot_be_applied_is_a_typed_error_and_harms_no_other_source() -> None:
     fed = Fed()
-    fed.announce(ONE)
+    fed.register_source(ONE)
     fed.tell(stored(ONE, 1, 1, 2))
     with pytest.raises(InvalidRequest) as refused:
         fed.tell(stored(TWO, 1, 1))
     assert refused.value.reason == "UNKNOWN_SOURCE"
     fed.tell(removed(ONE, 2, 999, 2))
-    assert fed.match(query()) == [Matched(ONE, 1, 1, 1)], "an absent block stops nothing"
+    assert fed.match(query()) == [SourceMatch(ONE, 1, 1, 1)], "an absent block stops nothing"
 
 
 # Who wants no events gets none (S1-54, the trap), and nothing is kept for it.
@@ -286,8 +286,8 @@ class Indexer:
 
     def __init__(self, *, loads_only: bool) -> None:
         self.feed = IndexFeed()
-        self.feed.announce(PART, SourceState(ONE, 1, 0), 0.0)
-        histories: dict[Source, History] = {}
+        self.feed.register_source(PART, SourceState(ONE, 1, 0), 0.0)
+        histories: dict[Source, BatchHistory] = {}
         self.subscriber = Subscriber(
             self.feed,
             histories,
@@ -300,7 +300,7 @@ class Indexer:
 
     def publish(self, batches: Iterable[EventBatch]) -> None:
         for batch in batches:
-            exhaust(self.feed.apply(batch, 0.0))
+            run_all_steps(self.feed.apply(batch, 0.0))
             self.subscriber.batch(batch)
 
     def drain(self) -> list[object]:
@@ -316,19 +316,21 @@ def test_for_who_wants_no_events_none_pile_up() -> None:
     wanted = Indexer(loads_only=False)
     wanted.drain()
     wanted.publish(batches)
-    assert wanted.subscriber.is_cut, "this much does not wait for anybody who reads nothing"
+    assert wanted.subscriber.is_overflowed, "this much does not wait for anybody who reads nothing"
     spared = Indexer(loads_only=True)
     spared.drain()
     spared.publish(batches)
-    assert not spared.subscriber.is_cut
+    assert not spared.subscriber.is_overflowed
     assert not spared.subscriber.has_more
-    spared.subscriber.replaced(ONE)
-    spared.subscriber.changed(ONE, PART, SourceStatus("exact"))
+    spared.subscriber.source_replaced(ONE)
+    spared.subscriber.status_changed(ONE, PART, SourceStatus("exact"))
     for running in range(1000):
         spared.subscriber.load(ONE, PART, Load(running=running))
     told = spared.drain()
-    assert [one for one in told if isinstance(one, LoadTold)] == [LoadTold(ONE, Load(running=999))]
-    assert {one.status.state for one in told if isinstance(one, StatusTold)} == {"gapped"}
+    assert [one for one in told if isinstance(one, LoadUpdate)] == [
+        LoadUpdate(ONE, Load(running=999))
+    ]
+    assert {one.status.state for one in told if isinstance(one, StatusUpdate)} == {"gapped"}
     assert not any(hasattr(one, "hashes") or hasattr(one, "events") for one in told)
 
 
@@ -337,8 +339,8 @@ def test_who_wants_no_events_still_hears_that_a_source_has_gone() -> None:
     spared = Indexer(loads_only=True)
     spared.drain()
     spared.feed.forget(ONE, "left")
-    spared.subscriber.changed(ONE, PART, SourceStatus("gone", "left"))
-    assert spared.drain() == [StatusTold(ONE, PART, SourceStatus("gone", "left"))]
+    spared.subscriber.status_changed(ONE, PART, SourceStatus("gone", "left"))
+    assert spared.drain() == [StatusUpdate(ONE, PART, SourceStatus("gone", "left"))]
 
 
 # Errors of an index (S1-78).
@@ -347,11 +349,11 @@ def test_who_wants_no_events_still_hears_that_a_source_has_gone() -> None:
 class Failing:
     """An index that cannot answer."""
 
-    def match(self, query: Query) -> list[Matched]:
+    def match(self, query: Query) -> list[SourceMatch]:
         raise Unavailable("the index is gone", reason="INDEX_GONE")
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("none")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("none")
 
 
 @pytest.mark.row("S1-78", "S1-108")

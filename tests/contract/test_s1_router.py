@@ -25,19 +25,19 @@ from structlog.testing import capture_logs
 import router_svc
 from common.errors import DeadlineExceeded, NotFound, Unavailable, UnknownModel
 from common.kv.events import Event, EventBatch, EventKind, Partition, Source, SourceState
-from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
-from common.kv.index_feed import IndexFeed, exhaust
-from common.registry.instances import ENDPOINT, EndpointId, Instance, ModelNetworkName
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.kv.index_feed import IndexFeed, run_all_steps
+from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
-from common.service.lifecycle import Health, Life
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.service.lifecycle import HealthReporter, Lifecycle
 from common.wire.errors import error_from_proto
 from common.wire.kv import (
     batch_to_proto,
-    chunk_from_proto,
     partition_from_proto,
     partition_to_proto,
+    snapshot_chunk_from_proto,
     source_to_proto,
 )
 from indexer_svc.app import IndexerApp
@@ -56,7 +56,7 @@ NS = "default"
 FRONTEND = 77
 B = 16
 MESH_KEY = "secret"
-PART = Partition("m", B, SCHEME_ID)
+PART = Partition("m", B, HASH_SCHEME_ID)
 HASHER = PrefixHasher(mesh_key=MESH_KEY.encode(), model="m", block_size=B)
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -64,9 +64,9 @@ TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 class Running:
     """A router that runs, and a channel to it."""
 
-    def __init__(self, app: RouterApp, life: Life) -> None:
+    def __init__(self, app: RouterApp, lifecycle: Lifecycle) -> None:
         self.app = app
-        self.life = life
+        self.lifecycle = lifecycle
         self.channel = rpc.channel(app.address)
         self.stub = router_pb2_grpc.RouterServiceStub(self.channel)
 
@@ -104,9 +104,9 @@ async def router(store: MemoryStore, **knobs: Any) -> AsyncIterator[Running]:
         registry=MemoryRegistry(store),
         rng=Random(1),
     )
-    life = Life(Health())
-    async with living(app, life):
-        running = Running(app, life)
+    lifecycle = Lifecycle(HealthReporter())
+    async with living(app, lifecycle):
+        running = Running(app, lifecycle)
         async with running.channel:
             yield running
 
@@ -180,7 +180,7 @@ def named(token_ids: Sequence[int]) -> dict[str, Any]:
     return {
         "total_tokens": len(token_ids),
         "prefix_hashes": hashes_to_bytes(HASHER.prefix_hashes(list(token_ids))),
-        "hash_scheme": SCHEME_ID,
+        "hash_scheme": HASH_SCHEME_ID,
         "block_size": B,
     }
 
@@ -199,7 +199,7 @@ async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_o
     app = running.app
     defaults = RouterConfig()
     assert app.router.selector.name == defaults.selector == "kv"
-    assert app.router.overlaps.choice == defaults.index_choice
+    assert app.router.overlaps.choice == defaults.index_settings
     assert app.index.indexer_id is None
     await bed.add(running, worker(1, role="prefill"), worker(2, role="decode", block_size=B))
     assert app.router.fleet.block_size("m") == B
@@ -293,8 +293,8 @@ async def test_a_start_that_waits_for_its_registry_can_be_cancelled() -> None:
             yield
 
     app = RouterApp(RouterConfig(registry="memory"), registry=Silent())
-    life = Life(Health())
-    starting = asyncio.create_task(app.start(life))
+    lifecycle = Lifecycle(HealthReporter())
+    starting = asyncio.create_task(app.start(lifecycle))
     try:
         await until(lambda: app.address != "", "it waits")
         channel = rpc.channel(app.address)
@@ -306,8 +306,8 @@ async def test_a_start_that_waits_for_its_registry_can_be_cancelled() -> None:
     finally:
         starting.cancel()
         await asyncio.wait({starting}, timeout=WAIT_S)
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
+        lifecycle.drain("test over")
+        assert await lifecycle.cancel_tasks(WAIT_S) == []
         await app.close()
     assert starting.done()
 
@@ -331,9 +331,9 @@ async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed
         for running in (first, second):
             entry = found[running.app.instance_id]
             assert entry.address == running.app.address
-            endpoint = EndpointId(NS, "router", ENDPOINT)
+            endpoint = EndpointId(NS, "router", ENDPOINT_NAME)
             assert entry.network_name == ModelNetworkName.from_local(endpoint, entry.id)
-        await end(first.app, first.life)
+        await end(first.app, first.lifecycle)
         async with asyncio.timeout(WAIT_S):
             while len(watch.current.of("router")) == 2:
                 await watch.next()
@@ -421,11 +421,11 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
         stub = indexer_pb2_grpc.IndexerServiceStub(channel)
         call: Any = stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S)
         async for told in call:
-            chunk = chunk_from_proto(told.chunk)
+            chunk = snapshot_chunk_from_proto(told.chunk)
             if chunk.first:
                 state = SourceState(chunk.source, chunk.epoch, chunk.sequence)
-                copy.announce(partition_from_proto(told.partition), state, 0.0)
-            exhaust(copy.load(chunk, 0.0))
+                copy.register_source(partition_from_proto(told.partition), state, 0.0)
+            run_all_steps(copy.load(chunk, 0.0))
         for depth in (1, 90, 91, 200):
             expected = indexer.ingest.feed.match(PART, chain[:depth])
             assert len(expected) == 2
@@ -442,7 +442,7 @@ async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(b
         call: Any = stub.Dump(indexer_pb2.DumpRequest(worker_id=7), timeout=WAIT_S)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call.read()
-        error = from_rpc_error(failed.value)
+        error = mesh_error_from_rpc(failed.value)
         assert isinstance(error, NotFound)
         assert error.field == "worker_id"
     (row,) = (await running.unary("Dump", pb.DumpRequest())).workers
@@ -484,7 +484,7 @@ async def test_closing_one_router_leaves_a_second_one_working(bed: Bed) -> None:
     for running in (first, second):
         feed = running.app.index.feed
         await until(lambda feed=feed: feed.blocks == 8, "the blocks are there")  # type: ignore[misc]
-    await end(first.app, first.life)
+    await end(first.app, first.lifecycle)
     await until(lambda: len(indexer.ingest.subscribers) == 1, "the first has left the indexer")
     routers = (await bed.registry.snapshot(NS)).of("router")
     assert [instance.id for instance in routers] == [second.app.instance_id]
@@ -502,7 +502,7 @@ async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed
     await until(lambda: len(indexer.ingest.subscribers) == 1, "it follows the indexer")
     mine = asyncio.create_task(asyncio.Event().wait())
     try:
-        await end(running.app, running.life)
+        await end(running.app, running.lifecycle)
         await until(lambda: not indexer.ingest.subscribers, "its call has ended")
         assert not mine.done()
         connected = running.app.metrics.registry.get_sample_value("kvmesh_router_index_connected")
@@ -622,7 +622,7 @@ async def test_a_failed_decision_is_an_error_of_the_call_with_its_status(bed: Be
     call: Any = running.stub.Route(request, timeout=WAIT_S)
     with pytest.raises(Exception, match="nope") as failed:
         await call
-    assert from_rpc_error(failed.value).kind == "UNKNOWN_MODEL"  # type: ignore[arg-type]
+    assert mesh_error_from_rpc(failed.value).kind == "UNKNOWN_MODEL"  # type: ignore[arg-type]
     assert await running.requests() == 0
 
 

@@ -18,8 +18,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Not `session.testsfailed`: that counts once all fixtures have ended, and no first try."""
     report = yield
-    before = call.when != "setup" and item.stash.get(HAS_FAILED, False)
-    item.stash[HAS_FAILED] = before or report.failed
+    has_failed = call.when != "setup" and item.stash.get(HAS_FAILED, False)
+    item.stash[HAS_FAILED] = has_failed or report.failed
     return report
 
 
@@ -30,13 +30,13 @@ def start(
     """Starts a mesh of the shape given whose logs are shown when the test fails."""
 
     @contextmanager
-    def started(**shape: Any) -> Iterator[Mesh]:
+    def start_mesh(**shape: Any) -> Iterator[Mesh]:
         with Mesh(tmp_path, **shape) as mesh:
             meshes.append(mesh)
             yield mesh
 
     meshes: list[Mesh] = []
-    yield started
+    yield start_mesh
     for mesh in meshes:
         with logs_on_failure(mesh, request):
             pass

@@ -33,7 +33,7 @@ from frontend_svc.core.text.prompt import ChatTemplate
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
 ROOT = Path(__file__).parents[2]
 PARENT_GUARD = ROOT / "meshctl" / "process" / "parent_guard.py"
@@ -53,11 +53,12 @@ HAS_FAILED = pytest.StashKey[bool]()
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = WAIT_S) -> T:
-    """The first true value of `condition`, polled. AssertionError saying `what` when it is late."""
+def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WAIT_S) -> T:
+    """The first true value of `condition`, polled. AssertionError saying `description` when it is
+    late."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
         time.sleep(POLL_S)
     return value
 
@@ -71,7 +72,7 @@ class Service:
 
     def __init__(
         self,
-        room: str,
+        service_name: str,
         flags: Sequence[str],
         folder: Path,
         name: str,
@@ -79,8 +80,8 @@ class Service:
         kind: str = "",
         module: str = "",
     ) -> None:
-        self.room = room
-        self.kind = kind or room
+        self.service_name = service_name
+        self.kind = kind or service_name
         self.name = name
         self.log_path = folder / f"{name}.log"
         self.instance_id = 0
@@ -92,7 +93,7 @@ class Service:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())),
-                    *(sys.executable, "-m", module or f"{room}_svc"),
+                    *(sys.executable, "-m", module or f"{service_name}_svc"),
                     *(f"--ready-fd={write_fd}", *flags),
                 ],
                 cwd=ROOT,
@@ -146,15 +147,18 @@ class Service:
         deadline = time.monotonic() + timeout_s
         line = b""
         while not line.endswith(b"\n"):
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not select.select([self._ready_fd], [], [], left_s)[0]:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0 or not select.select([self._ready_fd], [], [], remaining_s)[0]:
                 raise AssertionError(f"{self.name} is not ready in {timeout_s:g} s\n{self.tail()}")
             part = os.read(self._ready_fd, 4096)
             if not part:
                 raise AssertionError(f"{self.name} ended before it was ready\n{self.tail()}")
             line += part
-        said = json.loads(line)
-        self.instance_id, self.addresses = int(said["instance_id"]), said["addresses"]
+        ready_message = json.loads(line)
+        self.instance_id, self.addresses = (
+            int(ready_message["instance_id"]),
+            ready_message["addresses"],
+        )
         return self
 
     def send(self, number: signal.Signals) -> None:
@@ -187,18 +191,18 @@ class Service:
     # Any: what a log line says of itself.
     def events(self, name: str) -> list[dict[str, Any]]:
         """The log's lines of that event, oldest first; a line being written is left out."""
-        found = []
+        matching = []
         for line in self.log_path.read_text().splitlines(keepends=True):
             if line.startswith("{") and line.endswith("\n"):
                 event = json.loads(line)
                 if event.get("event") == name:
-                    found.append(event)
-        return found
+                    matching.append(event)
+        return matching
 
     def tail(self, lines: int = LOG_LINES_SHOWN) -> str:
         """The end of its log, for people."""
-        shown = self.log_path.read_text(errors="replace").splitlines()[-lines:]
-        return "\n".join([f"--- {self.name} (pid {self.pid}, {self.log_path})", *shown])
+        last_lines = self.log_path.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"--- {self.name} (pid {self.pid}, {self.log_path})", *last_lines])
 
 
 class Mesh:
@@ -225,7 +229,7 @@ class Mesh:
     ) -> None:
         self._folder = folder
         counts = (indexers, workers, prefill, decode, routers, frontends)
-        self._wanted = dict(zip(KINDS, counts, strict=True))
+        self._service_counts = dict(zip(KINDS, counts, strict=True))
         self._flags = {
             "frontend": ["--http-port=0", *frontend_flags],
             "router": list(router_flags),
@@ -239,7 +243,7 @@ class Mesh:
 
     def __enter__(self) -> Mesh:
         try:
-            for kind, count in self._wanted.items():
+            for kind, count in self._service_counts.items():
                 for _ in range(count):
                     self.spawn(kind)
             for service in self.services:
@@ -262,25 +266,27 @@ class Mesh:
     def spawn(self, kind: str, *flags: str) -> Service:
         """Starts one more process; call its `wait_ready`. flags: beside those of the mesh."""
         number = self._started[kind] = self._started.get(kind, 0) + 1
-        room = "worker" if kind in ROLES else kind
+        service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
         registry = f"--registry-path={self._folder / 'registry'}"
         service = Service(
-            room,
-            [registry, *self._flags[room], *role, *flags],
+            service_name,
+            [registry, *self._flags[service_name], *role, *flags],
             self._folder,
             f"{kind}-{number}",
             kind=kind,
-            module=self._modules.get(room, ""),
+            module=self._modules.get(service_name, ""),
         )
         self.services.append(service)
         return service
 
-    def running(self, room: str) -> list[Service]:
+    def running(self, service_name: str) -> list[Service]:
         """The processes of a room that have not ended, oldest first."""
-        return [s for s in self.services if s.room == room and s.process.poll() is None]
+        return [
+            s for s in self.services if s.service_name == service_name and s.process.poll() is None
+        ]
 
-    def of(self, kind: str) -> list[Service]:
+    def of_kind(self, kind: str) -> list[Service]:
         """The same, by kind: of workers those of one role."""
         return [s for s in self.services if s.kind == kind and s.process.poll() is None]
 
@@ -309,18 +315,22 @@ class Mesh:
         """The same of every frontend, oldest first."""
         return [frontend.addresses["http"] for frontend in self.running("frontend")]
 
-    def known(self, room: str, url: str = "") -> set[int]:
+    def known_instance_ids(self, service_name: str, url: str = "") -> set[int]:
         """Instance ids of a room that the frontend (at that URL) knows of now."""
         instances = self.http.get(f"{url or self.url}/health").json()["instances"]
-        return {int(i["id"]) for i in instances if i["service"] == room}
+        return {int(i["id"]) for i in instances if i["service"] == service_name}
 
     def is_complete(self) -> bool:
         """Whether each frontend serves, by a router, all workers that run and no others."""
         workers = {worker.instance_id for worker in self.workers}
         for url in self.urls:
             ready = self.http.get(f"{url}/ready").json()
-            ails = [why for why in ready["degraded"] if any(part in why for part in _INCOMPLETE)]
-            if not ready["ready"] or ails or self.known("worker", url) != workers:
+            problems = [
+                reason
+                for reason in ready["degraded"]
+                if any(part in reason for part in _INCOMPLETE)
+            ]
+            if not ready["ready"] or problems or self.known_instance_ids("worker", url) != workers:
                 return False
         return True
 
@@ -330,7 +340,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ExpectedResponse:
     """What the sim model answers. prompt_tokens, completion_tokens: as usage must say."""
 
     text: str
@@ -349,53 +359,53 @@ class Oracle:
             config["chat_template"], bos_token=None, eos_token=config["eos_token"]
         )
         model = load_sim_model(SIM_MODEL_DIR)
-        self._truth = Truth(model.word_ids, model.eos_ids[0])
+        self._token_oracle = TokenOracle(model.word_ids, model.eos_ids[0])
 
-    def chat(self, content: str, max_tokens: int, *, stop: str = "") -> Answer:
+    def chat(self, content: str, max_tokens: int, *, stop: str = "") -> ExpectedResponse:
         """The answer to one user message."""
         messages = [{"role": "user", "content": content}]
-        return self.chats(messages, max_tokens, stop=stop)
+        return self.conversation(messages, max_tokens, stop=stop)
 
-    def chats(
+    def conversation(
         self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, stop: str = ""
-    ) -> Answer:
+    ) -> ExpectedResponse:
         """The answer to a conversation."""
         text = self._template.render(list(messages), now=datetime.now(UTC))
-        return self._answer(self.encode(text, special_tokens=False), max_tokens, stop)
+        return self._expected_response(self.encode(text, special_tokens=False), max_tokens, stop)
 
     def completion(
         self, prompt: str | Sequence[int], max_tokens: int, *, ignore_eos: bool = False
-    ) -> Answer:
+    ) -> ExpectedResponse:
         """The continuation of a text, or of token ids."""
         if isinstance(prompt, str):
             prompt = self.encode(prompt, special_tokens=True)
-        return self._answer(prompt, max_tokens, ignore_eos=ignore_eos)
+        return self._expected_response(prompt, max_tokens, ignore_eos=ignore_eos)
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """The ids that continue token ids where EOS is ignored."""
-        return self._truth.continue_tokens(prompt, max_tokens, ignore_eos=True)
+        return self._token_oracle.continue_tokens(prompt, max_tokens, ignore_eos=True)
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
-    def _answer(
+    def _expected_response(
         self, prompt: Sequence[int], max_tokens: int, stop: str = "", *, ignore_eos: bool = False
-    ) -> Answer:
-        tokens = self._truth.continue_tokens(prompt, max_tokens, ignore_eos=ignore_eos)
-        finish = "length" if len(tokens) == max_tokens else "stop"
+    ) -> ExpectedResponse:
+        tokens = self._token_oracle.continue_tokens(prompt, max_tokens, ignore_eos=ignore_eos)
+        finish_reason = "length" if len(tokens) == max_tokens else "stop"
         text = self._tokenizer.decode(tokens)
         if stop and stop in text:
             # The token that completes the stop string is the last one that counts.
             count = next(
                 n for n in range(1, len(tokens) + 1) if stop in self._tokenizer.decode(tokens[:n])
             )
-            return Answer(text[: text.index(stop)], "stop", len(prompt), count)
-        return Answer(text, finish, len(prompt), len(tokens))
+            return ExpectedResponse(text[: text.index(stop)], "stop", len(prompt), count)
+        return ExpectedResponse(text, finish_reason, len(prompt), len(tokens))
 
 
-class Logged(Protocol):
+class HasLogs(Protocol):
     """What has logs to show."""
 
     def logs(self) -> str:
@@ -403,7 +413,7 @@ class Logged(Protocol):
 
 
 @contextmanager
-def logs_on_failure(mesh: Logged, request: pytest.FixtureRequest) -> Iterator[None]:
+def logs_on_failure(mesh: HasLogs, request: pytest.FixtureRequest) -> Iterator[None]:
     """For a fixture around each test: prints the logs when the test has failed."""
     yield
     if request.node.stash.get(HAS_FAILED, False):
@@ -412,5 +422,5 @@ def logs_on_failure(mesh: Logged, request: pytest.FixtureRequest) -> Iterator[No
 
 def _environment() -> dict[str, str]:
     """This process's, without settings for a mesh of its user, and able to import ours."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
-    return {**kept, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
+    return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}

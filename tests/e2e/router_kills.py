@@ -43,15 +43,15 @@ from bench.measure import print_report
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from tests.e2e.mesh import MODEL, PARENT_GUARD, WAIT_S, Mesh, Service
 
-LONG_S = 60.0
-LOOK_S = 0.01
+LONG_TIMEOUT_S = 60.0
+POLL_S = 0.01
 STREAMS = 6
 TARGET_S = 1.0
 # A mesh is made anew after so many kills, before its streams end.
 KILLS_A_MESH = 8
 # An early newcomer gets this much of a start, at random; on an idle machine it takes 0.4 s.
 HEAD_START_S = (0.1, 0.6)
-BURN = "while True: pass"
+BUSY_LOOP = "while True: pass"
 
 T = TypeVar("T")
 BookingKey = tuple[int, str, int]
@@ -76,12 +76,14 @@ def now() -> float:
     return time.monotonic()
 
 
-async def until(condition: Callable[[], T | None], what: str, timeout_s: float = LONG_S) -> T:
+async def wait_until(
+    condition: Callable[[], T | None], description: str, timeout_s: float = LONG_TIMEOUT_S
+) -> T:
     """The first true value; asked in a thread, since it asks processes."""
     deadline = now() + timeout_s
     while not (value := await asyncio.to_thread(condition)):
-        assert now() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(LOOK_S)
+        assert now() < deadline, f"not within {timeout_s:g} s: {description}"
+        await asyncio.sleep(POLL_S)
     return value
 
 
@@ -94,11 +96,11 @@ def bookings(router: Service) -> Bookings:
     }
 
 
-def agreed(mesh: Mesh, count: int) -> Bookings | None:
+def agreed_bookings(mesh: Mesh, count: int) -> Bookings | None:
     """What all routers hold, if that is the same, prefilled, and so many but for the unrouted."""
-    held = [bookings(router) for router in mesh.of("router")]
-    same = all(one == held[0] for one in held) and len(held[0]) <= count
-    if not same or any(b[1] for b in held[0].values()):
+    held = [bookings(router) for router in mesh.of_kind("router")]
+    is_same = all(one == held[0] for one in held) and len(held[0]) <= count
+    if not is_same or any(b[1] for b in held[0].values()):
         return None
     return held[0] if len(held[0]) >= count - unrouted(mesh) else None
 
@@ -124,7 +126,7 @@ def is_balanced(mesh: Mesh) -> bool:
     """Whether each router has a peer, and one of the two frontends."""
     return all(
         (gauge(router, "sessions"), gauge(router, "peers")) == (1, 1)
-        for router in mesh.of("router")
+        for router in mesh.of_kind("router")
     )
 
 
@@ -133,18 +135,18 @@ def body_of(prompt: str, tokens: int) -> dict[str, Any]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
 
 
-def is_right(seen: Bookings, held: Bookings, unrouted: Callable[[], int]) -> bool:
+def is_consistent(seen: Bookings, held: Bookings, unrouted: Callable[[], int]) -> bool:
     """Whether a book has the answers that are `held`, each once, and the same attempts alike; but
     for so many that are unrouted, see above.
     """
-    answers, wanted = (Counter(key[:2] for key in book) for book in (seen, held))
-    if answers - wanted or any(seen[key] != held[key] for key in seen.keys() & held):
+    answers, required = (Counter(key[:2] for key in tracked) for tracked in (seen, held))
+    if answers - required or any(seen[key] != held[key] for key in seen.keys() & held):
         return False
-    missing = (wanted - answers).total()
+    missing = (required - answers).total()
     return not missing or missing <= unrouted()
 
 
-class Book:
+class BookingsTracker:
     """One router's book, looked at all the time."""
 
     def __init__(self, mesh: Mesh, router: Service, held: Bookings) -> None:
@@ -152,54 +154,58 @@ class Book:
         self._router = router
         self._held = held
         self._seen: Bookings = {}
-        self._right = asyncio.Event()
-        self.right_at = 0.0
-        self.wrong_s = 0.0  # Since it was first right.
+        self._consistent = asyncio.Event()
+        self.consistent_at = 0.0
+        self.inconsistent_s = 0.0  # Since it was first right.
 
-    async def until_right(self) -> None:
+    async def wait_until_consistent(self) -> None:
         """Returns once it was. AssertionError, saying what is wrong, when that takes LONG_S."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LONG_S):
-                await self._right.wait()
-        wrong = self._seen.items() ^ self._held.items()
-        assert self._right.is_set(), f"{self._router.name} has {self._seen}, of which {wrong}"
+            async with asyncio.timeout(LONG_TIMEOUT_S):
+                await self._consistent.wait()
+        difference = self._seen.items() ^ self._held.items()
+        assert self._consistent.is_set(), (
+            f"{self._router.name} has {self._seen}, of which {difference}"
+        )
 
     async def watch(self) -> None:
         """Ends by cancellation only. A look counts from its beginning to that of the next one."""
         while True:
             began = now()
-            is_good = await asyncio.to_thread(self._look)
-            if is_good and not self._right.is_set():
-                self.right_at = now()
-                self._right.set()
-            await asyncio.sleep(LOOK_S)
-            if not is_good and self._right.is_set():
-                self.wrong_s += now() - began
+            is_now_consistent = await asyncio.to_thread(self._check)
+            if is_now_consistent and not self._consistent.is_set():
+                self.consistent_at = now()
+                self._consistent.set()
+            await asyncio.sleep(POLL_S)
+            if not is_now_consistent and self._consistent.is_set():
+                self.inconsistent_s += now() - began
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
         self._seen = bookings(self._router)
-        return is_right(self._seen, self._held, partial(unrouted, self._mesh))
+        return is_consistent(self._seen, self._held, partial(unrouted, self._mesh))
 
 
 @asynccontextmanager
-async def watched(mesh: Mesh, router: Service, held: Bookings) -> AsyncIterator[Book]:
+async def watch_bookings(
+    mesh: Mesh, router: Service, held: Bookings
+) -> AsyncIterator[BookingsTracker]:
     """Looks at a router's book for the time of the block."""
-    book = Book(mesh, router, held)
-    watching = asyncio.create_task(book.watch())
+    tracked = BookingsTracker(mesh, router, held)
+    task = asyncio.create_task(tracked.watch())
     try:
-        yield book
+        yield tracked
     finally:
-        watching.cancel()
+        task.cancel()
         with suppress(asyncio.CancelledError):
-            await watching
+            await task
 
 
 async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Kill:
     """Kills the older router and follows what comes of it. head_start_s: None, started after it."""
-    victim, left = mesh.of("router")
+    victim, left = mesh.of_kind("router")
     new = None
-    async with watched(mesh, left, held) as left_book:
-        await left_book.until_right()
+    async with watch_bookings(mesh, left, held) as survivor_tracked:
+        await survivor_tracked.wait_until_consistent()
         if head_start_s is not None:
             new = mesh.spawn("router")
             await asyncio.sleep(head_start_s)
@@ -208,16 +214,16 @@ async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Ki
         new = new or mesh.spawn("router")
         await asyncio.to_thread(new.wait_ready)
         ready_at = now()
-        async with watched(mesh, new, held) as book:
-            await book.until_right()
-            await until(partial(is_balanced, mesh), "frontends have gone home again")
+        async with watch_bookings(mesh, new, held) as tracked:
+            await tracked.wait_until_consistent()
+            await wait_until(partial(is_balanced, mesh), "frontends have gone home again")
             balanced_at = now()
     return Kill(
         is_early=head_start_s is not None,
         ready_s=round(ready_at - killed_at, 3),
-        right_s=round(book.right_at - ready_at, 3),
-        wrong_after_s=round(book.wrong_s, 3),
-        left_wrong_s=round(left_book.wrong_s, 3),
+        right_s=round(tracked.consistent_at - ready_at, 3),
+        wrong_after_s=round(tracked.inconsistent_s, 3),
+        left_wrong_s=round(survivor_tracked.inconsistent_s, 3),
         balanced_s=round(balanced_at - ready_at, 3),
         unrouted=await asyncio.to_thread(unrouted, mesh),
         load_1m=round(os.getloadavg()[0], 1),
@@ -234,10 +240,12 @@ async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
             for n in range(STREAMS)
         ]
         try:
-            await until(lambda: is_balanced(mesh), "each router has a frontend")
+            await wait_until(lambda: is_balanced(mesh), "each router has a frontend")
             seen = []
             for number in range(count):
-                held = await until(lambda: agreed(mesh, STREAMS), "both know all bookings")
+                held = await wait_until(
+                    lambda: agreed_bookings(mesh, STREAMS), "both know all bookings"
+                )
                 head_start_s = rng.uniform(*HEAD_START_S) if number % 2 else None
                 seen.append(await kill_one(mesh, held, head_start_s))
             assert not any(stream.done() for stream in streams), "they must outlast the kills"
@@ -248,7 +256,7 @@ async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
             await asyncio.wait(streams)
 
 
-def mesh_for(folder: Path, **shape: Any) -> Mesh:
+def make_mesh(folder: Path, **shape: Any) -> Mesh:
     """Two routers and two frontends, and workers slow enough for long answers."""
     flags = {"router_flags": ["--metrics-port=0"], "worker_flags": ["--speedup=0.1"]}
     return Mesh(folder, frontends=2, routers=2, indexers=0, **{**flags, **shape})
@@ -257,14 +265,16 @@ def mesh_for(folder: Path, **shape: Any) -> Mesh:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """So many processes that use a core each, for the time of the block."""
-    leash = [sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())]
-    burners = [subprocess.Popen([*leash, sys.executable, "-c", BURN]) for _ in range(count)]
+    parent_guard = [sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())]
+    busy_processes = [
+        subprocess.Popen([*parent_guard, sys.executable, "-c", BUSY_LOOP]) for _ in range(count)
+    ]
     try:
         yield
     finally:
-        for burner in burners:
-            burner.kill()
-            burner.wait()
+        for process in busy_processes:
+            process.kill()
+            process.wait()
 
 
 def main() -> int:
@@ -272,20 +282,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--busy", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     rng, seen, load_before = Random(1), list[Kill](), os.getloadavg()[0]
-    while (left := given.kills - len(seen)) > 0:
+    while (left := options.kills - len(seen)) > 0:
         with (
             tempfile.TemporaryDirectory() as folder,
-            mesh_for(Path(folder)) as mesh,
-            busy(given.busy),
+            make_mesh(Path(folder)) as mesh,
+            busy(options.busy),
         ):
             try:
                 seen += asyncio.run(kills(mesh, min(left, KILLS_A_MESH), rng))
             except BaseException:
                 print(mesh.logs(), file=sys.stderr)
                 raise
-        print(f"{len(seen)} of {given.kills}", file=sys.stderr)
+        print(f"{len(seen)} of {options.kills}", file=sys.stderr)
     slowest_s = max(kill.right_s for kill in seen)
     result = {
         "right_median_s": median(kill.right_s for kill in seen),
@@ -296,7 +306,7 @@ def main() -> int:
         "is_met": slowest_s <= TARGET_S,
         "kills": [asdict(kill) for kill in seen],
     }
-    print_report("router_kills", vars(given), result, load_1m_before=load_before)
+    print_report("router_kills", vars(options), result, load_1m_before=load_before)
     return int(not result["is_met"])
 
 

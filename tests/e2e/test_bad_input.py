@@ -15,15 +15,15 @@ import pytest
 
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT_COMPLETIONS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HUGE = 10**400
 MEGABYTE = b" " * 1_000_000
 INVALID = "invalid_request_error"
 
 
 @dataclass(frozen=True, slots=True)
-class Bad:
-    """One row. body: sent `times` times over as one, None sends none.
+class BadInputCase:
+    """One row. body: sent `repeat` times over as one, None sends none.
 
     status, param, code, type: of the answer; is_json: whether it has OpenAI's shape.
     """
@@ -33,12 +33,12 @@ class Bad:
     param: str | None
     body: bytes | None
     code: str | None = None
-    path: str = CHAT
+    path: str = CHAT_COMPLETIONS
     method: str = "POST"
     headers: Mapping[str, str] = field(default_factory=dict)
     type: str = INVALID
     is_json: bool = True
-    times: int = 1
+    repeat: int = 1
 
 
 def chat(**changes: Any) -> bytes:
@@ -53,7 +53,7 @@ def text(**changes: Any) -> bytes:
     return json.dumps({k: v for k, v in (body | changes).items() if v is not ...}).encode()
 
 
-def said(content: Any, role: Any = "user") -> list[Any]:
+def one_message(content: Any, role: Any = "user") -> list[Any]:
     return [{"role": role, "content": content}]
 
 
@@ -63,74 +63,86 @@ MISSING, TYPE, VALUE, JSON = (
 UNSUPPORTED, LONG = "unsupported_parameter", "context_length_exceeded"
 
 ROWS = [
-    Bad("unknown model", 404, "model", chat(model="gpt-9"), "model_not_found"),
-    Bad("unknown model, 100 kB name", 400, "model", chat(model="m" * 100_000), VALUE),
-    Bad("no model", 400, "model", chat(model=...), MISSING),
-    Bad("model is a number", 400, "model", chat(model=5), TYPE),
-    Bad("model with a NUL", 404, "model", chat(model="a\0b"), "model_not_found"),
-    Bad("no messages", 400, "messages", chat(messages=...), MISSING),
-    Bad("empty messages", 400, "messages", chat(messages=[]), VALUE),
-    Bad("messages is a string", 400, "messages", chat(messages="hi"), TYPE),
-    Bad("message is a string", 400, "messages[0]", chat(messages=["hi"]), TYPE),
-    Bad("unknown role", 400, "messages[0].role", chat(messages=said("x", "wizard")), VALUE),
-    Bad("content is a number", 400, "messages[0].content", chat(messages=said(5)), TYPE),
-    Bad(
+    BadInputCase("unknown model", 404, "model", chat(model="gpt-9"), "model_not_found"),
+    BadInputCase("unknown model, 100 kB name", 400, "model", chat(model="m" * 100_000), VALUE),
+    BadInputCase("no model", 400, "model", chat(model=...), MISSING),
+    BadInputCase("model is a number", 400, "model", chat(model=5), TYPE),
+    BadInputCase("model with a NUL", 404, "model", chat(model="a\0b"), "model_not_found"),
+    BadInputCase("no messages", 400, "messages", chat(messages=...), MISSING),
+    BadInputCase("empty messages", 400, "messages", chat(messages=[]), VALUE),
+    BadInputCase("messages is a string", 400, "messages", chat(messages="hi"), TYPE),
+    BadInputCase("message is a string", 400, "messages[0]", chat(messages=["hi"]), TYPE),
+    BadInputCase(
+        "unknown role", 400, "messages[0].role", chat(messages=one_message("x", "wizard")), VALUE
+    ),
+    BadInputCase(
+        "content is a number", 400, "messages[0].content", chat(messages=one_message(5)), TYPE
+    ),
+    BadInputCase(
         "content is an image",
         400,
         "messages[0].content[0].type",
-        chat(messages=said([{"type": "image_url", "image_url": {"url": "http://x"}}])),
+        chat(messages=one_message([{"type": "image_url", "image_url": {"url": "http://x"}}])),
         UNSUPPORTED,
     ),
-    Bad("negative max_tokens", 400, "max_tokens", chat(max_tokens=-1), VALUE),
-    Bad("max_tokens zero", 400, "max_tokens", chat(max_tokens=0), VALUE),
-    Bad("max_tokens is text", 400, "max_tokens", chat(max_tokens="5"), TYPE),
-    Bad("max_tokens is true", 400, "max_tokens", chat(max_tokens=True), TYPE),
-    Bad("max_tokens is 1.5", 400, "max_tokens", chat(max_tokens=1.5), TYPE),
-    Bad("max_tokens of 400 digits", 400, None, chat(max_tokens=HUGE), JSON),
-    Bad("max_tokens above the context", 400, "max_tokens", chat(max_tokens=40_000), LONG),
-    Bad("temperature too high", 400, "temperature", chat(temperature=2.1), VALUE),
-    Bad("temperature NaN", 400, None, chat(temperature=float("nan")), JSON),
-    Bad("n of 2", 400, "n", chat(n=2), UNSUPPORTED),
-    Bad("stop of 33 texts", 400, "stop", chat(stop=["x"] * 33), VALUE),
-    Bad("stop is empty text", 400, "stop", chat(stop=""), VALUE),
-    Bad("stream is text", 400, "stream", chat(stream="yes"), TYPE),
-    Bad(
+    BadInputCase("negative max_tokens", 400, "max_tokens", chat(max_tokens=-1), VALUE),
+    BadInputCase("max_tokens zero", 400, "max_tokens", chat(max_tokens=0), VALUE),
+    BadInputCase("max_tokens is text", 400, "max_tokens", chat(max_tokens="5"), TYPE),
+    BadInputCase("max_tokens is true", 400, "max_tokens", chat(max_tokens=True), TYPE),
+    BadInputCase("max_tokens is 1.5", 400, "max_tokens", chat(max_tokens=1.5), TYPE),
+    BadInputCase("max_tokens of 400 digits", 400, None, chat(max_tokens=HUGE), JSON),
+    BadInputCase("max_tokens above the context", 400, "max_tokens", chat(max_tokens=40_000), LONG),
+    BadInputCase("temperature too high", 400, "temperature", chat(temperature=2.1), VALUE),
+    BadInputCase("temperature NaN", 400, None, chat(temperature=float("nan")), JSON),
+    BadInputCase("n of 2", 400, "n", chat(n=2), UNSUPPORTED),
+    BadInputCase("stop of 33 texts", 400, "stop", chat(stop=["x"] * 33), VALUE),
+    BadInputCase("stop is empty text", 400, "stop", chat(stop=""), VALUE),
+    BadInputCase("stream is text", 400, "stream", chat(stream="yes"), TYPE),
+    BadInputCase(
         "stream_options without stream",
         400,
         "stream_options",
         chat(stream_options={"include_usage": True}),
         VALUE,
     ),
-    Bad("unknown field", 400, "wibble", chat(wibble=1), "unknown_parameter"),
-    Bad("tools", 400, "tools", chat(tools=[{"type": "function"}]), UNSUPPORTED),
-    Bad("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
-    Bad("no prompt", 400, "prompt", text(prompt=...), MISSING, TEXT),
-    Bad("prompts of two texts", 400, "prompt", text(prompt=["a", "b"]), UNSUPPORTED, TEXT),
-    Bad("token id above the vocabulary", 400, "prompt", text(prompt=[4096]), VALUE, TEXT),
-    Bad("negative token id", 400, "prompt[0]", text(prompt=[-1]), VALUE, TEXT),
-    Bad("prompt too long", 400, "prompt", text(prompt="able about " * 20_000), LONG, TEXT),
-    Bad("prompt of no tokens", 400, "prompt", text(prompt=""), VALUE, TEXT),
-    Bad("malformed JSON", 400, None, b'{"model": ', JSON),
-    Bad("JSON is a list", 400, None, b"[]", TYPE),
-    Bad("JSON is null", 400, None, b"null", TYPE),
-    Bad("two JSON values", 400, None, chat() + b"{}", JSON),
-    Bad("empty body", 400, None, b"", JSON),
-    Bad("no body and no content-length", 400, None, None, JSON),
-    Bad("invalid UTF-8", 400, None, chat().replace(b"hi", b"\xff\xfe"), JSON),
-    Bad("a lone surrogate", 400, None, chat().replace(b'"hi"', b'"\\ud800"'), JSON),
-    Bad("a NUL byte", 400, None, chat() + b"\0", JSON),
-    Bad("100,000 open brackets", 400, None, b"[" * 100_000, JSON),
-    Bad("lists 100,000 deep", 400, None, b"[" * 100_000 + b"]" * 100_000, JSON),
-    Bad(
+    BadInputCase("unknown field", 400, "wibble", chat(wibble=1), "unknown_parameter"),
+    BadInputCase("tools", 400, "tools", chat(tools=[{"type": "function"}]), UNSUPPORTED),
+    BadInputCase("seed above 64 bits", 400, "seed", chat(seed=2**64), TYPE),
+    BadInputCase("no prompt", 400, "prompt", text(prompt=...), MISSING, COMPLETIONS),
+    BadInputCase(
+        "prompts of two texts", 400, "prompt", text(prompt=["a", "b"]), UNSUPPORTED, COMPLETIONS
+    ),
+    BadInputCase(
+        "token id above the vocabulary", 400, "prompt", text(prompt=[4096]), VALUE, COMPLETIONS
+    ),
+    BadInputCase("negative token id", 400, "prompt[0]", text(prompt=[-1]), VALUE, COMPLETIONS),
+    BadInputCase(
+        "prompt too long", 400, "prompt", text(prompt="able about " * 20_000), LONG, COMPLETIONS
+    ),
+    BadInputCase("prompt of no tokens", 400, "prompt", text(prompt=""), VALUE, COMPLETIONS),
+    BadInputCase("malformed JSON", 400, None, b'{"model": ', JSON),
+    BadInputCase("JSON is a list", 400, None, b"[]", TYPE),
+    BadInputCase("JSON is null", 400, None, b"null", TYPE),
+    BadInputCase("two JSON values", 400, None, chat() + b"{}", JSON),
+    BadInputCase("empty body", 400, None, b"", JSON),
+    BadInputCase("no body and no content-length", 400, None, None, JSON),
+    BadInputCase("invalid UTF-8", 400, None, chat().replace(b"hi", b"\xff\xfe"), JSON),
+    BadInputCase("a lone surrogate", 400, None, chat().replace(b'"hi"', b'"\\ud800"'), JSON),
+    BadInputCase("a NUL byte", 400, None, chat() + b"\0", JSON),
+    BadInputCase("100,000 open brackets", 400, None, b"[" * 100_000, JSON),
+    BadInputCase("lists 100,000 deep", 400, None, b"[" * 100_000 + b"]" * 100_000, JSON),
+    BadInputCase(
         "objects 200 deep in an unknown field",
         400,
         "deep",
         chat(deep=...)[:-1] + b', "deep": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
         "unknown_parameter",
     ),
-    Bad("1,000 unknown fields", 400, "body", chat(**{f"f{i}": i for i in range(1000)}), VALUE),
-    Bad("50 MB body", 413, None, MEGABYTE, "body_too_large", times=50),
-    Bad(
+    BadInputCase(
+        "1,000 unknown fields", 400, "body", chat(**{f"f{i}": i for i in range(1000)}), VALUE
+    ),
+    BadInputCase("50 MB body", 413, None, MEGABYTE, "body_too_large", repeat=50),
+    BadInputCase(
         "content-length of 50 GB",
         413,
         None,
@@ -138,7 +150,7 @@ ROWS = [
         "body_too_large",
         headers={"content-length": "50000000000"},
     ),
-    Bad(
+    BadInputCase(
         "content-length is a word",
         400,
         None,
@@ -146,7 +158,7 @@ ROWS = [
         headers={"content-length": "many"},
         is_json=False,
     ),
-    Bad(
+    BadInputCase(
         "content-length is negative",
         400,
         None,
@@ -154,11 +166,13 @@ ROWS = [
         headers={"content-length": "-5"},
         is_json=False,
     ),
-    Bad("GET on a POST route", 405, None, None, "method_not_allowed", method="GET"),
-    Bad("PUT on a POST route", 405, None, chat(), "method_not_allowed", method="PUT"),
-    Bad("an unknown route", 404, None, chat(), "not_found", path="/v1/chat/nonsense"),
-    Bad("a slash behind a route", 404, None, chat(), "not_found", path=f"{CHAT}/"),
-    Bad(
+    BadInputCase("GET on a POST route", 405, None, None, "method_not_allowed", method="GET"),
+    BadInputCase("PUT on a POST route", 405, None, chat(), "method_not_allowed", method="PUT"),
+    BadInputCase("an unknown route", 404, None, chat(), "not_found", path="/v1/chat/nonsense"),
+    BadInputCase(
+        "a slash behind a route", 404, None, chat(), "not_found", path=f"{CHAT_COMPLETIONS}/"
+    ),
+    BadInputCase(
         "a slash where a model's name belongs",
         404,
         "model",
@@ -167,7 +181,7 @@ ROWS = [
         method="GET",
         path="/v1/models/",
     ),
-    Bad("a route with ..", 404, None, chat(), "not_found", path="/v1/../etc/passwd"),
+    BadInputCase("a route with ..", 404, None, chat(), "not_found", path="/v1/../etc/passwd"),
 ]
 
 # Unusual, and right: these are answered.
@@ -178,9 +192,9 @@ GOOD = {
     "an x-request-id with blanks": (chat(), {"x-request-id": "not one word"}),
     "an x-request-id of 4 kB": (chat(), {"x-request-id": "x" * 4096}),
     "a traceparent that is none": (chat(), {"traceparent": "00-zz-\xff-01"}),
-    "a NUL in the text": (chat(messages=said("a\0b")), {}),
+    "a NUL in the text": (chat(messages=one_message("a\0b")), {}),
     "blanks around the JSON": (b" \n" + chat() + b"\r\n ", {}),
-    "an escaped surrogate pair": (chat(messages=said("\U0001f389")), {}),
+    "an escaped surrogate pair": (chat(messages=one_message("\U0001f389")), {}),
 }
 
 
@@ -203,7 +217,7 @@ def send(
     path: str,
     body: bytes | None,
     headers: Mapping[str, str],
-    times: int = 1,
+    repeat: int = 1,
 ) -> tuple[int, dict[str, str], bytes]:
     """One request on a connection of its own; a header given replaces what is made of the body."""
     connection = http.client.HTTPConnection(mesh.url.removeprefix("http://"), timeout=WAIT_S)
@@ -211,7 +225,7 @@ def send(
         connection.putrequest(method, path, skip_accept_encoding=True)
         is_chunked = headers.get("transfer-encoding") == "chunked"
         if body is not None and not is_chunked and "content-length" not in headers:
-            connection.putheader("content-length", str(len(body) * times))
+            connection.putheader("content-length", str(len(body) * repeat))
         for name, value in headers.items():
             connection.putheader(name, value.encode("latin-1"))
         connection.endheaders()
@@ -220,7 +234,7 @@ def send(
                 connection.send(b"%x\r\n%b\r\n" % (len(part), part))
             connection.send(b"0\r\n\r\n")
         elif body is not None:
-            for _ in range(times):
+            for _ in range(repeat):
                 connection.send(body)
         answer = connection.getresponse()
         return answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
@@ -229,14 +243,16 @@ def send(
 
 
 def assert_serves(mesh: Mesh) -> None:
-    status, _, answer = send(mesh, "POST", CHAT, chat(), {})
+    status, _, answer = send(mesh, "POST", CHAT_COMPLETIONS, chat(), {})
     assert status == 200, answer
     assert json.loads(answer)["usage"]["completion_tokens"] >= 1
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_bad_input_is_refused_by_name_and_the_next_request_is_served(mesh: Mesh, row: Bad) -> None:
-    status, headers, answer = send(mesh, row.method, row.path, row.body, row.headers, row.times)
+def test_bad_input_is_refused_by_name_and_the_next_request_is_served(
+    mesh: Mesh, row: BadInputCase
+) -> None:
+    status, headers, answer = send(mesh, row.method, row.path, row.body, row.headers, row.repeat)
     if not row.is_json:  # refused by the HTTP parser, before there is a request
         print(f"| {row.name} | {status} | - | - | {answer[:60]!r} |")
         assert status == row.status
@@ -257,8 +273,8 @@ def test_bad_input_is_refused_by_name_and_the_next_request_is_served(mesh: Mesh,
 
 def test_a_prompt_that_is_too_long_by_far_is_refused_before_it_is_tokenized(mesh: Mesh) -> None:
     for path, body in (
-        (CHAT, chat(messages=said("able about " * 100_000))),
-        (TEXT, text(prompt="able about " * 100_000)),
+        (CHAT_COMPLETIONS, chat(messages=one_message("able about " * 100_000))),
+        (COMPLETIONS, text(prompt="able about " * 100_000)),
     ):
         status, _, answer = send(mesh, "POST", path, body, {})
         error = json.loads(answer)["error"]
@@ -270,7 +286,7 @@ def test_a_prompt_that_is_too_long_by_far_is_refused_before_it_is_tokenized(mesh
 @pytest.mark.parametrize("name", GOOD)
 def test_unusual_input_is_served(mesh: Mesh, name: str) -> None:
     body, headers = GOOD[name]
-    status, answer_headers, answer = send(mesh, "POST", CHAT, body, headers)
+    status, answer_headers, answer = send(mesh, "POST", CHAT_COMPLETIONS, body, headers)
     assert status == 200, answer
     assert json.loads(answer)["choices"][0]["finish_reason"]
     assert answer_headers["x-request-id"].isprintable()

@@ -42,7 +42,7 @@ def mesh(tmp_path: Path, agent: ConsulAgent, request: pytest.FixtureRequest) -> 
             yield running
 
 
-def ask(mesh: Mesh, tokens: int = 8) -> httpx.Response:
+def post_chat(mesh: Mesh, tokens: int = 8) -> httpx.Response:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": PROMPT}],
@@ -52,7 +52,7 @@ def ask(mesh: Mesh, tokens: int = 8) -> httpx.Response:
     return mesh.http.post(f"{mesh.url}/v1/chat/completions", json=body)
 
 
-class Load:
+class LoadGenerator:
     """Requests one after the other until it is stopped; what came of each."""
 
     def __init__(self, mesh: Mesh) -> None:
@@ -61,7 +61,7 @@ class Load:
         self._thread = threading.Thread(target=self._run)
         self.statuses: list[int] = []
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> LoadGenerator:
         self._thread.start()
         return self
 
@@ -71,27 +71,27 @@ class Load:
 
     def _run(self) -> None:
         while not self._stop.is_set() and len(self.statuses) < 20_000:
-            self.statuses.append(ask(self._mesh).status_code)
+            self.statuses.append(post_chat(self._mesh).status_code)
 
 
 def test_consul_may_die_and_come_back_empty_and_no_request_fails(
     mesh: Mesh, agent: ConsulAgent
 ) -> None:
-    everybody = {s.instance_id for s in mesh.services}
-    with Load(mesh) as load:
+    all_ids = {s.instance_id for s in mesh.services}
+    with LoadGenerator(mesh) as load:
         wait_for(lambda: len(load.statuses) > 5, "requests are served")
         agent.kill()
         before = len(load.statuses)
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served without Consul")
         agent.start()
-        wait_for(lambda: registered(agent) == everybody, "all have registered again")
+        wait_for(lambda: registered_ids(agent) == all_ids, "all have registered again")
         before = len(load.statuses)
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served again")
     assert set(load.statuses) == {200}
     wait_for(mesh.is_complete, "the frontend has heard that all are there again")
 
 
-def registered(agent: ConsulAgent) -> set[int]:
+def registered_ids(agent: ConsulAgent) -> set[int]:
     """Ids of the instances that the agent's checks have passed."""
     answer = httpx.get(
         f"{agent.url}/v1/health/service/kvmesh-default?passing", trust_env=False, timeout=2.0
@@ -102,14 +102,14 @@ def registered(agent: ConsulAgent) -> set[int]:
 def test_a_worker_that_dies_without_a_word_leaves_placement_and_fails_no_request(
     mesh: Mesh,
 ) -> None:
-    dying = mesh.workers[0]
-    dead_id = dying.instance_id
-    with Load(mesh) as load:
+    victim = mesh.workers[0]
+    dead_id = victim.instance_id
+    with LoadGenerator(mesh) as load:
         wait_for(lambda: len(load.statuses) > 5, "requests are served")
-        dying.kill()
+        victim.kill()
         died_at = time.monotonic()
         wait_for(
-            lambda: dead_id not in mesh.known("worker"),
+            lambda: dead_id not in mesh.known_instance_ids("worker"),
             "the frontend knows that it is gone",
             LEAVES_PLACEMENT_S,
         )
@@ -132,23 +132,25 @@ def test_the_model_goes_with_its_last_worker_and_comes_back_with_the_next(mesh: 
         return [model["id"] for model in listed]
 
     wait_for(lambda: models() == [], "the model is gone")
-    answer = ask(mesh)
+    answer = post_chat(mesh)
     assert answer.status_code == 503
     assert answer.json()["error"]["message"]
     mesh.spawn("worker").wait_ready()
     wait_for(lambda: models() == [MODEL], "the model is back")
-    wait_for(lambda: ask(mesh).status_code == 200, "and it is served")
+    wait_for(lambda: post_chat(mesh).status_code == 200, "and it is served")
 
 
 def test_a_worker_with_another_card_is_refused_and_says_so(mesh: Mesh) -> None:
-    rival = mesh.spawn("worker", "--context-length=4096")
-    status = wait_for(lambda: rival.process.poll(), "the rival ends")
+    conflicting_worker = mesh.spawn("worker", "--context-length=4096")
+    status = wait_for(lambda: conflicting_worker.process.poll(), "the rival ends")
     assert status == 1
-    assert "CARD_CONFLICT" in rival.tail(200) or "is served in" in rival.tail(200)
-    assert ask(mesh).status_code == 200
+    assert "CARD_CONFLICT" in conflicting_worker.tail(
+        200
+    ) or "is served in" in conflicting_worker.tail(200)
+    assert post_chat(mesh).status_code == 200
 
 
 def test_answers_are_exact_on_consul_too(mesh: Mesh) -> None:
-    answer = ask(mesh, tokens=24)
+    answer = post_chat(mesh, tokens=24)
     expected = Oracle().chat(PROMPT, 24)
     assert answer.json()["choices"][0]["message"]["content"] == expected.text

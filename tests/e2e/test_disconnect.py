@@ -15,8 +15,8 @@ import pytest
 
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
 
-FREED_S = 0.25
-CROWD = 50
+FREE_TIMEOUT_S = 0.25
+CLIENT_COUNT = 50
 # At a twentieth of real time: 120 ms a token, and 600 prompt tokens a second.
 SPEEDUP = 0.05
 FLAGS = [f"--speedup={SPEEDUP}", "--max-num-batched-tokens=1024"]
@@ -50,11 +50,11 @@ def steps(mesh: Mesh) -> int:
     return sum(worker.load().loads[0].engine_step for worker in mesh.workers)
 
 
-def ends(mesh: Mesh, how: str) -> int:
-    return sum(worker.counters().get(how, 0) for worker in mesh.workers)
+def end_count(mesh: Mesh, end_kind: str) -> int:
+    return sum(worker.counters().get(end_kind, 0) for worker in mesh.workers)
 
 
-def connect(url: str, prompt: str, *, stream: bool) -> socket.socket:
+def send_request(url: str, prompt: str, *, stream: bool) -> socket.socket:
     """A client whose request is sent."""
     body = json.dumps(
         {"model": MODEL, "prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": stream}
@@ -75,7 +75,7 @@ def read_token(client: socket.socket) -> None:
         received += part
 
 
-def freed_in_s(mesh: Mesh) -> float:
+def wait_until_freed(mesh: Mesh) -> float:
     """Seconds from now until no worker has a slot open."""
     began = time.monotonic()
     wait_for(lambda: open_slots(mesh) == 0, "every slot is freed")
@@ -88,8 +88,8 @@ def freed_in_s(mesh: Mesh) -> float:
 def test_a_client_that_goes_away_frees_its_slot_in_time(
     mesh: Mesh, stream: bool, prompt: str
 ) -> None:
-    stopped, before = ends(mesh, "stopped"), steps(mesh)
-    client = connect(mesh.url, prompt, stream=stream)
+    stopped, before = end_count(mesh, "stopped"), steps(mesh)
+    client = send_request(mesh.url, prompt, stream=stream)
     wait_for(lambda: open_slots(mesh) == 1, "the request is at a worker")
     if prompt == "Hi":
         # The first step computes the prompt and its token; with the second, tokens flow.
@@ -97,30 +97,30 @@ def test_a_client_that_goes_away_frees_its_slot_in_time(
         if stream:
             read_token(client)
     client.close()
-    took_s = freed_in_s(mesh)
+    took_s = wait_until_freed(mesh)
     print(f"freed in {took_s * 1000:.0f} ms")
-    assert took_s < FREED_S
+    assert took_s < FREE_TIMEOUT_S
     if prompt == LONG_PROMPT:
         assert steps(mesh) <= before + 1, "the prompt was computed to its end"
     # Told explicitly, so that the engine's own abort runs.
-    assert ends(mesh, "stopped") == stopped + 1
+    assert end_count(mesh, "stopped") == stopped + 1
     wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
 
 
 @pytest.mark.slow
 def test_a_crowd_that_goes_away_at_once_frees_all_its_slots_in_time(mesh: Mesh) -> None:
-    stopped = ends(mesh, "stopped")
+    stopped = end_count(mesh, "stopped")
     clients = [
-        connect(mesh.url, LONG_PROMPT if number % 2 else "Hi", stream=number % 4 < 2)
-        for number in range(CROWD)
+        send_request(mesh.url, LONG_PROMPT if number % 2 else "Hi", stream=number % 4 < 2)
+        for number in range(CLIENT_COUNT)
     ]
-    wait_for(lambda: open_slots(mesh) == CROWD, "all requests are at workers")
+    wait_for(lambda: open_slots(mesh) == CLIENT_COUNT, "all requests are at workers")
     for client in clients:
         client.close()
-    took_s = freed_in_s(mesh)
-    print(f"{CROWD} freed in {took_s * 1000:.0f} ms")
-    assert took_s < FREED_S
-    assert ends(mesh, "stopped") == stopped + CROWD
+    took_s = wait_until_freed(mesh)
+    print(f"{CLIENT_COUNT} freed in {took_s * 1000:.0f} ms")
+    assert took_s < FREE_TIMEOUT_S
+    assert end_count(mesh, "stopped") == stopped + CLIENT_COUNT
     wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
 
 
@@ -132,15 +132,15 @@ def test_a_frontend_that_dies_frees_the_slots_of_its_clients_in_time(mesh: Mesh)
     wait_for(
         lambda: mesh.http.get(f"{url}/ready").status_code == 200, "the second frontend is ready"
     )
-    stopped, closed = ends(mesh, "stopped"), ends(mesh, "closed")
-    clients = [connect(url, prompt, stream=True) for prompt in ("Hi", LONG_PROMPT)]
+    stopped, closed = end_count(mesh, "stopped"), end_count(mesh, "closed")
+    clients = [send_request(url, prompt, stream=True) for prompt in ("Hi", LONG_PROMPT)]
     wait_for(lambda: open_slots(mesh) == 2, "both requests are at workers")
     frontend.kill()
-    took_s = freed_in_s(mesh)
+    took_s = wait_until_freed(mesh)
     print(f"freed in {took_s * 1000:.0f} ms")
-    assert took_s < FREED_S
+    assert took_s < FREE_TIMEOUT_S
     # Streams that were merely dropped: generators closed, nothing aborted.
-    assert (ends(mesh, "stopped"), ends(mesh, "closed")) == (stopped, closed + 2)
+    assert (end_count(mesh, "stopped"), end_count(mesh, "closed")) == (stopped, closed + 2)
     wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
     for client in clients:
         client.close()

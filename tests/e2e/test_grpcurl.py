@@ -53,14 +53,14 @@ def grpcurl(*arguments: str) -> str:
     return done.stdout
 
 
-def call(service: Service, method: str, message: Any = None) -> list[dict[str, Any]]:
+def call_method(service: Service, method: str, message: Any = None) -> list[dict[str, Any]]:
     """The messages that a call answers with."""
-    said = grpcurl("-d", json.dumps(message or {}), service.address, method)
+    output = grpcurl("-d", json.dumps(message or {}), service.address, method)
     decoder, found = json.JSONDecoder(object_hook=_snake), []
-    while said := said.lstrip():
-        value, end = decoder.raw_decode(said)
+    while output := output.lstrip():
+        value, end = decoder.raw_decode(output)
         found.append(value)
-        said = said[end:]
+        output = output[end:]
     return found
 
 
@@ -86,7 +86,7 @@ def test_every_service_lists_itself_and_is_healthy(
     assert services <= listed
     assert any(name.startswith("grpc.reflection.") for name in listed)
     for name in ("", *(services - {HEALTH})):
-        assert call(service, f"{HEALTH}/Check", {"service": name}) == [{"status": "SERVING"}]
+        assert call_method(service, f"{HEALTH}/Check", {"service": name}) == [{"status": "SERVING"}]
 
 
 @pytest.mark.parametrize(
@@ -110,16 +110,16 @@ def test_services_and_messages_can_be_described(
 
 def test_the_indexer_tells_what_it_holds_and_that_it_is_true(mesh: Mesh) -> None:
     message = {"request": {"token_ids": PROMPT * 20, "stop_conditions": {"max_tokens": 1}}}
-    call(mesh.workers[0], f"{ENGINE}/Generate", message)
+    call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
     indexer = mesh.running("indexer")[0]
 
-    def held() -> list[dict[str, Any]]:
-        (stats,) = call(indexer, f"{INDEXER}/Stats", {})
+    def held_blocks() -> list[dict[str, Any]]:
+        (stats,) = call_method(indexer, f"{INDEXER}/Stats", {})
         return stats["sources"] if int(stats.get("blocks", 0)) else []
 
-    (source,) = wait_for(held, "the worker's blocks are in the index")
+    (source,) = wait_for(held_blocks, "the worker's blocks are in the index")
     assert source["status"]["state"] == "exact"
-    (verified,) = call(indexer, f"{INDEXER}/Verify", {})
+    (verified,) = call_method(indexer, f"{INDEXER}/Verify", {})
     (row,) = verified["sources"]
     assert int(row["equal"]) > 0
     assert int(row.get("extra", 0)) == int(row.get("missing", 0)) == 0
@@ -132,7 +132,7 @@ def test_generate_streams_the_models_truth(mesh: Mesh) -> None:
             "stop_conditions": {"max_tokens": 12, "ignore_eos": True},
         }
     }
-    answers = call(mesh.workers[0], f"{ENGINE}/Generate", message)
+    answers = call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
     tokens = [token for answer in answers for token in answer.get("token_ids", ())]
     assert tokens == Oracle().tokens(PROMPT, 12)
     assert answers[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
@@ -150,25 +150,25 @@ def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
 
 def test_a_worker_says_who_it_is_and_what_it_does(mesh: Mesh) -> None:
     worker = mesh.workers[0]
-    (info,) = call(worker, f"{ENGINE}/GetInfo")
+    (info,) = call_method(worker, f"{ENGINE}/GetInfo")
     assert info["worker_id"] == str(worker.instance_id)
     assert (info["model"], info["engine"], info["role"]) == (MODEL, "sim", "aggregated")
-    (load,) = call(worker, f"{ENGINE}/GetLoad")
+    (load,) = call_method(worker, f"{ENGINE}/GetLoad")
     assert load.get("open_slots", 0) == 0
     assert len(load["loads"]) == 1
 
 
 def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
     query = {"model": MODEL, "token_ids": PROMPT}
-    (answer,) = call(mesh.router, f"{ROUTER}/Route", {"query": query})
+    (answer,) = call_method(mesh.router, f"{ROUTER}/Route", {"query": query})
     decision = answer["decision"]
     assert decision["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert decision["reasons"]
-    (explained,) = call(mesh.router, f"{ROUTER}/Explain", {"query": query})
+    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"query": query})
     assert [c["worker"]["worker_id"] for c in explained["candidates"]] == [
         str(mesh.workers[0].instance_id)
     ]
-    (dump,) = call(mesh.router, f"{ROUTER}/Dump")
+    (dump,) = call_method(mesh.router, f"{ROUTER}/Dump")
     assert "bookings" not in dump, "asking books nothing"
 
 
@@ -176,7 +176,7 @@ def test_a_clients_request_is_explained_by_the_id_of_its_answer(mesh: Mesh) -> N
     body = {"model": MODEL, "prompt": "why here?", "max_tokens": 1}
     headers = {"x-request-id": "my-req-1"}
     answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
-    (explained,) = call(mesh.router, f"{ROUTER}/Explain", {"request_id": answer["id"]})
+    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"request_id": answer["id"]})
     assert explained["decision"]["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert explained["decision"]["reasons"]
     refused = json.dumps({"request_id": "my-req-1"})

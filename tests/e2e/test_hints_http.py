@@ -15,16 +15,16 @@ import pytest
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
 
 # Slow enough to be overtaken, in steps too short to be taken for a hang.
-WORKER = ["--prefill-tokens-per-s=500", "--max-num-batched-tokens=64", "--max-num-seqs=16"]
-ROUTER = ["--queue-threshold=0.5", "--metrics-port=0", "--session-affinity-ttl-s=300"]
-LONG = 20_000  # 40 s of prefill, unless its client leaves.
-NUMBERS = count(1)
+WORKER_FLAGS = ["--prefill-tokens-per-s=500", "--max-num-batched-tokens=64", "--max-num-seqs=16"]
+ROUTER_FLAGS = ["--queue-threshold=0.5", "--metrics-port=0", "--session-affinity-ttl-s=300"]
+LONG_PROMPT_TOKENS = 20_000  # 40 s of prefill, unless its client leaves.
+UNIQUE_NUMBERS = count(1)
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=2, worker_flags=WORKER, router_flags=ROUTER) as mesh:
+    with Mesh(folder, workers=2, worker_flags=WORKER_FLAGS, router_flags=ROUTER_FLAGS) as mesh:
         yield mesh
 
 
@@ -34,17 +34,22 @@ def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def fresh(tokens: int) -> list[int]:
+def unique_prompt(tokens: int) -> list[int]:
     """A prompt that shares no block with any other."""
-    number = next(NUMBERS)
+    number = next(UNIQUE_NUMBERS)
     return [300 + (number * 7919 + place * place) % 2000 for place in range(tokens)]
 
 
 def body(tokens: int, **nvext: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": fresh(tokens), "max_tokens": 1, "nvext": nvext or None}
+    return {
+        "model": MODEL,
+        "prompt": unique_prompt(tokens),
+        "max_tokens": 1,
+        "nvext": nvext or None,
+    }
 
 
-def ask(
+def post_completion(
     mesh: Mesh, client_id: str, headers: Mapping[str, str] | None = None, **nvext: Any
 ) -> httpx.Response:
     return mesh.http.post(
@@ -54,7 +59,7 @@ def ask(
     )
 
 
-def told(mesh: Mesh, client_id: str) -> dict[str, Any]:
+def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
     def lines() -> list[dict[str, Any]]:
         events = mesh.frontend.events("request")
         return [e for e in events if e.get("client_request_id") == client_id]
@@ -62,39 +67,39 @@ def told(mesh: Mesh, client_id: str) -> dict[str, Any]:
     return wait_for(lines, f"the line of {client_id} is in the log")[0]
 
 
-def waiting(mesh: Mesh) -> float:
+def queued_requests(mesh: Mesh) -> float:
     """Requests in the router's queue."""
     text = mesh.http.get(f"http://{mesh.router.addresses['metrics']}/metrics").text
     (line,) = [one for one in text.splitlines() if one.startswith("kvmesh_router_queue_requests ")]
     return float(line.split()[-1])
 
 
-class Busy:
+class BusyWorkers:
     """A request on each worker that keeps it computing until this is left."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._open: list[http.client.HTTPConnection] = []
 
-    def __enter__(self) -> Busy:
+    def __enter__(self) -> BusyWorkers:
         for worker in self._mesh.workers:
-            where = http.client.HTTPConnection(self._mesh.url.removeprefix("http://"))
-            asked = body(LONG, backend_instance_id=worker.instance_id)
-            where.request("POST", "/v1/completions", json.dumps(asked))
-            self._open.append(where)
+            connection = http.client.HTTPConnection(self._mesh.url.removeprefix("http://"))
+            payload = body(LONG_PROMPT_TOKENS, backend_instance_id=worker.instance_id)
+            connection.request("POST", "/v1/completions", json.dumps(payload))
+            self._open.append(connection)
         router = self._mesh.router
         wait_for(lambda: router.bookings() == len(self._open), "each worker has a long prompt")
         return self
 
     def __exit__(self, *_: object) -> None:
-        for where in self._open:
-            where.close()
+        for connection in self._open:
+            connection.close()
 
 
 def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mesh) -> None:
     # One worker for all of them, so that they go one after the other.
-    here = {"backend_instance_id": mesh.workers[0].instance_id}
-    asks: list[tuple[str, dict[str, str], dict[str, Any]]] = [
+    pin_to_worker = {"backend_instance_id": mesh.workers[0].instance_id}
+    requests: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("plain", {}, {}),
         ("sooner", {}, {"priority": 5}),
         ("header-1", {"x-kvmesh-strict-priority": "1"}, {}),
@@ -102,17 +107,17 @@ def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mes
         ("header-2-for-9", {"x-kvmesh-strict-priority": "2"}, {"strict_priority": 9}),
         ("header-priority", {"x-kvmesh-priority": "1000"}, {"priority": -1}),
     ]
-    with ThreadPoolExecutor(len(asks)) as pool:
-        with Busy(mesh):
+    with ThreadPoolExecutor(len(requests)) as pool:
+        with BusyWorkers(mesh):
             answers = []
-            for name, headers, hints in asks:
-                nvext = {**here, "agent_hints": hints}
-                answers.append(pool.submit(ask, mesh, name, headers, **nvext))
-                wait_for(lambda: waiting(mesh) == len(answers), f"{name} waits")
-        assert [one.result(WAIT_S).status_code for one in answers] == [200] * len(asks)
-    for name, _, _ in asks:
-        told(mesh, name)
-    names = {name for name, _, _ in asks}
+            for name, headers, hints in requests:
+                nvext = {**pin_to_worker, "agent_hints": hints}
+                answers.append(pool.submit(post_completion, mesh, name, headers, **nvext))
+                wait_for(lambda: queued_requests(mesh) == len(answers), f"{name} waits")
+        assert [one.result(WAIT_S).status_code for one in answers] == [200] * len(requests)
+    for name, _, _ in requests:
+        log_line(mesh, name)
+    names = {name for name, _, _ in requests}
     order = [e.get("client_request_id") for e in mesh.frontend.events("request")]
     assert [name for name in order if name in names] == [
         *("body-3", "header-2-for-9", "header-1", "header-priority", "sooner", "plain")
@@ -124,12 +129,12 @@ def test_an_id_of_health_and_of_the_log_pins_a_request_as_it_is(mesh: Mesh) -> N
     ids = [one["id"] for one in shown if one["service"] == "worker"]
     assert {int(id) for id in ids} == {worker.instance_id for worker in mesh.workers}
     for id in ids:
-        assert ask(mesh, f"text-{id}", backend_instance_id=id).status_code == 200
-        (logged,) = told(mesh, f"text-{id}")["workers"]
+        assert post_completion(mesh, f"text-{id}", backend_instance_id=id).status_code == 200
+        (logged,) = log_line(mesh, f"text-{id}")["workers"]
         assert logged == id
         header = {"x-kvmesh-backend-instance-id": logged}
-        assert ask(mesh, f"header-{id}", header).status_code == 200
-        assert told(mesh, f"header-{id}")["workers"] == [id]
+        assert post_completion(mesh, f"header-{id}", header).status_code == 200
+        assert log_line(mesh, f"header-{id}")["workers"] == [id]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +159,13 @@ def test_a_wish_that_no_worker_meets_is_a_503_that_names_field_and_value(
     mesh: Mesh, headers: dict[str, str], nvext: dict[str, Any], param: str, value: str
 ) -> None:
     name = f"unmet-{param}"
-    answer = ask(mesh, name, headers, **nvext)
+    answer = post_completion(mesh, name, headers, **nvext)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (503, param)
     assert value in error["message"]
     # A worker that meets it may join.
     assert answer.headers["x-should-retry"] == "true"
-    line = told(mesh, name)
+    line = log_line(mesh, name)
     assert (line["param"], line["why"]) == (param, error["message"])
 
 
@@ -169,25 +174,25 @@ def test_a_header_pins_a_request_and_wins_over_the_body(mesh: Mesh) -> None:
     for number in range(3):
         name = f"pinned-{number}"
         header = {"x-kvmesh-backend-instance-id": str(other)}
-        assert ask(mesh, name, header, backend_instance_id=one).status_code == 200
-        assert told(mesh, name)["workers"] == [str(other)]
+        assert post_completion(mesh, name, header, backend_instance_id=one).status_code == 200
+        assert log_line(mesh, name)["workers"] == [str(other)]
 
 
 def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None:
     header = {"x-kvmesh-session-id": "bob"}
-    assert ask(mesh, "bob-0", header).status_code == 200
-    (first,) = told(mesh, "bob-0")["workers"]
+    assert post_completion(mesh, "bob-0", header).status_code == 200
+    (first,) = log_line(mesh, "bob-0")["workers"]
     for number in range(1, 4):
-        assert ask(mesh, f"bob-{number}", header).status_code == 200
-        line = told(mesh, f"bob-{number}")
+        assert post_completion(mesh, f"bob-{number}", header).status_code == 200
+        line = log_line(mesh, f"bob-{number}")
         assert line["workers"] == [first]
         assert "session kept" in line["routing"]
     session = {"session_id": "bob"}
-    assert ask(mesh, "bob-body", session_control=session).status_code == 200
-    assert told(mesh, "bob-body")["workers"] == [first]
-    both = ask(mesh, "carol", {"x-kvmesh-session-id": "carol"}, session_control=session)
+    assert post_completion(mesh, "bob-body", session_control=session).status_code == 200
+    assert log_line(mesh, "bob-body")["workers"] == [first]
+    both = post_completion(mesh, "carol", {"x-kvmesh-session-id": "carol"}, session_control=session)
     assert both.status_code == 200
-    assert "session bound" in told(mesh, "carol")["routing"]
+    assert "session bound" in log_line(mesh, "carol")["routing"]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +211,7 @@ def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None
 def test_a_header_that_cannot_be_honoured_is_a_400_that_names_it(
     mesh: Mesh, name: str, value: str
 ) -> None:
-    answer = ask(mesh, "refused", {name: value})
+    answer = post_completion(mesh, "refused", {name: value})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert (error["param"], error["type"]) == (name, "invalid_request_error")
@@ -215,6 +220,6 @@ def test_a_header_that_cannot_be_honoured_is_a_400_that_names_it(
 
 
 def test_a_strict_priority_of_the_body_that_is_none_is_a_400_that_names_it(mesh: Mesh) -> None:
-    answer = ask(mesh, "refused", agent_hints={"strict_priority": "1"})
+    answer = post_completion(mesh, "refused", agent_hints={"strict_priority": "1"})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "nvext.agent_hints.strict_priority"

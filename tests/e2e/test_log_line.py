@@ -30,15 +30,15 @@ def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def lines_of(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
+def log_lines(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
     """The log's lines of the request that a client gave that id."""
     return [e for e in mesh.frontend.events("request") if e.get("client_request_id") == client_id]
 
 
-def line_of(mesh: Mesh, client_id: str) -> dict[str, Any]:
+def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
     """The one line of a request, once it is written."""
-    wait_for(lambda: lines_of(mesh, client_id), f"the line of {client_id} is in the log")
-    (line,) = lines_of(mesh, client_id)
+    wait_for(lambda: log_lines(mesh, client_id), f"the line of {client_id} is in the log")
+    (line,) = log_lines(mesh, client_id)
     return line
 
 
@@ -54,7 +54,7 @@ def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
 def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> None:
     answer = post(mesh, f"told-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
     assert answer.status_code == 200
-    line = line_of(mesh, f"told-{stream}")
+    line = log_line(mesh, f"told-{stream}")
     assert len(line["request_id"]) == 32
     assert (line["model"], line["endpoint"]) == (MODEL, "chat_completions")
     assert (line["status"], line["stream"], line["level"]) == (200, stream, "info")
@@ -76,7 +76,7 @@ def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> 
 
 def test_a_refused_request_is_one_line_that_says_why(mesh: Mesh) -> None:
     answer = post(mesh, "refused", max_tokens=-1)
-    line = line_of(mesh, "refused")
+    line = log_line(mesh, "refused")
     assert (answer.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
     error = answer.json()["error"]
     assert (line["param"], line["why"]) == ("max_tokens", error["message"])
@@ -92,7 +92,7 @@ def test_a_request_whose_client_left_is_one_line_that_says_so(mesh: Mesh) -> Non
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         wait_for(lambda: sum(w.open_slots() for w in mesh.workers), "it is at a worker")
-    line = line_of(mesh, "left")
+    line = log_line(mesh, "left")
     assert line["failure"] == "REQUEST_CANCELLED"
     assert line["workers"]
 
@@ -106,14 +106,20 @@ def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
 def metrics(mesh: Mesh) -> list[str]:
     """The frontend's metrics of requests, without those of the process."""
     lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
-    own = "kvmesh_frontend_loop_lost_seconds"  # grows on a busy machine, whatever is asked
-    return [one for one in lines if one.startswith("kvmesh_frontend_") and not one.startswith(own)]
+    excluded_metric = (
+        "kvmesh_frontend_loop_lost_seconds"  # grows on a busy machine, whatever is asked
+    )
+    return [
+        one
+        for one in lines
+        if one.startswith("kvmesh_frontend_") and not one.startswith(excluded_metric)
+    ]
 
 
 @pytest.mark.row("S2-77", "S2-78", "S2-79")
 def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh) -> None:
-    def probe(worker_at: int) -> list[engine_pb2.GenerateResponse]:
-        stub = engine_pb2_grpc.EngineServiceStub(mesh.workers[worker_at].channel)
+    def probe(worker_index: int) -> list[engine_pb2.GenerateResponse]:
+        stub = engine_pb2_grpc.EngineServiceStub(mesh.workers[worker_index].channel)
         message = engine_pb2.GenerateRequest(
             request=request_pb2.PreprocessedRequest(
                 token_ids=[1],
@@ -127,13 +133,13 @@ def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh
         )
         return list(stub.Generate(message, timeout=WAIT_S))
 
-    def seen() -> tuple[list[str], list[dict[str, Any]], int]:
+    def observed_state() -> tuple[list[str], list[dict[str, Any]], int]:
         return metrics(mesh), mesh.frontend.events("request"), mesh.router.bookings()
 
     wait_for(lambda: mesh.router.bookings() == 0, "the mesh is at rest")
-    before = seen()
-    for worker_at in range(2):
-        answers = probe(worker_at)
+    before = observed_state()
+    for worker_index in range(2):
+        answers = probe(worker_index)
         assert sum(len(answer.token_ids) for answer in answers) == 1, "one token shows life"
         assert answers[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
-    assert seen() == before
+    assert observed_state() == before

@@ -18,24 +18,27 @@ from tokenizers import Tokenizer
 
 from tests.e2e.mesh import MODEL, Mesh, Service, logs_on_failure, wait_for
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
-SPEED = "--speedup=20"
-OTHER = "zebra"
-BLOCK = 16
+SPEEDUP_FLAG = "--speedup=20"
+OTHER_MODEL = "zebra"
+BLOCK_SIZE = 16
 ADAPTERS = ("french", "german")
-NUMBERS = count(1)
+UNIQUE_NUMBERS = count(1)
 
 
 @pytest.fixture(scope="module")
 def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
-    with Mesh(folder, workers=1, indexers=1, worker_flags=[SPEED]) as mesh:
+    with Mesh(folder, workers=1, indexers=1, worker_flags=[SPEEDUP_FLAG]) as mesh:
         mesh.spawn("worker", "--loras=french,german").wait_ready()
-        other = [f"--model-name={OTHER}", f"--loras=french,{MODEL},swahili"]
+        other = [f"--model-name={OTHER_MODEL}", f"--loras=french,{MODEL},swahili"]
         mesh.spawn("worker", *other).wait_ready()
         wait_for(mesh.is_complete, "the frontend knows all workers")
-        wait_for(lambda: {MODEL, OTHER, *ADAPTERS, "swahili"} == listed(mesh).keys(), "all serve")
+        wait_for(
+            lambda: {MODEL, OTHER_MODEL, *ADAPTERS, "swahili"} == listed_models(mesh).keys(),
+            "all serve",
+        )
         yield mesh
 
 
@@ -45,65 +48,65 @@ def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def listed(mesh: Mesh) -> dict[str, dict[str, Any]]:
+def listed_models(mesh: Mesh) -> dict[str, dict[str, Any]]:
     models = mesh.http.get(f"{mesh.url}/v1/models").json()["data"]
     return {one["id"]: one for one in models}
 
 
-def words_of(adapter: str, prompt: list[int], length: int = 12) -> str:
+def expected_text(adapter: str, prompt: list[int], length: int = 12) -> str:
     """The tokens that follow, as text."""
     model = load_sim_model(SIM_MODEL_DIR)
-    truth = Truth(model.word_ids, model.eos_ids[0])
+    truth = TokenOracle(model.word_ids, model.eos_ids[0])
     tokens = truth.continue_tokens(prompt, length, ignore_eos=True, lora_name=adapter)
     text: str = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json")).decode(tokens)
     return text
 
 
-def with_adapters(mesh: Mesh) -> Service:
+def worker_with_adapters(mesh: Mesh) -> Service:
     """The worker of MODEL that has adapters."""
     return mesh.workers[1]
 
 
-def fresh(tokens: int) -> list[int]:
+def unique_prompt(tokens: int) -> list[int]:
     """A prompt that shares no block with any other."""
-    number = next(NUMBERS)
+    number = next(UNIQUE_NUMBERS)
     return [300 + (number * 7919 + place * place) % 2000 for place in range(tokens)]
 
 
-def ask(
+def post_completion(
     mesh: Mesh, model: str, prompt: str | list[int], client_id: str = "", **headers: str
 ) -> httpx.Response:
     return mesh.http.post(
         f"{mesh.url}/v1/completions",
         json={"model": model, "prompt": prompt, "max_tokens": 2},
-        headers={"x-request-id": client_id or f"r{next(NUMBERS)}", **headers},
+        headers={"x-request-id": client_id or f"r{next(UNIQUE_NUMBERS)}", **headers},
     )
 
 
-def told_all(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
+def log_lines(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
     """The lines of that request in the frontend's log."""
     events = mesh.frontend.events("request")
     return [e for e in events if e.get("client_request_id") == client_id]
 
 
-def told(mesh: Mesh, client_id: str) -> dict[str, Any]:
+def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
     """Its line, once it is there."""
-    lines = wait_for(lambda: told_all(mesh, client_id), f"the line of {client_id} is in the log")
+    lines = wait_for(lambda: log_lines(mesh, client_id), f"the line of {client_id} is in the log")
     return lines[0]
 
 
-def cached(answer: httpx.Response) -> int:
+def cached_tokens(answer: httpx.Response) -> int:
     assert answer.status_code == 200, answer.text
     tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
 
 
 def test_each_adapter_is_listed_as_a_model_with_its_base(mesh: Mesh) -> None:
-    models = listed(mesh)
+    models = listed_models(mesh)
     for adapter in ADAPTERS:
         assert models[adapter]["root"] == models[adapter]["parent"] == MODEL
         assert mesh.http.get(f"{mesh.url}/v1/models/{adapter}").json() == models[adapter]
-    assert models["swahili"]["parent"] == OTHER
+    assert models["swahili"]["parent"] == OTHER_MODEL
     assert "parent" not in models[MODEL]
     health = mesh.http.get(f"{mesh.url}/health").json()
     assert set(health["models"]) == models.keys()
@@ -111,14 +114,14 @@ def test_each_adapter_is_listed_as_a_model_with_its_base(mesh: Mesh) -> None:
 
 
 def test_an_answer_is_the_adapters_own_and_carries_its_name(mesh: Mesh) -> None:
-    prompt = fresh(3 * BLOCK)
+    prompt = unique_prompt(3 * BLOCK_SIZE)
     said = {}
     for name, adapter in ((MODEL, ""), ("french", "french"), ("german", "german")):
         body = {"model": name, "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
         answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body).json()
         assert answer["model"] == name
         said[name] = answer["choices"][0]["text"]
-        assert said[name] == words_of(adapter, prompt), name
+        assert said[name] == expected_text(adapter, prompt), name
     assert len(set(said.values())) == 3
 
 
@@ -146,64 +149,73 @@ async def test_the_sdk_asks_an_adapter_like_a_model(mesh: Mesh) -> None:
 
 @pytest.mark.row("S2-11")
 def test_the_same_prompt_under_base_and_adapters_never_shares_cached_blocks(mesh: Mesh) -> None:
-    prompt, full = fresh(20 * BLOCK), 20 * BLOCK - BLOCK
-    here = {"x-kvmesh-backend-instance-id": str(with_adapters(mesh).instance_id)}
+    prompt, full = unique_prompt(20 * BLOCK_SIZE), 20 * BLOCK_SIZE - BLOCK_SIZE
+    pin_headers = {"x-kvmesh-backend-instance-id": str(worker_with_adapters(mesh).instance_id)}
     for model in (MODEL, *ADAPTERS):
-        assert cached(ask(mesh, model, prompt, **here)) == 0, f"{model} was never asked it"
-        assert full <= cached(ask(mesh, model, prompt, **here)) < len(prompt)
+        assert cached_tokens(post_completion(mesh, model, prompt, **pin_headers)) == 0, (
+            f"{model} was never asked it"
+        )
+        assert (
+            full <= cached_tokens(post_completion(mesh, model, prompt, **pin_headers)) < len(prompt)
+        )
     for model in (MODEL, *ADAPTERS):
         # The other way round too: what the router predicts is what the engine finds.
-        def agrees(model: str = model) -> bool:
-            name = f"again-{next(NUMBERS)}"
-            found = cached(ask(mesh, model, prompt, name, **here))
+        def is_prediction_exact(model: str = model) -> bool:
+            name = f"again-{next(UNIQUE_NUMBERS)}"
+            found = cached_tokens(post_completion(mesh, model, prompt, name, **pin_headers))
             assert found >= full
-            return bool(told(mesh, name)["predicted_cached_tokens"] == found)
+            return bool(log_line(mesh, name)["predicted_cached_tokens"] == found)
 
-        wait_for(agrees, f"the index knows the blocks of {model}")
+        wait_for(is_prediction_exact, f"the index knows the blocks of {model}")
 
 
 def test_an_adapter_the_index_knows_is_predicted_for_itself_only(mesh: Mesh) -> None:
-    prompt = fresh(10 * BLOCK)
-    ask(mesh, "french", prompt)
+    prompt = unique_prompt(10 * BLOCK_SIZE)
+    post_completion(mesh, "french", prompt)
 
     def is_predicted() -> bool:
-        name = f"known-{next(NUMBERS)}"
-        ask(mesh, "french", prompt, name)
-        return bool(told(mesh, name)["predicted_cached_tokens"])
+        name = f"known-{next(UNIQUE_NUMBERS)}"
+        post_completion(mesh, "french", prompt, name)
+        return bool(log_line(mesh, name)["predicted_cached_tokens"])
 
     wait_for(is_predicted, "the index knows it")
     for model in (MODEL, "german"):
-        name = f"unknown-{next(NUMBERS)}"
-        assert cached(ask(mesh, model, prompt, name)) == 0
-        assert told(mesh, name)["predicted_cached_tokens"] == 0
+        name = f"unknown-{next(UNIQUE_NUMBERS)}"
+        assert cached_tokens(post_completion(mesh, model, prompt, name)) == 0
+        assert log_line(mesh, name)["predicted_cached_tokens"] == 0
 
 
 @pytest.mark.row("S2-11")
 def test_only_workers_with_the_adapter_get_its_requests(mesh: Mesh) -> None:
-    having = str(with_adapters(mesh).instance_id)
+    adapter_workers = str(worker_with_adapters(mesh).instance_id)
     for number in range(12):
         name = f"placed-{number}"
-        assert ask(mesh, ADAPTERS[number % 2], fresh(5 * BLOCK), name).status_code == 200
-        line = told(mesh, name)
-        assert line["workers"] == [having]
+        assert (
+            post_completion(
+                mesh, ADAPTERS[number % 2], unique_prompt(5 * BLOCK_SIZE), name
+            ).status_code
+            == 200
+        )
+        line = log_line(mesh, name)
+        assert line["workers"] == [adapter_workers]
         assert (line["model"], line["base_model"]) == (ADAPTERS[number % 2], MODEL)
     name = "base"
-    assert ask(mesh, MODEL, fresh(BLOCK), name).status_code == 200
-    assert "base_model" not in told(mesh, name)
+    assert post_completion(mesh, MODEL, unique_prompt(BLOCK_SIZE), name).status_code == 200
+    assert "base_model" not in log_line(mesh, name)
 
 
 def test_a_pin_to_a_worker_without_the_adapter_is_refused_not_answered_by_the_base(
     mesh: Mesh,
 ) -> None:
     pin = {"x-kvmesh-backend-instance-id": str(mesh.workers[0].instance_id)}
-    answer = ask(mesh, "french", fresh(BLOCK), **pin)
+    answer = post_completion(mesh, "french", unique_prompt(BLOCK_SIZE), **pin)
     assert answer.status_code == 503
     assert "'french'" in answer.json()["error"]["message"]
 
 
 def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
-    ask(mesh, "german", fresh(BLOCK))
-    ask(mesh, "no-such-adapter", fresh(BLOCK))
+    post_completion(mesh, "german", unique_prompt(BLOCK_SIZE))
+    post_completion(mesh, "no-such-adapter", unique_prompt(BLOCK_SIZE))
     metrics = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
     began = [line for line in metrics if line.startswith("kvmesh_frontend_requests_started_total")]
     assert any('model="german"' in line for line in began)
@@ -212,26 +224,26 @@ def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
     workers = [line for line in metrics if line.startswith("kvmesh_frontend_model_workers{")]
     assert sorted(workers) == [
         f'kvmesh_frontend_model_workers{{model="{MODEL}"}} 2.0',
-        f'kvmesh_frontend_model_workers{{model="{OTHER}"}} 1.0',
+        f'kvmesh_frontend_model_workers{{model="{OTHER_MODEL}"}} 1.0',
     ]
 
 
 def test_a_name_that_two_have_means_the_same_everywhere_and_is_told_of(mesh: Mesh) -> None:
     # Of "french" there are two: it is that of the model whose name comes first.
-    assert listed(mesh)["french"]["parent"] == MODEL < OTHER
+    assert listed_models(mesh)["french"]["parent"] == MODEL < OTHER_MODEL
     # And one adapter is called like a model: the name is the model's.
-    assert "parent" not in listed(mesh)[MODEL]
+    assert "parent" not in listed_models(mesh)[MODEL]
     degraded = mesh.http.get(f"{mesh.url}/health").json()["degraded"]
-    assert [line for line in degraded if "french" in line and OTHER in line and MODEL in line]
-    assert [line for line in degraded if f"'{MODEL}' of {OTHER}" in line]
+    assert [line for line in degraded if "french" in line and OTHER_MODEL in line and MODEL in line]
+    assert [line for line in degraded if f"'{MODEL}' of {OTHER_MODEL}" in line]
     hidden = {(e["adapter"], e["model"]) for e in mesh.frontend.events("adapter_hidden")}
-    assert hidden == {("french", OTHER), (MODEL, OTHER)}
+    assert hidden == {("french", OTHER_MODEL), (MODEL, OTHER_MODEL)}
 
 
 def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_a_model(mesh: Mesh) -> None:
-    answer = ask(mesh, "french", "able about " * 20_000)
+    answer = post_completion(mesh, "french", "able about " * 20_000)
     assert answer.json()["error"]["code"] == "context_length_exceeded"
-    unknown = ask(mesh, "klingon", "hi")
+    unknown = post_completion(mesh, "klingon", "hi")
     assert unknown.status_code == 404
     error = unknown.json()["error"]
     assert (error["code"], error["param"]) == ("model_not_found", "model")
@@ -239,14 +251,14 @@ def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_a_model(mesh: Mesh
 
 @pytest.mark.slow
 def test_prefill_and_decode_both_have_to_have_the_adapter_and_apply_it(tmp_path: Path) -> None:
-    flags = [SPEED, "--local-prefill=false"]
+    flags = [SPEEDUP_FLAG, "--local-prefill=false"]
     with Mesh(tmp_path, workers=0, prefill=1, decode=1, worker_flags=flags) as mesh:
-        having = [
+        adapter_workers = [
             mesh.spawn("prefill", "--loras=french").wait_ready(),
             mesh.spawn("decode", "--loras=french,german").wait_ready(),
         ]
-        wait_for(lambda: "french" in listed(mesh), "a pair has it")
-        prompt = fresh(3 * BLOCK)
+        wait_for(lambda: "french" in listed_models(mesh), "a pair has it")
+        prompt = unique_prompt(3 * BLOCK_SIZE)
         body = {"model": "french", "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
 
         def answered() -> httpx.Response | None:
@@ -257,16 +269,16 @@ def test_prefill_and_decode_both_have_to_have_the_adapter_and_apply_it(tmp_path:
 
         answer = wait_for(answered, "the router knows them too")
         assert answer is not None
-        assert answer.json()["choices"][0]["text"] == words_of("french", prompt)
+        assert answer.json()["choices"][0]["text"] == expected_text("french", prompt)
         (line,) = wait_for(
-            lambda: [line for line in told_all(mesh, "pair") if line["status"] == 200],
+            lambda: [line for line in log_lines(mesh, "pair") if line["status"] == 200],
             "its line is in the log",
         )
-        assert line["workers"] == [str(one.instance_id) for one in having]
+        assert line["workers"] == [str(one.instance_id) for one in adapter_workers]
         health = mesh.http.get(f"{mesh.url}/health").json()
         assert health["models_not_ready"]["german"] == "no prefill worker"
-        assert "german" not in listed(mesh)
-        assert ask(mesh, "german", prompt).status_code == 503
+        assert "german" not in listed_models(mesh)
+        assert post_completion(mesh, "german", prompt).status_code == 503
 
 
 @pytest.mark.slow
@@ -274,10 +286,10 @@ def test_a_started_answer_of_an_adapter_goes_on_at_another_worker_that_has_it(
     tmp_path: Path,
 ) -> None:
     with Mesh(tmp_path, workers=1, worker_flags=["--step-ms=20"]) as mesh:
-        having = [mesh.spawn("worker", "--loras=french").wait_ready() for _ in range(2)]
+        adapter_workers = [mesh.spawn("worker", "--loras=french").wait_ready() for _ in range(2)]
         wait_for(mesh.is_complete, "the frontend knows them")
-        wait_for(lambda: "french" in listed(mesh), "it has the adapter")
-        tokens, prompt = 200, fresh(3 * BLOCK)
+        wait_for(lambda: "french" in listed_models(mesh), "it has the adapter")
+        tokens, prompt = 200, unique_prompt(3 * BLOCK_SIZE)
         body = {"model": "french", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         pieces = []
         with mesh.http.stream(
@@ -291,42 +303,45 @@ def test_a_started_answer_of_an_adapter_goes_on_at_another_worker_that_has_it(
                     continue
                 pieces += [c["text"] for c in json.loads(line[6:])["choices"]]
                 if len(pieces) == 5:
-                    (one,) = [worker for worker in having if worker.open_slots()]
+                    (one,) = [worker for worker in adapter_workers if worker.open_slots()]
                     one.kill()
-        assert "".join(pieces) == words_of("french", prompt, tokens)
-        end = told(mesh, "moved")
+        assert "".join(pieces) == expected_text("french", prompt, tokens)
+        end = log_line(mesh, "moved")
         assert (end["status"], end["attempts"]) == (200, 2)
-        assert set(end["workers"]) == {str(one.instance_id) for one in having}
+        assert set(end["workers"]) == {str(one.instance_id) for one in adapter_workers}
 
 
 # Last, for it takes the adapters away.
 def test_an_adapter_that_nobody_has_any_more_is_a_503_with_advice_until_it_is_back(
     mesh: Mesh,
 ) -> None:
-    gone = with_adapters(mesh)
+    gone = worker_with_adapters(mesh)
     gone.kill()
     wait_for(mesh.is_complete, "the frontend has seen it leave")
-    wait_for(lambda: "german" not in listed(mesh), "and takes its adapters out of the list")
-    answer = ask(mesh, "german", "hi")
+    wait_for(lambda: "german" not in listed_models(mesh), "and takes its adapters out of the list")
+    answer = post_completion(mesh, "german", "hi")
     assert answer.status_code == 503
     assert "german" in answer.json()["error"]["message"]
     assert int(answer.headers["retry-after"]) >= 1
     assert answer.headers["x-should-retry"] == "true"
     assert mesh.http.get(f"{mesh.url}/v1/models/german").status_code == 503
-    assert ask(mesh, MODEL, "hi").status_code == 200
+    assert post_completion(mesh, MODEL, "hi").status_code == 200
     # Of the two with one name the other one's is left.
-    wait_for(lambda: listed(mesh).get("french", {}).get("parent") == OTHER, "it is the other's")
+    wait_for(
+        lambda: listed_models(mesh).get("french", {}).get("parent") == OTHER_MODEL,
+        "it is the other's",
+    )
     back = mesh.spawn("worker", "--loras=german").wait_ready()
-    wait_for(lambda: listed(mesh).get("german", {}).get("parent") == MODEL, "it is back")
+    wait_for(lambda: listed_models(mesh).get("german", {}).get("parent") == MODEL, "it is back")
     name = "back"
 
     def serves() -> bool:
         # The router may hear of it a moment later than the frontend.
-        return ask(mesh, "german", "hi", name).status_code == 200
+        return post_completion(mesh, "german", "hi", name).status_code == 200
 
     wait_for(serves, "the router knows it too")
     (line,) = wait_for(
-        lambda: [line for line in told_all(mesh, name) if line["status"] == 200],
+        lambda: [line for line in log_lines(mesh, name) if line["status"] == 200],
         "its line is in the log",
     )
     assert line["workers"] == [str(back.instance_id)]

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.e2e.mesh import MODEL, WAIT_S, Answer, Mesh, Oracle, logs_on_failure
+from tests.e2e.mesh import MODEL, WAIT_S, ExpectedResponse, Mesh, Oracle, logs_on_failure
 
 MULTI_BYTE = "naïve café, 日本語のテキスト 🎉👩‍👩‍👧 שלום \U0001f9ff and back"
 
@@ -56,11 +56,11 @@ def sync_client(mesh: Mesh) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def user(content: str) -> list[Any]:
+def user_message(content: str) -> list[Any]:
     return [{"role": "user", "content": content}]
 
 
-def assert_usage(usage: Any, expected: Answer) -> None:
+def assert_usage(usage: Any, expected: ExpectedResponse) -> None:
     assert usage is not None
     assert usage.prompt_tokens == expected.prompt_tokens
     assert usage.completion_tokens == expected.completion_tokens
@@ -72,7 +72,7 @@ async def test_a_chat_answer_is_the_models_truth_with_exact_usage(
 ) -> None:
     expected = oracle.chat("Say something.", 200)
     answer = await client.chat.completions.create(
-        model=MODEL, messages=user("Say something."), max_tokens=200
+        model=MODEL, messages=user_message("Say something."), max_tokens=200
     )
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == (expected.text, expected.finish_reason)
@@ -89,7 +89,7 @@ async def test_a_streamed_chat_is_the_same_text_one_finish_and_usage_last(
     chunks: list[ChatCompletionChunk] = []
     async with await client.chat.completions.create(
         model=MODEL,
-        messages=user("Stream it."),
+        messages=user_message("Stream it."),
         max_tokens=50,
         stream=True,
         stream_options={"include_usage": True},
@@ -111,7 +111,7 @@ async def test_without_stream_options_no_chunk_speaks_of_usage(
     client: openai.AsyncOpenAI,
 ) -> None:
     async with await client.chat.completions.create(
-        model=MODEL, messages=user("Quietly."), max_tokens=5, stream=True
+        model=MODEL, messages=user_message("Quietly."), max_tokens=5, stream=True
     ) as stream:
         chunks = [chunk async for chunk in stream]
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
@@ -156,7 +156,7 @@ async def test_a_conversation_goes_through_the_models_template(
         messages=messages,  # type: ignore[arg-type]
         max_completion_tokens=20,
     )
-    expected = oracle.chats(messages, 20)
+    expected = oracle.conversation(messages, 20)
     assert answer.choices[0].message.content == expected.text
     assert_usage(answer.usage, expected)
 
@@ -170,23 +170,23 @@ async def test_text_ends_before_the_stop_string_and_usage_counts_what_made_it(
     stop = f"{whole[9]} {whole[10][:2]}"
     expected = oracle.chat("Stop me.", 60, stop=stop)
     assert 0 < expected.completion_tokens < 60, "the stop string must be met"
-    asked: dict[str, Any] = {
+    request_args: dict[str, Any] = {
         "model": MODEL,
-        "messages": user("Stop me."),
+        "messages": user_message("Stop me."),
         "max_tokens": 60,
         "stop": [stop, "never there"],
     }
     if stream:
         text, usage, finish = "", None, None
         async for chunk in await client.chat.completions.create(
-            **asked, stream=True, stream_options={"include_usage": True}
+            **request_args, stream=True, stream_options={"include_usage": True}
         ):
             usage = chunk.usage or usage
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
     else:
-        answer = await client.chat.completions.create(**asked)
+        answer = await client.chat.completions.create(**request_args)
         choice = answer.choices[0]
         text, usage, finish = choice.message.content or "", answer.usage, choice.finish_reason
     assert (text, finish) == (expected.text, "stop")
@@ -198,7 +198,7 @@ async def test_multi_byte_text_arrives_at_the_model_whole(
 ) -> None:
     expected = oracle.chat(MULTI_BYTE, 30)
     answer = await client.chat.completions.create(
-        model=MODEL, messages=user(MULTI_BYTE), max_tokens=30
+        model=MODEL, messages=user_message(MULTI_BYTE), max_tokens=30
     )
     assert answer.choices[0].message.content == expected.text
     assert_usage(answer.usage, expected)
@@ -209,7 +209,7 @@ async def test_sixty_four_streams_at_once_get_each_its_own_answer(
 ) -> None:
     async def one(number: int) -> str:
         async with await client.chat.completions.create(
-            model=MODEL, messages=user(f"Number {number}"), max_tokens=60, stream=True
+            model=MODEL, messages=user_message(f"Number {number}"), max_tokens=60, stream=True
         ) as stream:
             return "".join([c.choices[0].delta.content or "" async for c in stream])
 
@@ -231,7 +231,7 @@ async def test_a_prompt_of_twenty_thousand_tokens_is_answered(
 
 async def test_an_unknown_model_is_not_found(client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
-        await client.chat.completions.create(model="no-such", messages=user("hi"))
+        await client.chat.completions.create(model="no-such", messages=user_message("hi"))
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
@@ -240,7 +240,7 @@ async def test_a_bad_value_is_a_bad_request_that_names_its_parameter(
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(
-            model=MODEL, messages=user("hi"), temperature=9, stream=True
+            model=MODEL, messages=user_message("hi"), temperature=9, stream=True
         )
     assert caught.value.param == "temperature"
     assert caught.value.type == "invalid_request_error"
@@ -250,7 +250,7 @@ async def test_a_worker_that_is_not_there_is_a_503_with_a_hint(client: openai.As
     with pytest.raises(openai.InternalServerError) as caught:
         await client.chat.completions.create(
             model=MODEL,
-            messages=user("hi"),
+            messages=user_message("hi"),
             extra_body={"nvext": {"backend_instance_id": 1}},
         )
     assert caught.value.status_code == 503
@@ -271,7 +271,7 @@ async def test_the_clients_request_id_comes_back_with_the_answer(
 ) -> None:
     answer = await client.chat.completions.with_raw_response.create(
         model=MODEL,
-        messages=user("hi"),
+        messages=user_message("hi"),
         max_tokens=2,
         stream=stream,
         extra_headers={"x-request-id": "my-id-7"},

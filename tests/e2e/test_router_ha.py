@@ -17,7 +17,7 @@ import pytest
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
 from tests.e2e.router_kills import (
-    LONG_S,
+    LONG_TIMEOUT_S,
     TARGET_S,
     BookingKey,
     body_of,
@@ -26,7 +26,7 @@ from tests.e2e.router_kills import (
     is_balanced,
     kills,
     now,
-    until,
+    wait_until,
 )
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 CLIENTS = 4
 TOKENS = 20
 # Requests without a router wait this long before their frontend places them by itself.
-UNROUTED_S = 3.0
+UNROUTED_AFTER_S = 3.0
 KILLS = 5
 RESTARTS = 3
 SLOWEST_S = 10.0
@@ -50,11 +50,11 @@ def start_pairs(
     start: Callable[..., AbstractContextManager[Mesh]],
 ) -> Callable[..., AbstractContextManager[Mesh]]:
     """Starts a mesh of two frontends, and of two routers and two indexers if not told otherwise."""
-    given = {"routers": 2, "indexers": 2, "router_flags": ["--metrics-port=0"]}
-    return lambda **shape: start(frontends=2, **{**given, **shape})
+    defaults = {"routers": 2, "indexers": 2, "router_flags": ["--metrics-port=0"]}
+    return lambda **shape: start(frontends=2, **{**defaults, **shape})
 
 
-class Load:
+class LoadGenerator:
     """Clients that ask one request after the other, each at its own frontend."""
 
     def __init__(self, urls: Sequence[str], oracle: Oracle) -> None:
@@ -65,11 +65,11 @@ class Load:
         self._oracle = oracle
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Load]:
-        async with httpx.AsyncClient(timeout=LONG_S, trust_env=False) as http:
+    async def running(self) -> AsyncIterator[LoadGenerator]:
+        async with httpx.AsyncClient(timeout=LONG_TIMEOUT_S, trust_env=False) as http:
             clients = [asyncio.create_task(self._run(http, n)) for n in range(CLIENTS)]
             try:
-                await self.goes_on()
+                await self.wait_for_progress()
                 yield self
                 assert not any(client.done() for client in clients), clients
             finally:
@@ -77,10 +77,10 @@ class Load:
                     client.cancel()
                 await asyncio.wait(clients)
 
-    async def goes_on(self, count: int = 3 * CLIENTS) -> None:
+    async def wait_for_progress(self, count: int = 3 * CLIENTS) -> None:
         """Returns when so many more were answered."""
-        wanted = self.answered + count
-        await until(lambda: self.answered >= wanted, "requests are answered")
+        target = self.answered + count
+        await wait_until(lambda: self.answered >= target, "requests are answered")
 
     async def _run(self, http: httpx.AsyncClient, number: int) -> None:
         url = self.urls[number % len(self.urls)]
@@ -106,16 +106,16 @@ def is_exact(indexer: Service, workers: int) -> bool:
     )
 
 
-async def replace(mesh: Mesh, load: Load, victims: Sequence[Service]) -> None:
+async def replace(mesh: Mesh, load: LoadGenerator, victims: Sequence[Service]) -> None:
     """kill -9 of all of them; requests go on without; then as many new ones."""
     for victim in victims:
         victim.process.kill()
     for victim in victims:
         await asyncio.to_thread(victim.process.wait, WAIT_S)
-    await load.goes_on()
+    await load.wait_for_progress()
     for service in [mesh.spawn(victim.kind) for victim in victims]:
         await asyncio.to_thread(service.wait_ready)
-    await load.goes_on()
+    await load.wait_for_progress()
     assert load.failures == []
 
 
@@ -123,19 +123,21 @@ async def test_routers_and_indexers_die_and_return_in_any_order_and_no_request_f
     start_pairs: Any, oracle: Oracle
 ) -> None:
     with start_pairs(workers=2) as mesh:
-        async with Load(mesh.urls, oracle).running() as load:
-            await until(lambda: is_balanced(mesh), "each router has a frontend")
+        async with LoadGenerator(mesh.urls, oracle).running() as load:
+            await wait_until(lambda: is_balanced(mesh), "each router has a frontend")
             for kind in ("router", "indexer"):
                 for _ in range(2):
-                    await replace(mesh, load, mesh.of(kind)[:1])
-                await replace(mesh, load, mesh.of(kind))
-            await replace(mesh, load, [mesh.of("router")[0], mesh.of("indexer")[0]])
-            await until(lambda: is_balanced(mesh), "frontends have gone home again")
+                    await replace(mesh, load, mesh.of_kind(kind)[:1])
+                await replace(mesh, load, mesh.of_kind(kind))
+            await replace(mesh, load, [mesh.of_kind("router")[0], mesh.of_kind("indexer")[0]])
+            await wait_until(lambda: is_balanced(mesh), "frontends have gone home again")
             print(f"{load.answered} answered, the slowest in {load.slowest_s:.2f} s")
-        routers, indexers = mesh.of("router"), mesh.of("indexer")
-        await until(lambda: not any(map(bookings, routers)), "no booking is left at either router")
+        routers, indexers = mesh.of_kind("router"), mesh.of_kind("indexer")
+        await wait_until(
+            lambda: not any(map(bookings, routers)), "no booking is left at either router"
+        )
         for indexer in indexers:
-            await until(partial(is_exact, indexer, 2), "the index is exact")
+            await wait_until(partial(is_exact, indexer, 2), "the index is exact")
 
 
 @pytest.mark.timeout(300)
@@ -154,7 +156,7 @@ async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_sec
             print(kill)
         assert median(kill.right_s for kill in seen) <= TARGET_S
         assert max(kill.right_s for kill in seen) <= SLOWEST_S
-        await until(lambda: not any(map(bookings, mesh.of("router"))), "all are free")
+        await wait_until(lambda: not any(map(bookings, mesh.of_kind("router"))), "all are free")
 
 
 @pytest.mark.timeout(300)
@@ -170,9 +172,11 @@ async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_s
                 for url in mesh.urls
             ]
             try:
-                held = await until(lambda: booked(mesh.router, len(streams)), "both are booked")
-                async with Load(mesh.urls, oracle).running() as load:
-                    right_s = [await restarted(mesh, load, held) for _ in range(RESTARTS)]
+                held = await wait_until(
+                    lambda: booked_keys(mesh.router, len(streams)), "both are booked"
+                )
+                async with LoadGenerator(mesh.urls, oracle).running() as load:
+                    right_s = [await restart_router(mesh, load, held) for _ in range(RESTARTS)]
                 print(f"right {right_s} s after it was ready; the slowest request took "
                       f"{load.slowest_s:.2f} s")  # fmt: skip
                 assert load.failures == []
@@ -183,25 +187,27 @@ async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_s
                 for stream in streams:
                     stream.cancel()
                 await asyncio.wait(streams)
-        await until(lambda: not bookings(mesh.router), "all are free")
+        await wait_until(lambda: not bookings(mesh.router), "all are free")
 
 
-def booked(router: Service, count: int) -> set[BookingKey] | None:
+def booked_keys(router: Service, count: int) -> set[BookingKey] | None:
     """The keys of what a router holds, if that is so many."""
     held = set(bookings(router))
     return held if len(held) == count else None
 
 
-async def restarted(mesh: Mesh, load: Load, held: set[BookingKey]) -> float:
+async def restart_router(mesh: Mesh, load: LoadGenerator, held: set[BookingKey]) -> float:
     """kill -9 of the only router, and another one: seconds until that has `held`."""
     mesh.router.kill()
     new = mesh.spawn("router")
     await asyncio.to_thread(new.wait_ready)
     ready_at = now()
-    await until(lambda: held <= bookings(new).keys(), "frontends have announced what they hold")
+    await wait_until(
+        lambda: held <= bookings(new).keys(), "frontends have announced what they hold"
+    )
     right_s = now() - ready_at
-    await until(lambda: gauge(new, "sessions") == 2, "both frontends are there")
-    await load.goes_on()
+    await wait_until(lambda: gauge(new, "sessions") == 2, "both frontends are there")
+    await load.wait_for_progress()
     return round(right_s, 3)
 
 
@@ -209,16 +215,16 @@ async def test_a_router_that_hangs_is_left_and_gone_back_to_when_it_goes_on(
     start_pairs: Any, oracle: Oracle
 ) -> None:
     with start_pairs(indexers=0) as mesh:
-        async with Load(mesh.urls, oracle).running() as load:
-            await until(lambda: is_balanced(mesh), "each router has a frontend")
-            hung, other = mesh.of("router")
+        async with LoadGenerator(mesh.urls, oracle).running() as load:
+            await wait_until(lambda: is_balanced(mesh), "each router has a frontend")
+            hung, other = mesh.of_kind("router")
             hung.send(signal.SIGSTOP)
             try:
-                await until(lambda: gauge(other, "sessions") == 2, "the other one has both")
-                await load.goes_on()
+                await wait_until(lambda: gauge(other, "sessions") == 2, "the other one has both")
+                await load.wait_for_progress()
             finally:
                 hung.send(signal.SIGCONT)
-            await until(lambda: is_balanced(mesh), "frontends have gone home again")
+            await wait_until(lambda: is_balanced(mesh), "frontends have gone home again")
             assert load.failures == []
             print(f"the slowest request took {load.slowest_s:.2f} s")
-        await until(lambda: not any(map(bookings, mesh.of("router"))), "all are free")
+        await wait_until(lambda: not any(map(bookings, mesh.of_kind("router"))), "all are free")

@@ -21,16 +21,16 @@ pytestmark = pytest.mark.slow
 STREAMS = 16
 # About 7 ms a token: a stream lasts long enough to lose its worker in the middle.
 TOKENS = 150
-PROBE_S = 0.02
+PROBE_INTERVAL_S = 0.02
 # Discovery says within 50 ms that a process is gone; the rest is for a busy machine.
 OUTAGE_MAX_S = 1.0
 # A frontend waits 3 s for a router, and then places by itself: not twice that.
 UNROUTED_MAX_S = 6.0
 # Three heartbeats of a second each, and what migration takes. What the frontend lost itself
 # meanwhile does not count for it (see `core/patience.py`), so this is for a busy machine too.
-HANG_MAX_S = 10.0
+HANG_RECOVERY_MAX_S = 10.0
 # Far more than there is time for: such a stream has not ended when its worker dies.
-ENDLESS = 2000
+LONG_STREAM_TOKENS = 2000
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +62,14 @@ class Probe:
 
     def outage_s(self) -> float:
         """The longest time in which no request was answered well, where one failed."""
-        longest, good_at, is_bad = 0.0, None, False
+        longest, last_success_at, has_failure = 0.0, None, False
         for at, status, _ in self.answers:
             if status != 200:
-                is_bad = True
+                has_failure = True
                 continue
-            if is_bad and good_at is not None:
-                longest = max(longest, at - good_at)
-            good_at, is_bad = at, False
+            if has_failure and last_success_at is not None:
+                longest = max(longest, at - last_success_at)
+            last_success_at, has_failure = at, False
         return longest
 
 
@@ -77,14 +77,16 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def until(condition: Callable[[], object], what: str, timeout_s: float = WAIT_S) -> None:
+async def wait_until(
+    condition: Callable[[], object], description: str, timeout_s: float = WAIT_S
+) -> None:
     deadline = now() + timeout_s
     while not condition():
-        assert now() < deadline, f"not within {timeout_s:g} s: {what}"
+        assert now() < deadline, f"not within {timeout_s:g} s: {description}"
         await asyncio.sleep(0.005)
 
 
-async def follow(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
+async def read_stream(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
     """Streams one completion into `stream`."""
     body = body_of(stream.prompt, tokens, stream=True)
     async with client.stream("POST", "/v1/completions", json=body) as answer:
@@ -106,7 +108,7 @@ async def follow(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS
 
 
 @asynccontextmanager
-async def connected(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+async def open_client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
         base_url=mesh.url, timeout=WAIT_S, trust_env=False, limits=limits
@@ -115,14 +117,14 @@ async def connected(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @asynccontextmanager
-async def streaming(
+async def open_streams(
     client: httpx.AsyncClient, count: int = STREAMS, tokens: int = TOKENS
 ) -> AsyncIterator[tuple[list[Stream], asyncio.Future[Any]]]:
     """Streams that have all begun, and their common end."""
     streams = [Stream(f"Stream number {number}") for number in range(count)]
-    end = asyncio.gather(*(follow(client, stream, tokens) for stream in streams))
+    end = asyncio.gather(*(read_stream(client, stream, tokens) for stream in streams))
     try:
-        await until(lambda: all(s.events >= 5 for s in streams), "all streams have begun")
+        await wait_until(lambda: all(s.events >= 5 for s in streams), "all streams have begun")
         yield streams, end
     finally:
         end.cancel()
@@ -130,7 +132,7 @@ async def streaming(
 
 
 @asynccontextmanager
-async def probing(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
+async def run_probe(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
     """Sends short requests all the while."""
     probe = Probe()
 
@@ -140,11 +142,11 @@ async def probing(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
             answer = await client.post("/v1/completions", json=body)
             code = "" if answer.status_code == 200 else answer.json()["error"]["code"]
             probe.answers.append((now(), answer.status_code, code))
-            await asyncio.sleep(PROBE_S)
+            await asyncio.sleep(PROBE_INTERVAL_S)
 
     task = asyncio.create_task(run())
     try:
-        await until(lambda: len(probe.answers) >= 3, "the probe is answered")
+        await wait_until(lambda: len(probe.answers) >= 3, "the probe is answered")
         yield probe
         assert not task.done(), f"the probe broke: {task}"
     finally:
@@ -159,7 +161,7 @@ def assert_exact(streams: list[Stream], oracle: Oracle, tokens: int = TOKENS) ->
         assert (stream.text, stream.finish_reason) == (expected.text, "length")
 
 
-def busiest(mesh: Mesh) -> Service:
+def busiest_worker(mesh: Mesh) -> Service:
     return max(mesh.workers, key=Service.open_slots)
 
 
@@ -173,11 +175,11 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
     with start() as mesh:
         # Twice as long as elsewhere, so that none ends by itself while it is counted.
         async with (
-            connected(mesh) as client,
-            probing(client) as probe,
-            streaming(client, STREAMS, 2 * TOKENS) as (streams, end),
+            open_client(mesh) as client,
+            run_probe(client) as probe,
+            open_streams(client, STREAMS, 2 * TOKENS) as (streams, end),
         ):
-            victim = busiest(mesh)
+            victim = busiest_worker(mesh)
             held = victim.open_slots()
             victim.kill()
             await asyncio.wait_for(end, WAIT_S)
@@ -186,7 +188,9 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
             assert probe.outage_s() < OUTAGE_MAX_S
             print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
                   f"{probe.outage_s():.3f} s")  # fmt: skip
-        await until(lambda: len(logged_requests(mesh)) >= STREAMS, "the streams are in the log")
+        await wait_until(
+            lambda: len(logged_requests(mesh)) >= STREAMS, "the streams are in the log"
+        )
         moved = [r for r in logged_requests(mesh) if r["attempts"] > 1 and r["status"] == 200]
         assert len(moved) >= held - 1, "what was not moved must have ended by itself"
         assert all(len(r["workers"]) == r["attempts"] for r in moved)
@@ -196,8 +200,8 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
     start: Any, oracle: Oracle
 ) -> None:
     with start(workers=1) as mesh:
-        async with connected(mesh) as client, probing(client) as probe:
-            async with streaming(client, 4, ENDLESS) as (streams, end):
+        async with open_client(mesh) as client, run_probe(client) as probe:
+            async with open_streams(client, 4, LONG_STREAM_TOKENS) as (streams, end):
                 mesh.workers[0].kill()
                 killed_at = now()
                 await asyncio.wait_for(end, WAIT_S)
@@ -205,8 +209,8 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
                     assert stream.error is not None
                     assert stream.error["type"] == "server_error"
                     assert stream.finish_reason is None
-            await until(lambda: probe.failures, "a request fails")
-            await until(lambda: len(probe.failures) >= 20, "requests go on failing")
+            await wait_until(lambda: probe.failures, "a request fails")
+            await wait_until(lambda: len(probe.failures) >= 20, "requests go on failing")
             print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
                   " s to the first refusal")  # fmt: skip
             assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S
@@ -224,7 +228,7 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
             worker = mesh.spawn("worker")
             await asyncio.to_thread(worker.wait_ready)
             ready_at = now()
-            await until(lambda: probe.answers[-1][1] == 200, "requests are answered again")
+            await wait_until(lambda: probe.answers[-1][1] == 200, "requests are answered again")
             print(f"served {now() - ready_at:.3f} s after the worker was ready, "
                   f"{now() - spawned_at:.3f} s after its start")  # fmt: skip
             assert now() - ready_at < OUTAGE_MAX_S
@@ -246,21 +250,21 @@ async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
 ) -> None:
     with start(worker_flags=[f"--drain-s={drain_s}"]) as mesh:
         async with (
-            connected(mesh) as client,
-            probing(client) as probe,
-            streaming(client, STREAMS, tokens) as (streams, end),
+            open_client(mesh) as client,
+            run_probe(client) as probe,
+            open_streams(client, STREAMS, tokens) as (streams, end),
         ):
-            leaving = busiest(mesh)
-            assert leaving.open_slots() > 0
-            leaving.send(signal.SIGTERM)
-            status = await asyncio.to_thread(leaving.wait)
+            draining = busiest_worker(mesh)
+            assert draining.open_slots() > 0
+            draining.send(signal.SIGTERM)
+            status = await asyncio.to_thread(draining.wait)
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle, tokens)
             answered = len(probe.answers)
-            await until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
+            await wait_until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
             assert probe.failures == []
-        assert status == 0, leaving.tail()
-        was_cut = leaving.events("cut at the end of the drain")
+        assert status == 0, draining.tail()
+        was_cut = draining.events("cut at the end of the drain")
         assert bool(was_cut) == (drain_s < 1)
 
 
@@ -268,7 +272,7 @@ async def test_the_last_worker_finishes_what_it_has_when_told_to_leave(
     start: Any, oracle: Oracle
 ) -> None:
     with start(workers=1) as mesh:
-        async with connected(mesh) as client, streaming(client) as (streams, end):
+        async with open_client(mesh) as client, open_streams(client) as (streams, end):
             worker = mesh.workers[0]
             worker.send(signal.SIGTERM)
             # Nobody could take a stream over whose last frame got lost on the way.
@@ -279,8 +283,8 @@ async def test_the_last_worker_finishes_what_it_has_when_told_to_leave(
 
 async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Oracle) -> None:
     with start() as mesh:
-        async with connected(mesh) as client, streaming(client) as (streams, end):
-            hung = busiest(mesh)
+        async with open_client(mesh) as client, open_streams(client) as (streams, end):
+            hung = busiest_worker(mesh)
             assert hung.open_slots() > 0
             hung.send(signal.SIGSTOP)
             began = now()
@@ -289,9 +293,9 @@ async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Orac
             finally:
                 hung.send(signal.SIGCONT)
             print(f"all ended {now() - began:.1f} s after the hang began")
-            assert now() - began < HANG_MAX_S
+            assert now() - began < HANG_RECOVERY_MAX_S
             assert_exact(streams, oracle)
-            await until(lambda: hung.open_slots() == 0, "the worker lets go of what it lost")
+            await wait_until(lambda: hung.open_slots() == 0, "the worker lets go of what it lost")
 
 
 async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
@@ -311,27 +315,30 @@ async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
 
     # Time enough for each client's next request, which is told that the connection closes.
     with start(frontend_flags=["--notice-s=2"]) as mesh:
-        async with connected(mesh) as client, streaming(client) as (streams, end):
-            leaving = mesh.frontend
+        async with open_client(mesh) as client, open_streams(client) as (streams, end):
+            draining = mesh.frontend
             clients = [asyncio.create_task(persistent(client, number)) for number in range(8)]
-            leaving.send(signal.SIGTERM)
+            draining.send(signal.SIGTERM)
             counts = await asyncio.wait_for(asyncio.gather(*clients), WAIT_S)
             assert all(counts)
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle)
             began = now()
-            assert await asyncio.to_thread(leaving.wait) == 0
+            assert await asyncio.to_thread(draining.wait) == 0
             print(f"gone {now() - began:.2f} s after its last answer")
-        assert leaving.events("cut at the end of the drain") == []
+        assert draining.events("cut at the end of the drain") == []
 
 
 async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(start: Any) -> None:
     with start(frontend_flags=["--notice-s=0", "--drain-s=0.2"]) as mesh:
-        async with connected(mesh) as client, streaming(client, 4, ENDLESS) as (streams, end):
-            leaving = mesh.frontend
-            leaving.send(signal.SIGTERM)
+        async with (
+            open_client(mesh) as client,
+            open_streams(client, 4, LONG_STREAM_TOKENS) as (streams, end),
+        ):
+            draining = mesh.frontend
+            draining.send(signal.SIGTERM)
             await asyncio.wait_for(end, WAIT_S)
-            assert await asyncio.to_thread(leaving.wait) == 0
+            assert await asyncio.to_thread(draining.wait) == 0
         for stream in streams:
             assert stream.error is not None
             assert stream.error["code"] == "unavailable"
@@ -341,13 +348,16 @@ async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
     start: Any, oracle: Oracle
 ) -> None:
     with start() as mesh:
-        async with connected(mesh) as client, streaming(client, STREAMS, 600) as (streams, end):
+        async with (
+            open_client(mesh) as client,
+            open_streams(client, STREAMS, 600) as (streams, end),
+        ):
             mesh.router.kill()
             began = now()
-            late = Stream("Late")
-            await asyncio.wait_for(follow(client, late, 10), WAIT_S)
+            late_stream = Stream("Late")
+            await asyncio.wait_for(read_stream(client, late_stream, 10), WAIT_S)
             took_s = now() - began
-            assert_exact([late], oracle, 10)
+            assert_exact([late_stream], oracle, 10)
             print(f"served unrouted after {took_s:.2f} s")
             assert took_s < UNROUTED_MAX_S
             health = (await client.get("/health")).json()
@@ -359,18 +369,18 @@ async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
             router = mesh.spawn("router")
             await asyncio.to_thread(router.wait_ready)
             ready_at = now()
-            await until(mesh.is_complete, "the frontend has found the new router")
+            await wait_until(mesh.is_complete, "the frontend has found the new router")
             print(f"routed again {now() - ready_at:.2f} s after the router was ready")
-            again = Stream("Again")
+            second_stream = Stream("Again")
             began = now()
-            await asyncio.wait_for(follow(client, again, 10), WAIT_S)
+            await asyncio.wait_for(read_stream(client, second_stream, 10), WAIT_S)
             assert now() - began < OUTAGE_MAX_S
 
-        def late_ones() -> list[dict[str, Any]]:
+        def late_requests() -> list[dict[str, Any]]:
             return [r for r in logged_requests(mesh) if r["completion_tokens"] == 10]
 
-        await until(lambda: len(late_ones()) == 2, "both requests are in the log")
-        unrouted, routed = (" ".join(r["routing"]) for r in late_ones())
+        await wait_until(lambda: len(late_requests()) == 2, "both requests are in the log")
+        unrouted, routed = (" ".join(r["routing"]) for r in late_requests())
         assert "unrouted" in unrouted
         assert "unrouted" not in routed
         assert all(r["attempts"] == 1 for r in logged_requests(mesh))

@@ -33,11 +33,11 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sglang.kv_events import TOPIC, Endpoints, KvReader
-from worker_svc.kv_events.normalizer import Duplicates, KvRules, KvSink
+from worker_svc.engines.sglang.kv_events import TOPIC, KvEventEndpoints, KvEventReader
+from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
 BLOCK = 4
-RULES = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+RULES = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
 
 # Any: what an engine says, before it is packed.
 WireEvent = Mapping[str, Any]
@@ -89,7 +89,7 @@ class EngineWire:
         self._context = zmq.asyncio.Context()
         self._live = self._bound(zmq.PUB, 0)
         self._router = self._bound(zmq.ROUTER, 0) if keeps else None
-        self.endpoints = Endpoints(
+        self.endpoints = KvEventEndpoints(
             _port(self._live) - rank, None if self._router is None else _port(self._router) - rank
         )
 
@@ -168,11 +168,11 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 class WiredEngine(EchoEngine):
     """An engine whose KV events come over the wire."""
 
-    def __init__(self, wires: Sequence[EngineWire], rules: KvRules, model: str) -> None:
+    def __init__(self, wires: Sequence[EngineWire], rules: KvEventFormat, model: str) -> None:
         super().__init__(EchoConfig(model=model))
-        self.kv_rules = rules
-        self.kv_silence = ""
-        self.readers: list[KvReader] = []
+        self.kv_event_format = rules
+        self.kv_events_off_reason = ""
+        self.readers: list[KvEventReader] = []
         self._wires = wires
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -181,13 +181,13 @@ class WiredEngine(EchoEngine):
             await super().start(worker_id),
             kv_index="events",
             kv_index_reason="",
-            kv_cache_block_size=self.kv_rules.block_size,
+            kv_cache_block_size=self.kv_event_format.block_size,
             dp_size=len(self._wires),
         )
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         for wire in self._wires:
-            reader = KvReader(wire.rank, wire.endpoints, sink)
+            reader = KvEventReader(wire.rank, wire.endpoints, sink)
             self.readers.append(reader)
             self._tasks.append(asyncio.create_task(reader.run()))
             self._tasks.append(asyncio.create_task(wire.serve()))
@@ -215,7 +215,7 @@ class WiredMesh:
         self,
         worker_id: int,
         *wires: EngineWire,
-        rules: KvRules = RULES,
+        rules: KvEventFormat = RULES,
         model: str = "m",
     ) -> AsyncIterator[WorkerApp]:
         """A worker that is in discovery and publishes to the indexer."""
@@ -278,7 +278,7 @@ class WiredMesh:
         """Whether the index stands where the worker does."""
         assert app.publisher is not None
         feed = self.indexer.ingest.feed
-        ledgers = [one.ledger for one in app.publisher.feeds.values()]
+        ledgers = [one.event_log for one in app.publisher.feeds.values()]
         return all(feed.position(one.source) == one.state for one in ledgers)
 
     async def verified(self, app: WorkerApp) -> int:
@@ -295,8 +295,8 @@ class WiredMesh:
         return self.indexer.ingest.feed.status(Source(app.instance_id, rank)).state
 
     def claimed(self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE) -> set[int]:
-        index, claims = self.indexer.ingest.feed.claims(Source(app.instance_id, rank))
-        return {key for of, part in index.chunks(claims) if of is tier for key in part.tolist()}
+        index, advertised = self.indexer.ingest.feed.advertised(Source(app.instance_id, rank))
+        return {key for of, part in index.chunks(advertised) if of is tier for key in part.tolist()}
 
 
 def partition_of(app: WorkerApp) -> Partition:
@@ -318,7 +318,7 @@ def names_of(
     return hasher.prefix_hashes(list(tokens))
 
 
-def reader_of(app: WorkerApp, rank: int = 0) -> KvReader:
+def reader_of(app: WorkerApp, rank: int = 0) -> KvEventReader:
     assert isinstance(app.engine, WiredEngine)
     return app.engine.readers[rank]
 

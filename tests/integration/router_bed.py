@@ -16,8 +16,8 @@ from common.errors import MeshError
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
-from common.service.lifecycle import Health, Life
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.service.lifecycle import HealthReporter, Lifecycle
 from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
@@ -40,7 +40,7 @@ class RouterBed:
         self,
         app: RouterApp,
         registry: MemoryRegistry,
-        life: Life,
+        lifecycle: Lifecycle,
         clock: Clock,
         query: Mapping[str, Any],
         worker: Mapping[str, Any],
@@ -49,7 +49,7 @@ class RouterBed:
         self.router = app.router
         self.decisions = app._service.decisions
         self.registry = registry
-        self.life = life
+        self.lifecycle = lifecycle
         self.clock = clock
         self.leases: dict[int, Lease] = {}
         self.channel = rpc.channel(app.address)
@@ -112,8 +112,8 @@ class RouterBed:
         """As by SIGKILL: connections break, nobody is told, discovery still shows it."""
         self.is_running = False
         await self.app._server.stop(None)
-        self.life.drain("killed")
-        assert await self.life.cancel_tasks(WAIT_S) == []
+        self.lifecycle.drain("killed")
+        assert await self.lifecycle.cancel_tasks(WAIT_S) == []
 
 
 class Session:
@@ -136,7 +136,7 @@ class Session:
                     await self.call.wait_for_connection()
                     raise EOFError(await self.call.code())
             except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from error
+                raise mesh_error_from_rpc(error) from error
         assert isinstance(frame, pb.SessionResponse)
         return frame
 
@@ -201,9 +201,9 @@ async def running(
         rng=Random(1),
         clock=clock,
     )
-    life, registry = Life(Health()), MemoryRegistry(store)
-    async with living(app, life, registered=registered):
-        bed = RouterBed(app, registry, life, clock, query, worker)
+    lifecycle, registry = Lifecycle(HealthReporter()), MemoryRegistry(store)
+    async with living(app, lifecycle, registered=registered):
+        bed = RouterBed(app, registry, lifecycle, clock, query, worker)
         try:
             yield bed
         finally:

@@ -21,7 +21,7 @@ from structlog.testing import capture_logs
 
 import common.registry.consul
 from common.registry.card import ModelCard
-from common.registry.consul import LEFT_KEPT_S, ConsulRegistry
+from common.registry.consul import DEPARTURE_KEPT_S, ConsulRegistry
 from common.registry.instances import Instance
 
 NS = "blips"
@@ -61,7 +61,9 @@ class BreakingAgent:
         """A registry on it, whose own calls are the only ones."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        registry = ConsulRegistry(self.url, tend_s=1e3, patience_s=PATIENCE_S, rng=Random(1))
+        registry = ConsulRegistry(
+            self.url, reconcile_interval_s=1e3, unreachable_timeout_s=PATIENCE_S, rng=Random(1)
+        )
         try:
             yield registry
         finally:
@@ -137,7 +139,7 @@ class BreakingAgent:
 
     def note_old_departure(self) -> None:
         """As somebody left it who went long ago."""
-        self.keys[OLD_NOTE] = (b"", 1, int(time.time() - 2 * LEFT_KEPT_S))
+        self.keys[OLD_NOTE] = (b"", 1, int(time.time() - 2 * DEPARTURE_KEPT_S))
 
 
 async def start_a_worker(agent: BreakingAgent) -> None:

@@ -22,12 +22,12 @@ from structlog.testing import capture_logs
 
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.registry.card import Artifact, ModelCard
-from common.registry.consul import HEALTH, RECONCILE_S, ConsulRegistry
+from common.registry.consul import HEALTH_META_KEY, RECONCILE_S, ConsulRegistry
 from common.registry.instances import Instance, Snapshot, new_instance_id
-from common.registry.open import health_meta, open_registry
+from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
-from common.service.lifecycle import HealthThread
+from common.service.lifecycle import ThreadedHealthServer
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 pytestmark = pytest.mark.slow
@@ -40,8 +40,8 @@ DEAD_WITHIN_S = 20.0
 # A process that answers health from a thread, as services do, and registers nothing itself.
 WORKER = """
 import sys, threading
-from common.service.lifecycle import HealthThread
-thread = HealthThread("127.0.0.1", 0)
+from common.service.lifecycle import ThreadedHealthServer
+thread = ThreadedHealthServer("127.0.0.1", 0)
 thread.start()
 thread.set("", True)
 print(thread.address, flush=True)
@@ -58,8 +58,14 @@ class Mesh:
     clients: list[ConsulRegistry] = field(default_factory=list)
     processes: list[asyncio.subprocess.Process] = field(default_factory=list)
 
-    def connect(self, patience_s: float = WAIT_S) -> ConsulRegistry:
-        self.clients.append(ConsulRegistry(self.agent.url, tend_s=0.25, patience_s=patience_s))
+    def connect(self, unreachable_timeout_s: float = WAIT_S) -> ConsulRegistry:
+        self.clients.append(
+            ConsulRegistry(
+                self.agent.url,
+                reconcile_interval_s=0.25,
+                unreachable_timeout_s=unreachable_timeout_s,
+            )
+        )
         return self.clients[-1]
 
     async def process(self) -> tuple[asyncio.subprocess.Process, str]:
@@ -101,17 +107,17 @@ async def mesh(agent: ConsulAgent) -> AsyncIterator[Mesh]:
 
 
 @pytest.fixture
-def healthy() -> Iterator[HealthThread]:
+def healthy() -> Iterator[ThreadedHealthServer]:
     """Health of this very process, which is well."""
-    thread = HealthThread("127.0.0.1", 0)
-    thread.start()
-    thread.set("", True)
-    yield thread
-    thread.stop(1.0)
+    threaded_health = ThreadedHealthServer("127.0.0.1", 0)
+    threaded_health.start()
+    threaded_health.set("", True)
+    yield threaded_health
+    threaded_health.stop(1.0)
 
 
 def worker(health: str | None, stable_name: str = "", **facts: str) -> Instance:
-    meta = {} if health is None else {HEALTH: health}
+    meta = {} if health is None else {HEALTH_META_KEY: health}
     instance_id = new_instance_id(SystemRandom())
     return Instance(instance_id, NS, "worker", stable_name, "127.0.0.1:1", meta=meta, **facts)  # type: ignore[arg-type]
 
@@ -169,7 +175,7 @@ async def registered(mesh: Mesh, watch: Watch, *instances: Instance) -> None:
 
 
 async def test_a_worker_is_seen_once_consul_has_reached_it(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
         one, wrong = worker(healthy.address), worker("127.0.0.1:1")
@@ -210,7 +216,7 @@ async def test_a_hung_process_is_out_in_time_and_back_when_it_moves_again(mesh: 
 
 
 async def test_a_drained_worker_leaves_though_it_still_answers(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     """The last one of its service, and SERVING still: it says that it left, and is believed."""
     async with mesh.connect().watch(NS) as watch:
@@ -222,7 +228,7 @@ async def test_a_drained_worker_leaves_though_it_still_answers(
 
 
 async def test_maintenance_mode_is_believed_though_the_worker_answers(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
         one = worker(healthy.address)
@@ -235,7 +241,7 @@ async def test_maintenance_mode_is_believed_though_the_worker_answers(
 
 
 async def test_an_agent_that_lost_its_state_is_told_again_and_no_watcher_blinks(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     members = [worker(healthy.address, f"w{n}") for n in range(10)]
     async with mesh.connect().watch(NS) as watch:
@@ -258,7 +264,7 @@ async def test_an_agent_that_lost_its_state_is_told_again_and_no_watcher_blinks(
 
 
 async def test_who_died_while_the_agent_was_away_is_gone_when_it_is_back(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     async with mesh.connect().watch(NS) as watch:
         process, address = await mesh.process()
@@ -277,11 +283,11 @@ async def test_who_died_while_the_agent_was_away_is_gone_when_it_is_back(
         await seen(watch, lambda s: set(s.instances) == {living.id}, WAIT_S)
 
 
-async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: HealthThread) -> None:
+async def test_a_paused_agent_changes_nothing(mesh: Mesh, healthy: ThreadedHealthServer) -> None:
     members = [worker(healthy.address, f"w{n}") for n in range(5)]
     async with mesh.connect().watch(NS) as watch:
         await registered(mesh, watch, *members)
-        client = mesh.connect(patience_s=0.2)
+        client = mesh.connect(unreachable_timeout_s=0.2)
         known = await client.snapshot(NS)
         async with steps_of(watch) as steps:
             mesh.agent.pause()
@@ -305,7 +311,7 @@ def awaited(logs: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
 
 
 async def test_who_registers_before_there_is_an_agent_waits_for_it(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     client, one, card = mesh.connect(), worker(healthy.address), ModelCard(name="early")
     mesh.agent.kill()
@@ -328,9 +334,9 @@ async def test_who_registers_before_there_is_an_agent_waits_for_it(
 
 
 async def test_a_registration_is_refused_when_there_is_no_agent_for_long_and_can_be_repeated(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
-    client, one = mesh.connect(patience_s=0.2), worker(healthy.address)
+    client, one = mesh.connect(unreachable_timeout_s=0.2), worker(healthy.address)
     mesh.agent.kill()
     try:
         with pytest.raises(Unavailable, match=mesh.agent.url) as refused:
@@ -354,7 +360,7 @@ async def test_a_registry_closed_while_it_waits_for_an_agent_waits_no_more() -> 
 
 
 async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     mesh.agent.kill()
     client = mesh.connect()
@@ -370,7 +376,7 @@ async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
 
 
 async def test_fifty_instances_come_and_half_of_them_die_at_once(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     process, address = await mesh.process()
     dying = [worker(address, f"d{n}") for n in range(25)]
@@ -384,7 +390,7 @@ async def test_fifty_instances_come_and_half_of_them_die_at_once(
 
 
 async def test_a_card_conflict_is_seen_before_consul_has_reached_the_first(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     first = worker(healthy.address, "a", model="m", card_checksum="c1")
     await mesh.connect().register(first)
@@ -407,7 +413,7 @@ async def test_a_card_larger_than_a_consul_value_arrives_whole(mesh: Mesh) -> No
 
 
 async def test_people_find_the_card_of_a_model_by_its_name(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     one = worker(healthy.address, model="m", card_checksum="c1")
     lease = await mesh.connect().register(one)
@@ -432,7 +438,7 @@ def test_a_url_that_is_none_is_refused_by_name(url: str) -> None:
 
 
 async def test_a_registry_closed_while_it_registers_leaves_nothing_behind(
-    mesh: Mesh, healthy: HealthThread
+    mesh: Mesh, healthy: ThreadedHealthServer
 ) -> None:
     client = mesh.connect()
     tasks = [asyncio.create_task(client.register(worker(healthy.address))) for _ in range(8)]
@@ -512,9 +518,9 @@ def test_the_token_is_read_from_consuls_own_variable_and_ours_wins() -> None:
 
 def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
     plain = ServiceConfig()
-    assert health_meta(plain, "w1.example:5000", 6000) == {HEALTH: "w1.example:6000"}
-    assert health_meta(plain, "[::1]:5000", 6000) == {HEALTH: "[::1]:6000"}
-    assert health_meta(plain, "w1.example:5000", None) == {HEALTH: "w1.example:5000"}
+    assert health_check_meta(plain, "w1.example:5000", 6000) == {HEALTH_META_KEY: "w1.example:6000"}
+    assert health_check_meta(plain, "[::1]:5000", 6000) == {HEALTH_META_KEY: "[::1]:6000"}
+    assert health_check_meta(plain, "w1.example:5000", None) == {HEALTH_META_KEY: "w1.example:5000"}
 
 
 async def test_the_configuration_opens_a_consul_registry_with_its_token(

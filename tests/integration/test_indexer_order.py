@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from common.kv.events import Hashes, Partition
-from common.kv.index_feed import STEP_BLOCKS, IndexFeed
+from common.kv.index_feed import STEP_BLOCKS_MAX, IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
-from common.wire.kv import partition_to_proto, parts_of, replicate
+from common.wire.kv import apply_subscription_message, message_parts, partition_to_proto
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2 as pb
@@ -58,7 +58,7 @@ def depths_in_order() -> list[int]:
         depths += range(STRIDE, LENGTH + 1, STRIDE)
         for half in (LENGTH // 2, 0):
             while depths[-1] > half:
-                depths.append(max(half, depths[-1] - STEP_BLOCKS))
+                depths.append(max(half, depths[-1] - STEP_BLOCKS_MAX))
     return depths
 
 
@@ -120,9 +120,9 @@ async def follow(
     call = stub.Subscribe(pb.SubscribeRequest())
     async with rpc.cancelling(call):
         async for message in call:
-            for _ in replicate(feed, message, 0.0):
+            for _ in apply_subscription_message(feed, message, 0.0):
                 pass
-            for part in parts_of(message):
+            for part in message_parts(message):
                 if part.caught_up:
                     caught_up.set()
                 if part.HasField("batch"):

@@ -34,22 +34,28 @@ from common.registry.registry import MemoryRegistry, MemoryStore
 from common.runtime.tasks import TaskGroup
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
-from indexer_svc.core.recording import BrokenRecording, Entry, Lost, header, line_of
-from indexer_svc.core.recording import End as EndOfRecording
-from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.core.recording import (
+    BrokenRecording,
+    IndexLost,
+    RecordingEntry,
+    encode_header,
+    encode_line,
+)
+from indexer_svc.core.recording import RecordingEnd as EndOfRecording
+from indexer_svc.core.subscriber import StatusUpdate
 from indexer_svc.ingest import GONE_GRACE_S
-from indexer_svc.tools.playback import replay_here, replay_to
+from indexer_svc.tools.playback import play_into_local_index, play_to_indexer
 from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.living import WAIT_S, living, until
 from worker_svc.kv_events.normalizer import (
-    Canonicaliser,
-    Duplicates,
-    Feed,
-    KvRules,
+    DuplicatePolicy,
+    KvEventFormat,
+    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
 from worker_svc.kv_events.publisher import Publisher
 
@@ -63,12 +69,12 @@ RANKS = 2
 def claims_of(feed: IndexFeed) -> dict[Source, set[int]]:
     held = {}
     for source in feed.sources():
-        index, claims = feed.claims(source)
-        held[source] = {key for _, part in index.chunks(claims) for key in part.tolist()}
+        index, advertised = feed.advertised(source)
+        held[source] = {key for _, part in index.chunks(advertised) for key in part.tolist()}
     return held
 
 
-def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
     return PrefixHasher(mesh_key=b"", model="m", block_size=block_size)
 
 
@@ -76,9 +82,9 @@ class Worker:
     """A real publisher, fed with an engine's events by the test."""
 
     def __init__(self, worker_id: int, store: MemoryStore) -> None:
-        rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
+        rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
         feeds = {
-            rank: Feed(Source(worker_id, rank), Canonicaliser(rules, hasher_of))
+            rank: SourceFeed(Source(worker_id, rank), Normalizer(rules, hasher_factory))
             for rank in range(RANKS)
         }
         self.held: list[set[int]] = [set() for _ in range(RANKS)]
@@ -118,7 +124,7 @@ class Worker:
                 self.publisher.reset(rank)
 
     def is_in(self, feed: IndexFeed) -> bool:
-        ledgers = [one.ledger for one in self.publisher.feeds.values()]
+        ledgers = [one.event_log for one in self.publisher.feeds.values()]
         return all(
             one.source in feed
             and feed.position(one.source) == one.state
@@ -194,15 +200,18 @@ async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
                         await asyncio.sleep(0)
                 await until(lambda: all(w.is_in(feed) for w in workers), "it has caught up")
                 await until(lambda: stands_where(recorder, feed), "all is recorded")
-        assert recorder.recorded.losses == 0
+        assert recorder.recording_stats.losses == 0
         played = IndexFeed()
-        replayed = await replay_here(path, played)
+        playback_stats = await play_into_local_index(path, played)
         assert claims_of(played) == claims_of(feed)
-        assert replayed.blocks == feed.blocks
-        assert not replayed.has_ended, "it was not ended in order"
-        assert (replayed.lines, replayed.is_cut) == (recorder.recorded.lines, False)
+        assert playback_stats.blocks == feed.blocks
+        assert not playback_stats.has_ended, "it was not ended in order"
+        assert (playback_stats.lines, playback_stats.is_cut) == (
+            recorder.recording_stats.lines,
+            False,
+        )
         async with indexer(MemoryStore(), port) as other:
-            replaying = asyncio.create_task(replay_to(path, other.address, hold_s=WAIT_S))
+            replaying = asyncio.create_task(play_to_indexer(path, other.address, hold_s=WAIT_S))
             copied = other.ingest.feed
             await until(
                 lambda: replaying.done() or is_copy(copied, feed), "it is published, and exact"
@@ -225,7 +234,7 @@ async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
             worker.store(0, 1)
             await until(lambda: recorder.positions.states(), "it is recorded")
             await app.drain(0.5)
-            await until(lambda: recorder.recorded.losses == 1, "the loss is recorded")
+            await until(lambda: recorder.recording_stats.losses == 1, "the loss is recorded")
             await app.deregister()
             await app.close()
             worker.store(0, 2)
@@ -237,12 +246,12 @@ async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
                 await until(lambda: stands_where(recorder, again.ingest.feed), "all is recorded")
                 held = claims_of(again.ingest.feed)
     played = IndexFeed()
-    await replay_here(path, played)
+    await play_into_local_index(path, played)
     assert claims_of(played) == held
     async with indexer(MemoryStore()) as other:
-        replayed = await replay_to(path, other.address)
+        playback_stats = await play_to_indexer(path, other.address)
         assert claims_of(other.ingest.feed) == held
-        assert replayed.sources == RANKS
+        assert playback_stats.sources == RANKS
 
 
 async def test_a_recording_keeps_its_bound_and_says_so(tmp_path: Path) -> None:
@@ -257,19 +266,19 @@ async def test_a_recording_keeps_its_bound_and_says_so(tmp_path: Path) -> None:
                 await asyncio.sleep(0)
             await asyncio.wait({task}, timeout=WAIT_S)
             assert isinstance(task.exception(), Unavailable)
-            assert recorder.recorded.is_full
+            assert recorder.recording_stats.is_full
             recorder.add(EndOfRecording())
     assert path.stat().st_size <= 10_000
-    replayed = await replay_here(path, IndexFeed())
-    assert replayed.has_ended
+    playback_stats = await play_into_local_index(path, IndexFeed())
+    assert playback_stats.has_ended
 
 
 async def test_the_recorded_pace_is_kept_when_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "events"
-    path.write_bytes(header() + line_of(0.4, EndOfRecording()))
-    assert (await replay_here(path, IndexFeed(), speed=2.0)).seconds >= 0.2
-    path.write_bytes(header() + line_of(3600.0, EndOfRecording()))
-    assert (await replay_here(path, IndexFeed())).seconds < 3600.0
+    path.write_bytes(encode_header() + encode_line(0.4, EndOfRecording()))
+    assert (await play_into_local_index(path, IndexFeed(), speed=2.0)).seconds >= 0.2
+    path.write_bytes(encode_header() + encode_line(3600.0, EndOfRecording()))
+    assert (await play_into_local_index(path, IndexFeed())).seconds < 3600.0
 
 
 async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
@@ -284,12 +293,15 @@ async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) 
     )
     async with indexer(MemoryStore()) as app:
         for text, line in (
-            (header() + batch, 2),
-            (header() + status + batch + b"rust\n", 4),
+            (encode_header() + batch, 2),
+            (encode_header() + status + batch + b"rust\n", 4),
             (b"", 1),
         ):
             path.write_bytes(text)
-            for replaying in (replay_to(path, app.address), replay_here(path, IndexFeed())):
+            for replaying in (
+                play_to_indexer(path, app.address),
+                play_into_local_index(path, IndexFeed()),
+            ):
                 with pytest.raises(BrokenRecording) as error:
                     await replaying
                 assert error.value.line == line
@@ -298,12 +310,12 @@ async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) 
 
 def told(t: float, rank: int, state: str) -> bytes:
     status = SourceStatus(state, "")
-    return line_of(t, StatusTold(Source(1, rank), Partition("m", BLOCK, 1), status))
+    return encode_line(t, StatusUpdate(Source(1, rank), Partition("m", BLOCK, 1), status))
 
 
 def stored(t: float, rank: int, sequence: int, *blocks: int) -> bytes:
     event = Event(EventKind.STORED, np.array(blocks, dtype=np.uint64))
-    return line_of(t, EventBatch(Source(1, rank), 1, sequence, [event]))
+    return encode_line(t, EventBatch(Source(1, rank), 1, sequence, [event]))
 
 
 async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: Path) -> None:
@@ -313,17 +325,17 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
         for n, first, last in ((1, True, False), (3, False, True))
     ]
     path.write_bytes(
-        header()
+        encode_header()
         + (told(0, 0, "exact") + told(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
         # Rank 1 leaves amid a snapshot of rank 0, and comes back later.
-        + (line_of(0.2, snapshot[0]) + told(0.2, 1, "gone") + line_of(0.2, snapshot[1]))
+        + (encode_line(0.2, snapshot[0]) + told(0.2, 1, "gone") + encode_line(0.2, snapshot[1]))
     )
     for blocks, more in ((2, b""), (3, told(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
         path.write_bytes(path.read_bytes() + more)
-        assert (await replay_here(path, IndexFeed())).blocks == blocks
+        assert (await play_into_local_index(path, IndexFeed())).blocks == blocks
         async with indexer(MemoryStore()) as app:
-            await replay_to(path, app.address)
+            await play_to_indexer(path, app.address)
             assert app.ingest.feed.blocks == blocks
 
 
@@ -331,24 +343,24 @@ async def test_a_rank_comes_back_amid_the_snapshot_of_another(tmp_path: Path) ->
     path = tmp_path / "events"
     source = Source(1, 0)
     begins, ends = (
-        line_of(
+        encode_line(
             0.3, SnapshotChunk(source, 1, 2, np.array([n], dtype=np.uint64), first=f, last=not f)
         )
         for n, f in ((1, True), (3, False))
     )
     whole = SnapshotChunk(Source(1, 1), 1, 5, np.array([9], dtype=np.uint64), first=True, last=True)
-    back = told(0.3, 1, "gapped") + line_of(0.3, whole) + told(0.3, 1, "exact")
+    back = told(0.3, 1, "gapped") + encode_line(0.3, whole) + told(0.3, 1, "exact")
     left = told(0.2, 1, "gone")
     path.write_bytes(
-        (header() + told(0, 0, "exact") + told(0, 1, "exact"))
+        (encode_header() + told(0, 0, "exact") + told(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
         # Dropped for want of memory: gone, but its load is known.
         + (left + told(0.2, 1, "degraded") + left)
         + (begins + told(0.3, 1, "gone") + back + ends)
     )
-    assert (await replay_here(path, IndexFeed())).blocks == 3
+    assert (await play_into_local_index(path, IndexFeed())).blocks == 3
     async with indexer(MemoryStore()) as app:
-        await replay_to(path, app.address)
+        await play_to_indexer(path, app.address)
         assert app.ingest.feed.blocks == 3
 
 
@@ -357,12 +369,12 @@ async def test_a_worker_that_is_quiet_after_a_loss_is_not_forgotten(tmp_path: Pa
     path = tmp_path / "events"
     quiet_s = 2 * GONE_GRACE_S
     path.write_bytes(
-        header()
-        + (told(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + line_of(0.2, Lost()))
+        encode_header()
+        + (told(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + encode_line(0.2, IndexLost()))
         + (told(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
     )
     async with indexer(MemoryStore()) as app:
-        await replay_to(path, app.address, speed=1.0)
+        await play_to_indexer(path, app.address, speed=1.0)
         assert app.ingest.feed.blocks == 3
 
 
@@ -405,7 +417,7 @@ async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
     heard = asyncio.Event()
     entries_of = indexer_svc.tools.record.entries_of
 
-    def entries_heard(message: SubscribeResponse) -> Iterator[Entry]:
+    def entries_heard(message: SubscribeResponse) -> Iterator[RecordingEntry]:
         heard.set()
         return entries_of(message)
 
@@ -417,7 +429,7 @@ async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
         port = int(app.address.rsplit(":", 1)[1])
         async with recording(tmp_path / "events", app.address) as recorder:
             await until(heard.is_set, "it listens")
-            now += 2 * indexer_svc.tools.record.GIVE_UP_S  # An indexer of an empty mesh.
+            now += 2 * indexer_svc.tools.record.INDEXER_TIMEOUT_S  # An indexer of an empty mesh.
             await app.drain(0.5)
             await app.deregister()
             await app.close()

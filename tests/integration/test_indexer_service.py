@@ -23,14 +23,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 import indexer_svc.app
 import indexer_svc.verify
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
-from common.kv.index_feed import STALE_S, Demand, IndexFeed
+from common.kv.events import SNAPSHOT_CHUNK_BLOCKS, Hashes, Partition, Source, SourceState
+from common.kv.index_feed import STALE_GRACE_S, IndexFeed, ResendRequest
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
-from common.service.lifecycle import Health, Life
-from common.wire.kv import partition_to_proto, parts_of, replicate, state_to_proto
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.service.lifecycle import HealthReporter, Lifecycle
+from common.wire.kv import (
+    apply_subscription_message,
+    message_parts,
+    partition_to_proto,
+    source_state_to_proto,
+)
 from indexer_svc.app import IndexerApp
 from indexer_svc.config import IndexerConfig
 from indexer_svc.ingest import GONE_GRACE_S
@@ -60,17 +65,19 @@ def path(block: int) -> list[int]:
 
 
 def claimed(feed: IndexFeed, source: Source) -> set[int]:
-    index, claims = feed.claims(source)
-    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+    index, advertised = feed.advertised(source)
+    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
 
 class Mesh:
     """A running indexer, its registry, and a channel to it."""
 
-    def __init__(self, app: IndexerApp, registry: MemoryRegistry, life: Life, clock: Clock) -> None:
+    def __init__(
+        self, app: IndexerApp, registry: MemoryRegistry, lifecycle: Lifecycle, clock: Clock
+    ) -> None:
         self.app = app
         self.registry = registry
-        self.life = life
+        self.lifecycle = lifecycle
         self.clock = clock
         self.channel = rpc.channel(app.address)
         self.stub = indexer_pb2_grpc.IndexerServiceStub(self.channel)
@@ -107,9 +114,9 @@ async def running(registry: MemoryRegistry | None = None, **knobs: Any) -> Async
     shared = registry or MemoryRegistry(store)
     config = IndexerConfig(registry="memory", **knobs)
     app = IndexerApp(config, registry=shared, clock=clock)
-    life = Life(Health())
-    async with living(app, life, grace_s=0.5):
-        mesh = Mesh(app, shared, life, clock)
+    lifecycle = Lifecycle(HealthReporter())
+    async with living(app, lifecycle, grace_s=0.5):
+        mesh = Mesh(app, shared, lifecycle, clock)
         async with mesh.channel:
             yield mesh
 
@@ -216,11 +223,13 @@ class Publisher:
         keys = self.listing
         if keys is None:
             keys = np.array(sorted(self.held), dtype="<u8")
-        stops = range(CHUNK_BLOCKS, len(keys) + CHUNK_BLOCKS, CHUNK_BLOCKS) or [CHUNK_BLOCKS]
+        stops = range(
+            SNAPSHOT_CHUNK_BLOCKS, len(keys) + SNAPSHOT_CHUNK_BLOCKS, SNAPSHOT_CHUNK_BLOCKS
+        ) or [SNAPSHOT_CHUNK_BLOCKS]
         for stop in stops:
             part = pb.SnapshotChunk(epoch=self.epoch, sequence=self.sequence)
             part.source.worker_id = self.source.worker_id
-            part.prefix_hashes = keys[stop - CHUNK_BLOCKS : stop].tobytes()
+            part.prefix_hashes = keys[stop - SNAPSHOT_CHUNK_BLOCKS : stop].tobytes()
             part.first, part.last = stop == stops[0], stop == stops[-1]
             self.send(snapshot=part)
 
@@ -238,15 +247,15 @@ class Replica:
     async def follow(self, mesh: Mesh, frames: int | None = None) -> None:
         """Subscribes and applies; returns after so many frames, raises what ends the stream."""
         self.is_caught_up = False
-        self.feed.lose_all(0.0, "the stream ended")
-        request = pb.SubscribeRequest(resume=map(state_to_proto, self.feed.positions()))
+        self.feed.mark_all_disconnected(0.0, "the stream ended")
+        request = pb.SubscribeRequest(resume=map(source_state_to_proto, self.feed.positions()))
         call: Any = mesh.stub.Subscribe(request)
         async with rpc.cancelling(call):
             while frames is None or frames > 0:
                 try:
                     message = await call.read()
                 except grpc.aio.AioRpcError as error:
-                    raise from_rpc_error(error) from error
+                    raise mesh_error_from_rpc(error) from error
                 if message is grpc.aio.EOF:
                     raise EOFError(await call.code())
                 frames = None if frames is None else frames - 1
@@ -254,11 +263,11 @@ class Replica:
 
     def take(self, message: pb.SubscribeResponse) -> None:
         self.taken += 1
-        for _ in replicate(self.feed, message, 0.0):
+        for _ in apply_subscription_message(self.feed, message, 0.0):
             pass
         # A router would subscribe again.
-        assert not any(isinstance(news, Demand) for news in self.feed.take_news())
-        for part in parts_of(message):
+        assert not any(isinstance(news, ResendRequest) for news in self.feed.take_events())
+        for part in message_parts(message):
             self.is_caught_up |= part.caught_up
             self.snapshots += part.HasField("snapshot") and part.snapshot.last
             if part.HasField("load"):
@@ -429,7 +438,7 @@ async def error_of(call: Any) -> MeshError:
                 continue
             await call.wait_for_connection()
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error)
+            return mesh_error_from_rpc(error)
     raise AssertionError("it ended well")
 
 
@@ -459,8 +468,10 @@ async def test_a_lost_publisher_counts_for_ten_seconds_and_stays_while_its_worke
             await until(lambda: publisher.acked == (1, 1), "acknowledged")
         await until(lambda: mesh.state(publisher.source) == "stale", "its stream is missed")
         assert await mesh.match(1) == [(7, 1)]
-        mesh.clock.now += STALE_S
-        await until(lambda: not mesh.feed.counts(publisher.source), "it does not count any more")
+        mesh.clock.now += STALE_GRACE_S
+        await until(
+            lambda: not mesh.feed.is_matchable(publisher.source), "it does not count any more"
+        )
         assert publisher.source in mesh.feed
 
 
@@ -563,11 +574,11 @@ async def test_workers_that_a_subscriber_remembers_and_that_are_no_more_leave_no
         replica = Replica()
         for worker_id in range(100, 150):
             source = Source(worker_id)
-            replica.feed.announce(PARTITION, SourceState(source, 1, 1), 0.0)
-        replica.feed.take_news()
+            replica.feed.register_source(PARTITION, SourceState(source, 1, 1), 0.0)
+        replica.feed.take_events()
         async with following(replica, mesh):
             await until(lambda: replica.is_caught_up and not replica.feed.sources(), "all are gone")
-        assert mesh.app.fleet._left_at == {}
+        assert mesh.app.fleet._absent_since == {}
 
 
 async def test_loads_are_passed_on_the_latest_first_to_newcomers_too() -> None:
@@ -793,10 +804,10 @@ async def test_a_source_that_leaves_while_its_turn_is_awaited_is_left_out_of_the
 async def test_a_source_that_leaves_while_its_turn_is_awaited_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def listing(*_: object) -> indexer_svc.verify._Listing:
-        return indexer_svc.verify._Listing(1, 1, {})
+    async def listing(*_: object) -> indexer_svc.verify._BlockListing:
+        return indexer_svc.verify._BlockListing(1, 1, {})
 
-    monkeypatch.setattr(indexer_svc.verify, "_list_theirs", listing)
+    monkeypatch.setattr(indexer_svc.verify, "_list_worker_blocks", listing)
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(1)
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -819,7 +830,7 @@ async def test_a_load_only_source_is_dumped_as_unknown_and_not_compared() -> Non
         assert (part.chunk.epoch, part.chunk.sequence, part.chunk.last) == (0, 0, True)
         assert not part.chunk.prefix_hashes
         with pytest.raises(Unavailable, match="over budget"):
-            indexer_svc.verify._require(mesh.app.ingest, publisher.source)
+            indexer_svc.verify._require_indexed(mesh.app.ingest, publisher.source)
 
 
 async def test_loads_are_a_word_of_a_publisher_too() -> None:
@@ -843,17 +854,17 @@ class Engine:
 
     async def list_kv_blocks(self, request: Any, context: Any) -> AsyncIterator[Any]:
         keys = sorted(self.publisher.held ^ self.injected)
-        for start in range(0, max(1, len(keys)), CHUNK_BLOCKS):
+        for start in range(0, max(1, len(keys)), SNAPSHOT_CHUNK_BLOCKS):
             yield engine_pb2.ListKvBlocksResponse(
                 epoch=self.publisher.epoch,
                 sequence=self.publisher.sequence,
-                prefix_hashes=wire(keys[start : start + CHUNK_BLOCKS]),
+                prefix_hashes=wire(keys[start : start + SNAPSHOT_CHUNK_BLOCKS]),
                 tier="device",
             )
 
 
 async def test_verify_finds_what_differs_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexer_svc.verify, "CATCH_UP_S", 0.02)
+    monkeypatch.setattr(indexer_svc.verify, "CATCH_UP_TIMEOUT_S", 0.02)
     publisher = Publisher(7)
     engine = Engine(publisher)
     server = rpc.server()
@@ -937,7 +948,7 @@ async def test_without_publishers_it_serves_after_a_while(
 ) -> None:
     monkeypatch.setattr(indexer_svc.app, "FIRST_PUBLISHER_S", 0.01)
     async with running() as mesh:
-        await until(lambda: mesh.life.health._wanted[SERVICE_NAME], "it serves")
+        await until(lambda: mesh.lifecycle.health._requested_status[SERVICE_NAME], "it serves")
 
 
 async def test_a_drain_ends_all_streams_with_no_call_cut() -> None:

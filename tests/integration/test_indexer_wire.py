@@ -26,7 +26,7 @@ from tests.integration.engine_wire import (
     wired_mesh,
 )
 from tests.living import until
-from worker_svc.kv_events.normalizer import Duplicates, KvRules
+from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat
 
 PROMPT = list(range(100, 100 + 5 * BLOCK))
 OTHER = list(range(900, 900 + 3 * BLOCK))
@@ -223,7 +223,7 @@ async def test_a_new_connection_that_proves_nothing_is_a_loss() -> None:
 
 
 async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
-    rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT, tiers=3)
+    rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT, tiers=3)
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire, rules=rules) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT, medium="GPU"))
@@ -276,7 +276,7 @@ async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none
 
 async def test_models_and_block_sizes_live_beside_one_another() -> None:
     small, large, other = EngineWire(), EngineWire(), EngineWire()
-    wide = KvRules(2 * BLOCK, 2 * BLOCK, Duplicates.IDEMPOTENT)
+    wide = KvEventFormat(2 * BLOCK, 2 * BLOCK, DuplicatePolicy.IDEMPOTENT)
     prompt = list(range(8 * BLOCK))
     async with (
         wired_mesh() as mesh,
@@ -315,7 +315,7 @@ async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
 async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay_true(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_svc.kv_events.publisher, "REGROW_S", 3600.0)
+    monkeypatch.setattr(worker_svc.kv_events.publisher, "REGROW_INTERVAL_S", 3600.0)
     wire = EngineWire()
     chain = 64
     async with wired_mesh(budget_mb=0) as mesh, mesh.worker(1, wire) as app:

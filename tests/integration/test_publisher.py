@@ -21,10 +21,10 @@ from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.request.preprocessed import StopConditions, TokenIds
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from common.rpc import channel as rpc
-from common.rpc.interceptors import Calls, raising_mesh_errors
-from common.wire.kv import batch_from_proto, state_from_proto, state_to_proto
+from common.rpc.interceptors import RunningCalls, map_rpc_errors
+from common.wire.kv import batch_from_proto, source_state_from_proto, source_state_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from tests.living import WAIT_S, living, until
@@ -37,15 +37,15 @@ from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publisher as publisher_module
 from worker_svc.kv_events.normalizer import (
     RING_BATCHES,
-    Canonicaliser,
-    Duplicates,
-    Feed,
-    KvRules,
+    DuplicatePolicy,
+    KvEventFormat,
+    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
-from worker_svc.kv_events.publisher import UNACKED_MAX, Publisher
+from worker_svc.kv_events.publisher import UNACKED_BATCHES_MAX, Publisher
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -57,7 +57,7 @@ BLOCK = 4
 @pytest.fixture(autouse=True)
 def never_regrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is due after half a minute must not happen in a test that a loaded machine slows."""
-    monkeypatch.setattr(publisher_module, "REGROW_S", 3600.0)
+    monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 3600.0)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class FakeIndexer:
         self.lease: Lease | None = None
         self._gathered: set[int] = set()
         self._server: grpc.aio.Server | None = None
-        self._calls = Calls()
+        self._calls = RunningCalls()
 
     @property
     def stream(self) -> Stream:
@@ -153,7 +153,7 @@ class FakeIndexer:
         await self.stream.write(pb.PublishResponse(resends=[resend]))
 
     async def ack(self, epoch: int, sequence: int) -> None:
-        state = state_to_proto(SourceState(SOURCE, epoch, sequence))
+        state = source_state_to_proto(SourceState(SOURCE, epoch, sequence))
         await self.stream.write(pb.PublishResponse(acked=[state]))
 
     async def shrink(self, blocks: int) -> None:
@@ -161,7 +161,7 @@ class FakeIndexer:
 
     def _greet(self, stream: Stream, hello: pb.PublishHello) -> None:
         assert hello.worker_id == WORKER
-        stream.hello = [state_from_proto(one) for one in hello.sources]
+        stream.hello = [source_state_from_proto(one) for one in hello.sources]
         stream.partition = hello.partition
 
     def _answer_to_hello(self, stream: Stream) -> pb.PublishResponse:
@@ -176,7 +176,7 @@ class FakeIndexer:
         return response
 
     def _acked(self) -> pb.SourceState:
-        return state_to_proto(SourceState(SOURCE, self.epoch, self.sequence))
+        return source_state_to_proto(SourceState(SOURCE, self.epoch, self.sequence))
 
     def _apply(self, stream: Stream, message: pb.EventBatch) -> None:
         batch = batch_from_proto(message, WORKER)
@@ -206,7 +206,7 @@ class FakeIndexer:
             self.epoch, self.sequence = chunk.epoch, chunk.sequence
 
 
-def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
     return PrefixHasher(mesh_key=b"", model="m", block_size=block_size)
 
 
@@ -216,8 +216,8 @@ class Mesh:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.registry = MemoryRegistry(self.store)
-        rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
-        self.feed = Feed(SOURCE, Canonicaliser(rules, hasher_of))
+        rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
+        self.feed = SourceFeed(SOURCE, Normalizer(rules, hasher_factory))
         self.steps = 0
         self.publisher = Publisher(
             WORKER,
@@ -276,14 +276,14 @@ class Mesh:
 
     @property
     def published(self) -> set[int]:
-        return {n for c in self.feed.ledger.snapshot() for n in c.hashes.tolist()}
+        return {n for c in self.feed.event_log.snapshot() for n in c.hashes.tolist()}
 
     @property
     def position(self) -> tuple[int, int]:
-        return self.feed.ledger.epoch, self.feed.ledger.sequence
+        return self.feed.event_log.epoch, self.feed.event_log.sequence
 
     def is_resizing(self) -> bool:
-        return self.feed.canonicaliser.is_resizing
+        return self.feed.normalizer.is_resizing
 
     async def settled(self, indexer: FakeIndexer) -> None:
         """Waits until the indexer has all, and checks that it has the same."""
@@ -428,7 +428,7 @@ async def test_nothing_is_sent_before_the_indexer_said_where_to_go_on() -> None:
 async def test_an_indexer_that_says_nothing_is_told_what_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "ANSWER_S", 0.02)
+    monkeypatch.setattr(publisher_module, "RESUME_TIMEOUT_S", 0.02)
     async with mesh() as m:
         await m.store_batches(3)
         indexer = await m.indexer(is_mute=True, epoch=1, sequence=3)
@@ -448,7 +448,9 @@ async def test_an_indexer_that_does_not_read_costs_a_snapshot_later_and_delays_n
         assert slow.sequence == 0
         slow.hears.set()
         await m.settled(slow)
-        assert slow.stream.batches == [(1, n) for n in range(1, UNACKED_MAX + 1)], "then it waited"
+        assert slow.stream.batches == [(1, n) for n in range(1, UNACKED_BATCHES_MAX + 1)], (
+            "then it waited"
+        )
         assert slow.stream.chunks == [(1, 2 * RING_BATCHES, True, True)]
         assert quick.stream.chunks == []
         assert len(slow.streams) == len(quick.streams) == 1
@@ -472,14 +474,14 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
 async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_svc.kv_events.publisher.RESIZE_PAGES", 4)
+    monkeypatch.setattr("worker_svc.kv_events.publisher.RESIZE_PAGES_PER_TURN", 4)
     async with mesh() as m:
         m.store_pages(100)
         await m.cut()
-        m.publisher.lose(0, "a test")
+        m.publisher.record_loss(0, "a test")
         kept = m.store_pages(2)
         turns = 0
-        while m.feed.canonicaliser.sweep(0):
+        while m.feed.normalizer.free_deferred(0):
             await asyncio.sleep(0)
             turns += 1
         assert turns >= 20, "none frees more than four pages, or they are at once"
@@ -489,7 +491,7 @@ async def test_what_a_lost_cache_had_is_freed_in_turns_and_all_of_it(
 async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_are_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "RESIZE_PAGES", 4)
+    monkeypatch.setattr(publisher_module, "RESIZE_PAGES_PER_TURN", 4)
     async with mesh() as m:
         indexer = await m.indexer()
         first = m.store_pages(50)
@@ -512,7 +514,7 @@ async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_ar
         m.remove_pages(range(m._last))
         await m.settled(indexer)
         assert indexer.held == set()
-        assert m.feed.canonicaliser.footprint == 0
+        assert m.feed.normalizer.entry_count == 0
         assert len(indexer.streams) == 1
         assert indexer.stream.chunks == [], "batches say it all"
 
@@ -520,7 +522,7 @@ async def test_a_large_shrinking_gives_the_loop_its_turn_and_events_meanwhile_ar
 async def test_a_reset_in_the_middle_of_a_shrinking_ends_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "RESIZE_PAGES", 1)
+    monkeypatch.setattr(publisher_module, "RESIZE_PAGES_PER_TURN", 1)
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(20)
@@ -563,7 +565,7 @@ async def test_after_a_while_without_demands_what_was_withdrawn_is_announced_aga
 
 
 async def test_room_is_looked_for_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher_module, "REGROW_S", 0.01)
+    monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 0.01)
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(10)
@@ -593,7 +595,7 @@ async def test_a_loss_is_told_by_a_new_hello_and_so_is_its_end() -> None:
         indexer = await m.indexer()
         m.store_pages(3)
         await m.settled(indexer)
-        m.publisher.lose(0, "a test")
+        m.publisher.record_loss(0, "a test")
         await until(lambda: len(indexer.streams) == 2, "a new stream")
         assert indexer.streams[0].is_over, "streams of one worker do not overlap"
         assert indexer.stream.hello == [SourceState(SOURCE, 2, 1, degraded=True)]
@@ -628,9 +630,9 @@ async def test_events_that_cannot_be_applied_never_hurt_the_engine() -> None:
         broken: Any = ["not a hash"]
         m.publisher.take([PagesRemoved(broken), PagesStored([], None, b"", BLOCK, rank=5)])
         await m.cut()
-        assert m.feed.ledger.state == SourceState(SOURCE, 2, 1, degraded=True)
-        assert m.publisher.figures()["kv_events_lost"] == 1
-        assert m.publisher.figures()["kv_unknown_rank"] == 1
+        assert m.feed.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
+        assert m.publisher.metric_values()["kv_events_lost"] == 1
+        assert m.publisher.metric_values()["kv_unknown_rank"] == 1
 
 
 @pytest.mark.row("S1-03")
@@ -661,7 +663,7 @@ async def test_an_indexer_that_leaves_discovery_is_left() -> None:
 async def test_an_indexer_that_cannot_be_reached_or_refuses_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "PAUSE_FIRST_S", 0.01)
+    monkeypatch.setattr(publisher_module, "BACKOFF_FIRST_S", 0.01)
 
     class Refusing(FakeIndexer):
         refusals = 3
@@ -698,7 +700,7 @@ async def ask(app: WorkerApp, tokens: Sequence[int], max_tokens: int = 40) -> No
         token_ids=TokenIds.of(list(tokens)),
         stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
     )
-    key = app.runner.admit(Order(f"r{tokens[0]}", request=request))
+    key = app.runner.admit(LegRequest(f"r{tokens[0]}", request=request))
     await app.runner.run(key, lambda _: None)
 
 
@@ -729,7 +731,7 @@ async def listed(app: WorkerApp, rank: int = 0) -> list[engine_pb2.ListKvBlocksR
         stub = engine_pb2_grpc.EngineServiceStub(channel)
         call = stub.ListKvBlocks(engine_pb2.ListKvBlocksRequest(dp_rank=rank), timeout=WAIT_S)
         async with rpc.cancelling(call):
-            with raising_mesh_errors():
+            with map_rpc_errors():
                 return [message async for message in call]
 
 
@@ -752,14 +754,14 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
     await registry.register(indexer.instance())
     async with sim_worker(store, total_kv_blocks=blocks) as app:
         assert app.publisher is not None
-        ledger = app.publisher.feeds[0].ledger
+        event_log = app.publisher.feeds[0].event_log
         evicted = count_removals(app)
         rng = Random(5)
         shared = [rng.randrange(1000) for _ in range(100)]
         for n in range(12):
             tail = [rng.randrange(1000) for _ in range(rng.randrange(60))]
             await asyncio.gather(ask(app, [*shared, n, *tail]), ask(app, [n, *shared]))
-        await until(lambda: indexer.position == (ledger.epoch, ledger.sequence), "caught up")
+        await until(lambda: indexer.position == (event_log.epoch, event_log.sequence), "caught up")
         cached = cached_by(app)
         assert indexer.held == cached
         assert len(cached) > 10
@@ -774,7 +776,7 @@ async def test_an_indexer_holds_exactly_what_the_sim_engine_has_cached(
         app.engine.flush_cache()
         await until(lambda: not indexer.held, "the cache is flushed")
         assert cached_by(app) == set()
-        assert app.publisher.feeds[0].canonicaliser.footprint == 0
+        assert app.publisher.feeds[0].normalizer.entry_count == 0
     await indexer.stop()
     await registry.close()
 

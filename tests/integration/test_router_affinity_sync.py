@@ -10,7 +10,7 @@ import pytest
 
 from common.registry.registry import MemoryStore
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from common.wire.preprocessed import part_to_proto
+from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.sessions import SessionName
@@ -53,7 +53,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 def routing(action: SessionAction | None = None) -> request_pb2.RoutingHints:
     message = request_pb2.RoutingHints()
-    part_to_proto(RoutingHints(session_control=SessionControl("alice", action)), message)
+    dataclass_to_proto(RoutingHints(session_control=SessionControl("alice", action)), message)
     return message
 
 
@@ -67,8 +67,8 @@ async def ask(router: RouterBed, action: SessionAction | None = None) -> int:
 
 def bound_at(router: RouterBed) -> int | None:
     told = router.router.affinity.told(SessionName("m", "alice"), router.clock.now)
-    binding = None if told is None else told.bond.binding
-    return None if binding is None else binding.worker.worker_id
+    session_placement = None if told is None else told.record.session_placement
+    return None if session_placement is None else session_placement.worker.worker_id
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])

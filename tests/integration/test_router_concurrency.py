@@ -18,11 +18,11 @@ from common.errors import (
 )
 from common.request.preprocessed import RoutingHints, SessionControl
 from common.rpc import channel as rpc
-from common.wire.preprocessed import part_to_proto
+from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
 from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Totals
+from router_svc.core.load_tracker import LoadTotals
 from tests.integration.router_bed import (
     RouterBed,
     Session,
@@ -82,7 +82,7 @@ async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_doub
         assert len(bed.router.book) == 1000
         for worker_id, requests in at.items():
             load = bed.router.book.load(Placement(worker_id, 0), bed.clock.now)
-            assert load == Totals(requests * tokens, requests * 7, requests)
+            assert load == LoadTotals(requests * tokens, requests * 7, requests)
         assert max(at.values()) - min(at.values()) <= 1, "each saw what all before it had booked"
         # All again, by other ways than before: the same answers, and no load twice.
         again = await asyncio.gather(*(by_route(number) for number in range(0, 1000, 5)))
@@ -92,7 +92,7 @@ async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_doub
         await other.send(frees=[key(number) for number in range(500, 1000)])
         await until(lambda: len(bed.router.book) == 0, "all are freed")
         for worker_id in at:
-            assert bed.router.book.load(Placement(worker_id, 0), bed.clock.now) == Totals()
+            assert bed.router.book.load(Placement(worker_id, 0), bed.clock.now) == LoadTotals()
 
 
 @pytest.mark.slow
@@ -331,7 +331,7 @@ async def test_busy_workers_are_left_out_and_where_all_are_busy_callers_come_aga
 async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_room() -> None:
     hints = RoutingHints(session_control=SessionControl("alice"))
     routing = request_pb2.RoutingHints()
-    part_to_proto(hints, routing)
+    dataclass_to_proto(hints, routing)
     async with busy(queue_threshold=1.0, session_affinity_mode="soft") as bed:
         await bed.add_workers(1, 2)
         async with bed.session() as session:

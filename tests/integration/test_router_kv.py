@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from common.errors import InvalidRequest, Unavailable
 from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
-from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
 from common.wire.errors import error_from_proto
@@ -34,7 +34,7 @@ from tests.living import living, until
 
 B = 16
 MESH_KEY = "secret"
-PART = Partition("m", B, SCHEME_ID)
+PART = Partition("m", B, HASH_SCHEME_ID)
 HASHER = PrefixHasher(mesh_key=MESH_KEY.encode(), model="m", block_size=B)
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -123,7 +123,7 @@ def query(token_ids: list[int], **facts: Any) -> pb.Query:
         model="m",
         total_tokens=len(token_ids),
         prefix_hashes=hashes_to_bytes(HASHER.prefix_hashes(token_ids)),
-        hash_scheme=SCHEME_ID,
+        hash_scheme=HASH_SCHEME_ID,
         block_size=B,
         **facts,
     )

@@ -31,7 +31,7 @@ from common.errors import (
 from common.registry.instances import Snapshot
 from common.registry.registry import MemoryRegistry, Watch
 from common.rpc import channel as rpc
-from common.service.lifecycle import Health, Life
+from common.service.lifecycle import HealthReporter, Lifecycle
 from common.wire.errors import error_from_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
@@ -39,7 +39,7 @@ from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query
-from router_svc.core.selectors import Choice, RoundRobin
+from router_svc.core.selectors import RoundRobinSelector, Selection
 from router_svc.service import SERVICE_NAME
 from tests.integration.router_bed import (
     FRONTEND,
@@ -441,7 +441,7 @@ class Silent(MemoryRegistry):
         yield cast("Watch", None)
 
 
-class Lost(MemoryRegistry):
+class IndexLost(MemoryRegistry):
     """A registry whose store cannot be reached: its watches open, and have seen nothing."""
 
     @asynccontextmanager
@@ -455,11 +455,11 @@ class Lost(MemoryRegistry):
 
 
 @pytest.mark.row("S1-59")
-@pytest.mark.parametrize("registry", [Silent, Lost])
+@pytest.mark.parametrize("registry", [Silent, IndexLost])
 async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
     monkeypatch: pytest.MonkeyPatch, registry: type[MemoryRegistry]
 ) -> None:
-    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.05)
+    monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
     with capture_logs() as logs:
         async with running(registry()) as mesh:
             with pytest.raises(Unavailable) as refused:
@@ -471,10 +471,10 @@ async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_u
 async def test_it_does_not_serve_before_the_first_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", WAIT_S)
+    monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", WAIT_S)
     app = RouterApp(RouterConfig(registry="memory"), registry=Silent())
-    life = Life(Health())
-    starting = asyncio.create_task(app.start(life))
+    lifecycle = Lifecycle(HealthReporter())
+    starting = asyncio.create_task(app.start(lifecycle))
     try:
         await until(lambda: app.address != "", "the port is bound")
         channel = rpc.channel(app.address)
@@ -486,8 +486,8 @@ async def test_it_does_not_serve_before_the_first_snapshot(
     finally:
         starting.cancel()
         await asyncio.wait({starting})
-        life.drain("test over")
-        assert await life.cancel_tasks(WAIT_S) == []
+        lifecycle.drain("test over")
+        assert await lifecycle.cancel_tasks(WAIT_S) == []
         await app.close()
 
 
@@ -496,7 +496,7 @@ async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path
     await check_life("router", tmp_path / "registry")
 
 
-class Broken(RoundRobin):
+class Broken(RoundRobinSelector):
     """A selector of somebody who made a mistake."""
 
     name = "broken"
@@ -543,7 +543,7 @@ RAISED: dict[int, Callable[[], Exception]] = {
 NOBODY = 19
 
 
-class Raising(RoundRobin):
+class Raising(RoundRobinSelector):
     """A selector with errors of its own, by the length of the prompt."""
 
     name = "raising"
@@ -552,7 +552,7 @@ class Raising(RoundRobin):
         if raised := RAISED.get(query.total_tokens):
             raise raised()
         if query.total_tokens == NOBODY:
-            return Choice(Candidate(Placement(-1, 0), candidates[0].instance), "nobody")
+            return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "nobody")
         return super().select(query, candidates, *args)
 
 

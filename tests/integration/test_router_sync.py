@@ -18,7 +18,7 @@ from common.errors import Conflict, InvalidRequest, MeshError
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore, Watch
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
+from common.rpc.interceptors import mesh_error_from_rpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.core.load_tracker import ORPHAN_S, BookingKey
@@ -167,7 +167,7 @@ async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: B
 async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_serves(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", WAIT_S)
+    monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", WAIT_S)
     first, second = await bed.nodes(2)
     async with first.session() as one, second.session() as two:
         await one.place(0)
@@ -221,7 +221,7 @@ class _Silent(MemoryRegistry):
 async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_then(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.05)
+    monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
     first = await bed.node()
     async with first.session() as session:
         await session.place(0)
@@ -268,7 +268,7 @@ async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) 
 async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_svc.app, "FIRST_SNAPSHOT_S", 0.2)
+    monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         await bed.registry.register(Instance(900, NS, "router", "", address))
@@ -294,7 +294,7 @@ class _Deaf(router_pb2_grpc.RouterServiceServicer):
 async def test_a_peer_that_hangs_is_dialled_again(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_svc.replication_sync, "SILENT_S", 0.2)
+    monkeypatch.setattr(router_svc.replication_sync, "SILENCE_TIMEOUT_S", 0.2)
     server = rpc.server()
     deaf = _Deaf()  # type: ignore[abstract]  # It serves nothing else.
     router_pb2_grpc.add_RouterServiceServicer_to_server(deaf, server)
@@ -311,7 +311,7 @@ async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> Non
     async with _telling(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
         await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer")
-        node.clock.now += router_svc.replication_sync.SILENT_S + 0.1
+        node.clock.now += router_svc.replication_sync.SILENCE_TIMEOUT_S + 0.1
         await until(lambda: peers(node) == 0, "silence ends the stream")
         assert orphans(node) == 1
         assert "said nothing" in str(await _error_of(call))
@@ -443,5 +443,5 @@ async def _error_of(call: Any) -> MeshError:
             while await call.read() is not grpc.aio.EOF:
                 pass
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error)
+            return mesh_error_from_rpc(error)
     raise AssertionError("the call ended well")

@@ -35,7 +35,7 @@ from common.rpc import interceptors
 from common.runtime import telemetry
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from common.service.lifecycle import HealthThread
+from common.service.lifecycle import ThreadedHealthServer
 from common.service.metrics_server import serve_metrics
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -52,7 +52,7 @@ class Room:
     """A running server whose `handle` answers every shape of call, and a channel to it."""
 
     handle: Handler
-    calls: interceptors.Calls = field(default_factory=interceptors.Calls)
+    calls: interceptors.RunningCalls = field(default_factory=interceptors.RunningCalls)
     security: rpc.Security = rpc.PLAINTEXT
     tracer: trace.Tracer | None = None
     port: int = 0
@@ -160,13 +160,13 @@ EXAMPLES: tuple[errors.MeshError, ...] = (
     errors.DeadlineExceeded(),
     errors.RequestCancelled(reason="SLOW_READER"),
     errors.Unimplemented("not here"),
-    errors.Bug("books below zero"),
+    errors.InternalError("books below zero"),
 )
 
 
 def test_every_error_class_has_an_example_and_a_status() -> None:
-    assert {type(error) for error in EXAMPLES} == set(errors.MESH_ERRORS)
-    assert set(interceptors.STATUS_CODES) == set(errors.MESH_ERRORS)
+    assert {type(error) for error in EXAMPLES} == set(errors.MESH_ERROR_CLASSES)
+    assert set(interceptors.STATUS_CODE_BY_ERROR) == set(errors.MESH_ERROR_CLASSES)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -177,9 +177,11 @@ async def test_an_error_arrives_at_the_client_as_it_was_raised(
     async with serving(raising(error)) as room:
         with capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as caught:
             await room.call(shape)
-    assert [line["event"] for line in logs] == ["rpc failed"] * isinstance(error, errors.Bug)
-    assert caught.value.code() is interceptors.STATUS_CODES[type(error)]
-    got = interceptors.from_rpc_error(caught.value)
+    assert [line["event"] for line in logs] == ["rpc failed"] * isinstance(
+        error, errors.InternalError
+    )
+    assert caught.value.code() is interceptors.STATUS_CODE_BY_ERROR[type(error)]
+    got = interceptors.mesh_error_from_rpc(caught.value)
     assert type(got) is type(error)
     assert vars(got) == {**vars(error), "retryable": error.retryable}
 
@@ -190,8 +192,8 @@ async def test_an_unexpected_exception_says_nothing_of_itself_but_is_logged() ->
             await room.call("unary_unary", metadata=(("x-request-id", "r-1"),))
     assert caught.value.code() is grpc.StatusCode.INTERNAL
     assert "hunter2" not in str(caught.value.details()) + str(caught.value.trailing_metadata())
-    bug = interceptors.from_rpc_error(caught.value)
-    assert isinstance(bug, errors.Bug)
+    bug = interceptors.mesh_error_from_rpc(caught.value)
+    assert isinstance(bug, errors.InternalError)
     assert bug.metadata["request_id"] == "r-1"
     (line,) = [line for line in logs if line["event"] == "rpc failed"]
     assert "hunter2" in str(line["exc_info"])
@@ -204,7 +206,7 @@ async def test_an_error_out_of_a_task_group_keeps_its_class() -> None:
         return b""
 
     async with serving(handle) as room:
-        with pytest.raises(errors.Overloaded) as caught, interceptors.raising_mesh_errors():
+        with pytest.raises(errors.Overloaded) as caught, interceptors.map_rpc_errors():
             await room.call("unary_unary")
     assert caught.value.retry_after_s == 2.0
 
@@ -222,7 +224,7 @@ async def test_a_handlers_own_abort_passes_through() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await room.call("unary_unary")
     assert caught.value.code() is grpc.StatusCode.DATA_LOSS
-    assert isinstance(interceptors.from_rpc_error(caught.value), errors.Bug)
+    assert isinstance(interceptors.mesh_error_from_rpc(caught.value), errors.InternalError)
 
 
 HUGE = errors.InvalidRequest(
@@ -232,14 +234,14 @@ HUGE = errors.InvalidRequest(
 
 async def test_a_huge_error_is_cut_and_still_arrives() -> None:
     async with serving(raising(HUGE)) as room:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
             await room.call("unary_unary")
     assert caught.value.message.startswith("äää")
     assert caught.value.message.endswith("…")
 
 
 def test_the_largest_status_fits_into_the_headers_any_grpc_client_takes() -> None:
-    _, status = interceptors.status_of(HUGE)
+    _, status = interceptors.mesh_error_to_status(HUGE)
     percent_encoded = 3 * len(status.message.encode())
     base64 = len(status.SerializeToString()) * 4 / 3
     assert percent_encoded + base64 < 7500
@@ -248,7 +250,7 @@ def test_the_largest_status_fits_into_the_headers_any_grpc_client_takes() -> Non
 async def test_text_that_is_no_unicode_does_not_keep_an_error_from_arriving() -> None:
     error = errors.InvalidRequest("bad \ud800", "a\ud800", metadata={"k": "\ud800"})
     async with serving(raising(error)) as room:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
             await room.call("unary_unary")
     assert (caught.value.message, caught.value.field) == ("bad ?", "a?")
 
@@ -270,15 +272,15 @@ async def test_an_unreachable_peer_is_unavailable_and_retryable() -> None:
         (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.Overloaded),
         (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded),
         (grpc.StatusCode.UNIMPLEMENTED, errors.Unimplemented),
-        (grpc.StatusCode.UNKNOWN, errors.Bug),
-        (grpc.StatusCode.INTERNAL, errors.Bug),
+        (grpc.StatusCode.UNKNOWN, errors.InternalError),
+        (grpc.StatusCode.INTERNAL, errors.InternalError),
     ],
 )
 def test_a_status_without_details_is_the_nearest_class(
     code: grpc.StatusCode, cls: type[errors.MeshError]
 ) -> None:
     none = grpc.aio.Metadata()
-    got = interceptors.from_rpc_error(grpc.aio.AioRpcError(code, none, none, None))
+    got = interceptors.mesh_error_from_rpc(grpc.aio.AioRpcError(code, none, none, None))
     assert type(got) is cls
     assert got.message == code.name
     assert got.retryable == cls.retryable
@@ -291,7 +293,7 @@ async def test_garbage_in_the_status_details_falls_back_to_the_code() -> None:
         return b""
 
     async with serving(handle) as room:
-        with pytest.raises(errors.NotFound, match="gone"), interceptors.raising_mesh_errors():
+        with pytest.raises(errors.NotFound, match="gone"), interceptors.map_rpc_errors():
             await room.call("unary_unary")
 
 
@@ -308,7 +310,7 @@ async def test_messages_beyond_grpcs_four_mebibytes_pass_both_ways() -> None:
 @pytest.mark.slow
 async def test_a_message_over_the_limit_is_a_bad_request_not_an_overload() -> None:
     async with serving(echo) as room:
-        with pytest.raises(errors.InvalidRequest) as caught, interceptors.raising_mesh_errors():
+        with pytest.raises(errors.InvalidRequest) as caught, interceptors.map_rpc_errors():
             await room.call("unary_unary", bytes(rpc.MESSAGE_BYTES_MAX + 1))
     assert caught.value.reason == "MESSAGE_TOO_LARGE"
 
@@ -320,7 +322,7 @@ async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_lef
     left: list[float] = []
 
     async def handle(request: bytes, _context: object) -> bytes:
-        left.append(interceptors.time_left_s(1000.0))
+        left.append(interceptors.remaining_time_s(1000.0))
         return request
 
     async with serving(handle) as room:
@@ -328,7 +330,7 @@ async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_lef
         await room.call("unary_stream", timeout=None)
         await room.call("unary_unary", timeout=5.0)
     # However late a handler looks; gRPC rounds up.
-    assert 5.1 < left[0] <= interceptors.UNARY_CAP_S
+    assert 5.1 < left[0] <= interceptors.UNARY_TIMEOUT_S
     assert left[1] == 1000.0  # The stream's own cap is longer.
     assert 0.0 < left[2] <= 5.1
 
@@ -336,8 +338,8 @@ async def test_calls_without_a_deadline_get_a_cap_and_others_pass_on_what_is_lef
 async def test_the_cap_ends_a_unary_call_but_no_long_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(interceptors, "UNARY_CAP_S", 0.05)
-    monkeypatch.setattr(interceptors, "STREAM_CAP_S", 0.05)
+    monkeypatch.setattr(interceptors, "UNARY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(interceptors, "STREAM_TIMEOUT_S", 0.05)
     release = asyncio.Event()
 
     async def handle(request: bytes, _context: object) -> bytes:
@@ -346,11 +348,11 @@ async def test_the_cap_ends_a_unary_call_but_no_long_stream(
 
     async with serving(handle) as room:
         for shape in ("unary_unary", "unary_stream"):
-            with pytest.raises(errors.DeadlineExceeded), interceptors.raising_mesh_errors():
+            with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
                 await room.call(shape, timeout=None)
         async with rpc.cancelling(room.method("unary_stream", "Attach")(b"hi")) as stream:
             assert await stream.read() == b"first"
-            with pytest.raises(errors.DeadlineExceeded), interceptors.raising_mesh_errors():
+            with pytest.raises(errors.DeadlineExceeded), interceptors.map_rpc_errors():
                 await room.call("unary_unary", timeout=None)
             release.set()
             assert await stream.read() == b"hi"
@@ -390,7 +392,7 @@ async def test_a_generator_cut_between_two_messages_cleans_up_in_its_own_task() 
         finally:
             seen["cleanup"] = asyncio.current_task()
 
-    server = rpc.server(calls=(calls := interceptors.Calls()))
+    server = rpc.server(calls=(calls := interceptors.RunningCalls()))
     handler: Any = grpc.unary_stream_rpc_method_handler(endless)
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler("test.Room", {"endless": handler}),)
@@ -414,7 +416,7 @@ async def test_a_request_id_is_taken_over_or_made_and_reaches_logs_and_onward_ca
         return request
 
     async with serving(handle) as room:
-        with interceptors.use_request_id("from-http"):
+        with interceptors.bind_request_id("from-http"):
             await room.call("unary_unary", metadata=rpc.call_metadata())
         await room.call("unary_unary")
         await room.call("unary_unary", metadata=(("x-request-id", "a b"),))
@@ -436,7 +438,7 @@ async def test_a_wrong_or_missing_token_is_refused_and_the_right_one_passes() ->
             (("authorization", "s3cret"),),
         ):
             for shape in SHAPES:
-                with pytest.raises(errors.Unauthenticated), interceptors.raising_mesh_errors():
+                with pytest.raises(errors.Unauthenticated), interceptors.map_rpc_errors():
                     await room.call(shape, metadata=metadata)
         assert await room.call("unary_unary", metadata=rpc.call_metadata(security)) == [b"hi"]
         answer = await rpc.unary(room.method("unary_unary"), b"hi", timeout_s=5, security=security)
@@ -458,8 +460,8 @@ async def test_health_and_reflection_stay_open_on_loopback() -> None:
 def test_only_peers_on_this_host_count_as_local() -> None:
     local = ("ipv4:127.0.0.1:5", "ipv6:%5B::1%5D:5", "ipv6:[::1]:5", "unix:/tmp/s", "unix:")
     remote = ("ipv4:10.0.0.7:5", "ipv6:%5B2001:db8::1%5D:5", "", "localhost.evil:1")
-    assert [interceptors._is_local(peer) for peer in local] == [True] * len(local)
-    assert [interceptors._is_local(peer) for peer in remote] == [False] * len(remote)
+    assert [interceptors._is_local_peer(peer) for peer in local] == [True] * len(local)
+    assert [interceptors._is_local_peer(peer) for peer in remote] == [False] * len(remote)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "some-name"])
@@ -498,7 +500,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, rpc.Secu
         command += f" -days 2 -subj /CN={name} -addext subjectAltName=DNS:kvmesh.test"
         command += f" -keyout {config.tls_key_path} -out {config.tls_cert_path}"
         subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
-        made[name] = rpc.security_of(config)
+        made[name] = rpc.security_from_config(config)
     return made
 
 
@@ -506,13 +508,13 @@ async def test_with_certificates_only_a_peer_that_has_one_is_served(
     certificates: dict[str, rpc.Security],
 ) -> None:
     good = certificates["good"]
-    assert good.tls
+    assert good.uses_mutual_tls
     assert "PRIVATE" not in repr(good)
     async with serving(echo, security=good) as room:
         assert await room.call("unary_unary") == [b"hi"]
     for stranger in (rpc.PLAINTEXT, certificates["other"]):
         async with serving(echo, security=good, client=stranger) as room:
-            with pytest.raises(errors.Unavailable), interceptors.raising_mesh_errors():
+            with pytest.raises(errors.Unavailable), interceptors.map_rpc_errors():
                 await room.call("unary_unary")
 
 
@@ -532,7 +534,7 @@ def test_a_health_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as refused:
-            HealthThread("127.0.0.1", port)
+            ThreadedHealthServer("127.0.0.1", port)
     assert refused.value.field == "health_port"
 
 
@@ -561,7 +563,7 @@ def test_a_file_of_tls_that_cannot_be_read_is_named_by_its_flag(tmp_path: Path) 
         tls_ca_path=tmp_path / "cert.pem",
     )
     with pytest.raises(errors.InvalidRequest) as refused:
-        rpc.security_of(config)
+        rpc.security_from_config(config)
     assert refused.value.field == "tls_key_path"
     why = f"--tls-key-path: cannot read {tmp_path}/key.pem: No such file or directory"
     assert refused.value.message == why
@@ -637,7 +639,7 @@ async def test_stop_lets_running_calls_end_and_refuses_new_ones() -> None:
         stopping = asyncio.ensure_future(rpc.stop(room.server, 5.0, room.calls))
         refusal: errors.MeshError = errors.DeadlineExceeded()
         while isinstance(refusal, errors.DeadlineExceeded):  # Until it has begun to refuse.
-            with pytest.raises(errors.MeshError) as caught, interceptors.raising_mesh_errors():
+            with pytest.raises(errors.MeshError) as caught, interceptors.map_rpc_errors():
                 await room.call("unary_unary", b"new", timeout=0.05)
             refusal = caught.value
         assert isinstance(refusal, errors.Unavailable)
@@ -669,7 +671,7 @@ async def test_stop_names_what_it_cuts_and_awaits_its_cleanup() -> None:
         cut = await rpc.stop(room.server, 0.05, room.calls)
         assert cut == ["/test.Room/unary_unary slow-one"]
         assert cleaned.is_set()
-        with pytest.raises(errors.MeshError), interceptors.raising_mesh_errors():
+        with pytest.raises(errors.MeshError), interceptors.map_rpc_errors():
             await running
         watch.cancel()
 
@@ -686,13 +688,13 @@ async def test_a_health_watcher_does_not_hold_up_a_stop() -> None:
 
 
 async def test_the_health_thread_answers_while_the_loop_is_stuck() -> None:
-    thread = HealthThread("127.0.0.1", 0)
-    thread.start()
-    thread.set("", True)
+    threaded_health = ThreadedHealthServer("127.0.0.1", 0)
+    threaded_health.start()
+    threaded_health.set("", True)
     answers: list[int] = []
 
     def ask() -> None:
-        with grpc.insecure_channel(thread.address) as channel:
+        with grpc.insecure_channel(threaded_health.address) as channel:
             stub = health_stub(channel)
             answers.append(stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status)
 
@@ -702,10 +704,10 @@ async def test_the_health_thread_answers_while_the_loop_is_stuck() -> None:
         asking.join(5)  # On the loop's own thread: nothing else runs meanwhile.
 
     ask_in_thread()
-    thread.drain()
-    thread.set("", True)
+    threaded_health.drain()
+    threaded_health.set("", True)
     ask_in_thread()
-    thread.stop(1.0)
+    threaded_health.stop(1.0)
     status = health_pb2.HealthCheckResponse
     assert answers == [status.SERVING, status.NOT_SERVING]
 
@@ -787,10 +789,10 @@ def test_a_span_takes_the_id_assigned_to_it_once() -> None:
     provider = telemetry.tracer_provider("prefill", "i-1", exporter, 1.0)
     tracer = provider.get_tracer("test")
     assigned = telemetry.new_span_id()
-    with telemetry.use_span_id(assigned):
+    with telemetry.assign_next_span_id(assigned):
         tracer.start_span("prefill").end()
         tracer.start_span("other").end()
-    with telemetry.use_span_id("not an id"), telemetry.use_span_id(assigned):
+    with telemetry.assign_next_span_id("not an id"), telemetry.assign_next_span_id(assigned):
         pass
     tracer.start_span("later").end()
     provider.shutdown()
@@ -860,13 +862,15 @@ def test_a_missing_or_silent_collector_delays_neither_spans_nor_shutdown(
         provider = telemetry.tracer_provider("test", "i-1", exporter, 1.0)
         tracer = provider.get_tracer("test")
         started = time.monotonic()
-        for _ in range(telemetry.QUEUE_SPANS * 2):
+        for _ in range(telemetry.QUEUE_SPANS_MAX * 2):
             tracer.start_span("work").end()
         busy_s = time.monotonic() - started
         started = time.monotonic()
         telemetry.Telemetry(provider).shutdown(0.9)
         # To send all that waits would take this long, and so would a queue that makes one wait.
-        waited_s = telemetry.QUEUE_SPANS / telemetry.BATCH_SPANS * telemetry.EXPORT_TIMEOUT_S
+        waited_s = (
+            telemetry.QUEUE_SPANS_MAX / telemetry.BATCH_SPANS_MAX * telemetry.EXPORT_TIMEOUT_S
+        )
         assert time.monotonic() - started < waited_s / 2
         assert busy_s < waited_s
 
@@ -889,7 +893,8 @@ from common.runtime import telemetry
 traces = telemetry.setup("worker", "i-7", sys.argv[1], 1.0)
 tracer = trace.get_tracer("test")
 link = telemetry.link(sys.argv[2], sys.argv[3])
-with telemetry.use_span_id(sys.argv[4]), tracer.start_as_current_span("decode", links=[link]):
+next_id = telemetry.assign_next_span_id(sys.argv[4])
+with next_id, tracer.start_as_current_span("decode", links=[link]):
     print(telemetry.current_traceparent())
 sys.exit(0 if traces.shutdown(5.0) else 1)
 """

@@ -24,8 +24,8 @@ from common.request.preprocessed import (
     TokenIds,
 )
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
-from common.wire.preprocessed import part_from_proto, to_proto
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.wire.preprocessed import dataclass_from_proto, to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import load_pb2
@@ -44,14 +44,14 @@ from worker_svc.engines.sim.engine import (
     load_sim_model,
 )
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import NO_PARTNER, PEER_LOST
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
-TRUTH = Truth(MODEL.word_ids, 2)
+TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
 SHIPPED = load_sim_model(SIM_MODEL_DIR)
-SHIPPED_TRUTH = Truth(SHIPPED.word_ids, SHIPPED.eos_ids[0])
+SHIPPED_TOKEN_ORACLE = TokenOracle(SHIPPED.word_ids, SHIPPED.eos_ids[0])
 # How soon a lost peer is noticed is proved in virtual time (test_worker_sim_handoff.py); here only
 # that it is, on real sockets.
 WAIT_S = 30.0
@@ -156,7 +156,7 @@ async def test_a_hundred_pairs_at_once_answer_as_an_aggregated_engine_does() -> 
                 run(them.decode, asked),
                 run(them.aggregated, request(prompt)),
             )
-            truth = TRUTH.continue_tokens(prompt, TOKENS)
+            truth = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
             assert tokens_of(decode) == tokens_of(alone) == truth
             assert tokens_of(prefill) == truth[:1]
 
@@ -174,7 +174,7 @@ async def test_a_hundred_completed_prefills_are_decoded_as_an_aggregated_engine_
         async def one(number: int) -> None:
             prompt = prompt_of(number)
             prefill = await run(them.prefill, request(prompt, 1))
-            truth = TRUTH.continue_tokens(prompt, TOKENS)
+            truth = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
             assert isinstance(prefill, list)
             assert tokens_of(prefill) == truth[:1]
             params = prefill[-1].disaggregated_params
@@ -218,7 +218,7 @@ async def test_pairs_that_are_aborted_or_dropped_at_any_time_cost_the_others_not
             if not tasks[1].cancelled() and not contexts[1].is_stopped:
                 end = tasks[1].result()
                 if isinstance(end, list):
-                    assert tokens_of(end) == TRUTH.continue_tokens(prompt, TOKENS)
+                    assert tokens_of(end) == TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
                     answered += 1
                 else:
                     assert isinstance(end, WorkerLost)
@@ -230,7 +230,7 @@ async def test_pairs_that_are_aborted_or_dropped_at_any_time_cost_the_others_not
         assert them.decode.counters["aborts_forced"] == 0
         control = request(prompt_of(7), bootstrap_info=them.bootstrap(2**63))
         _, decode = await asyncio.gather(run(them.prefill, control), run(them.decode, control))
-        assert tokens_of(decode) == TRUTH.continue_tokens(prompt_of(7), TOKENS)
+        assert tokens_of(decode) == TOKEN_ORACLE.continue_tokens(prompt_of(7), TOKENS)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "computing", "transfer", "decoding"])
@@ -292,7 +292,7 @@ async def test_peers_that_talk_nonsense_or_nothing_are_hung_up_on() -> None:
         _silent_writer.close()
         asked = request(prompt_of(1), bootstrap_info=bootstrap)
         _, decode = await asyncio.gather(run(them.prefill, asked), run(them.decode, asked))
-        assert tokens_of(decode) == TRUTH.continue_tokens(prompt_of(1), TOKENS)
+        assert tokens_of(decode) == TOKEN_ORACLE.continue_tokens(prompt_of(1), TOKENS)
         await them.check_rest()
 
 
@@ -356,7 +356,7 @@ class Worker:
                     assert isinstance(message, pb.GenerateResponse)
                     messages.append(message)
         except grpc.aio.AioRpcError as error:
-            return from_rpc_error(error)
+            return mesh_error_from_rpc(error)
         return messages
 
 
@@ -417,7 +417,7 @@ async def test_two_worker_processes_answer_a_hundred_pairs_with_the_truth(tmp_pa
         answers = await asyncio.gather(*[both.answer(i, prompt_of(i)) for i in range(100)])
 
         for number, (prefill, decode) in enumerate(answers):
-            truth = SHIPPED_TRUTH.continue_tokens(prompt_of(number), TOKENS)
+            truth = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt_of(number), TOKENS)
             assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
         for worker in (both.prefill, both.decode):
             await worker.rest()
@@ -430,12 +430,14 @@ async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Pat
     async with pair(tmp_path, "--speedup=20", "--handoff=completed") as both:
         assert both.port == 0
         prompts = map(prompt_of, range(100))
-        prompt = next(p for p in prompts if len(SHIPPED_TRUTH.continue_tokens(p, TOKENS)) > 1)
+        prompt = next(
+            p for p in prompts if len(SHIPPED_TOKEN_ORACLE.continue_tokens(p, TOKENS)) > 1
+        )
         messages = await both.prefill.generate("p", request(prompt, 1))
         assert isinstance(messages, list)
-        result = part_from_proto(PrefillResult, messages[-1].prefill_result)
+        result = dataclass_from_proto(PrefillResult, messages[-1].prefill_result)
         decode = await both.decode.generate("d", request(prompt, prefill_result=result))
-        assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt, TOKENS)
+        assert ids_of(decode) == SHIPPED_TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
         for worker in (both.prefill, both.decode):
             await worker.rest()
 
@@ -476,7 +478,7 @@ async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
         for room, (prefill, decode) in enumerate(await asyncio.gather(*legs)):
             survivor = prefill if alive is both.prefill else decode
             if isinstance(survivor, list):  # handed over before: the machine let the test wait
-                truth = SHIPPED_TRUTH.continue_tokens([room + 1] * 320, TOKENS)
+                truth = SHIPPED_TOKEN_ORACLE.continue_tokens([room + 1] * 320, TOKENS)
                 assert ids_of(survivor) == (truth[:1] if alive is both.prefill else truth)
                 continue
             assert isinstance(survivor, WorkerLost)
@@ -486,7 +488,7 @@ async def test_a_worker_that_vanishes_in_a_transfer_frees_the_other(
         assert lost > 0
         if how is signal.SIGSTOP:
             _, decode = await both.answer(99, prompt_of(5))
-            assert ids_of(decode) == SHIPPED_TRUTH.continue_tokens(prompt_of(5), TOKENS)
+            assert ids_of(decode) == SHIPPED_TOKEN_ORACLE.continue_tokens(prompt_of(5), TOKENS)
 
 
 @pytest.mark.row("S4-42")
@@ -497,6 +499,6 @@ async def test_a_draining_prefill_worker_ends_its_transfers_first(tmp_path: Path
         await both.decode.busy()
         both.prefill.service.send(signal.SIGTERM)
         prefill, decode = await leg
-        truth = SHIPPED_TRUTH.continue_tokens(prompt, TOKENS)
+        truth = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
         assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
         assert await asyncio.to_thread(both.prefill.service.wait) == 0

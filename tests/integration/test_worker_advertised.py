@@ -14,7 +14,7 @@ from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from common.runtime.config import ConfigError, read_config
-from frontend_svc.core.models.model_watch import Entry, plan
+from frontend_svc.core.models.model_watch import Entry, plan_pipelines
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
@@ -90,7 +90,7 @@ async def test_a_frontend_opens_the_endpoints_that_a_worker_says_it_serves(
     async with registered(*flags) as registry:
         (instance,) = (await registry.snapshot(NS)).of("worker")
         card = await registry.get_card(instance.card_checksum)
-        assert [one.table for one in plan(Entry.of(instance), card)] == tables
+        assert [one.table for one in plan_pipelines(Entry.of(instance), card)] == tables
 
 
 @pytest.mark.parametrize("kinds", ["embedding", "chat,prefill", "Chat", ""])

@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Any
 
-from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from common.rpc import channel as rpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
@@ -43,7 +43,7 @@ class Mesh:
             stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
         )
         runner = self._workers[decision.worker.worker_id].runner
-        key = runner.admit(Order(f"r{self._asked}", request=request))
+        key = runner.admit(LegRequest(f"r{self._asked}", request=request))
         terminal = await runner.run(key, lambda _: None)
         await self._session.write(pb.SessionRequest(frees=[self._key()]))
         assert terminal.completion_usage is not None
@@ -60,7 +60,7 @@ class Mesh:
             model="sim",
             total_tokens=len(tokens),
             prefix_hashes=hashes_to_bytes(HASHER.prefix_hashes(list(tokens))),
-            hash_scheme=SCHEME_ID,
+            hash_scheme=HASH_SCHEME_ID,
             block_size=BLOCK,
         )
         new = pb.New(id=self._asked, key=self._key(), query=query)

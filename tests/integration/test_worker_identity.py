@@ -12,7 +12,7 @@ from common.errors import Conflict, InvalidRequest, NotFound
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.request.preprocessed import PreprocessedRequest, StopConditions, TokenIds
 from common.rpc import channel as rpc
-from common.rpc.interceptors import raising_mesh_errors
+from common.rpc.interceptors import map_rpc_errors
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
@@ -104,7 +104,7 @@ async def generated(app: WorkerApp, *token_ids: int) -> list[int]:
         call: Any = engine_pb2_grpc.EngineServiceStub(channel).Generate(
             pb.GenerateRequest(request=to_proto(request)), timeout=WAIT_S
         )
-        with raising_mesh_errors():
+        with map_rpc_errors():
             return [token async for message in call for token in message.token_ids]
 
 

@@ -22,21 +22,21 @@ from tests.living import WAIT_S, until
 from worker_svc.engines.sglang import kv_events as sglang_events
 from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
 from worker_svc.engines.sglang.kv_events import (
-    KEPT_BATCHES,
-    SENDS_MIN,
+    BUFFERED_BATCHES,
+    SOCKET_QUEUE_MIN,
     TOPIC,
-    TURN_S,
-    Endpoints,
-    KvReader,
+    YIELD_INTERVAL_S,
+    KvEventEndpoints,
+    KvEventReader,
 )
 from worker_svc.kv_events.normalizer import (
-    Canonicaliser,
-    Duplicates,
+    DuplicatePolicy,
     ExternalEvent,
-    Feed,
-    KvRules,
+    KvEventFormat,
+    Normalizer,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
@@ -57,7 +57,7 @@ class Heard:
                 raise RuntimeError("the sink is broken")
             self.hashes += event.hashes
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, why: str) -> None:
         self.lost.append(why)
 
     def reset(self, rank: int) -> None:
@@ -65,9 +65,9 @@ class Heard:
 
 
 @asynccontextmanager
-async def reading(wire: EngineWire, sink: Heard) -> AsyncIterator[KvReader]:
+async def reading(wire: EngineWire, sink: Heard) -> AsyncIterator[KvEventReader]:
     """A reader of the wire that runs until the end."""
-    reader = KvReader(0, wire.endpoints, sink)
+    reader = KvEventReader(0, wire.endpoints, sink)
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(wire.serve())]
     try:
         yield reader
@@ -97,7 +97,7 @@ class DroppingWire(EngineWire):
         client, _, first = await router.recv_multipart()
         self.replays += 1
         wanted = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
-        sent, rest = wanted[:SENDS_MIN], wanted[SENDS_MIN:]
+        sent, rest = wanted[:SOCKET_QUEUE_MIN], wanted[SOCKET_QUEUE_MIN:]
         if self._drops == "hole":
             sent += rest[100:]
         for sequence, payload in sent:
@@ -114,9 +114,9 @@ async def test_what_is_dropped_of_a_long_replay_is_asked_for_again(
     drops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if drops == "end":  # which only silence tells
-        monkeypatch.setattr(sglang_events, "REPLAY_S", 0.2)
+        monkeypatch.setattr(sglang_events, "REPLAY_TIMEOUT_S", 0.2)
     wire, heard = DroppingWire(drops), Heard()
-    said = await kept(wire, 3 * SENDS_MIN)
+    said = await kept(wire, 3 * SOCKET_QUEUE_MIN)
     async with reading(wire, heard) as reader:
         await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
         assert heard.hashes == said, "in order, each once"
@@ -132,7 +132,7 @@ async def test_what_is_dropped_of_a_long_replay_is_asked_for_again(
 @pytest.mark.slow
 async def test_a_replay_as_long_as_what_an_engine_keeps_loses_nothing() -> None:
     wire, heard = EngineWire(), Heard()
-    said = await kept(wire, KEPT_BATCHES)
+    said = await kept(wire, BUFFERED_BATCHES)
     async with reading(wire, heard):
         await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
         assert heard.hashes == said
@@ -169,7 +169,7 @@ class Slow(Heard):
             asyncio.get_running_loop().call_soon(self._next_turn)
         self.in_turn += 1
         self.most_in_turn = max(self.most_in_turn, self.in_turn)
-        time.sleep(TURN_S / 2)
+        time.sleep(YIELD_INTERVAL_S / 2)
 
     def _next_turn(self) -> None:
         self.in_turn = 0
@@ -190,7 +190,7 @@ async def test_an_event_of_very_many_pages_gives_the_loop_its_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A prompt of 131,072 tokens, in pages of one, held everything up for a third of a second."""
-    monkeypatch.setattr(sglang_events, "PART_PAGES", 10)
+    monkeypatch.setattr(sglang_events, "PAGES_PER_PART_MAX", 10)
     wire, heard = EngineWire(), Slow()
     async with reading(wire, heard):
         await wire.publish(removed(*range(95)), removed(*range(100, 105)))
@@ -204,8 +204,8 @@ async def test_batches_that_were_had_give_the_loop_its_turn_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After a replay, thousands of them may wait that came over the live socket meanwhile."""
-    monkeypatch.setattr(sglang_events, "TURN_S", -1.0)
-    reader = KvReader(0, Endpoints(1, None), Heard())
+    monkeypatch.setattr(sglang_events, "YIELD_INTERVAL_S", -1.0)
+    reader = KvEventReader(0, KvEventEndpoints(1, None), Heard())
     turns = 0
 
     async def others() -> None:
@@ -215,7 +215,7 @@ async def test_batches_that_were_had_give_the_loop_its_turn_too(
             await asyncio.sleep(0)
 
     other = asyncio.create_task(others())
-    reader._next = 50
+    reader._next_seq = 50
     for seq in range(50):
         await reader._accept(seq, b"")
     other.cancel()
@@ -228,37 +228,39 @@ async def test_an_event_taken_in_parts_means_what_it_meant_as_a_whole(
     class Keeps(Heard):
         def __init__(self) -> None:
             super().__init__()
-            rules = KvRules(BLOCK, BLOCK, Duplicates.IDEMPOTENT)
-            self.feed = Feed(Source(1), Canonicaliser(rules, lambda lora, salt, size: HASHER))
+            rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
+            self.feed = SourceFeed(Source(1), Normalizer(rules, lambda lora, salt, size: HASHER))
 
         def take(self, events: Iterable[ExternalEvent]) -> None:
             for event in events:
                 assert not isinstance(event, PagesStored) or len(event.hashes) <= 7
                 self.feed.apply(event)
-            self.feed.cut()
+            self.feed.seal_changes()
 
         def held(self) -> set[int]:
-            return {name for part in self.feed.ledger.snapshot() for name in part.hashes.tolist()}
+            return {
+                name for part in self.feed.event_log.snapshot() for name in part.hashes.tolist()
+            }
 
-    monkeypatch.setattr(sglang_events, "PART_PAGES", 7)
+    monkeypatch.setattr(sglang_events, "PAGES_PER_PART_MAX", 7)
     wire, keeps = EngineWire(), Keeps()
     tokens = list(range(BLOCK * 50))
     names = HASHER.prefix_hashes(tokens).tolist()
     async with reading(wire, keeps):
         await wire.publish(stored(range(50), None, tokens))
-        await until(lambda: keeps.feed.canonicaliser.published_blocks == 50, "all of it is held")
+        await until(lambda: keeps.feed.normalizer.published_blocks == 50, "all of it is held")
         assert keeps.held() == set(names)
         await wire.publish(removed(*range(49, 19, -1)))
-        await until(lambda: keeps.feed.canonicaliser.published_blocks == 20, "the end has gone")
+        await until(lambda: keeps.feed.normalizer.published_blocks == 20, "the end has gone")
         assert keeps.held() == set(names[:20])
-        assert not keeps.feed.canonicaliser.is_incomplete
+        assert not keeps.feed.normalizer.is_incomplete
 
 
 @pytest.mark.slow
 async def test_a_reader_that_fails_says_so_and_begins_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sglang_events, "QUIET_S", 0.05)
+    monkeypatch.setattr(sglang_events, "IDLE_S", 0.05)
     wire, heard = EngineWire(), Heard()
     heard.fails_at = 1
     async with reading(wire, heard):
@@ -276,13 +278,13 @@ async def test_an_engine_whose_reader_ends_is_lost() -> None:
     """Its events would stay away for ever, and nobody would know."""
 
     class Broken(Heard):
-        def lose(self, rank: int, why: str) -> None:
+        def record_loss(self, rank: int, why: str) -> None:
             raise RuntimeError("not even that works")
 
     wire, heard = EngineWire(), Broken()
     heard.fails_at = 0
     engine = SglangEngine(SglangConfig())
-    engine._lost = asyncio.get_running_loop().create_future()
+    engine._engine_failure = asyncio.get_running_loop().create_future()
     engine._endpoints = wire.endpoints
     serving = asyncio.create_task(wire.serve())
     try:
@@ -290,7 +292,7 @@ async def test_an_engine_whose_reader_ends_is_lost() -> None:
         await wire.publish(removed(0))
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerLost, match="sglang kv events 0 cannot be read any more"):
-                await engine.died()
+                await engine.wait_for_failure()
     finally:
         await engine.cleanup()
         serving.cancel()
@@ -302,13 +304,13 @@ async def test_an_engine_whose_reader_ends_is_lost() -> None:
 async def test_a_reader_that_is_cancelled_at_the_end_loses_nothing() -> None:
     wire, heard = EngineWire(), Heard()
     engine = SglangEngine(SglangConfig())
-    engine._lost = asyncio.get_running_loop().create_future()
+    engine._engine_failure = asyncio.get_running_loop().create_future()
     engine._endpoints = wire.endpoints
     engine.publish_to(heard)
     (reader,) = engine._tasks
     reader.cancel()
     await asyncio.wait([reader])
-    assert not engine._lost.done()
+    assert not engine._engine_failure.done()
     assert heard.lost == []
     await engine.cleanup()
     wire.close()

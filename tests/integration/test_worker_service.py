@@ -14,9 +14,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import (
-    Bug,
     Conflict,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -29,13 +29,13 @@ from common.kv.load import Load
 from common.registry.instances import Instance
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore
 from common.request.preprocessed import FinishReason, StopConditions, TokenIds, TokenLogprob
-from common.request.token_stream import Hello, Order, Submit, Terminal, ToWorker
+from common.request.token_stream import Hello, LegRequest, RequestFrame, Submit, Terminal
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
-from common.service.lifecycle import Life, Ready
-from common.service.lifecycle import run as run_life
+from common.rpc.interceptors import mesh_error_from_rpc
+from common.service.lifecycle import Lifecycle, ServiceInfo
+from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
-from common.wire.token_stream import to_worker_to_proto
+from common.wire.token_stream import request_frame_to_proto
 from frontend_svc.peers.engine_client import GrpcDialer, WorkerConnection
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
@@ -53,7 +53,7 @@ from worker_svc.engines.contract import (
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_model
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.service import EngineServicer
@@ -149,8 +149,8 @@ def request(**parts: Any) -> PreprocessedRequest:
     return PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), **parts)
 
 
-def order(request_id: str, **parts: Any) -> Order:
-    return Order(request_id, **{"request": request(), **parts})
+def leg_request(request_id: str, **parts: Any) -> LegRequest:
+    return LegRequest(request_id, **{"request": request(), **parts})
 
 
 class Worker:
@@ -209,7 +209,7 @@ async def read_all(call: Any) -> list[pb.GenerateResponse]:
             while (message := await call.read()) is not grpc.aio.EOF:
                 messages.append(message)
     except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from error
+        raise mesh_error_from_rpc(error) from error
     return messages
 
 
@@ -278,7 +278,7 @@ class Sink:
 
 async def test_generate_answers_with_the_engines_truth() -> None:
     model = load_sim_model(SIM_MODEL_DIR)
-    truth = Truth(model.word_ids, model.eos_ids[0])
+    truth = TokenOracle(model.word_ids, model.eos_ids[0])
     async with working(speedup=0.0) as worker:
         asked = request(stop_conditions=StopConditions(max_tokens=40, ignore_eos=True))
         messages = await read_all(worker.generate("r", asked))
@@ -308,7 +308,7 @@ async def test_a_breach_of_the_contract_is_internal_for_that_call_only(breach: s
     async with working(engine) as worker:
         other = asyncio.create_task(read_all(worker.generate("gate")))
         call = worker.generate(breach)
-        with pytest.raises(Bug):
+        with pytest.raises(InternalError):
             await read_all(call)
         assert await call.code() is grpc.StatusCode.INTERNAL
         engine.gate.set()
@@ -350,7 +350,7 @@ async def test_generate_without_a_deadline_ends_at_the_workers_own() -> None:
         EngineConfig(),
         "fake",
         None,
-        generate_cap_s=0.05,
+        generate_timeout_max_s=0.05,
     )
     server = rpc.server()
     port = rpc.bind(server, "127.0.0.1", 0)
@@ -405,7 +405,7 @@ async def test_get_info_says_who_the_worker_is() -> None:
 async def test_get_load_counts_slots_of_both_ways_in() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         sink = Sink()
-        frontend.submit(order("deaf-1"), sink)
+        frontend.submit(leg_request("deaf-1"), sink)
         call = worker.generate("deaf-2")
         await call.read()
         await sink.begun()
@@ -461,7 +461,7 @@ async def test_health_speaks_for_the_engine_service() -> None:
 
 async def open_attach(worker: Worker, hello: Hello) -> Any:
     call = worker.stub.Attach()
-    await call.write(to_worker_to_proto(ToWorker(hello=hello)))
+    await call.write(request_frame_to_proto(RequestFrame(hello=hello)))
     return call
 
 
@@ -482,18 +482,18 @@ async def test_attach_to_another_workers_id_is_a_failed_precondition() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert from_rpc_error(caught.value).reason == "WRONG_WORKER"
+        assert mesh_error_from_rpc(caught.value).reason == "WRONG_WORKER"
 
 
 async def test_a_newer_stream_replaces_the_older_and_closes_its_generators() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached(1) as older:
         sink = Sink()
-        older.submit(order("deaf"), sink)
+        older.submit(leg_request("deaf"), sink)
         await sink.begun()
         async with worker.attached(2) as newer:
             other = Sink()
-            newer.submit(order("good"), other)
+            newer.submit(leg_request("good"), other)
             assert (await sink.over()).heard[-1] == "lost"
             assert sink.error is not None
             assert sink.error.reason == "REPLACED"
@@ -504,10 +504,10 @@ async def test_a_newer_stream_replaces_the_older_and_closes_its_generators() -> 
 
 async def test_a_stream_ends_between_two_writes_whoever_ends_it() -> None:
     began, gate = asyncio.Event(), asyncio.Event()
-    frames = [ToWorker(hello=Hello(FRONTEND, 1, 1)), ToWorker(hello=Hello(FRONTEND, 1, 2))]
+    frames = [RequestFrame(hello=Hello(FRONTEND, 1, 1)), RequestFrame(hello=Hello(FRONTEND, 1, 2))]
     written: list[str] = []
 
-    async def read() -> ToWorker | None:
+    async def read() -> RequestFrame | None:
         if len(frames) == 1:
             await began.wait()
         return frames.pop(0)
@@ -533,7 +533,7 @@ async def test_an_older_stream_that_comes_late_is_refused_and_disturbs_nothing()
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached(2) as newer:
         sink = Sink()
-        newer.submit(order("gate"), sink)
+        newer.submit(leg_request("gate"), sink)
         await sink.begun()
         call = await open_attach(worker, Hello(FRONTEND, worker.app.instance_id, 1))
         assert await drained(call) is grpc.StatusCode.FAILED_PRECONDITION
@@ -548,7 +548,7 @@ async def test_a_closed_stream_closes_all_its_generators_in_time_and_aborts_none
         async with worker.attached() as frontend:
             sinks = [Sink() for _ in range(8)]
             for number, sink in enumerate(sinks):
-                frontend.submit(order(f"deaf-{number}"), sink)
+                frontend.submit(leg_request(f"deaf-{number}"), sink)
             for sink in sinks:
                 await sink.begun()
             assert await worker.open_slots() == 8
@@ -560,15 +560,15 @@ async def test_a_closed_stream_closes_all_its_generators_in_time_and_aborts_none
 
 async def test_an_order_that_comes_as_its_stream_fails_leaves_nothing_behind() -> None:
     loop = asyncio.get_running_loop()
-    came: asyncio.Future[ToWorker] = loop.create_future()
+    came: asyncio.Future[RequestFrame] = loop.create_future()
     failed: asyncio.Future[None] = loop.create_future()
     reading = [came]
     runner = Runner(FakeEngine())
 
-    async def read() -> ToWorker | None:
+    async def read() -> RequestFrame | None:
         if len(reading) == 1:
             reading.append(came)
-            return ToWorker(hello=Hello(FRONTEND, 1, 1))
+            return RequestFrame(hello=Hello(FRONTEND, 1, 1))
         return await came
 
     async def write(frame: object) -> None:
@@ -578,7 +578,9 @@ async def test_an_order_that_comes_as_its_stream_fails_leaves_nothing_behind() -
     await until(lambda: len(reading) == 2, "the hello is read")
     # In this order, in one turn of the loop: the slot's task is cancelled before its first step.
     failed.set_exception(WorkerLost("the wire broke", retryable=True))
-    came.set_result(ToWorker(submits=[Submit(1, order("good"), request().token_ids.le)]))
+    came.set_result(
+        RequestFrame(submits=[Submit(1, leg_request("good"), request().token_ids.little_endian)])
+    )
     with pytest.raises(WorkerLost):
         await asyncio.wait_for(serving, WAIT_S)
     assert dict(runner.counters) == {"accepted": 1, "closed": 1}
@@ -590,13 +592,13 @@ async def test_orders_that_die_with_their_stream_leave_nothing_behind() -> None:
     async with working(engine) as worker:
         for seq in range(1, 21):
             async with worker.attached(seq) as frontend:
-                frontend.submit(order("deaf"), Sink())
+                frontend.submit(leg_request("deaf"), Sink())
                 # Gone at any moment of the dial, of the order's way, and of its first steps.
                 await asyncio.sleep(0.0005 * seq)
         # An order may still be on its way when its stream is gone.
         counters = worker.app.runner.counters
         await until(lambda: counters["accepted"] == counters["closed"], "all are closed")
-        await worker.app.runner.idle()
+        await worker.app.runner.wait_idle()
 
 
 @pytest.mark.row("S4-37")
@@ -607,7 +609,7 @@ async def test_an_aborted_slot_still_gets_its_terminal_and_the_engine_is_told() 
             took_s = []
             for number in range(TRIES):
                 sink = Sink()
-                slot = frontend.submit(order(f"{kind}-{number}"), sink)
+                slot = frontend.submit(leg_request(f"{kind}-{number}"), sink)
                 await sink.begun()
                 began = asyncio.get_running_loop().time()
                 frontend.abort(slot, "client_gone")
@@ -622,15 +624,16 @@ async def test_an_aborted_slot_still_gets_its_terminal_and_the_engine_is_told() 
 
 @pytest.mark.row("S4-31", "S4-32", "S4-35")
 @pytest.mark.parametrize(
-    ("kind", "error"), [("refuse", PromptTooLong), ("late", Bug), ("endless", Bug)]
+    ("kind", "error"),
+    [("refuse", PromptTooLong), ("late", InternalError), ("endless", InternalError)],
 )
 async def test_a_failed_slot_ends_with_its_typed_error_and_the_stream_goes_on(
     kind: str, error: type[MeshError]
 ) -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         failing, other = Sink(), Sink()
-        frontend.submit(order(kind), failing)
-        frontend.submit(order("good"), other)
+        frontend.submit(leg_request(kind), failing)
+        frontend.submit(leg_request("good"), other)
         assert type((await failing.over()).error) is error
         assert failing.heard[-1] == "terminal"
         assert (await other.over()).error is None
@@ -641,7 +644,7 @@ async def test_the_deadline_of_a_submit_is_kept_by_the_worker() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         sink = Sink()
-        frontend.submit(order("deaf", timeout_s=0.05), sink)
+        frontend.submit(leg_request("deaf", timeout_s=0.05), sink)
         await sink.over()
         assert type(sink.error) is DeadlineExceeded
         assert engine.closed == ["deaf"]
@@ -651,10 +654,10 @@ async def test_the_deadline_of_a_submit_is_kept_by_the_worker() -> None:
 async def test_refusals_over_attach_say_whether_another_worker_may_take_it() -> None:
     async with working(FakeEngine()) as worker, worker.attached() as frontend:
         mismatched, late = Sink(), Sink()
-        frontend.submit(order("good", request=request(mdc_sum="other")), mismatched)
+        frontend.submit(leg_request("good", request=request(mdc_sum="other")), mismatched)
         await mismatched.over()
         worker.app.runner.is_draining = True
-        frontend.submit(order("good"), late)
+        frontend.submit(leg_request("good"), late)
         await late.over()
     assert (mismatched.heard, late.heard) == (["rejected"], ["rejected"])
     assert mismatched.error is not None
@@ -668,7 +671,7 @@ async def test_a_drain_sends_the_last_frames_whole_then_closes_the_stream() -> N
     async with working(engine) as worker, worker.attached() as frontend:
         sinks = [Sink() for _ in range(64)]
         for number, sink in enumerate(sinks):
-            frontend.submit(order(f"gate-{number}"), sink)
+            frontend.submit(leg_request(f"gate-{number}"), sink)
         for sink in sinks:
             await sink.begun()
         drain = asyncio.create_task(worker.app.drain(WAIT_S))
@@ -678,7 +681,7 @@ async def test_a_drain_sends_the_last_frames_whole_then_closes_the_stream() -> N
         for sink in sinks:
             assert (await sink.over()).heard[-1] == "terminal"
             assert sink.token_ids == [7, 8]
-        await until(lambda: frontend.is_over, "the stream is closed")
+        await until(lambda: frontend.is_closed, "the stream is closed")
 
 
 @pytest.mark.slow
@@ -686,7 +689,7 @@ async def test_what_does_not_end_within_the_drain_is_cut_and_said() -> None:
     engine = FakeEngine()
     async with working(engine) as worker, worker.attached() as frontend:
         sink = Sink()
-        frontend.submit(order("deaf"), sink)
+        frontend.submit(leg_request("deaf"), sink)
         await sink.begun()
         cut = await worker.app.drain(0.01)
         assert cut[0] == "1 requests"
@@ -735,11 +738,11 @@ class NotingLease:
 class LivingWorker(WorkerApp):
     """Lets a test see and end the life that the lifecycle gives it."""
 
-    life: Life | None = None
+    lifecycle: Lifecycle | None = None
 
-    async def start(self, life: Life) -> Ready:
-        self.life = life
-        return await super().start(life)
+    async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
+        self.lifecycle = lifecycle
+        return await super().start(lifecycle)
 
 
 @asynccontextmanager
@@ -747,23 +750,23 @@ async def lived(engine: FakeEngine) -> AsyncIterator[tuple[LivingWorker, asyncio
     """A worker inside `lifecycle.run`, with the task that returns its exit status."""
     registry = NotingRegistry(engine.steps)
     app = LivingWorker(WorkerConfig(registry="memory"), registry=registry, engine=engine)
-    task = asyncio.create_task(run_life(app, notice_s=0.0, drain_s=0.2, signals=False))
+    task = asyncio.create_task(run_lifecycle(app, notice_s=0.0, drain_s=0.2, signals=False))
     try:
         yield app, task
     finally:
-        if app.life is not None:
-            app.life.drain("test over")
+        if app.lifecycle is not None:
+            app.lifecycle.drain("test over")
         await asyncio.wait([task], timeout=WAIT_S)
         assert task.done(), "the worker does not end"
 
 
 async def ended(app: LivingWorker, task: asyncio.Task[int]) -> int:
     """Ends a life that has become ready; its exit status."""
-    await until(lambda: app.life is not None, "it begins")
-    assert app.life is not None
+    await until(lambda: app.lifecycle is not None, "it begins")
+    assert app.lifecycle is not None
     async with asyncio.timeout(WAIT_S):
-        await app.life.ready()
-        app.life.drain("test")
+        await app.lifecycle.ready()
+        app.lifecycle.drain("test")
         return await task
 
 
@@ -814,7 +817,7 @@ async def test_a_drain_waits_for_transfers_while_health_and_registry_live() -> N
     seen: list[object] = []
 
     async def transfers() -> None:
-        assert app.life is not None
+        assert app.lifecycle is not None
         seen.append(app.runner.is_draining)
         snapshot = await app._registry.snapshot(NS)  # discovery is still alive,
         seen.append(len(snapshot.instances))  # and has forgotten this worker
@@ -841,8 +844,8 @@ async def test_cleanup_follows_a_start_that_was_cut_short() -> None:
     engine = FakeEngine(start=asyncio.Event().wait)
     async with lived(engine) as (app, task):
         await until(lambda: engine.steps == ["start"], "the engine starts")
-        assert app.life is not None
-        app.life.drain("SIGTERM")
+        assert app.lifecycle is not None
+        app.lifecycle.drain("SIGTERM")
         await asyncio.wait_for(task, WAIT_S)
     assert engine.steps == ["start", "cleanup", "registry closed"]
 
@@ -883,14 +886,14 @@ async def test_a_second_cleanup_of_our_engines_does_nothing(make: Callable[[], L
 async def test_the_end_of_a_worker_closes_what_runs_and_aborts_nothing() -> None:
     engine = FakeEngine()
     async with lived(engine) as (app, task):
-        await until(lambda: app.life is not None, "it begins")
-        assert app.life is not None
-        await app.life.ready()
+        await until(lambda: app.lifecycle is not None, "it begins")
+        assert app.lifecycle is not None
+        await app.lifecycle.ready()
         async with rpc.channel(app.address) as channel:
             stub = engine_pb2_grpc.EngineServiceStub(channel)
             call = stub.Generate(pb.GenerateRequest(request=to_proto(request()), request_id="deaf"))
             await call.read()
-            app.life.drain("test")
+            app.lifecycle.drain("test")
             assert await asyncio.wait_for(task, WAIT_S) == 0
             call.cancel()
     assert engine.closed == ["deaf"]

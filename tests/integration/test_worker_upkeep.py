@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.errors import InvalidRequest, NotFound
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
-from common.rpc.interceptors import raising_mesh_errors
-from frontend_svc.models.catalog import Models
+from common.rpc.interceptors import map_rpc_errors
+from frontend_svc.models.catalog import ModelCatalog
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.living import WAIT_S, living
@@ -39,7 +39,7 @@ async def artifact(app: WorkerApp, name: str, offset: int = 0) -> list[pb.GetArt
         call: Any = stub.GetArtifact(
             pb.GetArtifactRequest(name=name, offset=offset), timeout=WAIT_S
         )
-        with raising_mesh_errors():
+        with map_rpc_errors():
             return [part async for part in call]
 
 
@@ -81,7 +81,7 @@ async def test_a_frontend_serves_a_model_whose_card_carries_no_files() -> None:
             "tokenizer.json",
             "tokenizer_config.json",
         }
-        models = Models(registry.get_card, now_s=lambda: 0.0, mesh_key=b"")
+        models = ModelCatalog(registry.get_card, now_s=lambda: 0.0, mesh_key=b"")
         # The address of one leads nowhere: the other is asked.
         await apps[0].close()
         assert await models.follow(snapshot)
@@ -104,7 +104,7 @@ async def test_small_files_travel_in_the_card() -> None:
         await registry.close()
 
 
-async def status_of(app: WorkerApp, service: str) -> Any:
+async def mesh_error_to_status(app: WorkerApp, service: str) -> Any:
     channel: Any  # The stubs' types know synchronous channels only.
     async with rpc.channel(app.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -125,12 +125,14 @@ async def test_a_worker_whose_idle_engine_fails_its_probe_does_not_serve_until_i
         assert isinstance(app.engine, SimEngine)
 
         async def both_are(status: Any) -> bool:
-            return [await status_of(app, one) for one in ("", SERVICE_NAME)] == [status] * 2
+            return [await mesh_error_to_status(app, one) for one in ("", SERVICE_NAME)] == [
+                status
+            ] * 2
 
         await until(lambda: both_are(serving), "it serves")
         app.engine.freeze()
         await until(lambda: both_are(not_serving), "its engine is found to be frozen")
-        app.engine.thaw()
+        app.engine.unfreeze()
         await until(lambda: both_are(serving), "it serves again")
         counts = app.runner.counts()
         assert counts["canaries"] >= counts["canaries_failed"] >= 1

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 import pytest_asyncio
 
-from common.service.lifecycle import Health, Life
+from common.service.lifecycle import HealthReporter, Lifecycle
 from tests.e2e.conftest import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.sglang.sglang_mesh import HttpMesh
 from tests.sglang.sglang_workers import WAIT_S, WorkerProcess
@@ -62,15 +62,15 @@ class Trio:
 
 
 @contextlib.asynccontextmanager
-async def worker_here(config: WorkerConfig, life: Life) -> AsyncIterator[WorkerApp]:
+async def worker_here(config: WorkerConfig, lifecycle: Lifecycle) -> AsyncIterator[WorkerApp]:
     """A worker in this process, not started yet; ended and unknown on exit."""
     app = WorkerApp(config)
     try:
         yield app
     finally:
-        life.drain("the tests are over")
+        lifecycle.drain("the tests are over")
         await app.deregister()
-        await life.cancel_tasks(WAIT_S)
+        await lifecycle.cancel_tasks(WAIT_S)
         await app.close()
 
 
@@ -90,14 +90,14 @@ async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
         registry_path=registry,
         engine_args=json.dumps(pool),
     )
-    life = Life(Health())
+    lifecycle = Lifecycle(HealthReporter())
     async with contextlib.AsyncExitStack() as ended:
         # The last to end: it kills all children of this process, which the workers are too.
-        app = await ended.enter_async_context(worker_here(config, life))
+        app = await ended.enter_async_context(worker_here(config, lifecycle))
         start = partial(WorkerProcess.started, model=model, folder=folder, engine_args=pool)
         prefill = await ended.enter_async_context(start("prefill"))
         decode = await ended.enter_async_context(start("decode"))
-        await asyncio.gather(app.start(life), prefill.ready(), decode.ready())
+        await asyncio.gather(app.start(lifecycle), prefill.ready(), decode.ready())
         await app.register()
         assert isinstance(app.engine, SglangEngine)
         yield Trio(app, app.engine, prefill, decode, registry)

@@ -24,7 +24,7 @@ from common.request.preprocessed import (
     TokenIds,
 )
 from common.rpc import channel as rpc
-from common.rpc.interceptors import from_rpc_error
+from common.rpc.interceptors import mesh_error_from_rpc
 from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
@@ -196,7 +196,7 @@ class WorkerProcess:
             async for last in call:
                 tokens += last.token_ids
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
+            raise mesh_error_from_rpc(error) from None
         finally:
             call.cancel()
         return Generated(tokens, last)
@@ -222,6 +222,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def bootstrap_of(info: pb.GetInfoResponse, room: int) -> BootstrapInfo:
+def make_bootstrap_info(info: pb.GetInfoResponse, room: int) -> BootstrapInfo:
     """Where the legs meet."""
     return BootstrapInfo(info.bootstrap_host, info.bootstrap_port, room)

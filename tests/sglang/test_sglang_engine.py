@@ -22,9 +22,14 @@ from common.request.preprocessed import (
     SamplingOptions,
     StopConditions,
 )
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from tests.sglang.sglang_workers import WAIT_S, asked, until
-from worker_svc.engines.contract import EngineContext, GenerateContext, LLMEngineOutput, validated
+from worker_svc.engines.contract import (
+    EngineContext,
+    GenerateContext,
+    LLMEngineOutput,
+    validate_stream,
+)
 from worker_svc.serving.runner import Runner
 
 if TYPE_CHECKING:
@@ -41,7 +46,7 @@ async def answer(
     """Tokens, the terminal chunk and all chunks, through the runner as in production."""
     runner = Runner(engine)
     chunks: list[LLMEngineOutput] = []
-    terminal = await runner.run(runner.admit(Order("r", request=request)), chunks.append)
+    terminal = await runner.run(runner.admit(LegRequest("r", request=request)), chunks.append)
     chunks.append(terminal)
     return [token for one in chunks for token in one.token_ids], terminal, chunks
 
@@ -243,7 +248,7 @@ async def cancelled(runner: Runner, request: PreprocessedRequest, after: int) ->
 
     if after == 0:
         enough.set()
-    key = runner.admit(Order("r", request=request))
+    key = runner.admit(LegRequest("r", request=request))
     run = asyncio.create_task(runner.run(key, emit))
     await asyncio.sleep(0)
     await enough.wait()
@@ -274,7 +279,7 @@ async def test_closing_the_generator_frees_all_without_an_abort_call(engine: Sgl
     took_s: list[float] = []
     while len(took_s) < TRIES and min(took_s, default=FREED_S) >= FREED_S:
         ctx = GenerateContext(EngineContext("closed"))
-        stream = validated(engine.generate(asked(PROMPT, 3000), ctx), request_id="closed")
+        stream = validate_stream(engine.generate(asked(PROMPT, 3000), ctx), request_id="closed")
         await anext(stream)
         closed = engine.counters["closed"]
         await stream.aclose()
@@ -289,7 +294,7 @@ async def test_stopping_one_request_leaves_those_with_longer_names_alone(
 ) -> None:
     """SGLang aborts all whose id begins with the given one."""
     ctx = GenerateContext(EngineContext("r1"))
-    first = validated(engine.generate(asked(PROMPT, 3000), ctx), request_id="r1")
+    first = validate_stream(engine.generate(asked(PROMPT, 3000), ctx), request_id="r1")
     await anext(first)
     others = [asyncio.create_task(tokens_of(engine, asked([300 + i] * 8, 60))) for i in range(12)]
     await until(lambda: running(engine) == 13, "all run")

@@ -14,22 +14,22 @@ from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, asked, until
 from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
 from worker_svc.kv_events.normalizer import (
-    Canonicaliser,
     ExternalEvent,
-    Feed,
+    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
 
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
-    from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
+    from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 
 BLOCK = 16
 
 
-def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
     return PrefixHasher(
         mesh_key=b"", model="tiny", block_size=block_size, lora_name=lora, cache_salt=salt
     )
@@ -43,7 +43,7 @@ class Index:
     """
 
     def __init__(self, engine: SglangEngine) -> None:
-        self.feed = Feed(Source(1), Canonicaliser(engine.kv_rules, hasher_of))
+        self.feed = SourceFeed(Source(1), Normalizer(engine.kv_event_format, hasher_factory))
         self.held: set[int] = set()
         self.chains: list[list[int]] = []
         self.kinds: set[type] = set()
@@ -53,12 +53,12 @@ class Index:
         for event in events:
             self.kinds.add(type(event))
             self.feed.apply(event)
-            for batch in self.feed.cut():
+            for batch in self.feed.seal_changes():
                 for change in batch.events:
                     assert change.tier is Tier.DEVICE
                     self._change(change.kind, change.hashes.tolist())
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, why: str) -> None:
         self.lost.append(why)
 
     def reset(self, rank: int) -> None:
@@ -88,7 +88,7 @@ class Index:
 
 
 def chain_of(tokens: Sequence[int]) -> list[int]:
-    hashes: list[int] = hasher_of("", "", BLOCK).prefix_hashes(list(tokens)).tolist()
+    hashes: list[int] = hasher_factory("", "", BLOCK).prefix_hashes(list(tokens)).tolist()
     return hashes
 
 
@@ -153,7 +153,7 @@ async def test_what_the_cache_holds_is_announced_and_predicts_cached_tokens(
             _, cached = await computed(engine, index, asked(prompt, 20))
             assert cached == expected
         assert index.lost == []
-        assert index.feed.canonicaliser.is_incomplete is False
+        assert index.feed.normalizer.is_incomplete is False
 
 
 async def test_a_later_listener_hears_of_what_is_held_already(engine: SglangEngine) -> None:
@@ -177,7 +177,7 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
         _, cached = await computed(engine, index, asked(prompt, 2))
         assert cached == expected > 900
         assert index.lost == []
-        counts = index.feed.canonicaliser.counts
+        counts = index.feed.normalizer.counts
         # What the rule for duplicates rests on: a page is reported once until it is removed.
         assert (counts["duplicates"], counts["unknown_removals"]) == (0, 0)
 
@@ -189,7 +189,7 @@ async def test_requests_at_once_that_share_a_prefix_report_it_once(engine: Sglan
         index.chains += [chain_of(one) for one in prompts]
         await asyncio.gather(*(computed(engine, index, asked(one, 8)) for one in prompts))
         assert index.lost == []
-        assert index.feed.canonicaliser.counts["duplicates"] == 0
+        assert index.feed.normalizer.counts["duplicates"] == 0
 
 
 async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
@@ -225,9 +225,9 @@ async def test_a_salted_or_adapted_block_is_told_apart_by_the_event(engine: Sgla
             input_ids=prompt, sampling_params=sampling, cache_salt=salt
         )
     salted = chain_of(prompt)
-    with_salt = hasher_of("", "tenant-a", BLOCK).prefix_hashes(prompt).tolist()
+    with_salt = hasher_factory("", "tenant-a", BLOCK).prefix_hashes(prompt).tolist()
     await until(lambda: {*salted, *with_salt} <= sink.held, "both are held, under their names")
-    of_prompt = [one for one in stored if one.token_ids == asked(prompt).token_ids.le]
+    of_prompt = [one for one in stored if one.token_ids == asked(prompt).token_ids.little_endian]
     assert [one.salt for one in of_prompt[-2:]] == ["", "tenant-a"]
     assert set(of_prompt[-2].hashes).isdisjoint(of_prompt[-1].hashes)
     engine._tasks.remove(reader)
@@ -237,7 +237,7 @@ async def test_a_salted_or_adapted_block_is_told_apart_by_the_event(engine: Sgla
 class LossyPublisher:
     """Publishes as SGLang does, but what is told not to reach subscribers; `kept` can replay."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: KvEventEndpoints) -> None:
         import zmq.asyncio
 
         self._context = zmq.asyncio.Context()
@@ -284,7 +284,7 @@ class Heard:
             assert isinstance(event, PagesRemoved)
             self.removed += event.hashes
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, why: str) -> None:
         self.lost.append(why)
 
     def reset(self, rank: int) -> None:
@@ -292,13 +292,13 @@ class Heard:
 
 
 @asynccontextmanager
-async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvReader]]:
-    from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
+async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvEventReader]]:
+    from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 
     port = free_ports(2)
-    endpoints = Endpoints(port, port + 1)
+    endpoints = KvEventEndpoints(port, port + 1)
     publisher, heard = LossyPublisher(endpoints), Heard()
-    reader = KvReader(0, endpoints, heard)
+    reader = KvEventReader(0, endpoints, heard)
     tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(publisher.serve()),
         asyncio.create_task(reader.run()),

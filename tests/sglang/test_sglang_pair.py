@@ -22,7 +22,7 @@ from tests.sglang.sglang_workers import (
     Generated,
     WorkerProcess,
     asked,
-    bootstrap_of,
+    make_bootstrap_info,
 )
 from worker_svc.engines.contract import EngineContext, GenerateContext
 from worker_svc.engines.sim.transfer import NO_BLOCKS
@@ -43,7 +43,7 @@ async def together(
     trio: Trio, request: PreprocessedRequest, room: int
 ) -> tuple[Generated, Generated]:
     """Both legs as a frontend starts them: at once, prefill with one token to give."""
-    request = replace(request, bootstrap_info=bootstrap_of(await trio.prefill.info(), room))
+    request = replace(request, bootstrap_info=make_bootstrap_info(await trio.prefill.info(), room))
     stop = replace(request.stop_conditions, max_tokens=1, min_tokens=None)
     first = replace(request, stop_conditions=stop)
     async with asyncio.timeout(WAIT_S):
@@ -147,7 +147,7 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_room(
 ) -> None:
     worker = getattr(trio, role)
     info = await trio.prefill.info()
-    request = replace(asked(PROMPT, 4), bootstrap_info=bootstrap_of(info, 9000 + len(role)))
+    request = replace(asked(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9000 + len(role)))
     loop = asyncio.get_running_loop()
     began = loop.time()
     with pytest.raises(WorkerLost) as caught:
@@ -167,7 +167,7 @@ async def test_a_decode_worker_without_kv_pages_to_spare_says_so_and_goes_on(tri
     try:
         await trio.decode.running(len(long))
         info = await trio.prefill.info()
-        room = replace(late, bootstrap_info=bootstrap_of(info, 9210))
+        room = replace(late, bootstrap_info=make_bootstrap_info(info, 9210))
         stop = replace(room.stop_conditions, max_tokens=1)
         first = asyncio.create_task(
             trio.prefill.generate(replace(room, stop_conditions=stop), "late-prefill")
@@ -194,7 +194,7 @@ async def test_a_decode_worker_without_kv_pages_to_spare_says_so_and_goes_on(tri
 async def test_an_abort_ends_a_leg_that_waits_for_its_partner(trio: Trio, role: str) -> None:
     worker = getattr(trio, role)
     info = await trio.prefill.info()
-    request = replace(asked(PROMPT, 4), bootstrap_info=bootstrap_of(info, 9100 + len(role)))
+    request = replace(asked(PROMPT, 4), bootstrap_info=make_bootstrap_info(info, 9100 + len(role)))
     leg = asyncio.create_task(worker.generate(request, f"waits-{role}"))
     await worker.settled(rooms=1)
     loop = asyncio.get_running_loop()

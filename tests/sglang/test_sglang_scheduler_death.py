@@ -20,8 +20,8 @@ from tests.sglang.sglang_workers import (
     WAIT_S,
     Generated,
     asked,
-    bootstrap_of,
     is_alive,
+    make_bootstrap_info,
     until,
 )
 
@@ -46,7 +46,9 @@ async def names(trio: Trio) -> Sequence[int]:
 async def direct_legs(trio: Trio) -> asyncio.Task[Generated]:
     """A pair's decode leg over gRPC, its KV there and its answer far from its end."""
     info: pb.GetInfoResponse = await trio.prefill.info()
-    request = replace(asked(list(range(100, 140)), 3000), bootstrap_info=bootstrap_of(info, 9200))
+    request = replace(
+        asked(list(range(100, 140)), 3000), bootstrap_info=make_bootstrap_info(info, 9200)
+    )
     stop = replace(request.stop_conditions, max_tokens=1)
     decode = asyncio.create_task(trio.decode.generate(request, "d"))
     await trio.prefill.generate(replace(request, stop_conditions=stop), "p")

@@ -22,25 +22,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--storm", action="store_true", help="with many more faults")
     parser.add_argument("--trace", action="store_true", help="print what happened, event by event")
     args = parser.parse_args(argv)
-    began = time.perf_counter()
-    seen, failed, virtual_s, slowest_s = Counter[str](), 0, 0.0, 0.0
+    started_at = time.perf_counter()
+    event_counts, failed, virtual_s, slowest_s = Counter[str](), 0, 0.0, 0.0
     for seed in range(args.first, args.first + args.count):
         if seed > args.first and (seed - args.first) % 100 == 0:
             print(f"{seed - args.first} have run, {failed} failed", flush=True)
         report = _run(seed, storm=args.storm)
-        if report is None or report.breaches:
+        if report is None or report.violations:
             failed += 1
         if report is None:
             continue
         if args.trace:
             print("\n".join(report.trace))
-        if report.breaches:
+        if report.violations:
             print(report, flush=True)
-        seen += Counter(key for key, count in report.counts.items() if count)
+        event_counts += Counter(key for key, count in report.counts.items() if count)
         virtual_s += report.virtual_s
         slowest_s = max(slowest_s, report.recovered_s)
-    _print_counts(seen)
-    real_s = time.perf_counter() - began
+    _print_counts(event_counts)
+    real_s = time.perf_counter() - started_at
     print(f"all was well at most {slowest_s:.1f} s after the last fault and the last request")
     print(f"{virtual_s:.0f} virtual seconds in {real_s:.1f} s, {args.count / real_s:.1f} seeds/s")
     print(f"{args.count - failed} passed, {failed} failed")
@@ -57,10 +57,10 @@ def _run(seed: int, *, storm: bool) -> Report | None:
         return None
 
 
-def _print_counts(seen: Counter[str]) -> None:
+def _print_counts(event_counts: Counter[str]) -> None:
     """Seeds in which each fault struck, and each thing happened."""
-    kinds = {str(kind): seen[kind] for kind in FaultKind}
-    others = {key: count for key, count in sorted(seen.items()) if key not in kinds}
+    kinds = {str(kind): event_counts[kind] for kind in FaultKind}
+    others = {key: count for key, count in sorted(event_counts.items()) if key not in kinds}
     for title, counts in (("faults", kinds), ("what happened", others)):
         print(f"{title}, in so many seeds: {', '.join(f'{k} {n}' for k, n in counts.items())}")
 

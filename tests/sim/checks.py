@@ -1,6 +1,7 @@
 """What must hold in every simulated run. A breach is noted, so that one run can show several.
 
-Rules by name: `once`, `truth`, `usage`, `finish` (each request ends once, as the model says);
+Rules by name: `once`, `token_oracle`, `usage`, `finish` (each request ends once, as the model
+says);
 `errors`, `retries` (each has a fault that explains it); `placed` (soon, whatever routers do);
 `submit`, `admit`, `role` (no work for who left, and none that is not its role's); `pair` (a pair is
 one transaction: when a leg fails before decode has delivered, the other ends soon); `abort` (work
@@ -9,10 +10,11 @@ stalled frontend stalls its streams); `backlog` (a subscriber that reads slowly 
 is a client); `adapter` (work for an adapter goes where that is, and asks for it); `cache` (cached
 tokens were said before, with the same adapter); `bounded` (all end soon after the last fault);
 `index`, `rest` (not long after, the index is the truth, and nothing is left open anywhere, then and
-at the end); `known` (by then everybody knows everybody, and leaves nobody alone); `books` (routers'
+at the end); `known` (by then everybody knows everybody, and leaves nobody alone); `check_bookings`
+(routers'
 books are alike); `predicted`, `healed` (what comes then is served at once, as the index predicts);
 `departed` (a model that left for good is refused politely); `log` (nobody logged a mistake of
-ours). Those about single decisions of routers stand in `ledger.py`.
+ours). Those about single decisions of routers stand in `decision_checker.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +39,14 @@ from common.errors import (
 from common.kv.events import EventBatch, Source
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import FinishReason
-from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, Order
-from frontend_svc.core.request.machine import Outcome, Placed
-from frontend_svc.peers.router_client import PING_S, SILENT_AFTER_S, UNROUTED_AFTER_S, Key
+from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
+from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
+from frontend_svc.peers.router_client import (
+    PING_INTERVAL_S,
+    SILENCE_TIMEOUT_S,
+    UNROUTED_AFTER_S,
+    PlacementKey,
+)
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
 from worker_svc.engines.sim.transfer import NO_BLOCKS
@@ -49,7 +56,7 @@ BLOCK_SIZE = 16
 # Of a frontend's retry budget of 64, so many must show before it may say that it is used up.
 RETRIES_MANY = 30
 # Discovery shows news within this time, while it is in reach.
-LAG_MAX_S = 0.5
+REGISTRY_LAG_MAX_S = 0.5
 # A fault's consequences (heartbeats missed, accept_s over) may come this much after its end.
 AFTERMATH_S = 5.0
 # How long a worker must have been well and known to all to count as one that would have served.
@@ -59,45 +66,45 @@ ABORT_S = 0.7
 
 # Whatever routers do, a request has a place by then: one may have begun to hang
 # just when the silence of another was over.
-PLACED_S = UNROUTED_AFTER_S + SILENT_AFTER_S + PING_S + 0.2
+PLACEMENT_MAX_S = UNROUTED_AFTER_S + SILENCE_TIMEOUT_S + PING_INTERVAL_S + 0.2
 
 # All routers know a booking as it is so long after it was made or changed.
-BOOKS_S = 1.5
+BOOKINGS_SYNC_MAX_S = 1.5
 
 # Why a router turns away who waited in its queue, or could not.
-QUEUED_OUT = ("QUEUE_FULL", "QUEUE_TIMEOUT")
+QUEUE_REJECTIONS = ("QUEUE_FULL", "QUEUE_TIMEOUT")
 
 # Stands for routers, and for the links and the registry by which they are reached.
-CONTROL = 0
+CONTROL_PLANE = 0
 
 # Each room of an engine ends in one of these ways.
-ROOM_ENDS = (
+ROOM_OUTCOMES = (
     *("rooms_handed_over", "rooms_aborted", "rooms_failed", "rooms_timed_out"),
     *("leases_expired", "aborts_forced"),
 )
 
 # Coroutines that a mesh at rest may have running beside those it began with, above all for streams
 # that are open; whatever else runs was forgotten.
-SERVICES = frozenset(
+EXPECTED_COROUTINES = frozenset(
     {
         "_run",
         "RouterClient._write",
         "RouterClient._ping",
-        "RouterClient._go_home",
-        "RouterService._serve",
-        "EngineClient._live",
+        "RouterClient._return_to_home_router",
+        "RouterService._read_session",
+        "EngineClient._run_connection",
         "WorkerConnection._write",
         "WorkerConnection._tick",
-        "WorkerConnection._examine",
+        "WorkerConnection._probe_stalled_engine",
         "SimEngine._run",
         "AttachStream._write_frames",
         "AttachStream._tick",
         "_handle",
         "Link.run",
-        "Link._read",
-        "PeerSync._keep_telling",
-        "_Hearing.read",
-        "_Hearing.end_when_silent",
+        "Link._read_responses",
+        "PeerSync._keep_outbound_stream",
+        "_InboundStream.read",
+        "_InboundStream.end_when_silent",
         "IndexReplica._end_when_silent",
         "IndexerService._read_publisher",
         "Event.wait",  # of an outbox, whose wait has an end
@@ -106,7 +113,7 @@ SERVICES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Breach:
+class Violation:
     """One thing that must not happen and did."""
 
     at: float
@@ -127,114 +134,130 @@ class Checks:
     def __init__(
         self, *, attempts_explained: bool = True, queued_s: float = 0.0, may_be_busy: bool = False
     ) -> None:
-        self.breaches: list[Breach] = []
+        self.violations: list[Violation] = []
         self._loop = asyncio.get_running_loop()
         self._attempts_explained = attempts_explained
         self._queued_s = queued_s
         self._may_be_busy = may_be_busy
         # Who was touched by a fault, and when; ids of workers and frontends.
         self.retries = 0
-        self._troubles: dict[int, list[tuple[float, float]]] = {}
+        self._fault_windows: dict[int, list[tuple[float, float]]] = {}
         # Who was to serve an attempt; attempts whose decode has delivered.
-        self._asked: dict[Key, list[int]] = {}
-        self._delivered: set[Key] = set()
-        self._corrupt: Counter[int] = Counter()
-        self._alike_at = 0.0
-        self._services = SERVICES
+        self._placed_workers: dict[PlacementKey, list[int]] = {}
+        self._delivered: set[PlacementKey] = set()
+        self._corrupt_pages: Counter[int] = Counter()
+        self._bookings_agreed_at = 0.0
+        self._expected_coroutines = EXPECTED_COROUTINES
         self.pairs_failed = 0
-        # How often each beginning was said, by adapter and by what `_beginnings` makes of it.
-        self._said: Counter[tuple[str, int]] = Counter()
+        # How often each beginning was said, by adapter and by what `_prefix_digests` makes of it.
+        self._prefix_counts: Counter[tuple[str, int]] = Counter()
 
-    def breach(self, rule: str, what: str) -> None:
+    def violation(self, rule: str, what: str) -> None:
         """Notes one."""
-        self.breaches.append(Breach(self._loop.time(), rule, what))
+        self.violations.append(Violation(self._loop.time(), rule, what))
 
-    def trouble(self, peer: Peer | None, lasts_s: float) -> None:
+    def record_fault(self, peer: Peer | None, duration_s: float) -> None:
         """A fault strikes a process, or a link to it, for that long. None: what places requests."""
         now = self._loop.time()
-        id = CONTROL if peer is None else peer.id
-        self._troubles.setdefault(id, []).append((now, now + lasts_s + AFTERMATH_S))
+        id = CONTROL_PLANE if peer is None else peer.id
+        self._fault_windows.setdefault(id, []).append((now, now + duration_s + AFTERMATH_S))
 
-    def _had_trouble(self, id: int, since: float) -> bool:
+    def _had_fault(self, id: int, since: float) -> bool:
         now = self._loop.time()
-        return any(begin <= now and end >= since for begin, end in self._troubles.get(id, ()))
+        return any(begin <= now and end >= since for begin, end in self._fault_windows.get(id, ()))
 
     # -- while it runs --------------------------------------------------------------------------
 
-    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
         """A frontend got a placement, or none."""
-        if isinstance(placed, Placed):
+        if isinstance(placed, RoutingDecision):
             legs = (placed, placed.prefill) if placed.prefill is not None else (placed,)
-            self._asked[key] = [leg.worker_id for leg in legs]
+            self._placed_workers[key] = [leg.worker_id for leg in legs]
         # In the queue of each router that it had to change to it waits anew.
         since = self._loop.time() - took_s
-        changes = sum(begin >= since for begin, _ in self._troubles.get(CONTROL, ()))
-        if took_s > PLACED_S + self._queued_s * (1 + changes):
-            self.breach("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
+        changes = sum(begin >= since for begin, _ in self._fault_windows.get(CONTROL_PLANE, ()))
+        if took_s > PLACEMENT_MAX_S + self._queued_s * (1 + changes):
+            self.violation("placed", f"{key[0]} waited {took_s:.2f} s to be placed")
 
-    def submitted(self, frontend: SimFrontend, worker: SimWorker | None, order: Order) -> None:
+    def submitted(
+        self, frontend: SimFrontend, worker: SimWorker | None, leg_request: LegRequest
+    ) -> None:
         """A frontend gave a worker an order."""
         now = self._loop.time()
-        self.retries += order.attempt > 0
-        if worker is not None and order.phase not in _phases_of(worker):
-            self.breach(
-                "role", f"{order.request_id}: {order.phase or 'all'} went to a {worker.role} worker"
+        self.retries += leg_request.attempt > 0
+        if worker is not None and leg_request.phase not in _phases_of(worker):
+            self.violation(
+                "role",
+                f"{leg_request.request_id}: {leg_request.phase or 'all'} went to a "
+                f"{worker.role} worker",
             )
-        if worker is None or frontend.saw_leave(worker.id):
-            self.breach("submit", f"{order.request_id} went to a worker its frontend cannot see")
+        if worker is None or frontend.has_seen_leave(worker.id):
+            self.violation(
+                "submit", f"{leg_request.request_id} went to a worker its frontend cannot see"
+            )
             return
-        if worker.gone_at is None or not frontend.discovery.is_in_reach:
+        if worker.gone_at is None or not frontend.discovery.is_reachable:
             return
-        known_from = max(worker.gone_at, frontend.discovery.found_at) + LAG_MAX_S
+        known_from = max(worker.gone_at, frontend.discovery.reachable_since) + REGISTRY_LAG_MAX_S
         # A router that was shown an old list may name one that its frontend never saw.
-        whose = frontend.id if worker.id in frontend.discovery.seen else CONTROL
-        if now > known_from + 0.01 and not self._had_trouble(whose, worker.gone_at):
-            self.breach("submit", f"{order.request_id} went to {worker.stable_name}, which left")
+        affected_id = frontend.id if worker.id in frontend.discovery.seen else CONTROL_PLANE
+        if now > known_from + 0.01 and not self._had_fault(affected_id, worker.gone_at):
+            self.violation(
+                "submit", f"{leg_request.request_id} went to {worker.stable_name}, which left"
+            )
 
-    def asks_for(self, client: Client, worker: SimWorker, order: Order) -> None:
+    def check_adapter(self, client: Client, worker: SimWorker, leg_request: LegRequest) -> None:
         """An order is on its way on behalf of a client."""
-        wish, asked = client.wish, ""
-        if order.request is not None and order.request.routing is not None:
-            asked = order.request.routing.lora_name or ""
-        name = f"{wish.request_id}, which wants {wish.lora or 'no adapter'!r},"
-        if asked != wish.lora:
-            self.breach("adapter", f"{name} asks for {asked!r}")
-        if wish.lora and wish.lora not in worker.loras:
-            self.breach("adapter", f"{name} went to {worker.stable_name}, which does not have it")
-        if wish.model != worker.model:
-            self.breach("adapter", f"{name} went to {worker.stable_name}, of another model")
+        spec, asked = client.spec, ""
+        if leg_request.request is not None and leg_request.request.routing is not None:
+            asked = leg_request.request.routing.lora_name or ""
+        name = f"{spec.request_id}, which wants {spec.lora or 'no adapter'!r},"
+        if asked != spec.lora:
+            self.violation("adapter", f"{name} asks for {asked!r}")
+        if spec.lora and spec.lora not in worker.loras:
+            self.violation(
+                "adapter", f"{name} went to {worker.stable_name}, which does not have it"
+            )
+        if spec.model != worker.model:
+            self.violation("adapter", f"{name} went to {worker.stable_name}, of another model")
 
     def admitted(self, worker: SimWorker) -> None:
         """A worker took an order in."""
         if worker.runner.is_draining:
-            self.breach("admit", f"{worker.stable_name} took an order in while it drained")
+            self.violation("admit", f"{worker.stable_name} took an order in while it drained")
 
-    def delivered(self, order: Order) -> None:
+    def delivered(self, leg_request: LegRequest) -> None:
         """A leg of a pair brought tokens."""
-        if order.phase == "decode":
-            self._delivered.add((order.request_id, order.attempt))
+        if leg_request.phase == "decode":
+            self._delivered.add((leg_request.request_id, leg_request.attempt))
 
-    def leg_failed(self, frontend: SimFrontend, order: Order, workers: Sequence[SimWorker]) -> None:
+    def leg_failed(
+        self, frontend: SimFrontend, leg_request: LegRequest, workers: Sequence[SimWorker]
+    ) -> None:
         """A leg of a pair failed: unless decode has delivered, the other one is to end."""
-        if (order.request_id, order.attempt) not in self._delivered:
+        if (leg_request.request_id, leg_request.attempt) not in self._delivered:
             self.pairs_failed += 1
             since = self._loop.time()
-            self._loop.call_later(ABORT_S, self._check_pair, frontend, order, workers, since)
+            self._loop.call_later(ABORT_S, self._check_pair, frontend, leg_request, workers, since)
 
     def _check_pair(
-        self, frontend: SimFrontend, failed: Order, workers: Sequence[SimWorker], since: float
+        self, frontend: SimFrontend, failed: LegRequest, workers: Sequence[SimWorker], since: float
     ) -> None:
-        if not frontend.process.is_alive or self._had_trouble(frontend.id, since):
+        if not frontend.process.is_alive or self._had_fault(frontend.id, since):
             return
         for worker in workers:
-            if not worker.process.is_alive or self._had_trouble(worker.id, since):
+            if not worker.process.is_alive or self._had_fault(worker.id, since):
                 continue
-            for running in worker.runner._running.values():
-                order = running.order
-                if (order.request_id, order.attempt) == (failed.request_id, failed.attempt):
-                    self.breach(
+            for running in worker.runner._active_requests.values():
+                leg_request = running.leg_request
+                if (leg_request.request_id, leg_request.attempt) == (
+                    failed.request_id,
+                    failed.attempt,
+                ):
+                    self.violation(
                         "pair",
-                        f"{order.request_id}: {order.phase} runs on at {worker.stable_name} "
+                        f"{leg_request.request_id}: {leg_request.phase} runs on at "
+                        f"{worker.stable_name} "
                         f"{ABORT_S} s after its {failed.phase} failed",
                     )
 
@@ -243,155 +266,165 @@ class Checks:
         for worker in workers:
             counters = worker.engine.counters
             corrupt = counters["corrupt_pages"] + counters["corrupt_tokens"]
-            if corrupt > self._corrupt[worker.id]:
-                self._corrupt[worker.id] = corrupt
-                self.breach("pages", f"{worker.stable_name} found {corrupt} pages or tokens spoilt")
+            if corrupt > self._corrupt_pages[worker.id]:
+                self._corrupt_pages[worker.id] = corrupt
+                self.violation(
+                    "pages", f"{worker.stable_name} found {corrupt} pages or tokens spoilt"
+                )
 
     def credit(self, name: str, unacked_bytes: int) -> None:
         """What a worker has sent to one frontend without a word from it."""
         if unacked_bytes > CREDIT_BYTES + FRAME_BYTES:
-            self.breach("credit", f"{name}: {unacked_bytes} bytes are not acknowledged")
+            self.violation("credit", f"{name}: {unacked_bytes} bytes are not acknowledged")
 
     def backlog(self, indexer: SimIndexer) -> None:
         """What waits for subscribers of an index."""
         for subscriber in indexer.ingest.subscribers:
-            waiting = sum(map(weight_of, subscriber._waiting))
+            waiting = sum(map(size_bytes, subscriber._waiting))
             if waiting > indexer.subscriber_bytes:
-                self.breach("backlog", f"{indexer.process.name}: {waiting} bytes wait for one")
+                self.violation("backlog", f"{indexer.process.name}: {waiting} bytes wait for one")
 
     def began(self, client: Client) -> None:
         """A client asks for something."""
-        said = (*client.wish.prompt, *client.expected)
-        self._said.update((client.wish.lora, one) for one in _beginnings(said))
+        all_tokens = (*client.spec.prompt, *client.expected)
+        self._prefix_counts.update((client.spec.lora, one) for one in _prefix_digests(all_tokens))
 
-    def _check_cache(self, client: Client, outcome: Outcome) -> None:
+    def _check_cache(self, client: Client, outcome: RequestOutcome) -> None:
         """What was cached for a request is what another one, or its own earlier try, said."""
         details = outcome.usage.prompt_tokens_details
         cached = (details.cached_tokens or 0) if details is not None else 0
-        wish = client.wish
+        spec = client.spec
         if cached and outcome.attempts == 1:
-            last = _beginnings(wish.prompt[:cached])[-1:]
-            if not last or self._said[wish.lora, last[0]] < 2:
-                what = f"{cached} tokens were cached that nobody said to {wish.lora or 'the model'}"
-                self.breach("cache", f"{wish.request_id}: {what}")
+            last = _prefix_digests(spec.prompt[:cached])[-1:]
+            if not last or self._prefix_counts[spec.lora, last[0]] < 2:
+                what = f"{cached} tokens were cached that nobody said to {spec.lora or 'the model'}"
+                self.violation("cache", f"{spec.request_id}: {what}")
 
     def tokens(self, client: Client, token_ids: Sequence[int]) -> None:
         """A client was given tokens."""
-        name = client.wish.request_id
-        if client.reads_too_slowly:
-            self.breach("slow", f"{name} gets more although it reads nothing")
+        name = client.spec.request_id
+        if client.is_slow_reader:
+            self.violation("slow", f"{name} gets more although it reads nothing")
         if client.outcomes:
-            self.breach("once", f"{name} got tokens after its end")
+            self.violation("once", f"{name} got tokens after its end")
         start = len(client.delivered)
         client.delivered += token_ids
         if client.expected[start : start + len(token_ids)] != list(token_ids):
-            self.breach("truth", f"{name}: tokens from {start} on are not the model's")
+            self.violation("truth", f"{name}: tokens from {start} on are not the model's")
 
-    def finished(self, client: Client, outcome: Outcome, serving: Sequence[SimWorker]) -> None:
+    def finished(
+        self, client: Client, outcome: RequestOutcome, serving: Sequence[SimWorker]
+    ) -> None:
         """A client was told the end. serving: workers that all processes knew well by then."""
-        name = client.wish.request_id
+        name = client.spec.request_id
         client.outcomes.append(outcome)
         client.ended_at = self._loop.time()
         if len(client.outcomes) > 1:
-            self.breach("once", f"{name} ended {len(client.outcomes)} times")
+            self.violation("once", f"{name} ended {len(client.outcomes)} times")
         counted = outcome.usage.prompt_tokens, outcome.usage.completion_tokens
-        if counted != (len(client.wish.prompt), len(client.delivered)):
-            self.breach("usage", f"{name}: usage says {counted}")
+        if counted != (len(client.spec.prompt), len(client.delivered)):
+            self.violation("usage", f"{name}: usage says {counted}")
         self._check_cache(client, outcome)
-        if client.has_left:
+        if client.has_disconnected:
             if not isinstance(outcome.error, RequestCancelled):
-                self.breach("finish", f"{name}: its client left, but it ended with {outcome.error}")
+                self.violation(
+                    "finish", f"{name}: its client left, but it ended with {outcome.error}"
+                )
         elif outcome.error is not None:
             self._check_error(client, outcome, outcome.error, serving)
         elif client.has_stopped:
             if outcome.finish_reason is not FinishReason.STOP:
-                self.breach("finish", f"{name} was stopped and ended {outcome.finish_reason}")
+                self.violation("finish", f"{name} was stopped and ended {outcome.finish_reason}")
         else:
-            self._check_whole(client, outcome)
+            self._check_complete(client, outcome)
         if self._attempts_explained:
             self._check_retries(client, outcome)
 
-    def _check_whole(self, client: Client, outcome: Outcome) -> None:
-        name = client.wish.request_id
+    def _check_complete(self, client: Client, outcome: RequestOutcome) -> None:
+        name = client.spec.request_id
         if client.delivered != client.expected:
-            self.breach(
+            self.violation(
                 "truth", f"{name} ended after {len(client.delivered)} of {len(client.expected)}"
             )
         elif outcome.finish_reason is not client.expected_finish:
             # Where all was delivered and only the end got lost, the frontend knows the limit only.
-            is_full = len(client.delivered) == client.wish.stop.max_tokens
+            is_full = len(client.delivered) == client.spec.stop.max_tokens
             if not (is_full and outcome.finish_reason is FinishReason.LENGTH):
-                self.breach(
+                self.violation(
                     "finish",
                     f"{name} ended {outcome.finish_reason}, not {client.expected_finish}",
                 )
 
     def _check_error(
-        self, client: Client, outcome: Outcome, error: MeshError, serving: Sequence[SimWorker]
+        self,
+        client: Client,
+        outcome: RequestOutcome,
+        error: MeshError,
+        serving: Sequence[SimWorker],
     ) -> None:
-        wish, now = client.wish, self._loop.time()
-        name = f"{wish.request_id} (tried {outcome.attempts} times)"
+        spec, now = client.spec, self._loop.time()
+        name = f"{spec.request_id} (tried {outcome.attempts} times)"
         if isinstance(error, DeadlineExceeded):
-            if now < client.began_at + wish.deadline_s - 0.002:
-                self.breach("errors", f"{name}: {error} before its deadline")
-            if wish.deadline_s == DEADLINE_S:
-                self.breach("errors", f"{name}: hung until its deadline")
+            if now < client.began_at + spec.deadline_s - 0.002:
+                self.violation("errors", f"{name}: {error} before its deadline")
+            if spec.deadline_s == DEADLINE_S:
+                self.violation("errors", f"{name}: hung until its deadline")
             return
         if isinstance(error, Overloaded) and self._may_refuse(client, error):
             return
         if not isinstance(error, WorkerLost | Unavailable) and error.reason != NO_BLOCKS:
-            self.breach("errors", f"{name}: {error!r} has no place here")
+            self.violation("errors", f"{name}: {error!r} has no place here")
             return
         if isinstance(error, Unavailable) and not error.retry_after_s:
-            self.breach("errors", f"{name}: {error!r} does not say when to come again")
+            self.violation("errors", f"{name}: {error!r} does not say when to come again")
         if outcome.attempts >= ATTEMPTS_MAX or not self._attempts_explained:
             return
         if error.reason == "RETRY_BUDGET" and self.retries > RETRIES_MANY:
             return
-        if not wish.migratable and client.delivered:
+        if not spec.migratable and client.delivered:
             return  # `_check_retries` asks for the fault
-        if error.reason == "NO_ROUTER" and self._had_trouble(CONTROL, client.began_at):
+        if error.reason == "NO_ROUTER" and self._had_fault(CONTROL_PLANE, client.began_at):
             return
         untried = [
             worker
             for worker in serving
-            if worker.id not in outcome.worker_ids and worker.model == wish.model
-            if not wish.lora or wish.lora in worker.loras
+            if worker.id not in outcome.worker_ids and worker.model == spec.model
+            if not spec.lora or spec.lora in worker.loras
         ]
         if can_serve(untried):
             names = [worker.stable_name for worker in untried]
-            self.breach("errors", f"{name}: {error} although {names} would have served")
+            self.violation("errors", f"{name}: {error} although {names} would have served")
 
     def _may_refuse(self, client: Client, error: Overloaded) -> bool:
         """Whether a request may be turned away because something is full, or slow."""
         if error.reason == "SLOW_READER":
-            return client.reads_too_slowly
+            return client.is_slow_reader
         if error.reason == "ALL_WORKERS_BUSY":
             return self._may_be_busy
-        return bool(self._queued_s) and error.reason in QUEUED_OUT
+        return bool(self._queued_s) and error.reason in QUEUE_REJECTIONS
 
-    def _check_retries(self, client: Client, outcome: Outcome) -> None:
+    def _check_retries(self, client: Client, outcome: RequestOutcome) -> None:
         assert client.frontend is not None
         error = outcome.error
         is_cut = error is not None and error.reason != "SLOW_READER"
         is_cut &= not isinstance(error, RequestCancelled | DeadlineExceeded)
-        if self._had_trouble(client.frontend.id, client.began_at):
+        if self._had_fault(client.frontend.id, client.began_at):
             return
         for attempt in range(outcome.attempts if is_cut else outcome.attempts - 1):
-            asked = self._asked.get((client.wish.request_id, attempt), ())
-            if asked and not any(self._explains(client, worker_id) for worker_id in asked):
-                self.breach(
+            asked = self._placed_workers.get((client.spec.request_id, attempt), ())
+            if asked and not any(self._is_explained(client, worker_id) for worker_id in asked):
+                self.violation(
                     "retries",
-                    f"{client.wish.request_id} left {[f'{id:x}' for id in asked]} without a fault",
+                    f"{client.spec.request_id} left {[f'{id:x}' for id in asked]} without a fault",
                 )
 
-    def _explains(self, client: Client, worker_id: int) -> bool:
+    def _is_explained(self, client: Client, worker_id: int) -> bool:
         """Whether something befell a worker since a client began."""
         assert client.frontend is not None
         began_at = client.began_at
         if client.frontend.discovery.seen.get(worker_id, began_at + 1) > began_at:
             return True  # the router had heard of it before the frontend did
-        return self._had_trouble(worker_id, began_at)
+        return self._had_fault(worker_id, began_at)
 
     def serving(self, workers: Sequence[SimWorker], observers: Sequence[Peer]) -> list[SimWorker]:
         """Workers that are well, and that every process has known for a while."""
@@ -400,136 +433,138 @@ class Checks:
             worker
             for worker in workers
             if worker.is_serving
-            and not self._had_trouble(worker.id, since)
+            and not self._had_fault(worker.id, since)
             and all(one.discovery.seen.get(worker.id, since + 1) <= since for one in observers)
         ]
 
     def aborted(self, client: Client, workers: Sequence[SimWorker]) -> None:
         """ABORT_S after a client gave up, in a mesh without faults."""
         for worker in workers:
-            held = worker.runner._running.values()
-            if any(one.order.request_id == client.wish.request_id for one in held):
-                self.breach("abort", f"{client.wish.request_id} runs on after its client left")
+            held = worker.runner._active_requests.values()
+            if any(one.leg_request.request_id == client.spec.request_id for one in held):
+                self.violation("abort", f"{client.spec.request_id} runs on after its client left")
 
     # -- after it -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """All has started, and nobody has come yet: what runs now, runs always."""
-        self._services = SERVICES | {coroutine_of(task) for task in asyncio.all_tasks()}
+        self._expected_coroutines = EXPECTED_COROUTINES | {
+            coroutine_name(task) for task in asyncio.all_tasks()
+        }
 
-    def well(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
+    def check_recovered(self, peers: Sequence[Peer], *, idle: bool = False) -> None:
         """All is well by now."""
         for peer in peers:
             if isinstance(peer, SimWorker):
                 peer.engine.blocks.check()
-        for rule, what in self.flaws(peers, idle=idle):
-            self.breach(rule, what)
+        for rule, what in self.problems(peers, idle=idle):
+            self.violation(rule, what)
 
-    def flaws(self, peers: Sequence[Peer], *, idle: bool = False) -> Iterator[tuple[str, str]]:
+    def problems(self, peers: Sequence[Peer], *, idle: bool = False) -> Iterator[tuple[str, str]]:
         """What keeps a mesh from being well, by rule, cheapest first. peers: those who live.
 
         idle: unused streams must have been closed by now.
         """
-        yield from _known(peers)
-        yield from _at_rest(peers, idle=idle)
+        yield from _view_problems(peers)
+        yield from _leftover_problems(peers, idle=idle)
         for peer in peers:
-            if isinstance(peer, SimRouter) and peer.router.ledger is not None:
-                for what in peer.router.ledger.flaws(peer.router, self._loop.time()):
+            if isinstance(peer, SimRouter) and peer.router.decision_checker is not None:
+                for what in peer.router.decision_checker.problems(peer.router, self._loop.time()):
                     yield "rest", f"{peer.process.name}: {what}"
-        running = Counter(coroutine_of(task) for task in asyncio.all_tasks())
-        for name in sorted(running.keys() - self._services):
+        running = Counter(coroutine_name(task) for task in asyncio.all_tasks())
+        for name in sorted(running.keys() - self._expected_coroutines):
             yield "rest", f"{running[name]} tasks of {name} still run"
-        yield from _index_flaws(peers)
+        yield from _index_problems(peers)
 
-    def quiescent(
-        self, client: Client, workers: Sequence[SimWorker], *, guesses: bool = False
+    def check_quiescent_request(
+        self, client: Client, workers: Sequence[SimWorker], *, is_approximate: bool = False
     ) -> int:
         """A request that had the mesh for itself, long after the last fault.
 
         guesses: whether its router knows caches by guesses only, about which nothing is promised.
         Returns the cached tokens that were predicted for it, and found; 0 without an index.
         """
-        name = client.wish.request_id
+        name = client.spec.request_id
         if not client.outcomes:
-            self.breach("healed", f"{name} has not ended, in a mesh that is well")
+            self.violation("healed", f"{name} has not ended, in a mesh that is well")
             return 0
         outcome = client.outcomes[0]
         if outcome.error is not None or outcome.attempts != 1 or outcome.placed is None:
-            self.breach("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
+            self.violation("healed", f"{name}: {outcome.error}, {outcome.attempts} attempts")
             return 0
         placed = outcome.placed
         id = placed.worker_id if placed.prefill is None else placed.prefill.worker_id
         computed_by = next((worker for worker in workers if worker.id == id), None)
-        if guesses or computed_by is None or computed_by.kv_way != "events":
+        if is_approximate or computed_by is None or computed_by.kv_index_mode != "events":
             return 0
         details = outcome.usage.prompt_tokens_details
         actual = details.cached_tokens if details is not None else None
         predicted = placed.predicted_cached_tokens
         if actual is None:  # decode's last words came before prefill's, who knows
             return 0
-        is_subset = computed_by.has_forgotten
+        is_subset = computed_by.has_dropped_entries
         if not (predicted <= actual if is_subset else predicted == actual):
-            self.breach("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
+            self.violation("predicted", f"{name}: {predicted} cached tokens, but it was {actual}")
         return predicted
 
-    def missed(self, client: Client) -> None:
+    def check_departed_model(self, client: Client) -> None:
         """A request for a model whose last worker left long ago."""
-        name = client.wish.request_id
+        name = client.spec.request_id
         error = client.outcomes[0].error if client.outcomes else None
         if not (isinstance(error, Unavailable) and error.retry_after_s):
-            self.breach("departed", f"{name}: nobody serves its model, and it got {error!r}")
+            self.violation("departed", f"{name}: nobody serves its model, and it got {error!r}")
 
-    def books(self, client: Client, peers: Sequence[Peer]) -> None:
+    def check_bookings(self, client: Client, peers: Sequence[Peer]) -> None:
         """While a request has a well mesh for itself, all routers soon have the same books."""
         now = self._loop.time()
         routers = [peer for peer in peers if isinstance(peer, SimRouter)]
         if len({frozenset(one.router.book) for one in routers}) < 2:
-            self._alike_at = now
-        elif now > max(self._alike_at, client.placed_at or now) + BOOKS_S:
+            self._bookings_agreed_at = now
+        elif now > max(self._bookings_agreed_at, client.placed_at or now) + BOOKINGS_SYNC_MAX_S:
             held = {one.process.name: len(one.router.book) for one in routers}
-            self.breach("books", f"{client.wish.request_id}: routers hold {held}")
+            self.violation("books", f"{client.spec.request_id}: routers hold {held}")
 
-    def unfinished(self, clients: Sequence[Client]) -> None:
+    def report_unfinished(self, clients: Sequence[Client]) -> None:
         """These have not ended, long after the last fault."""
         for client in clients:
-            self.breach(
+            self.violation(
                 "bounded",
-                f"{client.wish.request_id} has not ended; "
+                f"{client.spec.request_id} has not ended; "
                 f"{len(client.delivered)} of {len(client.expected)} tokens",
             )
 
-    def over(self) -> None:
+    def check_no_tasks(self) -> None:
         """Every process has ended: no task but the caller's is left."""
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            self.breach("rest", f"a task of {coroutine_of(task)} outlived its process")
+            self.violation("rest", f"a task of {coroutine_name(task)} outlived its process")
 
-    def logged(self, events: Sequence[Mapping[str, Any]]) -> None:
+    def check_logs(self, events: Sequence[Mapping[str, Any]]) -> None:
         """What the services logged."""
         for event in events:
             if event.get("log_level") in ("error", "critical") or event.get("reason") in (
                 "BUG",
                 "ATTACH_BREACH",
             ):
-                self.breach("log", str(dict(event)))
+                self.violation("log", str(dict(event)))
 
 
-def _index_flaws(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
+def _index_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
     """Everybody's index is what the engines hold."""
     workers = [peer for peer in peers if isinstance(peer, SimWorker) and peer.is_serving]
     for peer in peers:
         if isinstance(peer, SimIndexer):
-            yield from _indexer_flaws(peer, workers)
+            yield from _indexer_problems(peer, workers)
         elif isinstance(peer, SimRouter) and peer.index is not None:
-            if not peer.choice.subscribes:
+            if not peer.choice.follows_events:
                 if peer.index.feed.blocks:
                     yield "index", f"{peer.process.name} keeps claims that it does not use"
                 continue
-            yield from _feed_flaws(peer.process.name, peer.index.feed, workers)
+            yield from _feed_problems(peer.process.name, peer.index.feed, workers)
             if not peer.index.is_caught_up:
                 yield "index", f"{peer.process.name} has not caught up"
 
 
-def _known(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
+def _view_problems(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
     """Everybody was shown the newest list, has a router, and leaves no worker alone."""
     for peer in peers:
         name = peer.process.name
@@ -542,11 +577,11 @@ def _known(peers: Sequence[Peer]) -> Iterator[tuple[str, str]]:
         if isinstance(peer, SimFrontend):
             if not peer.router.is_connected:
                 yield "known", f"{name}: it has no router"
-            for worker_id, why in peer.engines.why_left_alone().items():
+            for worker_id, why in peer.engines.exclusion_reasons().items():
                 yield "known", f"{name}: it leaves {worker_id:x} alone: {why}"
 
 
-def _at_rest(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[str, str]]:
+def _leftover_problems(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[str, str]]:
     """Nothing runs any more, and everything that was held was given back."""
     for peer in peers if idle else ():
         is_open = bool(
@@ -557,58 +592,60 @@ def _at_rest(peers: Sequence[Peer], *, idle: bool) -> Iterator[tuple[str, str]]:
         if is_open:
             yield "rest", f"{peer.process.name}: an unused stream is still open"
     for peer in peers:
-        for what, is_well in _REST[type(peer)](peer).items():
+        for what, is_well in _REST_CHECKS[type(peer)](peer).items():
             if not is_well:
                 yield "rest", f"{peer.process.name}: {what}"
 
 
-def _indexer_flaws(indexer: SimIndexer, workers: Sequence[SimWorker]) -> Iterator[tuple[str, str]]:
+def _indexer_problems(
+    indexer: SimIndexer, workers: Sequence[SimWorker]
+) -> Iterator[tuple[str, str]]:
     feed = indexer.ingest.feed
-    yield from _feed_flaws(indexer.process.name, feed, workers)
+    yield from _feed_problems(indexer.process.name, feed, workers)
     known = {source.worker_id for source in feed.sources()}
     for worker_id in sorted(known - {worker.id for worker in workers}):
         yield "index", f"{indexer.process.name} remembers {worker_id:x}, which left"
 
 
-def _feed_flaws(
+def _feed_problems(
     name: str, feed: IndexFeed, workers: Sequence[SimWorker]
 ) -> Iterator[tuple[str, str]]:
     """An index is what the engines hold; a part of it where claims were dropped."""
     by_id = {worker.id: worker for worker in workers}
     for source in feed.sources():
-        if source.worker_id not in by_id and feed.counts(source):
+        if source.worker_id not in by_id and feed.is_matchable(source):
             yield "index", f"{name} counts {source.worker_id:x}, which left"
     for worker in workers:
         source = Source(worker.id)
         where = f"{name}, {worker.stable_name}"
         state = feed.status(source).state if source in feed else "unknown"
-        wanted = {"exact", "degraded"} if worker.has_forgotten else {"exact"}
-        if state not in wanted or not feed.counts(source):
+        expected_states = {"exact", "degraded"} if worker.has_dropped_entries else {"exact"}
+        if state not in expected_states or not feed.is_matchable(source):
             yield "index", f"{where}: it is {state} when all is well"
             continue
-        index, claims = feed.claims(source)
-        claimed = {int(one) for _, part in index.chunks(claims) for one in part}
-        held = set(worker.engine.blocks.names()) if worker.kv_way == "events" else set()
-        if claimed - held:
-            yield "index", f"{where}: {len(claimed - held)} blocks are not held"
-        if held - claimed and not worker.has_forgotten:
-            yield "index", f"{where}: {len(held - claimed)} blocks are not claimed"
+        index, advertised = feed.advertised(source)
+        advertised_hashes = {int(one) for _, part in index.chunks(advertised) for one in part}
+        held = set(worker.engine.blocks.names()) if worker.kv_index_mode == "events" else set()
+        if advertised_hashes - held:
+            yield "index", f"{where}: {len(advertised_hashes - held)} blocks are not held"
+        if held - advertised_hashes and not worker.has_dropped_entries:
+            yield "index", f"{where}: {len(held - advertised_hashes)} blocks are not claimed"
 
 
-def weight_of(told: object) -> int:
+def size_bytes(message: object) -> int:
     """About as many bytes as something told to a subscriber takes, and not more."""
-    events = told.events if isinstance(told, EventBatch) else ()
+    events = message.events if isinstance(message, EventBatch) else ()
     return sum(8 * len(event.hashes) for event in events)
 
 
-def _beginnings(tokens: Sequence[int]) -> list[int]:
+def _prefix_digests(tokens: Sequence[int]) -> list[int]:
     """One number for each whole number of blocks that some tokens begin with."""
     content, size = np.asarray(tokens, dtype="<u4").tobytes(), 4 * BLOCK_SIZE
-    beginnings, so_far = [], 0
+    digests, digest = [], 0
     for stop in range(size, len(content) + 1, size):
-        so_far = zlib.crc32(content[stop - size : stop], so_far)
-        beginnings.append(so_far)
-    return beginnings
+        digest = zlib.crc32(content[stop - size : stop], digest)
+        digests.append(digest)
+    return digests
 
 
 def can_serve(workers: Sequence[SimWorker]) -> bool:
@@ -631,7 +668,7 @@ def _phases_of(worker: SimWorker) -> tuple[str, ...]:
     return ("decode", "") if worker.local_prefill else ("decode",)
 
 
-def coroutine_of(task: asyncio.Task[Any]) -> str:
+def coroutine_name(task: asyncio.Task[Any]) -> str:
     """The qualified name of what a task runs."""
     return str(getattr(task.get_coro(), "__qualname__", "?"))
 
@@ -641,8 +678,8 @@ def _frontend_rest(frontend: SimFrontend) -> dict[str, bool]:
     return {
         "requests are open": frontend.gateway.open_requests == 0,
         "slots are open": not any(frontend.engines.open_slots.values()),
-        "placements are waited for": not router._waiting and not router._numbers,
-        "bookings are held": not router._bookings,
+        "placements are waited for": not router._waiting and not router._query_ids,
+        "bookings are held": not router._held_bookings,
     }
 
 
@@ -650,8 +687,8 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
     runner, engine = worker.runner.counters, worker.engine.counters
     load = worker.engine.loads()[0]
     blocks = worker.engine.blocks
-    opened = engine.get("rooms_opened", 0)
-    rooms_ended = sum(engine.get(how, 0) for how in ROOM_ENDS)
+    rooms_opened = engine.get("rooms_opened", 0)
+    rooms_ended = sum(engine.get(how, 0) for how in ROOM_OUTCOMES)
     ended = sum(runner[how] for how in ("finished", "stopped", "failed", "closed"))
     engine_ended = sum(engine[how] for how in ("finished", "cancelled", "closed", "failed"))
     streams = worker.attach._streams.values()
@@ -665,16 +702,16 @@ def _worker_rest(worker: SimWorker) -> dict[str, bool]:
         f"{load.kv_used_blocks} KV blocks are held": load.kv_used_blocks == 0,
         f"{load.rooms_open} rooms are open": load.rooms_open == 0,
         f"{blocks.open_transfers} transfers hold pages": blocks.open_transfers == 0,
-        f"the rooms lost count: {dict(engine)}": opened == rooms_ended,
+        f"the rooms lost count: {dict(engine)}": rooms_opened == rooms_ended,
     }
 
 
 def _router_rest(router: SimRouter) -> dict[str, bool]:
     book, replica = router.router.book, router.peers.replica
     return {
-        "it tells others of bookings": not len(replica._own),
+        "it tells others of bookings": not len(replica._own_digest),
         "requests are parked": not (len(router.router.queue) or router.router.queue.tokens),
-        "claims of peers are left": not any(c.bookings for c in replica._claims.values()),
+        "claims of peers are left": not any(c.bookings for c in replica._peer_states.values()),
         f"{len(book)} bookings are left": len(book) == 0,
         f"{book.orphan_count} orphans are left": book.orphan_count == 0,
         "a rank still carries load": all(
@@ -689,7 +726,7 @@ def _indexer_rest(indexer: SimIndexer) -> dict[str, bool]:
 
 
 # Any: each takes its own kind of process.
-_REST: Mapping[type[Any], Any] = {
+_REST_CHECKS: Mapping[type[Any], Any] = {
     SimFrontend: _frontend_rest,
     SimWorker: _worker_rest,
     SimRouter: _router_rest,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from tests.sim.world import run_seed
 
-CHUNK = 2
+SEEDS_PER_CHUNK = 2
 
 
 class Coverage:
@@ -16,36 +16,42 @@ class Coverage:
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
-        self.sums: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()
         self.slowest_s = 0.0
-        self._have_run: set[int] = set()
+        self._seeds_run: set[int] = set()
 
     def run(self, seeds: Iterable[int]) -> list[str]:
         """Runs those that have not run yet; what broke, with how to replay it."""
         broken = []
         for seed in seeds:
-            if seed in self._have_run:
+            if seed in self._seeds_run:
                 continue
-            self._have_run.add(seed)
+            self._seeds_run.add(seed)
             report = run_seed(seed)
-            self.sums.update(report.counts)
-            self.sums.update(report.counters)
+            self.totals.update(report.counts)
+            self.totals.update(report.counters)
             self.seen.update(key for key, count in report.counts.items() if count)
             self.slowest_s = max(self.slowest_s, report.recovered_s)
-            if report.breaches:
+            if report.violations:
                 broken.append(str(report))
         return broken
 
-    def lacks(self, least: Mapping[str, int]) -> dict[str, int]:
+    def missing_counts(self, minimum_counts: Mapping[str, int]) -> dict[str, int]:
         """What happened less often than it must, and how often it did."""
-        return {key: self.sums[key] for key, count in least.items() if self.sums[key] < count}
+        return {
+            key: self.totals[key]
+            for key, count in minimum_counts.items()
+            if self.totals[key] < count
+        }
 
 
 def chunks(seeds: Sequence[int]) -> list[Sequence[int]]:
     """Them, CHUNK at a time."""
-    return [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+    return [
+        seeds[start : start + SEEDS_PER_CHUNK] for start in range(0, len(seeds), SEEDS_PER_CHUNK)
+    ]
 
 
-def name_of(seeds: Sequence[int]) -> str:
+def chunk_name(seeds: Sequence[int]) -> str:
     """How a test of some seeds is named."""
     return f"{seeds[0]}-{seeds[-1]}"

@@ -9,60 +9,60 @@ from __future__ import annotations
 
 from random import Random
 
-from router_svc.core.admission import QueueRules
-from router_svc.core.policy import DEFAULT_RULES, Rules
-from tests.sim.clients import draw_conversations, draw_wishes
+from router_svc.core.admission import QueueSettings
+from router_svc.core.policy import DEFAULT_POLICY, Policy
+from tests.sim.clients import draw_client_specs, draw_conversations
 from tests.sim.faults import (
+    DISAGGREGATED_PROFILES,
+    DISAGGREGATED_STORMS,
     PROFILES,
     STORMS,
-    VERTICAL_PROFILES,
-    VERTICAL_STORMS,
     draw_faults,
-    noticed_soon,
+    with_fast_detection,
 )
 from tests.sim.features import with_features
 from tests.sim.scenario import (
     EOS,
     EOS_ONE_IN,
-    REST_S,
-    SHORT_REST_S,
-    WORDS,
+    RECOVERY_MAX_S,
+    SHORT_RECOVERY_MAX_S,
+    TOKEN_IDS,
     Mode,
     Scenario,
 )
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
 # Short, so that some find it full, and some wait too long.
-QUEUE = QueueRules(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
+QUEUE = QueueSettings(threshold=0.3, policy="wspt", requests_max=12, wait_max_s=3.0)
 SELECTOR_NAMES = ("least_loaded", "power_of_two", "round_robin", "random")
 # How many of all meshes are such ones.
-QUICK = 0.7
+FAST_DETECTION_SHARE = 0.7
 # A mesh at rest stays so, whatever timers are still set: keepalive's, those of orphans and leases.
-LINGERS_S = 20.0
+LINGER_S = 20.0
 
 
-def is_vertical(seed: int) -> bool:
+def is_disaggregated(seed: int) -> bool:
     """Whether a seed's mesh has a KV plane: two of five have one."""
     return seed % 5 in (1, 3)
 
 
 def draw_scenario(seed: int, *, storm: bool = False) -> Scenario:
     """The scenario of a seed. storm: many more faults than any mesh should see."""
-    plain = (_draw_vertical if is_vertical(seed) else _draw_flat)(seed, storm=storm)
+    plain = (_draw_disaggregated if is_disaggregated(seed) else _draw_aggregated)(seed, storm=storm)
     return with_features(plain, Random(f"features {seed}"))
 
 
-def _draw_flat(seed: int, *, storm: bool) -> Scenario:
+def _draw_aggregated(seed: int, *, storm: bool) -> Scenario:
     """Aggregated workers, and no index."""
     rng = Random(f"flat {seed}")
-    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    token_oracle = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
     blocks = rng.choice((160, 4096, 4096))
     until = rng.uniform(6.0, 14.0)
     kinds = PROFILES[rng.randrange(len(PROFILES))]
     if storm:
         kinds = STORMS[rng.randrange(len(STORMS))]
     faults = draw_faults(rng, kinds, 30 if storm else rng.randrange(2, 10), until)
-    is_quick = rng.random() < QUICK
+    has_fast_detection = rng.random() < FAST_DETECTION_SHARE
     return Scenario(
         seed=seed,
         is_storm=storm,
@@ -76,24 +76,26 @@ def _draw_flat(seed: int, *, storm: bool) -> Scenario:
         delay_s=rng.choice((0.0, 0.002, 0.05)),
         jitter_s=rng.choice((0.0, 0.002, 0.02)),
         quantum_s=rng.choice((0.0, 0.01, 0.05)),
-        spares_first=rng.random() < 0.7,
+        protect_first=rng.random() < 0.7,
         requests_max=rng.choice((4096, 4096, 4096, 6)),
-        rest_s=SHORT_REST_S if is_quick else REST_S,
-        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
-        wishes=draw_wishes(rng, rng.randrange(25, 90), until, truth, long_prompts=blocks > 2000),
-        faults=noticed_soon(faults) if is_quick else faults,
+        recovery_max_s=SHORT_RECOVERY_MAX_S if has_fast_detection else RECOVERY_MAX_S,
+        linger_s=LINGER_S if rng.random() < 0.1 else 0.0,
+        client_specs=draw_client_specs(
+            rng, rng.randrange(25, 90), until, token_oracle, long_prompts=blocks > 2000
+        ),
+        faults=with_fast_detection(faults) if has_fast_detection else faults,
     )
 
 
-def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
+def _draw_disaggregated(seed: int, *, storm: bool) -> Scenario:
     """Pairs of prefill and decode workers, and an index."""
     rng = Random(f"vertical {seed}")
-    truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+    token_oracle = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
     until = rng.uniform(6.0, 12.0)
-    profiles = VERTICAL_STORMS if storm else VERTICAL_PROFILES
+    profiles = DISAGGREGATED_STORMS if storm else DISAGGREGATED_PROFILES
     kinds = profiles[rng.randrange(len(profiles))]
     faults = draw_faults(rng, kinds, 20 if storm else rng.randrange(2, 9), until)
-    is_quick = rng.random() < QUICK
+    has_fast_detection = rng.random() < FAST_DETECTION_SHARE
     modes: tuple[Mode, ...] = ("bootstrap", "bootstrap", "completed")
     return Scenario(
         seed=seed,
@@ -108,7 +110,7 @@ def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
         step_s=rng.uniform(0.02, 0.06),
         prefill_token_s=rng.choice((2e-5, 1e-3)),
         batched_tokens=600,
-        rules=Rules(queue=QUEUE) if rng.random() < 0.3 else DEFAULT_RULES,
+        policy=Policy(queue=QUEUE) if rng.random() < 0.3 else DEFAULT_POLICY,
         gb_per_s=rng.choice((25.0, 0.5, 0.1)),
         chunk_pages=rng.choice((1, 4, 64)),
         local_prefill=rng.random() < 0.5,
@@ -116,11 +118,11 @@ def _draw_vertical(seed: int, *, storm: bool) -> Scenario:
         delay_s=rng.choice((0.0, 0.002, 0.05)),
         jitter_s=rng.choice((0.0, 0.002, 0.02)),
         quantum_s=rng.choice((0.0, 0.01, 0.05)),
-        spares_first=rng.random() < 0.7,
+        protect_first=rng.random() < 0.7,
         budget_bytes=rng.choice((0, 0, 0, 0, 20_000)),
         subscriber_bytes=rng.choice((1 << 20, 1 << 20, 4096)),
-        rest_s=SHORT_REST_S if is_quick else REST_S,
-        lingers_s=LINGERS_S if rng.random() < 0.1 else 0.0,
-        wishes=draw_conversations(rng, rng.randrange(20, 50), until, truth),
-        faults=noticed_soon(faults) if is_quick else faults,
+        recovery_max_s=SHORT_RECOVERY_MAX_S if has_fast_detection else RECOVERY_MAX_S,
+        linger_s=LINGER_S if rng.random() < 0.1 else 0.0,
+        client_specs=draw_conversations(rng, rng.randrange(20, 50), until, token_oracle),
+        faults=with_fast_detection(faults) if has_fast_detection else faults,
     )

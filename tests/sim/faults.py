@@ -147,7 +147,7 @@ FAILOVERS = (
     FaultKind.SYNC_GARBLED,
 )
 # Where prefill and decode are apart, and there is an index.
-VERTICAL_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
+DISAGGREGATED_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (),
     HANDOFF_FAULTS,
     INDEX_FAULTS,
@@ -156,14 +156,14 @@ VERTICAL_PROFILES: tuple[tuple[FaultKind, ...], ...] = (
     (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS),
     tuple(FaultKind),
 )
-VERTICAL_STORMS: tuple[tuple[FaultKind, ...], ...] = (
+DISAGGREGATED_STORMS: tuple[tuple[FaultKind, ...], ...] = (
     HANDOFF_FAULTS,
     (*INDEX_FAULTS, *FLAPS, *WORKER_FAULTS),
     FAILOVERS,
     tuple(FaultKind),
 )
 # Those that befall neither routers nor what they are told by each other and by the registry.
-CALM_FAULTS = frozenset(
+ROUTER_SAFE_FAULTS = frozenset(
     {*WORKER_FAULTS, *HANDOFF_FAULTS, *INDEX_FAULTS, FaultKind.ATTACH_CUT, FaultKind.ATTACH_HOLD}
 )
 # What there may be very much of at once.
@@ -177,7 +177,7 @@ STORMS: tuple[tuple[FaultKind, ...], ...] = (
 # A side of a broken link that is told nothing learns of it by the transport's own pings.
 KEEPALIVE_S = 15.0
 # Or, in most meshes, by something faster.
-SOON_S = 3.0
+FAST_DETECTION_S = 3.0
 FAULT_MAX_S = 8.0
 
 
@@ -192,9 +192,9 @@ class Fault:
 
     at: float
     kind: FaultKind
-    pick: float
-    pick_too: float
-    lasts_s: float
+    target_draw: float
+    second_draw: float
+    duration_s: float
     near_s: float
     far_s: float
     notice_s: float
@@ -210,10 +210,13 @@ def draw_faults(
     return tuple(sorted(faults, key=lambda one: one.at))
 
 
-def noticed_soon(faults: Sequence[Fault]) -> tuple[Fault, ...]:
+def with_fast_detection(faults: Sequence[Fault]) -> tuple[Fault, ...]:
     """The same, but each side of a broken link notices within SOON_S."""
     return tuple(
-        replace(one, near_s=min(SOON_S, one.near_s), far_s=min(SOON_S, one.far_s)) for one in faults
+        replace(
+            one, near_s=min(FAST_DETECTION_S, one.near_s), far_s=min(FAST_DETECTION_S, one.far_s)
+        )
+        for one in faults
     )
 
 
@@ -221,24 +224,24 @@ def _draw(rng: Random, kinds: Sequence[FaultKind], until: float) -> Fault:
     return Fault(
         at=rng.uniform(0.2, until),
         kind=kinds[rng.randrange(len(kinds))],
-        pick=rng.random(),
-        pick_too=rng.random(),
-        lasts_s=_duration(rng),
-        near_s=_notice(rng),
-        far_s=_notice(rng),
+        target_draw=rng.random(),
+        second_draw=rng.random(),
+        duration_s=_draw_duration(rng),
+        near_s=_draw_detection_delay(rng),
+        far_s=_draw_detection_delay(rng),
         notice_s=rng.uniform(0.05, 4.0),
     )
 
 
-def _duration(rng: Random) -> float:
+def _draw_duration(rng: Random) -> float:
     """A blink, most of the time below what a heartbeat tolerates, sometimes well above."""
     return rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.2, 2.5), rng.uniform(2.5, FAULT_MAX_S)))
 
 
-def _notice(rng: Random) -> float:
+def _draw_detection_delay(rng: Random) -> float:
     return rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.3, 3.5), KEEPALIVE_S))
 
 
-def picked(there: Sequence[T], pick: float) -> T:
+def select_by_draw(candidates: Sequence[T], target_draw: float) -> T:
     """The one of them that a number of 0..1 chooses."""
-    return there[int(pick * len(there))]
+    return candidates[int(target_draw * len(candidates))]

@@ -11,15 +11,15 @@ from random import Random
 
 from common.registry.instances import KvIndex
 from common.request.preprocessed import SessionAction, StopConditions
-from router_svc.core.admission import QueueRules
+from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import BusyLimits
-from router_svc.core.overlap import IndexChoice, choose_index
-from tests.sim.clients import Wish
-from tests.sim.faults import FaultKind, draw_faults, noticed_soon
-from tests.sim.fleet import VISITOR
+from router_svc.core.overlap import IndexSettings, derive_index_settings
+from tests.sim.clients import ClientSpec
+from tests.sim.faults import FaultKind, draw_faults, with_fast_detection
+from tests.sim.fleet import TEMPORARY_MODEL
 from tests.sim.net import WINDOW_BYTES
-from tests.sim.scenario import SHORT_REST_S, Scenario
+from tests.sim.scenario import SHORT_RECOVERY_MAX_S, Scenario
 
 # A prompt takes long enough to compute for others to wait, and a step not as long as a hang.
 SLOW_TOKEN_S = 1e-3
@@ -28,7 +28,7 @@ STEP_TOKENS = 600
 PROMPT_MAX = 1500
 # A router has forgotten a model by then whose last worker left when all was well, and streams that
 # nobody uses are closed.
-FORGETS_S = 75.0
+MODEL_EXPIRY_S = 75.0
 ADAPTERS = ("french", "german")
 
 
@@ -37,12 +37,12 @@ def with_features(scenario: Scenario, rng: Random) -> Scenario:
     chances: tuple[tuple[float, Callable[[Scenario, Random], Scenario]], ...] = (
         (0.3, _sessions),
         (0.2, _queue),
-        (0.1, _busy),
+        (0.1, _busy_limits),
         (0.25, _adapters),
-        (0.3, _guesses),
+        (0.3, _approximate_index),
         (0.15, _slow_clients),
-        (0.04, _visitor),
-        (0.1, _workers_gone),
+        (0.04, _temporary_model),
+        (0.1, _all_workers_killed),
         (0.2, _slow_subscribers),
     )
     for chance, feature in chances:
@@ -56,32 +56,34 @@ def _sessions(scenario: Scenario, rng: Random) -> Scenario:
     names = [f"s{number}" for number in range(rng.randrange(1, 6))]
     actions = (None,) * 8 + (SessionAction.OPEN, SessionAction.CLOSE)
 
-    def joins(wish: Wish) -> Wish:
+    def with_session(spec: ClientSpec) -> ClientSpec:
         if rng.random() < 0.2:
-            return wish
-        return replace(wish, session=rng.choice(names), action=rng.choice(actions))
+            return spec
+        return replace(spec, session=rng.choice(names), action=rng.choice(actions))
 
-    rules = replace(
-        scenario.rules,
+    policy = replace(
+        scenario.policy,
         session_mode=rng.choice(("hard", "soft")),
         session_ttl_s=rng.choice((1.5, 6.0, 300.0)),
     )
-    return replace(scenario, rules=rules, wishes=tuple(map(joins, scenario.wishes)))
+    return replace(
+        scenario, policy=policy, client_specs=tuple(map(with_session, scenario.client_specs))
+    )
 
 
 def _queue(scenario: Scenario, rng: Random) -> Scenario:
     """Requests wait at routers for workers with room; some go ahead of others."""
     has_levels, has_jumps = rng.random() < 0.6, rng.random() < 0.6
 
-    def queues(wish: Wish) -> Wish:
+    def with_priority(spec: ClientSpec) -> ClientSpec:
         return replace(
-            wish,
-            prompt=wish.prompt[:PROMPT_MAX],
+            spec,
+            prompt=spec.prompt[:PROMPT_MAX],
             strict_priority=rng.randrange(3) if has_levels else 0,
-            jump_s=rng.choice((0.0, 0.0, 0.5, 5.0)) if has_jumps else 0.0,
+            priority_jump_s=rng.choice((0.0, 0.0, 0.5, 5.0)) if has_jumps else 0.0,
         )
 
-    queue = QueueRules(
+    queue = QueueSettings(
         threshold=rng.choice((0.05, 0.3)),
         policy=rng.choice(("fcfs", "wspt", "lcfs")),
         requests_max=rng.choice((12, 4096)),
@@ -90,8 +92,8 @@ def _queue(scenario: Scenario, rng: Random) -> Scenario:
     )
     scenario = replace(
         scenario,
-        rules=replace(scenario.rules, queue=queue),
-        wishes=tuple(map(queues, scenario.wishes)),
+        policy=replace(scenario.policy, queue=queue),
+        client_specs=tuple(map(with_priority, scenario.client_specs)),
     )
     if rng.random() < 0.5:
         scenario = _with_faults(scenario, rng, FaultKind.ROUTER_KILL, rng.randrange(1, 4))
@@ -102,7 +104,7 @@ def _slow_prompts(scenario: Scenario) -> Scenario:
     return replace(scenario, prefill_token_s=SLOW_TOKEN_S, batched_tokens=STEP_TOKENS)
 
 
-def _busy(scenario: Scenario, rng: Random) -> Scenario:
+def _busy_limits(scenario: Scenario, rng: Random) -> Scenario:
     """Workers with much to do get nothing more."""
     limits = rng.choice(
         (
@@ -111,14 +113,16 @@ def _busy(scenario: Scenario, rng: Random) -> Scenario:
             BusyLimits(active_prefill_tokens_frac=0.4),
         )
     )
-    wishes = tuple(replace(wish, prompt=wish.prompt[:PROMPT_MAX]) for wish in scenario.wishes)
-    rules = replace(scenario.rules, busy=limits)
-    return _slow_prompts(replace(scenario, rules=rules, wishes=wishes))
+    client_specs = tuple(
+        replace(spec, prompt=spec.prompt[:PROMPT_MAX]) for spec in scenario.client_specs
+    )
+    policy = replace(scenario.policy, busy=limits)
+    return _slow_prompts(replace(scenario, policy=policy, client_specs=client_specs))
 
 
 def _adapters(scenario: Scenario, rng: Random) -> Scenario:
     """Some workers have adapters, and some requests ask for them with prompts like the others'."""
-    some = rng.choice(
+    adapter_sets = rng.choice(
         (
             (frozenset(ADAPTERS),),
             (frozenset(ADAPTERS), frozenset(ADAPTERS[:1])),
@@ -127,77 +131,90 @@ def _adapters(scenario: Scenario, rng: Random) -> Scenario:
     )
 
     # Of a session all ask for the same: which worker it is on would say little about the others.
-    asked: dict[str, str] = {}
+    adapter_by_session: dict[str, str] = {}
 
-    def asks(wish: Wish) -> Wish:
+    def with_adapter(spec: ClientSpec) -> ClientSpec:
         lora = rng.choice(("", "", *ADAPTERS))
-        return replace(wish, lora=asked.setdefault(wish.session, lora) if wish.session else lora)
+        return replace(
+            spec, lora=adapter_by_session.setdefault(spec.session, lora) if spec.session else lora
+        )
 
-    return replace(scenario, adapters=some, wishes=tuple(map(asks, scenario.wishes)))
+    return replace(
+        scenario,
+        adapters=adapter_sets,
+        client_specs=tuple(map(with_adapter, scenario.client_specs)),
+    )
 
 
-def _guesses(scenario: Scenario, rng: Random) -> Scenario:
+def _approximate_index(scenario: Scenario, rng: Random) -> Scenario:
     """Some routers follow no events, or predict beside them; some workers tell of none."""
     limits = ApproxLimits(
         ttl_s=rng.choice((1.0, 4.0, 120.0)), blocks_max=rng.choice((40, 1 << 20, 1 << 20))
     )
 
-    def choice(*, kv_events: bool, predicted_ttl_s: float = 0.0) -> IndexChoice:
-        return choose_index(
+    def choice(*, kv_events: bool, predicted_ttl_s: float = 0.0) -> IndexSettings:
+        return derive_index_settings(
             overlap_score_credit=1.0,
             kv_events=kv_events,
             limits=limits,
             predicted_ttl_s=predicted_ttl_s,
         )
 
-    guessing, predicting = choice(kv_events=False), choice(kv_events=True, predicted_ttl_s=1.5)
+    approximate, with_predictions = (
+        choice(kv_events=False),
+        choice(kv_events=True, predicted_ttl_s=1.5),
+    )
     plain = choice(kv_events=True)
     if not scenario.indexers:
-        ways: tuple[KvIndex, ...] = rng.choice((("approx",), ("approx", "none")))
-        kinds = rng.choice(((guessing,), (plain,)))
-        return replace(scenario, selector="kv", choices=kinds, kv_ways=ways)
+        index_modes: tuple[KvIndex, ...] = rng.choice((("approx",), ("approx", "none")))
+        index_choices = rng.choice(((approximate,), (plain,)))
+        return replace(scenario, selector="kv", choices=index_choices, kv_index_modes=index_modes)
     return replace(
         scenario,
-        choices=rng.choice(((guessing,), (predicting,), (plain, guessing), (predicting, plain))),
-        kv_ways=rng.choice((("events",), ("events", "approx"), ("events", "none"), ("approx",))),
+        choices=rng.choice(
+            ((approximate,), (with_predictions,), (plain, approximate), (with_predictions, plain))
+        ),
+        kv_index_modes=rng.choice(
+            (("events",), ("events", "approx"), ("events", "none"), ("approx",))
+        ),
     )
 
 
 def _slow_clients(scenario: Scenario, rng: Random) -> Scenario:
     """Some clients read so slowly that they are to be cut."""
-    much = StopConditions(max_tokens=150, ignore_eos=True)
+    long_response = StopConditions(max_tokens=150, ignore_eos=True)
 
-    def dawdles(wish: Wish) -> Wish:
-        if wish.stops_after is not None or rng.random() < 0.8:
-            return wish
+    def with_slow_reader(spec: ClientSpec) -> ClientSpec:
+        if spec.stop_after_tokens is not None or rng.random() < 0.8:
+            return spec
         return replace(
-            wish,
-            stop=much,
+            spec,
+            stop=long_response,
             pause_s=rng.uniform(0.3, 3.0),
             unread_max=rng.randrange(3, 40),
         )
 
-    return replace(scenario, wishes=tuple(map(dawdles, scenario.wishes)))
+    return replace(scenario, client_specs=tuple(map(with_slow_reader, scenario.client_specs)))
 
 
-def _visitor(scenario: Scenario, rng: Random) -> Scenario:
+def _temporary_model(scenario: Scenario, rng: Random) -> Scenario:
     """Another model has one worker, which leaves for good; some ask for it before, some after."""
     leaves_s = rng.uniform(1.0, 6.0)
 
-    def visits(wish: Wish) -> Wish:
-        if wish.lora or wish.session or rng.random() < 0.8:
-            return wish
-        return replace(wish, model=VISITOR)
+    def for_temporary_model(spec: ClientSpec) -> ClientSpec:
+        if spec.lora or spec.session or rng.random() < 0.8:
+            return spec
+        return replace(spec, model=TEMPORARY_MODEL)
 
     return replace(
         scenario,
-        visitor_s=leaves_s,
-        lingers_s=max(scenario.lingers_s, FORGETS_S),
-        wishes=tuple(map(visits, scenario.wishes)),
+        temporary_model_s=leaves_s,
+        linger_s=max(scenario.linger_s, MODEL_EXPIRY_S),
+        client_specs=tuple(map(for_temporary_model, scenario.client_specs)),
     )
 
 
-def _workers_gone(scenario: Scenario, rng: Random) -> Scenario:
+def _all_workers_killed(scenario: Scenario, rng: Random) -> Scenario:
     return _with_faults(scenario, rng, FaultKind.WORKERS_GONE, 1)
 
 
@@ -205,15 +222,17 @@ def _slow_subscribers(scenario: Scenario, rng: Random) -> Scenario:
     if not scenario.indexers:
         return scenario
     # Enough for two statuses of each worker, without which a subscriber could never begin.
-    most, window = rng.choice(((1536, 512), (1536, 512), (2048, 2048), (1 << 20, WINDOW_BYTES)))
-    scenario = replace(scenario, subscriber_bytes=most, window_bytes=window)
+    subscriber_limit, window = rng.choice(
+        ((1536, 512), (1536, 512), (2048, 2048), (1 << 20, WINDOW_BYTES))
+    )
+    scenario = replace(scenario, subscriber_bytes=subscriber_limit, window_bytes=window)
     return _with_faults(scenario, rng, FaultKind.SUBSCRIBER_SLOW, rng.randrange(1, 4))
 
 
 def _with_faults(scenario: Scenario, rng: Random, kind: FaultKind, count: int) -> Scenario:
-    until = max(wish.at for wish in scenario.wishes)
+    until = max(spec.at for spec in scenario.client_specs)
     faults = draw_faults(rng, (kind,), count, max(1.0, until))
-    if scenario.rest_s == SHORT_REST_S:
-        faults = noticed_soon(faults)
+    if scenario.recovery_max_s == SHORT_RECOVERY_MAX_S:
+        faults = with_fast_detection(faults)
     faults = tuple(sorted((*scenario.faults, *faults), key=lambda one: one.at))
     return replace(scenario, faults=faults)

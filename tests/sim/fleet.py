@@ -14,26 +14,32 @@ from typing import Any, Protocol, cast
 
 from common.errors import MeshError
 from common.kv.events import Partition, Source
-from common.kv.hashing import SCHEME_ID, PrefixHasher
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher
 from common.kv.index_feed import IndexFeed
 from common.kv.load import Load
-from common.registry.instances import Changes, Instance, KvIndex, Snapshot, new_instance_id
+from common.registry.instances import Instance, KvIndex, Snapshot, SnapshotDiff, new_instance_id
 from common.registry.registry import Lease, MemoryRegistry, MemoryStore, Watch
 from common.request.preprocessed import TokenLogprob
-from common.request.token_stream import LegSink, Order, Terminal, ToFrontend, ToWorker
+from common.request.token_stream import LegRequest, LegSink, RequestFrame, ResponseFrame, Terminal
 from common.rpc import channel as rpc
 from common.wire.token_stream import (
-    to_frontend_from_proto,
-    to_frontend_to_proto,
-    to_worker_from_proto,
-    to_worker_to_proto,
+    request_frame_from_proto,
+    request_frame_to_proto,
+    response_frame_from_proto,
+    response_frame_to_proto,
 )
-from frontend_svc.core.peers.recently_left import Departed
-from frontend_svc.core.peers.stall_clock import Patience
-from frontend_svc.core.request.machine import Placed
+from frontend_svc.core.peers.recently_left import RecentlyLeft
+from frontend_svc.core.peers.stall_clock import StallClock
+from frontend_svc.core.request.machine import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
-from frontend_svc.peers.router_client import Answer, Key, Query, RouterClient, Session
-from frontend_svc.request.gateway import Gateway, place_alone, sees
+from frontend_svc.peers.router_client import (
+    PlacementCallback,
+    PlacementKey,
+    Query,
+    RouterClient,
+    Session,
+)
+from frontend_svc.request.gateway import Gateway, has_workers, place_locally
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S
@@ -43,14 +49,14 @@ from indexer_svc.service import IndexerService
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
-from router_svc.app import EXPIRE_BLOCKS, FIRST_SNAPSHOT_S
+from router_svc.app import EXPIRE_BLOCKS_PER_STEP, STARTUP_TIMEOUT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
-from router_svc.core.admission import Parked
+from router_svc.core.admission import QueuedRequest
 from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey, LoadBook
-from router_svc.core.overlap import EVENTS, IndexChoice
-from router_svc.core.placement import Ask, Picks
-from router_svc.core.policy import DEFAULT_RULES, Rules
+from router_svc.core.load_tracker import BookingKey, LoadTracker
+from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
+from router_svc.core.placement import PlacementRequest, ServingPlan
+from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query as RouterQuery
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS, Matches
@@ -59,23 +65,23 @@ from router_svc.index_replica import IndexReplica, Subscription
 from router_svc.metrics import Metrics
 from router_svc.replication_sync import PeerSync
 from router_svc.service import RouterService
-from tests.sim.ledger import Ledger
-from tests.sim.net import End, Net, Process
+from tests.sim.ledger import DecisionChecker
+from tests.sim.net import Process, SimNetwork, StreamEnd
 from tests.sim.wire import (
     PUBLISH,
     SUBSCRIBE,
     SYNC,
     Garble,
     HandoffNetwork,
-    Pace,
+    ReadDelay,
     StreamContext,
-    publications,
-    subscriptions,
-    syncs,
+    make_publish_opener,
+    make_subscribe_opener,
+    make_sync_opener,
 )
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
-from worker_svc.kv_events.normalizer import Canonicaliser, Feed
+from worker_svc.kv_events.normalizer import Normalizer, SourceFeed
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
@@ -83,18 +89,18 @@ from worker_svc.serving.runner import Runner
 NAMESPACE = "sim"
 MODEL = "kvmesh-sim"
 # Another model, with one worker that leaves for good.
-VISITOR = "kvmesh-visitor"
+TEMPORARY_MODEL = "kvmesh-visitor"
 # As `ServiceConfig` has them, shortened: a simulated drain need not wait for people.
 NOTICE_S = 1.0
 DRAIN_S = 5.0
 # Between the end of a service's streams and that of its process: they close in order.
 CLOSING_S = 0.2
-_LOOK_S = 0.1
+_POLL_S = 0.1
 # Longer than in a real mesh, since half of all events would be reports; short enough to count.
 _LOAD_EVERY_S = 0.4
 
 
-class Discovery(MemoryRegistry):
+class DelayedRegistry(MemoryRegistry):
     """The registry as one process sees it: late, and not at all while it is out of reach.
 
     seen: instances it was shown, and since when. shows_old: it asks a follower that lags behind, so
@@ -104,73 +110,73 @@ class Discovery(MemoryRegistry):
     def __init__(self, store: MemoryStore, lag_s: Callable[[], float]) -> None:
         super().__init__(store)
         self.seen: dict[int, float] = {}
-        self.found_at = 0.0
-        self.shows_old = False
+        self.reachable_since = 0.0
+        self.returns_stale = False
         self.is_watched = False
-        self.olds_shown = 0
-        self._last_shown = Snapshot()
-        self._before_last = Snapshot()
+        self.stale_lists_shown = 0
+        self._last_snapshot = Snapshot()
+        self._previous_snapshot = Snapshot()
         self._lag_s = lag_s
         self._outages = 0
-        self._in_reach = asyncio.Event()
-        self._in_reach.set()
+        self._reachable = asyncio.Event()
+        self._reachable.set()
 
     @property
-    def is_in_reach(self) -> bool:
-        """Whether it can be reached, since `found_at`."""
+    def is_reachable(self) -> bool:
+        """Whether it can be reached, since `reachable_since`."""
         return not self._outages
 
     def lose(self) -> None:
         """The registry is out of reach, until `find` was called as often."""
         self._outages += 1
-        self._in_reach.clear()
+        self._reachable.clear()
 
     def find(self) -> None:
         """One outage has ended."""
         self._outages -= 1
         if not self._outages:
-            self.found_at = asyncio.get_running_loop().time()
-            self._in_reach.set()
+            self.reachable_since = asyncio.get_running_loop().time()
+            self._reachable.set()
 
-    async def reached(self) -> None:
+    async def wait_reachable(self) -> None:
         """Returns once it can be reached."""
-        await self._in_reach.wait()
+        await self._reachable.wait()
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
         """See Registry."""
         self.is_watched = True
         async with super().watch(namespace) as watch:
-            late = _LateWatch(self, watch)
-            if self.is_in_reach:
-                late.take(watch.current)
-            yield late
+            delayed_watch = _DelayedWatch(self, watch)
+            if self.is_reachable:
+                delayed_watch.take(watch.current)
+            yield delayed_watch
 
     def note(self, snapshot: Snapshot) -> None:
         """Somebody was given this snapshot."""
         now = asyncio.get_running_loop().time()
         self.seen = {id: self.seen.get(id, now) for id in snapshot.instances}
-        if snapshot is not self._last_shown:
-            self._before_last, self._last_shown = self._last_shown, snapshot
+        if snapshot is not self._last_snapshot:
+            self._previous_snapshot, self._last_snapshot = self._last_snapshot, snapshot
 
     @property
     def is_current(self) -> bool:
         """Whether whoever follows it here was shown all there is."""
-        return not self.is_watched or self._last_shown is self._store.members(NAMESPACE).snapshot
+        return not self.is_watched or self._last_snapshot is self._store.members(NAMESPACE).snapshot
 
-    def old_news(self) -> Snapshot | None:
+    def stale_snapshot(self) -> Snapshot | None:
         """What a follower that lags behind would show now."""
-        if not (self.shows_old and self._before_last.revision):
+        if not (self.returns_stale and self._previous_snapshot.revision):
             return None
-        self.olds_shown += 1
-        return self._before_last
+        self.stale_lists_shown += 1
+        return self._previous_snapshot
 
 
-class _LateWatch:
-    def __init__(self, discovery: Discovery, watch: Watch) -> None:
+class _DelayedWatch:
+    def __init__(self, discovery: DelayedRegistry, watch: Watch) -> None:
         self._discovery = discovery
         self._watch = watch
-        self._is_new = not discovery.is_in_reach
+        self._has_pending_update = not discovery.is_reachable
         self.current = Snapshot()
 
     def take(self, snapshot: Snapshot) -> None:
@@ -179,42 +185,42 @@ class _LateWatch:
 
     async def next(self) -> Snapshot:
         # What a process that was cut off from the start has missed is its first news.
-        is_new, self._is_new = self._is_new, False
-        if not is_new:
+        has_pending_update, self._has_pending_update = self._has_pending_update, False
+        if not has_pending_update:
             await self._watch.next()
         await asyncio.sleep(self._discovery._lag_s())
-        await self._discovery.reached()
-        if not is_new and (old := self._discovery.old_news()) is not None:
-            self._is_new = True
+        await self._discovery.wait_reachable()
+        if not has_pending_update and (old := self._discovery.stale_snapshot()) is not None:
+            self._has_pending_update = True
             self.take(old)
         else:
             self.take(await self._discovery.snapshot(NAMESPACE))
         return self.current
 
 
-class Witness(Protocol):
+class FrontendObserver(Protocol):
     """Who is told what frontends do."""
 
-    def submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+    def submitted(self, frontend: SimFrontend, worker_id: int, leg_request: LegRequest) -> None:
         """A frontend gives a worker an order."""
 
-    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
         """A frontend got a placement, or none."""
 
-    def delivered(self, order: Order) -> None:
+    def delivered(self, leg_request: LegRequest) -> None:
         """A leg of a pair brought its first tokens."""
 
-    def leg_failed(self, frontend: SimFrontend, order: Order) -> None:
+    def leg_failed(self, frontend: SimFrontend, leg_request: LegRequest) -> None:
         """A leg of a pair was refused, failed or lost."""
 
 
-class _WatchedLeg:
+class _ObservedLegSink:
     """The sink of a leg of a pair."""
 
-    def __init__(self, sink: LegSink, frontend: SimFrontend, order: Order) -> None:
+    def __init__(self, sink: LegSink, frontend: SimFrontend, leg_request: LegRequest) -> None:
         self._sink = sink
         self._frontend = frontend
-        self._order = order
+        self._order = leg_request
 
     def accepted(self) -> None:
         self._sink.accepted()
@@ -224,7 +230,7 @@ class _WatchedLeg:
         self._sink.rejected(error)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        self._frontend.witness.delivered(self._order)
+        self._frontend.observer.delivered(self._order)
         self._sink.tokens(token_ids, logprobs)
 
     def chunk(self, json: bytes) -> None:
@@ -240,49 +246,51 @@ class _WatchedLeg:
         self._sink.lost(error)
 
     def _failed(self) -> None:
-        self._frontend.witness.leg_failed(self._frontend, self._order)
+        self._frontend.observer.leg_failed(self._frontend, self._order)
 
 
-class WatchedEngines(EngineClient):
+class ObservedEngineClient(EngineClient):
     """An EngineClient that tells the checkers of every order."""
 
     frontend: SimFrontend
 
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Submission:
         """See EngineClient."""
-        self.frontend.witness.submitted(self.frontend, worker_id, order)
-        if order.phase:
-            sink = _WatchedLeg(sink, self.frontend, order)
-        return super().submit(worker_id, address, order, sink)
+        self.frontend.observer.submitted(self.frontend, worker_id, leg_request)
+        if leg_request.phase:
+            sink = _ObservedLegSink(sink, self.frontend, leg_request)
+        return super().submit(worker_id, address, leg_request, sink)
 
 
-class WatchedRouterClient(RouterClient):
+class ObservedRouterClient(RouterClient):
     """A RouterClient that tells the checkers how long each placement took, in seconds.
 
     Time that its own process lost meanwhile is left out.
     """
 
-    witness: Witness
+    observer: FrontendObserver
 
-    def place(self, key: Key, query: Query, answer: Answer) -> None:
+    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
         """See RouterClient."""
-        asked_at = self._loop.time() - self._lost_s()
+        requested_at = self._loop.time() - self._stalled_s()
 
-        def answered(placed: Placed | MeshError) -> None:
-            self.witness.placed(key, self._loop.time() - self._lost_s() - asked_at, placed)
-            answer(placed)
+        def on_placed(placed: RoutingDecision | MeshError) -> None:
+            self.observer.placed(key, self._loop.time() - self._stalled_s() - requested_at, placed)
+            callback(placed)
 
-        super().place(key, query, answered)
+        super().place(key, query, on_placed)
 
 
-class WatchedRunner(Runner):
+class ObservedRunner(Runner):
     """A Runner that tells the checkers of every order it takes in."""
 
     admitted: Callable[[], None]
 
-    def admit(self, order: Order) -> int:
+    def admit(self, leg_request: LegRequest) -> int:
         """See Runner."""
-        key = super().admit(order)
+        key = super().admit(leg_request)
         self.admitted()
         return key
 
@@ -291,16 +299,16 @@ class WatchedRunner(Runner):
 EPOCH_S = 1.7e9
 
 
-class WatchedRouter(Router):
+class ObservedRouter(Router):
     """A Router that tells the checkers of every decision. ledger: who keeps them, None: nobody."""
 
-    ledger: Ledger | None = None
+    decision_checker: DecisionChecker | None = None
 
-    def update(self, snapshot: Snapshot, now: float) -> Changes:
+    def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
         """See Router."""
         changes = super().update(snapshot, now)
-        if self.ledger is not None:
-            self.ledger.updated(self, changes, now)
+        if self.decision_checker is not None:
+            self.decision_checker.updated(self, changes, now)
         return changes
 
     def admit(
@@ -311,29 +319,31 @@ class WatchedRouter(Router):
         rng: Random,
         session: int | None = None,
         matches: Matches | None = None,
-    ) -> Decision | Parked:
+    ) -> Decision | QueuedRequest:
         """See Router."""
         try:
             outcome = super().admit(query, key, now, rng, session, matches)
         except MeshError as error:
-            if self.ledger is not None:
-                self.ledger.refused(self, query, error, now)
+            if self.decision_checker is not None:
+                self.decision_checker.refused(self, query, error, now)
             raise
-        if self.ledger is not None and isinstance(outcome, Parked):
-            self.ledger.parked(query, key, now)
+        if self.decision_checker is not None and isinstance(outcome, QueuedRequest):
+            self.decision_checker.queued(query, key, now)
         return outcome
 
     def _place(
         self,
-        ask: Ask,
-        picks: Picks,
+        placement_request: PlacementRequest,
+        plan: ServingPlan,
         key: BookingKey | None,
         session: int | None,
         queued_s: float | None = None,
     ) -> Decision:
-        decision = super()._place(ask, picks, key, session, queued_s)
-        if self.ledger is not None and key is not None:
-            self.ledger.placed(self, ask.query, key, decision, ask.now)
+        decision = super()._place(placement_request, plan, key, session, queued_s)
+        if self.decision_checker is not None and key is not None:
+            self.decision_checker.placed(
+                self, placement_request.query, key, decision, placement_request.now
+            )
         return decision
 
 
@@ -342,11 +352,11 @@ class Parts:
     """What a mesh is made of. Tests of the checkers put a faulty one in."""
 
     gateway: type[Gateway] = Gateway
-    placer: type[WatchedRouterClient] = WatchedRouterClient
-    engines: type[WatchedEngines] = WatchedEngines
-    runner: type[WatchedRunner] = WatchedRunner
+    router_port: type[ObservedRouterClient] = ObservedRouterClient
+    engines: type[ObservedEngineClient] = ObservedEngineClient
+    runner: type[ObservedRunner] = ObservedRunner
     engine: type[SimEngine] = SimEngine
-    router: type[WatchedRouter] = WatchedRouter
+    router: type[ObservedRouter] = ObservedRouter
     publisher: type[Publisher] = Publisher
     feed: type[IndexFeed] = IndexFeed
     peers: type[PeerSync] = PeerSync
@@ -369,8 +379,8 @@ class SimWorker:
 
     def __init__(
         self,
-        net: Net,
-        discovery: Discovery,
+        net: SimNetwork,
+        discovery: DelayedRegistry,
         stable_name: str,
         address: str,
         config: SimConfig,
@@ -381,11 +391,13 @@ class SimWorker:
         requests_max: int = 4096,
         kv: KvPlane | None = None,
         *,
-        kv_way: KvIndex = "events",
+        kv_index_mode: KvIndex = "events",
     ) -> None:
         parts = parts or Parts()
         self.process = Process(stable_name)
-        self.kv_way: KvIndex = "none" if kv_way == "events" and kv is None else kv_way
+        self.kv_index_mode: KvIndex = (
+            "none" if kv_index_mode == "events" and kv is None else kv_index_mode
+        )
         self.id = new_instance_id(rng)
         self.stable_name = stable_name
         self.address = address
@@ -393,7 +405,7 @@ class SimWorker:
         self.local_prefill = True
         self.publisher: Publisher | None = None
         # Whether its claims were ever dropped although the blocks are held.
-        self.has_forgotten = False
+        self.has_dropped_entries = False
         self._kv = kv
         self._parts = parts
         network = None
@@ -434,7 +446,7 @@ class SimWorker:
             self.publisher = self._build_publisher(config, self._kv)
             self.process.spawn(self.publisher.run())
         self._net.listen(self.address, self.process, self._serve)
-        await self.discovery.reached()
+        await self.discovery.wait_reachable()
         endpoint = config.disaggregated_endpoint or (None, None)
         self.lease = await self.discovery.register(
             Instance(
@@ -455,7 +467,7 @@ class SimWorker:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 context_length=config.context_length,
                 loras=config.loras,
-                kv_index=self.kv_way,
+                kv_index=self.kv_index_mode,
             )
         )
         self.registered_at = asyncio.get_running_loop().time()
@@ -463,44 +475,48 @@ class SimWorker:
     def _build_publisher(self, engine: EngineConfig, kv: KvPlane) -> Publisher:
         """As `WorkerApp` does."""
         block_size = self.engine.config.block_size
-        publishes = self.kv_way == "events"
+        publishes = self.kv_index_mode == "events"
 
-        def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher:
+        def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
             return PrefixHasher(
                 mesh_key=b"", model=engine.model, block_size=block_size, lora_name=lora
             )
 
         publisher = self._parts.publisher(
             self.id,
-            Partition(engine.model, block_size, SCHEME_ID if publishes else 0),
-            {0: Feed(Source(self.id, 0), Canonicaliser(self.engine.kv_rules, hasher_of))},
+            Partition(engine.model, block_size, HASH_SCHEME_ID if publishes else 0),
+            {
+                0: SourceFeed(
+                    Source(self.id, 0), Normalizer(self.engine.kv_event_format, hasher_factory)
+                )
+            },
             self.engine.loads,
             self.discovery,
             NAMESPACE,
             rng=Random(self.id),
-            open_call=publications(self._net, self.process, kv.garble),
+            open_call=make_publish_opener(self._net, self.process, kv.garble),
             load_every_s=_LOAD_EVERY_S,
         )
         if publishes:
             self.engine.publish_to(publisher)
         return publisher
 
-    async def _serve(self, end: End) -> None:
-        async def read() -> ToWorker | None:
+    async def _serve(self, end: StreamEnd) -> None:
+        async def read() -> RequestFrame | None:
             message = await end.read()
             if message is None:
                 return None
-            return to_worker_from_proto(engine_pb2.AttachRequest.FromString(message))
+            return request_frame_from_proto(engine_pb2.AttachRequest.FromString(message))
 
-        async def write(frame: ToFrontend) -> None:
-            await end.write(to_frontend_to_proto(frame).SerializeToString())
+        async def write(frame: ResponseFrame) -> None:
+            await end.write(response_frame_to_proto(frame).SerializeToString())
 
         await self.attach.serve(read, write)
 
     async def drain(self) -> None:
         """Leaves as a worker does that was told to: see `common/service/lifecycle.py`."""
         self.left_at = asyncio.get_running_loop().time()
-        await self.discovery.reached()
+        await self.discovery.wait_reachable()
         if self.lease is not None:
             await self.lease.close()
         self.gone_at = asyncio.get_running_loop().time()
@@ -508,7 +524,7 @@ class SimWorker:
         self.runner.is_draining = True
         with suppress(TimeoutError):  # the rest is cut by the end of the process
             async with asyncio.timeout(DRAIN_S):
-                await self.runner.idle()
+                await self.runner.wait_idle()
         await self.engine.drain()
         self._net.close(self.address, self.process)
 
@@ -516,19 +532,19 @@ class SimWorker:
 class SimTransport:
     """Attach over a simulated stream."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: StreamEnd) -> None:
         self._end = end
 
-    async def read(self) -> ToFrontend | None:
+    async def read(self) -> ResponseFrame | None:
         """See Transport."""
         message = await self._end.read()
         if message is None:
             return None
-        return to_frontend_from_proto(engine_pb2.AttachResponse.FromString(message))
+        return response_frame_from_proto(engine_pb2.AttachResponse.FromString(message))
 
-    async def write(self, frame: ToWorker) -> None:
+    async def write(self, frame: RequestFrame) -> None:
         """See Transport."""
-        await self._end.write(to_worker_to_proto(frame).SerializeToString())
+        await self._end.write(request_frame_to_proto(frame).SerializeToString())
 
     async def close(self) -> None:
         """See Transport."""
@@ -536,7 +552,7 @@ class SimTransport:
 
 
 class _Dialer:
-    def __init__(self, net: Net, process: Process) -> None:
+    def __init__(self, net: SimNetwork, process: Process) -> None:
         self._net = net
         self._process = process
 
@@ -545,7 +561,7 @@ class _Dialer:
 
 
 class _SimSession:
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: StreamEnd) -> None:
         self._end = end
 
     async def read(self) -> router_pb2.SessionResponse | None:
@@ -561,12 +577,12 @@ class SimFrontend:
 
     def __init__(
         self,
-        net: Net,
-        discovery: Discovery,
+        net: SimNetwork,
+        discovery: DelayedRegistry,
         stable_name: str,
         address: str,
         rng: Random,
-        witness: Witness,
+        observer: FrontendObserver,
         parts: Parts | None = None,
     ) -> None:
         parts = parts or Parts()
@@ -578,37 +594,39 @@ class SimFrontend:
         self.registered_at: float | None = None
         self.lease: Lease | None = None
         # Whose sessions it had, in order.
-        self.routers_asked: list[int] = []
+        self.routers_used: list[int] = []
         # Time in which it did not get round to anything; see `stall`.
-        self._lost_s = 0.0
+        self._stalled_s = 0.0
         self._stalls = 0
-        self._patience = Patience(0.0)
-        self._departed = Departed()
-        self.engines = parts.engines(self.id, _Dialer(net, self.process), rng, lost_s=self.lost_s)
-        self.engines.frontend, self.witness = self, witness
+        self._stall_clock = StallClock(0.0)
+        self._recently_left = RecentlyLeft()
+        self.engines = parts.engines(
+            self.id, _Dialer(net, self.process), rng, stalled_s=self.stalled_s
+        )
+        self.engines.frontend, self.observer = self, observer
         self._rng = rng
         self._net = net
         self.address = address
         self._ended = asyncio.Event()
-        self.router = parts.placer(
+        self.router = parts.router_port(
             self.id,
             lambda: self.snapshot.of("router"),
-            self._place_alone,
-            sees=lambda query: sees(self.snapshot, query),
+            self._place_locally,
+            has_workers=lambda query: has_workers(self.snapshot, query),
             frontends=lambda: self.snapshot.of("frontend"),
             open_session=self._open_session,
             rng=rng,
-            lost_s=self.lost_s,
+            stalled_s=self.stalled_s,
         )
-        self.router.witness = witness
+        self.router.observer = observer
         self.gateway = parts.gateway(
             self.router,
             self.engines,
             lambda: self.snapshot,
             rng,
-            lost_s=self.lost_s,
+            stalled_s=self.stalled_s,
             silent_s=self.engines.silent_s,
-            departed=self._departed,
+            recently_left=self._recently_left,
         )
 
     @property
@@ -616,35 +634,35 @@ class SimFrontend:
         """Whether it takes requests."""
         return self.process.is_alive and self.registered_at is not None
 
-    def saw_leave(self, worker_id: int) -> bool:
+    def has_seen_leave(self, worker_id: int) -> bool:
         """Whether it knows that a worker was there and is not any more."""
-        return worker_id in self._departed
+        return worker_id in self._recently_left
 
-    def lost_s(self) -> float:
+    def stalled_s(self) -> float:
         """As its pulse would measure it, which need not tick here: nothing else makes it late."""
         if not self._stalls:
-            return self._lost_s
-        return self._lost_s + self._patience.lost_s(asyncio.get_running_loop().time())
+            return self._stalled_s
+        return self._stalled_s + self._stall_clock.stalled_s(asyncio.get_running_loop().time())
 
     def stall(self) -> None:
-        """From now on it does not get round to anything, until `go_on` was called as often."""
+        """From now on it does not get round to anything, until `resume` was called as often."""
         if not self._stalls:
-            self._patience = Patience(asyncio.get_running_loop().time())
+            self._stall_clock = StallClock(asyncio.get_running_loop().time())
         self._stalls += 1
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """One stall has ended."""
-        lost_s = self.lost_s()
+        stalled_s = self.stalled_s()
         self._stalls -= 1
         if not self._stalls:
-            self._lost_s = lost_s
+            self._stalled_s = stalled_s
 
     async def start(self) -> None:
         """Follows the mesh and becomes known."""
         self.process.spawn(self._follow())
         self.process.spawn(self.router.run())
-        self.process.spawn(self._keep_engines())
-        await self.discovery.reached()
+        self.process.spawn(self._run_engine_client())
+        await self.discovery.wait_reachable()
         self.lease = await self.discovery.register(
             Instance(
                 id=self.id,
@@ -656,55 +674,55 @@ class SimFrontend:
         )
         self.registered_at = asyncio.get_running_loop().time()
 
-    def die(self) -> None:
+    def crash(self) -> None:
         """SIGKILL. Its requests are nobody's any more: not even their timers may go on."""
-        for ticket in tuple(self.gateway._open):
-            ticket.machine.is_finished = True
-            if ticket._timer is not None:
-                ticket._timer.cancel()
+        for handle in tuple(self.gateway._open):
+            handle.machine.is_finished = True
+            if handle._timer is not None:
+                handle._timer.cancel()
         self.process.kill()
 
     async def drain(self) -> None:
         """Leaves as a frontend does that was told to; what has not ended by then is cut."""
         self.registered_at = None
-        await _leave(self)
-        for _ in range(round(DRAIN_S / _LOOK_S)):
+        await _deregister_and_wait(self)
+        for _ in range(round(DRAIN_S / _POLL_S)):
             if not self.gateway.open_requests:
                 break
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
         self.end()
 
     def end(self) -> None:
         """Closes the streams to workers, as at the end of a process."""
         self._ended.set()
 
-    async def _keep_engines(self) -> None:
+    async def _run_engine_client(self) -> None:
         async with self.engines:
             await self._ended.wait()
 
     async def _follow(self) -> None:
         async with self.discovery.watch(NAMESPACE) as watch:
-            self._see(watch.current)
+            self._on_snapshot(watch.current)
             while True:
-                self._see(await watch.next())
+                self._on_snapshot(await watch.next())
 
-    def _see(self, snapshot: Snapshot) -> None:
+    def _on_snapshot(self, snapshot: Snapshot) -> None:
         """As `FrontendApp` does."""
         self.snapshot = snapshot
-        self.engines.keep(snapshot.instances)
-        self._departed.follow(snapshot.instances)
+        self.engines.retain(snapshot.instances)
+        self._recently_left.follow(snapshot.instances)
 
     @asynccontextmanager
     async def _open_session(self, router: Instance) -> AsyncIterator[Session]:
         end = self._net.dial(self.process, router.address)
-        self.routers_asked.append(router.id)
+        self.routers_used.append(router.id)
         try:
             yield _SimSession(end)
         finally:
             end.finish(None)
 
-    def _place_alone(self, query: Query) -> Placed | MeshError:
-        return place_alone(self.snapshot, self.engines.open_slots, query, self._rng)
+    def _place_locally(self, query: Query) -> RoutingDecision | MeshError:
+        return place_locally(self.snapshot, self.engines.open_slots, query, self._rng)
 
 
 class SimRouter:
@@ -716,8 +734,8 @@ class SimRouter:
 
     def __init__(
         self,
-        net: Net,
-        discovery: Discovery,
+        net: SimNetwork,
+        discovery: DelayedRegistry,
         address: str,
         selector: str,
         rng: Random,
@@ -725,9 +743,9 @@ class SimRouter:
         kv: KvPlane | None = None,
         garble: Garble | None = None,
         *,
-        rules: Rules = DEFAULT_RULES,
-        choice: IndexChoice = EVENTS,
-        ledger: Ledger | None = None,
+        policy: Policy = DEFAULT_POLICY,
+        choice: IndexSettings = EVENT_INDEX_SETTINGS,
+        decision_checker: DecisionChecker | None = None,
     ) -> None:
         parts = parts or Parts()
         self.process = Process(f"router@{address}")
@@ -737,20 +755,20 @@ class SimRouter:
         self.lease: Lease | None = None
         self._net = net
         self._clock = asyncio.get_running_loop().time
-        book = LoadBook()
+        book = LoadTracker()
         self.choice = choice
-        self.pace = Pace()
+        self.read_delay = ReadDelay()
         self.index: IndexReplica | None = None
         # Whom it followed, in order.
-        self.indexers_followed: list[int] = []
+        self.indexers_subscribed: list[int] = []
         if kv is not None:
-            self._subscribe = subscriptions(net, self.process, kv.garble, self.pace)
+            self._subscribe = make_subscribe_opener(net, self.process, kv.garble, self.read_delay)
             self.index = IndexReplica(
                 lambda: self.router.fleet.indexers,
                 self._report,
                 subscribe=self._follow,
                 feed=parts.feed(),
-                loads_only=not choice.subscribes,
+                loads_only=not choice.follows_events,
                 rng=Random(self.id),
                 clock=self._clock,
                 stopwatch=_stopwatch(Random(self.id)),
@@ -760,16 +778,16 @@ class SimRouter:
             index=self.index,
             choice=choice,
             book=book,
-            rules=rules,
+            policy=policy,
             epoch_s=EPOCH_S,
         )
-        self.router.ledger = ledger
+        self.router.decision_checker = decision_checker
         self.peers = parts.peers(
             self.id,
             lambda: self.router.fleet.routers,
             book,
             self.router.affinity,
-            open_sync=syncs(net, self.process, garble or Garble(rng)),
+            open_sync=make_sync_opener(net, self.process, garble or Garble(rng)),
             rng=Random(self.id),
             clock=self._clock,
         )
@@ -790,17 +808,17 @@ class SimRouter:
         self.process.spawn(self._tick())
         if self.index is not None:
             self.process.spawn(self.index.run())
-        until = asyncio.get_running_loop().time() + FIRST_SNAPSHOT_S
+        until = asyncio.get_running_loop().time() + STARTUP_TIMEOUT_S
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                await watch.first_seen.wait()
+                await watch.first_snapshot.wait()
         self.process.spawn(self.peers.run())
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self.peers.caught_up.wait()
         self._net.listen(self.address, self.process, self._serve)
         self._net.listen(SYNC.format(self.address), self.process, self._sync)
-        await self.discovery.reached()
+        await self.discovery.wait_reachable()
         self.lease = await self.discovery.register(
             Instance(
                 id=self.id,
@@ -813,7 +831,7 @@ class SimRouter:
 
     async def drain(self) -> None:
         """Leaves as a router does that was told to."""
-        await _leave(self)
+        await _deregister_and_wait(self)
         self._service.end_sessions()
         await asyncio.sleep(CLOSING_S)
 
@@ -826,11 +844,11 @@ class SimRouter:
     async def _follow(
         self, indexer: Instance, request: indexer_pb2.SubscribeRequest
     ) -> AsyncIterator[Subscription]:
-        self.indexers_followed.append(indexer.id)
+        self.indexers_subscribed.append(indexer.id)
         async with self._subscribe(indexer, request) as subscription:
             yield subscription
 
-    async def _serve(self, end: End) -> None:
+    async def _serve(self, end: StreamEnd) -> None:
         async def frames() -> AsyncIterator[router_pb2.SessionRequest]:
             while (message := await end.read()) is not None:
                 yield router_pb2.SessionRequest.FromString(message)
@@ -838,7 +856,7 @@ class SimRouter:
         # Any: a context of grpc.aio has no public constructor.
         await self._service.Session(frames(), cast(Any, StreamContext(end)))
 
-    async def _sync(self, end: End) -> None:
+    async def _sync(self, end: StreamEnd) -> None:
         async def frames() -> AsyncIterator[router_pb2.SyncRequest]:
             while (message := await end.read()) is not None:
                 yield router_pb2.SyncRequest.FromString(message)
@@ -850,10 +868,10 @@ class SimRouter:
         while True:
             await asyncio.sleep(ROUTER_TICK_S)
             self.router.expire(self._clock())
-            self._service.decisions.serve_parked()
+            self._service.decisions.serve_queue()
             has_more = True
             while has_more:
-                has_more = self.router.overlaps.expire(self._clock(), EXPIRE_BLOCKS)
+                has_more = self.router.overlaps.expire(self._clock(), EXPIRE_BLOCKS_PER_STEP)
                 await asyncio.sleep(0)
 
 
@@ -862,8 +880,8 @@ class SimIndexer:
 
     def __init__(
         self,
-        net: Net,
-        discovery: Discovery,
+        net: SimNetwork,
+        discovery: DelayedRegistry,
         address: str,
         rng: Random,
         parts: Parts | None = None,
@@ -900,7 +918,7 @@ class SimIndexer:
         self.process.spawn(self._tick())
         self._net.listen(PUBLISH.format(self.address), self.process, self._publish)
         self._net.listen(SUBSCRIBE.format(self.address), self.process, self._subscribe)
-        await self.discovery.reached()
+        await self.discovery.wait_reachable()
         self.lease = await self.discovery.register(
             Instance(
                 id=self.id,
@@ -913,11 +931,11 @@ class SimIndexer:
 
     async def drain(self) -> None:
         """Leaves as an indexer does that was told to."""
-        await _leave(self)
+        await _deregister_and_wait(self)
         self._service.end_streams()
         await asyncio.sleep(CLOSING_S)
 
-    async def _publish(self, end: End) -> None:
+    async def _publish(self, end: StreamEnd) -> None:
         async def frames() -> AsyncIterator[indexer_pb2.PublishRequest]:
             while (message := await end.read()) is not None:
                 yield indexer_pb2.PublishRequest.FromString(message)
@@ -925,7 +943,7 @@ class SimIndexer:
         # Any: a context of grpc.aio has no public constructor.
         await self._service.Publish(frames(), cast(Any, StreamContext(end)))
 
-    async def _subscribe(self, end: End) -> None:
+    async def _subscribe(self, end: StreamEnd) -> None:
         message = await end.read()
         request = indexer_pb2.SubscribeRequest.FromString(message or b"")
         await self._service.Subscribe(request, cast(Any, StreamContext(end)))
@@ -936,10 +954,10 @@ class SimIndexer:
             await self.ingest.tick(self._fleet)
 
 
-async def _leave(peer: SimFrontend | SimRouter | SimIndexer) -> None:
+async def _deregister_and_wait(peer: SimFrontend | SimRouter | SimIndexer) -> None:
     """Deregisters, and serves on until others know."""
     lease, peer.lease = peer.lease, None
-    await peer.discovery.reached()
+    await peer.discovery.wait_reachable()
     if lease is not None:
         await lease.close()
     await asyncio.sleep(NOTICE_S)

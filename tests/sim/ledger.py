@@ -17,46 +17,46 @@ from dataclasses import dataclass, replace
 
 from common.errors import MeshError, Unavailable, UnknownModel
 from common.kv.hashing import hashes_from_bytes
-from common.registry.instances import Changes, Instance
+from common.registry.instances import Instance, SnapshotDiff
 from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
-from router_svc.core.admission import Lane, Parked
+from router_svc.core.admission import ConstraintClass, QueuedRequest
 from router_svc.core.busy import BusyLimits
-from router_svc.core.fleet import MODEL_MEMORY_S, Placement
+from router_svc.core.fleet import GONE_MODEL_TTL_S, Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import IndexChoice
-from router_svc.core.policy import Rules
+from router_svc.core.overlap import IndexSettings
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 
 # Guesses are judged by the time of the latest tick, and leave with one of the next.
-GUESS_SLACK_S = TICK_S + 0.01
+APPROX_SLACK_S = TICK_S + 0.01
 # A router's clock shows the same time in one turn of the loop, whatever it does.
-_NOW = 1e-9
+CLOCK_TOLERANCE_S = 1e-9
 # In a calm mesh all routers know what one of them has decided after this time.
-TOLD_S = 1.5
+SYNC_MAX_S = 1.5
 # Idle sessions are looked for each second, when the router ticks.
-FORGETS_S = 1.0 + 2 * TICK_S
+SESSION_EXPIRY_SLACK_S = 1.0 + 2 * TICK_S
 
-Breach = Callable[[str, str], None]
+ReportViolation = Callable[[str, str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Bound:
+class _SessionPlacement:
     """Where a session went at some time, and by which ledger's router."""
 
     at: float
-    by: Ledger
+    by: DecisionChecker
     worker: Placement
     prefill: Placement | None
 
     @property
-    def places(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple[Placement, ...]:
         return (self.worker,) if self.prefill is None else (self.worker, self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiter:
+class _QueuedRequest:
     """One who was parked. group: whoever shares it waits for the same workers; key: by the queue's
     policy, the larger first; None where that depends on caches."""
 
@@ -66,7 +66,7 @@ class _Waiter:
     key: float | None
 
 
-class Sessions:
+class SessionHistory:
     """Where the sessions of all routers of a mesh went, the latest last.
 
     is_calm: nothing has befallen the routers so far, and what they tell each other. used_at: when
@@ -74,39 +74,45 @@ class Sessions:
     """
 
     def __init__(self) -> None:
-        self._bound: dict[tuple[str, str], list[_Bound]] = {}
-        self._closed: dict[tuple[str, str], tuple[Ledger, float]] = {}
-        self.is_calm = True
+        self._bound: dict[tuple[str, str], list[_SessionPlacement]] = {}
+        self._closed: dict[tuple[str, str], tuple[DecisionChecker, float]] = {}
+        self.is_undisturbed = True
         self.used_at = float("-inf")
 
-    def of(self, name: tuple[str, str]) -> list[_Bound]:
+    def of(self, name: tuple[str, str]) -> list[_SessionPlacement]:
         """All of one session since it was last closed."""
         return self._bound.setdefault(name, [])
 
-    def bound(self, name: tuple[str, str], ledger: Ledger, now: float) -> _Bound | None:
+    def placement(
+        self, name: tuple[str, str], decision_checker: DecisionChecker, now: float
+    ) -> _SessionPlacement | None:
         """Where a session is for a router beyond doubt; None if that cannot be told.
 
         Routers tell each other. Of bonds that were made at about the same time either may hold, and
         where routers are disturbed nobody knows who has heard of what.
         """
-        all_bound = self.of(name)
-        if not all_bound:
+        placements = self.of(name)
+        if not placements:
             return None
-        last = all_bound[-1]
-        others = [one for one in all_bound if one.by is not last.by and last.at - one.at < TOLD_S]
+        last = placements[-1]
+        others = [
+            one for one in placements if one.by is not last.by and last.at - one.at < SYNC_MAX_S
+        ]
         by, at = self._closed.get(name, (last.by, 0.0))
-        is_doubtful = bool(others) or (by is not last.by and last.at - at < TOLD_S)
-        if is_doubtful or not (last.by is ledger or (self.is_calm and now - last.at > TOLD_S)):
+        is_ambiguous = bool(others) or (by is not last.by and last.at - at < SYNC_MAX_S)
+        if is_ambiguous or not (
+            last.by is decision_checker or (self.is_undisturbed and now - last.at > SYNC_MAX_S)
+        ):
             return None
         return last
 
-    def close(self, name: tuple[str, str], by: Ledger, now: float) -> None:
+    def close(self, name: tuple[str, str], by: DecisionChecker, now: float) -> None:
         """It ended, by a router's word."""
         self._bound.pop(name, None)
         self._closed[name] = by, now
 
 
-class Ledger:
+class DecisionChecker:
     """The decisions of one router. breach: takes a rule and what broke it. counts: what happened.
 
     sessions: those of all routers. rules, choice: the router's.
@@ -114,31 +120,31 @@ class Ledger:
 
     def __init__(
         self,
-        breach: Breach,
+        violation: ReportViolation,
         counts: Counter[str],
-        sessions: Sessions,
-        rules: Rules,
-        choice: IndexChoice,
+        sessions: SessionHistory,
+        policy: Policy,
+        choice: IndexSettings,
     ) -> None:
-        self._breach = breach
+        self._report_violation = violation
         self._counts = counts
         self._sessions = sessions
-        self._rules = rules
+        self._policy = policy
         self._choice = choice
-        self._waiting: dict[BookingKey, _Waiter] = {}
-        self._touched: dict[Placement, dict[tuple[str, int], float]] = {}
-        self._last_guess = float("-inf")
+        self._waiting: dict[BookingKey, _QueuedRequest] = {}
+        self._routed_blocks: dict[Placement, dict[tuple[str, int], float]] = {}
+        self._last_approx_at = float("-inf")
         # Models that workers served, and when the last one was gone.
         self._models: dict[str, float | None] = {}
 
     # -- what routers tell ----------------------------------------------------------------------
 
-    def updated(self, router: Router, changes: Changes, now: float) -> None:
+    def updated(self, router: Router, changes: SnapshotDiff, now: float) -> None:
         """The fleet changed."""
         for instance in changes.left:
             if instance.service == "worker":
-                for place in [p for p in self._touched if p.worker_id == instance.id]:
-                    del self._touched[place]
+                for place in [p for p in self._routed_blocks if p.worker_id == instance.id]:
+                    del self._routed_blocks[place]
         served = router.fleet.models
         for model in served:
             self._models[model] = None
@@ -146,10 +152,12 @@ class Ledger:
             if gone_at is None and model not in served:
                 self._models[model] = now
 
-    def parked(self, query: Query, key: BookingKey, now: float) -> None:
+    def queued(self, query: Query, key: BookingKey, now: float) -> None:
         """A question is to wait."""
-        waiter = _Waiter(query, now, _group(query), self._queue_key(query, now))
-        self._waiting[key] = waiter
+        queued_request = _QueuedRequest(
+            query, now, _eligibility_group(query), self._priority_key(query, now)
+        )
+        self._waiting[key] = queued_request
         self._counts["requests parked"] += 1
 
     def placed(
@@ -158,39 +166,49 @@ class Ledger:
         """A question was answered just now, at once or after a wait, and is booked."""
         mine = self._waiting.pop(key, None)
         if mine is None:
-            ahead = list(self._still_waiting(router, _group(query)))
+            ahead = list(self._still_waiting(router, _eligibility_group(query)))
             # Those who wait for where their session was bound before are found at a tick, also if
             # it was bound to the same place again just now.
             if ahead and decision.affinity in ("", "kept"):
-                self._breach("queue", f"{key.request_id} went past {len(ahead)} that wait")
+                self._report_violation(
+                    "queue", f"{key.request_id} went past {len(ahead)} that wait"
+                )
         else:
             self._check_order(router, key, mine)
-        self._decided(router, query, decision, now)
+        self._check_decision(router, query, decision, now)
 
-    def _check_order(self, router: Router, key: BookingKey, mine: _Waiter) -> None:
-        parked = router.queue._parked.get(key)  # None: it was asked again.
-        lane = None if parked is None else parked.lane
-        for name, other in self._still_waiting(router, mine.group, lane):
+    def _check_order(self, router: Router, key: BookingKey, mine: _QueuedRequest) -> None:
+        queued = router.queue._queued.get(key)  # None: it was asked again.
+        constraint_class = None if queued is None else queued.constraint_class
+        for name, other in self._still_waiting(router, mine.group, constraint_class):
             if other.query.strict_priority > mine.query.strict_priority:
-                self._breach("queue", f"{key.request_id} came before {name}, of a higher level")
+                self._report_violation(
+                    "queue", f"{key.request_id} came before {name}, of a higher level"
+                )
             elif other.query.strict_priority < mine.query.strict_priority:
                 self._counts["levels passed"] += 1
-            elif mine.key is not None and other.key is not None and other.key > mine.key + _NOW:
-                self._breach("queue", f"{key.request_id} came before {name}, which was ahead of it")
+            elif (
+                mine.key is not None
+                and other.key is not None
+                and other.key > mine.key + CLOCK_TOLERANCE_S
+            ):
+                self._report_violation(
+                    "queue", f"{key.request_id} came before {name}, which was ahead of it"
+                )
 
     def refused(self, router: Router, query: Query, error: MeshError, now: float) -> None:
         """A question was answered with an error."""
         self._counts[f"refused: {error.reason}"] += 1
-        if router.fleet.roles(query.model) or not router.fleet.was_seen:
+        if router.fleet.roles(query.model) or not router.fleet.has_snapshot:
             return
         gone_at = self._models.get(query.model)
-        lately = gone_at is not None and now - gone_at < MODEL_MEMORY_S
-        self._counts["models missed"] += lately
-        self._counts["models forgotten"] += gone_at is not None and not lately
-        if lately and not (isinstance(error, Unavailable) and error.retry_after_s):
-            self._breach("departed", f"{query.model} left at {gone_at:.1f} s: {error!r}")
-        if not lately and not isinstance(error, UnknownModel):
-            self._breach("departed", f"{query.model} is not known, but it says {error!r}")
+        is_recent = gone_at is not None and now - gone_at < GONE_MODEL_TTL_S
+        self._counts["models missed"] += is_recent
+        self._counts["models forgotten"] += gone_at is not None and not is_recent
+        if is_recent and not (isinstance(error, Unavailable) and error.retry_after_s):
+            self._report_violation("departed", f"{query.model} left at {gone_at:.1f} s: {error!r}")
+        if not is_recent and not isinstance(error, UnknownModel):
+            self._report_violation("departed", f"{query.model} is not known, but it says {error!r}")
 
     # -- what others ask ------------------------------------------------------------------------
 
@@ -198,32 +216,34 @@ class Ledger:
         """From time to time: nobody waits for too long."""
         if len(router.book):
             self._sessions.used_at = now
-        waits_max = self._rules.queue.wait_max_s + TICK_S + 0.1
-        for name, waiter in list(self._still_waiting(router, None)):
-            if now - waiter.at > waits_max:
-                self._breach("queue", f"{name} has waited for {now - waiter.at:.1f} s")
+        wait_limit_s = self._policy.queue.wait_max_s + TICK_S + 0.1
+        for name, queued_request in list(self._still_waiting(router, None)):
+            if now - queued_request.at > wait_limit_s:
+                self._report_violation(
+                    "queue", f"{name} has waited for {now - queued_request.at:.1f} s"
+                )
 
-    def flaws(self, router: Router, now: float) -> Iterator[str]:
+    def problems(self, router: Router, now: float) -> Iterator[str]:
         """What the router should have forgotten by now, and has not."""
-        age_s, overlaps, choice = now - self._last_guess, router.overlaps, self._choice
+        age_s, overlaps, choice = now - self._last_approx_at, router.overlaps, self._choice
         for index, limits in (
-            (overlaps.guesses, choice.guesses),
-            (overlaps.predictions, choice.predictions),
+            (overlaps.approximate, choice.approximate),
+            (overlaps.predicted, choice.predicted),
         ):
             is_due = limits is not None and age_s > limits.ttl_s + 2 * TICK_S
             if is_due and index is not None and index.blocks:
                 yield f"{index.blocks} guesses are left after {age_s:.1f} s"
         idle_s = now - self._sessions.used_at
-        if len(router.affinity) and idle_s > self._rules.session_ttl_s + FORGETS_S:
+        if len(router.affinity) and idle_s > self._policy.session_ttl_s + SESSION_EXPIRY_SLACK_S:
             yield f"{len(router.affinity)} sessions are left after {idle_s:.1f} s"
 
     # -- decisions ------------------------------------------------------------------------------
 
-    def _decided(self, router: Router, query: Query, decision: Decision, now: float) -> None:
+    def _check_decision(self, router: Router, query: Query, decision: Decision, now: float) -> None:
         """One was made just now, and booked."""
         self._counts[f"session {decision.affinity}"] += bool(decision.affinity)
         self._check_busy(router, decision, now)
-        self._check_belief(router, query, decision, now)
+        self._check_overlap(router, query, decision, now)
         routing = query.routing
         if routing is not None and routing.session_control is not None:
             self._check_session(router, query, decision, now)
@@ -233,42 +253,47 @@ class Ledger:
         control = query.routing.session_control
         assert control is not None, "see above"
         name = (query.model, control.session_id)
-        all_bound = self._sessions.of(name)
-        mine = self._sessions.bound(name, self, now)
-        went = _Bound(now, self, decision.worker, decision.prefill)
+        placements = self._sessions.of(name)
+        mine = self._sessions.placement(name, self, now)
+        new_placement = _SessionPlacement(now, self, decision.worker, decision.prefill)
         if mine is not None and control.action is not SessionAction.OPEN:
-            is_live = now - mine.at < self._rules.session_ttl_s
-            is_there = all(router.fleet.has(place) for place in mine.places)
-            is_free = any(at.worker_id in query.excluded_worker_ids for at in mine.places)
-            is_bound = is_live and is_there and not is_free
-            strays = is_bound and _strays(mine, went)
-            if strays and not self._may_stray(router, mine, decision, now):
-                what = f"{control.session_id} was at {_shown(mine)}, and went to {_shown(went)}"
-                self._breach("session", what)
-            if is_bound and went.prefill is None and mine.worker == went.worker:
-                went = replace(went, prefill=mine.prefill)
+            is_live = now - mine.at < self._policy.session_ttl_s
+            is_present = all(router.fleet.has(place) for place in mine.placements)
+            is_excluded = any(at.worker_id in query.excluded_worker_ids for at in mine.placements)
+            is_bound = is_live and is_present and not is_excluded
+            deviates = is_bound and _deviates(mine, new_placement)
+            if deviates and not self._may_deviate(router, mine, decision, now):
+                message = (
+                    f"{control.session_id} was at {_format_placement(mine)}, and "
+                    f"went to {_format_placement(new_placement)}"
+                )
+                self._report_violation("session", message)
+            if is_bound and new_placement.prefill is None and mine.worker == new_placement.worker:
+                new_placement = replace(new_placement, prefill=mine.prefill)
             self._counts["sessions kept across"] += is_bound and mine.by is not self
         if control.action is SessionAction.CLOSE:
             self._sessions.close(name, self, now)
         else:
-            all_bound.append(went)
+            placements.append(new_placement)
             self._sessions.used_at = now
 
-    def _may_stray(self, router: Router, bound: _Bound, decision: Decision, now: float) -> bool:
+    def _may_deviate(
+        self, router: Router, placement: _SessionPlacement, decision: Decision, now: float
+    ) -> bool:
         """Whether a soft session's request need not wait for its own worker, which is busy."""
-        rules = self._rules
-        if rules.session_mode == "hard":
+        policy = self._policy
+        if policy.session_mode == "hard":
             return False
         if decision.fallback:
             return True  # Its own way of running was full, and the next one has other workers.
-        load = _load_before(router, bound.prefill or bound.worker, decision, now)
-        share, batch = rules.queue.threshold, load.worker.max_num_batched_tokens or 0
+        load = _load_before(router, placement.prefill or placement.worker, decision, now)
+        share, batch = policy.queue.threshold, load.worker.max_num_batched_tokens or 0
         is_full = share is not None and load.tokens > share * batch
-        return is_full or not rules.busy.are_off
+        return is_full or not policy.busy.is_disabled
 
     def _check_busy(self, router: Router, decision: Decision, now: float) -> None:
-        limits = self._rules.busy
-        if limits.are_off:
+        limits = self._policy.busy
+        if limits.is_disabled:
             return
         worker = _load_before(router, decision.worker, decision, now)
         if decision.prefill is None:
@@ -277,40 +302,53 @@ class Ledger:
             prefill = _load_before(router, decision.prefill, decision, now)
             too_much = _too_many_tokens(prefill, limits) or _too_many_blocks(worker, limits)
         if too_much:
-            self._breach("busy", f"{decision.worker.worker_id:x} was busy: {too_much}")
+            self._report_violation("busy", f"{decision.worker.worker_id:x} was busy: {too_much}")
 
-    def _check_belief(self, router: Router, query: Query, decision: Decision, now: float) -> None:
+    def _check_overlap(self, router: Router, query: Query, decision: Decision, now: float) -> None:
         """What was believed of the cache is what the index says, or was sent there lately."""
         place = decision.worker if decision.prefill is None else decision.prefill
         at = router.fleet.candidate(place)
         assert at is not None, "a decision is about somebody who is there"
-        way, limits = self._way(at.instance), None
-        if way == "approx":
-            limits = self._choice.guesses
-        elif way == "events":
-            limits = self._choice.predictions
-        told = 0
-        if way == "events" and query.prefix_hashes:
+        index_kind, limits = self._index_kind(at.instance), None
+        if index_kind == "approx":
+            limits = self._choice.approximate
+        elif index_kind == "events":
+            limits = self._choice.predicted
+        indexed_blocks = 0
+        if index_kind == "events" and query.prefix_hashes:
             index = router.overlaps._index
             rows = {row.source: row.disk_blocks for row in index.match(query)}
-            told = next((n for source, n in rows.items() if tuple(source) == tuple(place)), 0)
-        least = most = told
+            indexed_blocks = next(
+                (n for source, n in rows.items() if tuple(source) == tuple(place)), 0
+            )
+        lower_bound = upper_bound = indexed_blocks
         if limits is not None and query.prefix_hashes:
             hashes = hashes_from_bytes(query.prefix_hashes).tolist()
-            touched = self._touched.setdefault(place, {})
+            routed_blocks = self._routed_blocks.setdefault(place, {})
             names = [(query.model, one) for one in hashes]
-            most = max(told, _depth(names, touched, now - limits.ttl_s - GUESS_SLACK_S))
+            upper_bound = max(
+                indexed_blocks,
+                _matched_depth(names, routed_blocks, now - limits.ttl_s - APPROX_SLACK_S),
+            )
             if limits.blocks_max > 1 << 16:
-                least = max(told, _depth(names, touched, now - limits.ttl_s + _NOW))
-            touched.update(dict.fromkeys(names, now))
-            self._last_guess = now
-        believed = decision.overlap_blocks
-        self._counts[f"blocks believed: {way}"] += believed > told
-        if not least <= believed <= most:
-            what = f"{least} to {most} blocks of {at.instance.stable_name}'s ({way})"
-            self._breach("guess", f"a router believes in {believed}, it should be in {what}")
+                lower_bound = max(
+                    indexed_blocks,
+                    _matched_depth(names, routed_blocks, now - limits.ttl_s + CLOCK_TOLERANCE_S),
+                )
+            routed_blocks.update(dict.fromkeys(names, now))
+            self._last_approx_at = now
+        assumed_blocks = decision.overlap_blocks
+        self._counts[f"blocks believed: {index_kind}"] += assumed_blocks > indexed_blocks
+        if not lower_bound <= assumed_blocks <= upper_bound:
+            message = (
+                f"{lower_bound} to {upper_bound} blocks of "
+                f"{at.instance.stable_name}'s ({index_kind})"
+            )
+            self._report_violation(
+                "guess", f"a router believes in {assumed_blocks}, it should be in {message}"
+            )
 
-    def _way(self, worker: Instance) -> str:
+    def _index_kind(self, worker: Instance) -> str:
         """How the router can know a worker's cache."""
         if self._choice.kind == "approx" and worker.kv_index == "events":
             return "approx"
@@ -319,21 +357,25 @@ class Ledger:
     # -- the queue ------------------------------------------------------------------------------
 
     def _still_waiting(
-        self, router: Router, group: object, lane: Lane | None = None
-    ) -> Iterator[tuple[str, _Waiter]]:
+        self, router: Router, group: object, constraint_class: ConstraintClass | None = None
+    ) -> Iterator[tuple[str, _QueuedRequest]]:
         """Whom the router has not sent away meanwhile. None: of every group, of whatever lane."""
-        parked = router.queue._parked
-        for key in [key for key in self._waiting if key not in parked]:
+        queued = router.queue._queued
+        for key in [key for key in self._waiting if key not in queued]:
             del self._waiting[key]
-        for key, waiter in self._waiting.items():
-            is_mate = group == waiter.group and _is_rightly_there(router, parked[key])
-            if group is None or (is_mate and lane in (None, parked[key].lane)):
-                yield key.request_id, waiter
+        for key, queued_request in self._waiting.items():
+            is_same_group = group == queued_request.group and _is_queued_correctly(
+                router, queued[key]
+            )
+            if group is None or (
+                is_same_group and constraint_class in (None, queued[key].constraint_class)
+            ):
+                yield key.request_id, queued_request
 
-    def _queue_key(self, query: Query, now: float) -> float | None:
+    def _priority_key(self, query: Query, now: float) -> float | None:
         jump = max(0.0, (query.routing and query.routing.priority_jump) or 0.0)
         arrived_at = now - query.waited_s
-        match self._rules.queue.policy:
+        match self._policy.queue.policy:
             case "fcfs":
                 return jump - arrived_at
             case "lcfs":
@@ -341,30 +383,34 @@ class Ledger:
         return None
 
 
-def _strays(bound: _Bound, went: _Bound) -> bool:
+def _deviates(placement: _SessionPlacement, new_placement: _SessionPlacement) -> bool:
     """Whether a request went elsewhere than its session."""
-    splits = bound.prefill is not None and went.prefill is not None
-    return bound.worker != went.worker or (splits and bound.prefill != went.prefill)
+    splits = placement.prefill is not None and new_placement.prefill is not None
+    return placement.worker != new_placement.worker or (
+        splits and placement.prefill != new_placement.prefill
+    )
 
 
-def _is_rightly_there(router: Router, parked: Parked) -> bool:
+def _is_queued_correctly(router: Router, queued: QueuedRequest) -> bool:
     """Whether its session is bound as it was when it was parked; else it is found at a tick."""
-    stay = router.affinity.stay(parked.query, router.fleet.has)
-    return parked.lane.places == (() if stay is None else stay.must)
+    session_constraint = router.affinity.session_constraint(queued.query, router.fleet.has)
+    return queued.constraint_class.placements == (
+        () if session_constraint is None else session_constraint.required_placements
+    )
 
 
-def _group(query: Query) -> object:
+def _eligibility_group(query: Query) -> object:
     """Equal for those that may run on the same workers."""
     routing = replace(query.routing or RoutingHints(), priority_jump=None, priority=None)
     return (query.model, repr(routing), query.excluded_worker_ids)
 
 
-def _depth(
-    names: Sequence[tuple[str, int]], touched: dict[tuple[str, int], float], since: float
+def _matched_depth(
+    names: Sequence[tuple[str, int]], routed_blocks: dict[tuple[str, int], float], since: float
 ) -> int:
     """How many leading blocks were touched after some time."""
     for count, name in enumerate(names):
-        if touched.get(name, float("-inf")) <= since:
+        if routed_blocks.get(name, float("-inf")) <= since:
             return count
     return len(names)
 
@@ -391,8 +437,10 @@ def _load_before(router: Router, place: Placement, decision: Decision, now: floa
 
 def _too_many_tokens(load: _Load, limits: BusyLimits) -> str:
     tokens, batch = load.tokens, load.worker.max_num_batched_tokens or 0
-    most, share = limits.active_prefill_tokens, limits.active_prefill_tokens_frac
-    if (most is not None and tokens > most) or (share is not None and tokens > share * batch):
+    upper_bound, share = limits.active_prefill_tokens, limits.active_prefill_tokens_frac
+    if (upper_bound is not None and tokens > upper_bound) or (
+        share is not None and tokens > share * batch
+    ):
         return f"{tokens} tokens to compute"
     return ""
 
@@ -404,5 +452,5 @@ def _too_many_blocks(load: _Load, limits: BusyLimits) -> str:
     return ""
 
 
-def _shown(bound: _Bound) -> str:
-    return " and ".join(f"{place.worker_id:x}" for place in bound.places)
+def _format_placement(placement: _SessionPlacement) -> str:
+    return " and ".join(f"{place.worker_id:x}" for place in placement.placements)

@@ -76,13 +76,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
     failures: what callbacks and forgotten tasks raised; a run without mistakes leaves it empty.
     """
 
-    def __init__(self, until: float = float("inf"), *, shuffled: Random | None = None) -> None:
+    def __init__(self, until: float = float("inf"), *, shuffle_rng: Random | None = None) -> None:
         super().__init__()
         self._now = 0.0
         self._until = until
         self._last_task = 0
         self._last_timer = 0
-        self._shuffled = shuffled
+        self._shuffle_rng = shuffle_rng
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, int, asyncio.TimerHandle]] = []
         self.failures: list[str] = []
@@ -124,7 +124,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """As the loop it replaces; see the module for the order."""
         timer = _Timer(when, callback, args, self, context)
         self._last_timer += 1
-        place = self._shuffled.getrandbits(16) if self._shuffled is not None else 0
+        place = self._shuffle_rng.getrandbits(16) if self._shuffle_rng is not None else 0
         heappush(self._timers, (when, place, self._last_timer, timer))
         return timer
 
@@ -134,7 +134,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while timers and timers[0][3].cancelled():
             heappop(timers)
         if not ready and not self._is_stopping():
-            self._pass_time()
+            self._advance_time()
         while timers and timers[0][0] <= self._now:
             ready.append(heappop(timers)[3])
         for _ in range(len(ready)):
@@ -142,7 +142,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if not handle.cancelled():
                 handle._run()
 
-    def _pass_time(self) -> None:
+    def _advance_time(self) -> None:
         if not self._timers:
             raise Deadlock(f"at {self._now:.3f} s everybody waits and no timer is set")
         self._now = max(self._now, self._timers[0][0])
@@ -193,14 +193,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtually(
-    main: Coroutine[Any, Any, T], *, until: float = float("inf"), shuffled: Random | None = None
+    main: Coroutine[Any, Any, T], *, until: float = float("inf"), shuffle_rng: Random | None = None
 ) -> T:
     """Runs `main` to its end on a new virtual loop, then cancels what it left behind.
 
     Raises what `main` raises, Deadlock, Overrun, and RuntimeError when a callback or a forgotten
     task failed.
     """
-    loop = VirtualLoop(until, shuffled=shuffled)
+    loop = VirtualLoop(until, shuffle_rng=shuffle_rng)
     try:
         result = loop.run_until_complete(main)
         if loop.failures:
@@ -214,8 +214,8 @@ def run_virtually(
 
 
 def _cancel_rest(loop: VirtualLoop) -> None:
-    rest = sorted(asyncio.all_tasks(loop), key=hash)
-    for task in rest:
+    remaining_tasks = sorted(asyncio.all_tasks(loop), key=hash)
+    for task in remaining_tasks:
         task.cancel()
-    if rest:
-        loop.run_until_complete(asyncio.wait(rest, timeout=60.0))
+    if remaining_tasks:
+        loop.run_until_complete(asyncio.wait(remaining_tasks, timeout=60.0))

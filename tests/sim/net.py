@@ -35,11 +35,11 @@ class Process:
         self._is_stopped = False
         self._held: deque[Callable[[], object]] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}
-        self.ends: dict[End, None] = {}
+        self.ends: dict[StreamEnd, None] = {}
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is between `stop` and `go_on`."""
+        """Whether it is between `stop` and `resume`."""
         return self._is_stopped
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -49,7 +49,7 @@ class Process:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
 
-    def do(self, action: Callable[[], object]) -> None:
+    def run_or_defer(self, action: Callable[[], object]) -> None:
         """Does it now, after the stop, or never when the process is dead by then."""
         if not self.is_alive:
             return
@@ -62,7 +62,7 @@ class Process:
         """SIGSTOP."""
         self._is_stopped = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """SIGCONT."""
         self._is_stopped = False
         while self._held and not self._is_stopped:
@@ -75,14 +75,14 @@ class Process:
         for task in tuple(self._tasks):
             task.cancel()
 
-    async def gone(self) -> None:
+    async def wait_until_gone(self) -> None:
         """Returns once no task of it is left."""
         while self._tasks:
             await asyncio.wait(tuple(self._tasks))
 
 
 @dataclass(slots=True)
-class Path:
+class LinkDelay:
     """How long messages of one stream travel: base_s + an exponential of mean jitter_s.
 
     Arrivals are rounded up to a grid of quantum_s, so that things happen at the same time.
@@ -102,26 +102,26 @@ class Path:
         return max(at, now)
 
 
-class End:
+class StreamEnd:
     """One side of a stream. Exactly one task reads it and one writes to it."""
 
-    def __init__(self, owner: Process, path: Path, window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(self, owner: Process, path: LinkDelay, window_bytes: int = WINDOW_BYTES) -> None:
         self.owner = owner
         self._window_bytes = window_bytes
-        self.peer: End | None = None
-        self.is_over = False
+        self.peer: StreamEnd | None = None
+        self.is_finished = False
         self.bytes_read = 0
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._inbox: deque[bytes] = deque()
-        self._end: MeshError | None = None  # behind the inbox, once `_has_ended`
+        self._end_error: MeshError | None = None  # behind the inbox, once `_has_ended`
         self._has_ended = False
         self._is_half_closed = False
         self._arrived = asyncio.Event()
-        self._room = asyncio.Event()
-        self._under_way = 0
+        self._has_capacity = asyncio.Event()
+        self._in_flight_bytes = 0
         self._last_arrival = 0.0
-        self._travelling: deque[Callable[[End], None]] = deque()
+        self._in_transit: deque[Callable[[StreamEnd], None]] = deque()
         self._is_held = False
         self._held: deque[Callable[[], None]] = deque()
         # Called when the other side, or the link, ended the stream.
@@ -132,8 +132,8 @@ class End:
         """The next message, None at the end. Raises the error it ended with."""
         while not self._inbox:
             if self._has_ended:
-                if self._end is not None:
-                    raise self._end
+                if self._end_error is not None:
+                    raise self._end_error
                 return None
             if self._is_half_closed:
                 return None
@@ -143,32 +143,32 @@ class End:
         self.bytes_read += len(message)
         if self.peer is not None:
             # Window updates take a trip too, but an instant one changes little and costs nothing.
-            self.peer._freed(len(message))
+            self.peer._on_freed(len(message))
         return message
 
     @property
     def is_open(self) -> bool:
         """Whether neither side has ended it, as far as this one knows."""
-        return not (self._has_ended or self.is_over)
+        return not (self._has_ended or self.is_finished)
 
     async def write(self, message: bytes) -> None:
         """Sends a message once the window has room. Raises WorkerLost on an ended stream."""
-        await self.room()
+        await self.wait_for_capacity()
         self.push(message)
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Returns when the window has room. Raises WorkerLost on an ended stream."""
-        while self._under_way >= self._window_bytes and self.is_open:
-            self._room.clear()
-            await self._room.wait()
+        while self._in_flight_bytes >= self._window_bytes and self.is_open:
+            self._has_capacity.clear()
+            await self._has_capacity.wait()
         if not self.is_open:
             raise WorkerLost("the stream has ended", retryable=True)
 
     def push(self, message: bytes) -> None:
         """Sends a message whether or not there is room; an ended stream swallows it."""
         if self.is_open:
-            self._under_way += len(message)
-            self._send(lambda peer: peer._take(message))
+            self._in_flight_bytes += len(message)
+            self._send(lambda peer: peer._receive(message))
 
     def half_close(self) -> None:
         """The other side reads what is left, then None; it may go on writing."""
@@ -177,26 +177,26 @@ class End:
 
     def finish(self, error: MeshError | None) -> None:
         """Ends the stream from this side: the other one reads what is left, then this."""
-        if self.is_over:
+        if self.is_finished:
             return
-        self.is_over = True
-        self._room.set()
-        self.owner.do(lambda: self._leave(error))
+        self.is_finished = True
+        self._has_capacity.set()
+        self.owner.run_or_defer(lambda: self._send_end(error))
 
     def cut(self, error: MeshError | None) -> None:
         """This side learns that the stream is over."""
         if self._has_ended:
             return
-        self._has_ended, self._end = True, error
+        self._has_ended, self._end_error = True, error
         self._arrived.set()
-        self._room.set()
+        self._has_capacity.set()
         self.on_cut()
 
     def hold(self) -> None:
         """What is sent to this side waits in the network."""
         self._is_held = True
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """What waited arrives."""
         self._is_held = False
         while self._held:
@@ -210,33 +210,33 @@ class End:
         if peer is not None and peer.peer is self:
             peer.sever()
 
-    def _leave(self, error: MeshError | None) -> None:
+    def _send_end(self, error: MeshError | None) -> None:
         # Not before: should its owner die in a stop, the other side hears of that.
         self.owner.ends.pop(self, None)
-        self._depart(lambda peer: peer.cut(error))
+        self._schedule_delivery(lambda peer: peer.cut(error))
 
-    def _send(self, arrive: Callable[[End], None]) -> None:
+    def _send(self, deliver: Callable[[StreamEnd], None]) -> None:
         """Hands something to the network; it arrives after all that was handed to it before."""
-        self.owner.do(lambda: self._depart(arrive))
+        self.owner.run_or_defer(lambda: self._schedule_delivery(deliver))
 
-    def _depart(self, arrive: Callable[[End], None]) -> None:
-        self._travelling.append(arrive)
+    def _schedule_delivery(self, deliver: Callable[[StreamEnd], None]) -> None:
+        self._in_transit.append(deliver)
         lag_s = self.owner.lag_s + (self.peer.owner.lag_s if self.peer is not None else 0.0)
         at = max(self._path.arrival(self._loop.time() + lag_s), self._last_arrival)
         self._last_arrival = at
-        self._loop.call_at(at, self._land)
+        self._loop.call_at(at, self._deliver_next)
 
-    def _land(self) -> None:
-        arrive = self._travelling.popleft()
+    def _deliver_next(self) -> None:
+        deliver = self._in_transit.popleft()
         peer = self.peer
         if peer is None:
             return
         if peer._is_held:
-            peer._held.append(lambda: peer.owner.do(lambda: arrive(peer)))
+            peer._held.append(lambda: peer.owner.run_or_defer(lambda: deliver(peer)))
         else:
-            peer.owner.do(lambda: arrive(peer))
+            peer.owner.run_or_defer(lambda: deliver(peer))
 
-    def _take(self, message: bytes) -> None:
+    def _receive(self, message: bytes) -> None:
         self._inbox.append(message)
         self._arrived.set()
 
@@ -244,19 +244,21 @@ class End:
         self._is_half_closed = True
         self._arrived.set()
 
-    def _freed(self, count: int) -> None:
-        self._under_way -= count
-        if self._under_way < self._window_bytes:
-            self._room.set()
+    def _on_freed(self, count: int) -> None:
+        self._in_flight_bytes -= count
+        if self._in_flight_bytes < self._window_bytes:
+            self._has_capacity.set()
 
 
-Handler = Callable[[End], Awaitable[None]]
+Handler = Callable[[StreamEnd], Awaitable[None]]
 
 
-class Net:
+class SimNetwork:
     """Who listens where, and the open streams. paths: how a stream from a to b behaves."""
 
-    def __init__(self, path: Callable[[str, str], Path], window_bytes: int = WINDOW_BYTES) -> None:
+    def __init__(
+        self, path: Callable[[str, str], LinkDelay], window_bytes: int = WINDOW_BYTES
+    ) -> None:
         self._path = path
         self._window_bytes = window_bytes
         self._listeners: dict[str, tuple[Process, Handler, bool]] = {}
@@ -272,7 +274,7 @@ class Net:
         """
         self._listeners[address] = process, handler, is_cancelled
 
-    def answers(self, address: str) -> bool:
+    def is_listening(self, address: str) -> bool:
         """Whether somebody alive listens there."""
         return address in self._listeners and self._listeners[address][0].is_alive
 
@@ -281,22 +283,26 @@ class Net:
         if self._listeners.get(address, (None,))[0] is process:
             del self._listeners[address]
 
-    def dial(self, caller: Process, address: str) -> End:
+    def dial(self, caller: Process, address: str) -> StreamEnd:
         """The client's end of a new stream; whether anybody is there shows when it is read."""
         process, handler, is_cancelled = self._listeners.get(address, (None, None, True))
         path = self._path(caller.name, address)
-        client = End(caller, path, self._window_bytes)
+        client = StreamEnd(caller, path, self._window_bytes)
         if process is None or handler is None or not process.is_alive:
             error = Unavailable(f"connection to {address} refused")
             at = path.arrival(asyncio.get_running_loop().time() + self.refused_after_s)
             asyncio.get_running_loop().call_at(at, client.cut, error)
             return client
-        server = End(process, path, self._window_bytes)
+        server = StreamEnd(process, path, self._window_bytes)
         client.peer, server.peer = server, client
-        process.do(lambda: self._serve(process, handler, server, is_cancelled=is_cancelled))
+        process.run_or_defer(
+            lambda: self._serve(process, handler, server, is_cancelled=is_cancelled)
+        )
         return client
 
-    def _serve(self, process: Process, handler: Handler, end: End, *, is_cancelled: bool) -> None:
+    def _serve(
+        self, process: Process, handler: Handler, end: StreamEnd, *, is_cancelled: bool
+    ) -> None:
         task = process.spawn(_handle(handler, end))
         if not is_cancelled:
             return
@@ -305,7 +311,7 @@ class Net:
             task.cancel()
 
 
-async def _handle(handler: Handler, end: End) -> None:
+async def _handle(handler: Handler, end: StreamEnd) -> None:
     error: MeshError | None = None
     try:
         await handler(end)
@@ -315,6 +321,6 @@ async def _handle(handler: Handler, end: End) -> None:
         end.finish(error)
 
 
-def ends_between(near: Process, far: Process) -> list[End]:
+def ends_between(near: Process, far: Process) -> list[StreamEnd]:
     """The near ends of the streams between two processes."""
     return [end for end in near.ends if end.peer is not None and end.peer.owner is far]

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from common.registry.instances import KvIndex
-from router_svc.core.overlap import EVENTS, IndexChoice
-from router_svc.core.policy import DEFAULT_RULES, Rules
-from tests.sim.clients import Wish
+from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
+from router_svc.core.policy import DEFAULT_POLICY, Policy
+from tests.sim.clients import ClientSpec
 from tests.sim.faults import KEEPALIVE_S, Fault
 from tests.sim.net import WINDOW_BYTES
 
-WORDS = tuple(range(10, 500))
+TOKEN_IDS = tuple(range(10, 500))
 EOS = 2
 EOS_ONE_IN = 60
 # By then keepalive has told everybody, orphaned bookings have expired, and stops were heeded.
-REST_S = KEEPALIVE_S + 6.0
+RECOVERY_MAX_S = KEEPALIVE_S + 6.0
 # As REST_S, where everybody notices within SOON_S what broke: stale sources count for 10 s.
-SHORT_REST_S = 13.0
+SHORT_RECOVERY_MAX_S = 13.0
 
 Mode = Literal["bootstrap", "completed"]
 
@@ -56,41 +56,41 @@ class Scenario:
     routers: int = 1
     frontends: int = 1
     selector: str = "least_loaded"
-    rules: Rules = DEFAULT_RULES
+    policy: Policy = DEFAULT_POLICY
     step_s: float = 0.04
     blocks: int = 4096
     seqs: int = 64
     delay_s: float = 0.02
     jitter_s: float = 0.005
     quantum_s: float = 0.0
-    spares_first: bool = True
+    protect_first: bool = True
     requests_max: int = 4096
     window_bytes: int = WINDOW_BYTES
     budget_bytes: int = 0
     subscriber_bytes: int = 1 << 20
-    rest_s: float = REST_S
-    lingers_s: float = 0.0
-    choices: tuple[IndexChoice, ...] = (EVENTS,)
-    kv_ways: tuple[KvIndex, ...] = ("events",)
+    recovery_max_s: float = RECOVERY_MAX_S
+    linger_s: float = 0.0
+    choices: tuple[IndexSettings, ...] = (EVENT_INDEX_SETTINGS,)
+    kv_index_modes: tuple[KvIndex, ...] = ("events",)
     adapters: tuple[frozenset[str], ...] = (frozenset(),)
-    visitor_s: float | None = None
-    wishes: tuple[Wish, ...] = ()
+    temporary_model_s: float | None = None
+    client_specs: tuple[ClientSpec, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     def number_of(self, worker: str) -> int:
         """What distinguishes it from the others of its role, from its name."""
         return int(worker[1:])
 
-    def kv_way(self, worker: str) -> KvIndex:
+    def kv_index_mode(self, worker: str) -> KvIndex:
         """How the cache of a worker of that name can be known."""
-        return self.kv_ways[self.number_of(worker) % len(self.kv_ways)]
+        return self.kv_index_modes[self.number_of(worker) % len(self.kv_index_modes)]
 
-    def adapters_of(self, worker: str) -> frozenset[str]:
+    def find_adapters(self, worker: str) -> frozenset[str]:
         """The adapters of a worker of that name."""
         return self.adapters[self.number_of(worker) % len(self.adapters)]
 
     @property
-    def is_tight(self) -> bool:
+    def has_tight_capacity(self) -> bool:
         """Whether workers refuse requests, or let handoffs wait too long, for want of room."""
         return self.requests_max < 100 or (self.decodes > 0 and self.blocks < 1000)
 

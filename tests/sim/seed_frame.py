@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import pytest
 
-from tests.sim.coverage import Coverage, chunks, name_of
-from tests.sim.scenario import REST_S
+from tests.sim.coverage import Coverage, chunk_name, chunks
+from tests.sim.scenario import RECOVERY_MAX_S
 from tests.sim.world import run_seed
 
 
-class SeedFrame:
+class SeedSuite:
     """A subclass has the table.
 
     least: of each fault, and of what else must have happened, in all seeds together. replayed:
@@ -20,14 +20,14 @@ class SeedFrame:
     """
 
     seeds: ClassVar[Sequence[int]]
-    least: ClassVar[Mapping[str, int]]
-    replayed: ClassVar[Sequence[int]]
+    minimum_counts: ClassVar[Mapping[str, int]]
+    repeated_seeds: ClassVar[Sequence[int]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         if "some" in metafunc.fixturenames:
-            metafunc.parametrize("some", chunks(self.seeds), ids=name_of)
+            metafunc.parametrize("some", chunks(self.seeds), ids=chunk_name)
         if "seed" in metafunc.fixturenames:
-            metafunc.parametrize("seed", self.replayed)
+            metafunc.parametrize("seed", self.repeated_seeds)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -42,8 +42,8 @@ class SeedFrame:
     def test_the_seeds_have_every_fault_and_all_that_is_to_follow(self, coverage: Coverage) -> None:
         """Otherwise the rules about it would hold for want of a case."""
         coverage.run(self.seeds)
-        assert not coverage.lacks(self.least)
-        assert 2.0 < coverage.slowest_s < REST_S
+        assert not coverage.missing_counts(self.minimum_counts)
+        assert 2.0 < coverage.slowest_s < RECOVERY_MAX_S
 
     def test_a_seed_gives_the_same_run_event_for_event(self, seed: int) -> None:
         keep = [object() for _ in range(999)]  # so that addresses differ

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.draws import is_vertical
+from tests.sim.draws import is_disaggregated
 from tests.sim.faults import FAILOVERS, FLAPS, HANDOFF_FAULTS, INDEX_FAULTS, FaultKind
-from tests.sim.seed_frame import SeedFrame
+from tests.sim.seed_frame import SeedSuite
 
-SEEDS = [seed for seed in range(500) if is_vertical(seed)]
+SEEDS = [seed for seed in range(500) if is_disaggregated(seed)]
 # See `test_seeds.py`, which has those faults that need neither pairs nor an index.
-LEAST = {
+MINIMUM_COUNTS = {
     **dict.fromkeys(map(str, (*HANDOFF_FAULTS, *INDEX_FAULTS, *FLAPS, *FAILOVERS)), 5),
     "answers migrated": 20,
     "requests tried again": 150,
@@ -52,7 +52,7 @@ LEAST = {
 pytestmark = pytest.mark.slow
 
 
-class TestMeshesOfPairs(SeedFrame):
+class TestMeshesOfPairs(SeedSuite):
     seeds = SEEDS
-    least = LEAST
-    replayed = (3,)
+    minimum_counts = MINIMUM_COUNTS
+    repeated_seeds = (3,)

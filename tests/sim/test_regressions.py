@@ -9,20 +9,20 @@ import pytest
 
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import CREDIT_BYTES
-from tests.sim.clients import Wish, draw_wishes
+from tests.sim.clients import ClientSpec, draw_client_specs
 from tests.sim.faults import KEEPALIVE_S, Fault, FaultKind
-from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, TOKEN_IDS, Scenario
 from tests.sim.world import Report, run_scenario, run_seed
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
-TRUTH = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
-WISHES = draw_wishes(Random(3), 40, 8.0, TRUTH, long_prompts=False)
+TOKEN_ORACLE = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
+CLIENT_SPECS = draw_client_specs(Random(3), 40, 8.0, TOKEN_ORACLE, long_prompts=False)
 FAULT = Fault(
     at=2.0,
     kind=FaultKind.ROUTER_STOP,
-    pick=0.0,
-    pick_too=0.0,
-    lasts_s=8.0,
+    target_draw=0.0,
+    second_draw=0.0,
+    duration_s=8.0,
     near_s=0.1,
     far_s=0.1,
     notice_s=0.5,
@@ -33,14 +33,14 @@ pytestmark = pytest.mark.slow
 
 def passed(scenario: Scenario) -> Report:
     report = run_scenario(scenario)
-    assert not report.breaches, str(report)
+    assert not report.violations, str(report)
     return report
 
 
 @pytest.mark.parametrize("routers", [1, 2])
 def test_a_router_that_hangs_is_no_worse_than_one_that_is_gone(routers: int) -> None:
     """Placements waited for as long as it hung: nobody asked it for a sign of life."""
-    report = passed(Scenario(seed=1, routers=routers, wishes=WISHES, faults=(FAULT,)))
+    report = passed(Scenario(seed=1, routers=routers, client_specs=CLIENT_SPECS, faults=(FAULT,)))
     assert any("fault router_stop" in line for line in report.trace)
 
 
@@ -48,7 +48,7 @@ def test_a_router_that_hangs_is_no_worse_than_one_that_is_gone(routers: int) -> 
 def test_a_session_that_breaks_without_a_word_holds_no_placement_up(far_s: float) -> None:
     """Placements waited for the transport's keepalive, 15 s."""
     cut = replace(FAULT, kind=FaultKind.SESSION_CUT, near_s=KEEPALIVE_S, far_s=far_s)
-    passed(Scenario(seed=2, wishes=WISHES, faults=(cut,)))
+    passed(Scenario(seed=2, client_specs=CLIENT_SPECS, faults=(cut,)))
 
 
 def test_streams_are_woken_in_the_same_order_in_every_run() -> None:
@@ -61,10 +61,15 @@ def test_streams_are_woken_in_the_same_order_in_every_run() -> None:
 
 def test_a_frontend_that_stalls_holds_workers_within_their_credit() -> None:
     long = StopConditions(max_tokens=4000, ignore_eos=True)
-    wishes = tuple(Wish(n, 0.0, (10 + n, 20, 30), long, logprobs=1) for n in range(8))
-    stall = replace(FAULT, kind=FaultKind.FRONTEND_STALL, at=0.3, lasts_s=2.5)
+    client_specs = tuple(ClientSpec(n, 0.0, (10 + n, 20, 30), long, logprobs=1) for n in range(8))
+    stall = replace(FAULT, kind=FaultKind.FRONTEND_STALL, at=0.3, duration_s=2.5)
     scenario = Scenario(
-        seed=4, workers=1, step_s=0.0004, window_bytes=1 << 26, wishes=wishes, faults=(stall,)
+        seed=4,
+        workers=1,
+        step_s=0.0004,
+        window_bytes=1 << 26,
+        client_specs=client_specs,
+        faults=(stall,),
     )
     report = passed(scenario)
     assert report.unacked_max > 0.9 * CREDIT_BYTES, "the credit was never put to the test"
@@ -72,40 +77,46 @@ def test_a_frontend_that_stalls_holds_workers_within_their_credit() -> None:
 
 def test_a_successor_on_an_old_address_is_not_taken_for_its_predecessor() -> None:
     """Frontends reconnect to the port they know, where another process listens by now."""
-    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, lasts_s=0.01, near_s=0.0, notice_s=4.0)
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, duration_s=0.01, near_s=0.0, notice_s=4.0)
     report = passed(
-        Scenario(seed=5, workers=2, selector="round_robin", wishes=WISHES, faults=(kill,))
+        Scenario(
+            seed=5, workers=2, selector="round_robin", client_specs=CLIENT_SPECS, faults=(kill,)
+        )
     )
     assert report.counts["requests tried again"] > 0
 
 
 def test_a_mesh_whose_only_worker_is_away_for_a_while_serves_again() -> None:
-    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, lasts_s=1.0)
-    report = passed(Scenario(seed=6, workers=1, spares_first=False, wishes=WISHES, faults=(kill,)))
-    assert 0 < report.counts["requests failed"] < len(WISHES)
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, duration_s=1.0)
+    report = passed(
+        Scenario(seed=6, workers=1, protect_first=False, client_specs=CLIENT_SPECS, faults=(kill,))
+    )
+    assert 0 < report.counts["requests failed"] < len(CLIENT_SPECS)
 
 
 def test_unused_streams_are_closed_at_both_ends() -> None:
-    passed(Scenario(seed=7, frontends=2, wishes=WISHES, lingers_s=70.0))
+    passed(Scenario(seed=7, frontends=2, client_specs=CLIENT_SPECS, linger_s=70.0))
 
 
 def test_prompts_longer_than_a_part_arrive_whole_over_slow_links() -> None:
     rng = Random(9)
     stop = StopConditions(max_tokens=8, ignore_eos=True)
-    wishes = tuple(
-        Wish(n, 0.1 * n, tuple(rng.choices(WORDS, k=20_000 + n)), stop) for n in range(6)
+    client_specs = tuple(
+        ClientSpec(n, 0.1 * n, tuple(rng.choices(TOKEN_IDS, k=20_000 + n)), stop) for n in range(6)
     )
     cut = replace(FAULT, kind=FaultKind.ATTACH_CUT, at=0.3)
-    passed(Scenario(seed=8, delay_s=0.2, wishes=wishes, faults=(cut,)))
+    passed(Scenario(seed=8, delay_s=0.2, client_specs=client_specs, faults=(cut,)))
 
 
 def test_a_booking_that_nobody_waits_for_any_more_does_not_stay_at_the_router() -> None:
     """A request given up while its router hung was booked when that went on, and never freed."""
     # The only worker dies; the router does not see its successor before it has been given up.
-    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, at=2.2, lasts_s=3.3)
-    stop = replace(FAULT, lasts_s=4.5)
+    kill = replace(FAULT, kind=FaultKind.WORKER_KILL, at=2.2, duration_s=3.3)
+    stop = replace(FAULT, duration_s=4.5)
     report = passed(
-        Scenario(seed=9, workers=1, spares_first=False, wishes=WISHES, faults=(stop, kill))
+        Scenario(
+            seed=9, workers=1, protect_first=False, client_specs=CLIENT_SPECS, faults=(stop, kill)
+        )
     )
     assert report.counts["requests failed"] > 0
 
@@ -114,16 +125,16 @@ def test_a_worker_left_alone_for_a_moment_is_waited_for_when_all_others_were_tri
     """The only other worker had failed the request, so it was refused within milliseconds."""
     short = StopConditions(max_tokens=4, ignore_eos=True)
     at = [0.1 * n for n in range(4)] + [1.06 + 0.02 * n for n in range(4)]
-    wishes = tuple(Wish(n, at[n], (10 + n, 20, 30), short) for n in range(8))
-    broken = replace(FAULT, kind=FaultKind.WORKER_BREAK, at=1.0, lasts_s=0.5)
-    cut = replace(FAULT, kind=FaultKind.ATTACH_CUT, at=1.05, pick=0.9, near_s=0.0, far_s=0.0)
+    client_specs = tuple(ClientSpec(n, at[n], (10 + n, 20, 30), short) for n in range(8))
+    broken = replace(FAULT, kind=FaultKind.WORKER_BREAK, at=1.0, duration_s=0.5)
+    cut = replace(FAULT, kind=FaultKind.ATTACH_CUT, at=1.05, target_draw=0.9, near_s=0.0, far_s=0.0)
     report = passed(
         Scenario(
             seed=10,
             workers=2,
             selector="round_robin",
-            spares_first=False,
-            wishes=wishes,
+            protect_first=False,
+            client_specs=client_specs,
             faults=(broken, cut),
         )
     )

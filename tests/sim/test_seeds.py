@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sim.draws import is_vertical
+from tests.sim.draws import is_disaggregated
 from tests.sim.faults import ALL_FAULTS, FaultKind
-from tests.sim.seed_frame import SeedFrame
+from tests.sim.seed_frame import SeedSuite
 
-SEEDS = [seed for seed in range(500) if not is_vertical(seed)]
-LEAST = {
+SEEDS = [seed for seed in range(500) if not is_disaggregated(seed)]
+MINIMUM_COUNTS = {
     **dict.fromkeys(map(str, ALL_FAULTS), 15),
     "answers migrated": 200,
     "requests tried again": 800,
@@ -42,7 +42,7 @@ LEAST = {
 pytestmark = pytest.mark.slow
 
 
-class TestMeshesOfAggregatedWorkers(SeedFrame):
+class TestMeshesOfAggregatedWorkers(SeedSuite):
     seeds = SEEDS
-    least = LEAST
-    replayed = (4, 20)
+    minimum_counts = MINIMUM_COUNTS
+    repeated_seeds = (4, 20)

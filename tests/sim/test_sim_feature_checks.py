@@ -13,26 +13,32 @@ import pytest
 from common.errors import MeshError
 from common.kv.events import Event, EventBatch, EventKind, Source
 from common.request.preprocessed import StopConditions
-from common.request.token_stream import LegSink, Order
-from frontend_svc.core.peers.stall_clock import never_late
-from frontend_svc.core.request.machine import Plan
+from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.stall_clock import never_stalled
+from frontend_svc.core.request.machine import RequestPlan
 from frontend_svc.peers.engine_client import Submission
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, Listener, Ticket
-from router_svc.core.admission import QueueRules
+from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
+from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import NO_LIMITS, BusyLimits
-from router_svc.core.load_tracker import LoadBook
-from router_svc.core.overlap import choose_index
-from router_svc.core.policy import Rules
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.overlap import derive_index_settings
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query as RouterQuery
 from router_svc.replication_sync import PeerSync
 from tests.sim.checks import Checks
-from tests.sim.clients import Wish
+from tests.sim.clients import ClientSpec
 from tests.sim.faults import Fault, FaultKind
-from tests.sim.fleet import VISITOR, Parts, WatchedEngines, WatchedRouter, WatchedRouterClient
+from tests.sim.fleet import (
+    TEMPORARY_MODEL,
+    ObservedEngineClient,
+    ObservedRouter,
+    ObservedRouterClient,
+    Parts,
+)
 from tests.sim.loop import run_virtually
-from tests.sim.scenario import SHORT_REST_S, WORDS, Scenario
+from tests.sim.scenario import SHORT_RECOVERY_MAX_S, TOKEN_IDS, Scenario
 from tests.sim.world import run_scenario
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.engine import SimEngine
@@ -40,77 +46,85 @@ from worker_svc.engines.sim.engine import SimEngine
 pytestmark = pytest.mark.slow
 
 
-def fault(kind: FaultKind, at: float, *, lasts_s: float = 1.0) -> Fault:
-    return Fault(at, kind, 0.0, 0.0, lasts_s, near_s=0.1, far_s=0.1, notice_s=0.5)
+def fault(kind: FaultKind, at: float, *, duration_s: float = 1.0) -> Fault:
+    return Fault(at, kind, 0.0, 0.0, duration_s, near_s=0.1, far_s=0.1, notice_s=0.5)
 
 
 SHORT = StopConditions(max_tokens=6, ignore_eos=True)
 LONG = StopConditions(max_tokens=100, ignore_eos=True)
 
 
-def wishes(count: int, every_s: float, tokens: int, stop: StopConditions = SHORT) -> list[Wish]:
+def client_specs(
+    count: int, every_s: float, tokens: int, stop: StopConditions = SHORT
+) -> list[ClientSpec]:
     """Clients whose prompts begin alike."""
     rng = Random(5)
-    begin = tuple(rng.choices(WORDS, k=tokens // 2))
+    begin = tuple(rng.choices(TOKEN_IDS, k=tokens // 2))
     return [
-        Wish(n, every_s * n, begin + tuple(rng.choices(WORDS, k=tokens // 2)), stop)
+        ClientSpec(n, every_s * n, begin + tuple(rng.choices(TOKEN_IDS, k=tokens // 2)), stop)
         for n in range(count)
     ]
 
 
-PLAIN = Scenario(seed=7, selector="random", rest_s=SHORT_REST_S)
+PLAIN = Scenario(seed=7, selector="random", recovery_max_s=SHORT_RECOVERY_MAX_S)
 SLOW = replace(PLAIN, prefill_token_s=1e-3, batched_tokens=600)
 SESSIONS = replace(
     PLAIN,
-    rules=Rules(session_mode="hard", session_ttl_s=2.0),
-    wishes=tuple(replace(one, session=f"s{one.number % 3}") for one in wishes(30, 0.2, 40)),
+    policy=Policy(session_mode="hard", session_ttl_s=2.0),
+    client_specs=tuple(
+        replace(one, session=f"s{one.number % 3}") for one in client_specs(30, 0.2, 40)
+    ),
 )
-SOFT = replace(SESSIONS, rules=Rules(session_mode="soft"))
+SOFT = replace(SESSIONS, policy=Policy(session_mode="soft"))
 # One session, whose requests come by different frontends, and so by different routers.
 ACROSS = replace(
     SESSIONS,
     workers=8,
     routers=2,
     frontends=4,
-    rules=Rules(session_mode="hard"),
-    wishes=tuple(replace(one, session="s", pick=one.number % 4 / 4) for one in wishes(12, 2.0, 40)),
+    policy=Policy(session_mode="hard"),
+    client_specs=tuple(
+        replace(one, session="s", target_draw=one.number % 4 / 4)
+        for one in client_specs(12, 2.0, 40)
+    ),
 )
 # Six come at once, and each prompt takes half a second; two workers compute them.
 QUEUE = replace(
     SLOW,
     workers=2,
-    rules=Rules(queue=QueueRules(threshold=0.05, wait_max_s=1.0)),
-    wishes=tuple(
+    policy=Policy(queue=QueueSettings(threshold=0.05, wait_max_s=1.0)),
+    client_specs=tuple(
         replace(one, at=0.01 * one.number, strict_priority=one.number % 3)
-        for one in wishes(12, 0.0, 500)
+        for one in client_specs(12, 0.0, 500)
     ),
 )
-DEATH = replace(QUEUE, routers=2, faults=(fault(FaultKind.ROUTERS_KILL, 0.5, lasts_s=0.2),))
+DEATH = replace(QUEUE, routers=2, faults=(fault(FaultKind.ROUTERS_KILL, 0.5, duration_s=0.2),))
 BUSY = replace(
     SLOW,
     workers=2,
-    rules=Rules(busy=BusyLimits(active_prefill_tokens=300)),
-    wishes=tuple(wishes(12, 0.1, 500)),
+    policy=Policy(busy=BusyLimits(active_prefill_tokens=300)),
+    client_specs=tuple(client_specs(12, 0.1, 500)),
 )
 ADAPTERS = replace(
     PLAIN,
     selector="round_robin",
     adapters=(frozenset({"french", "german"}), frozenset({"french"})),
-    wishes=tuple(
-        replace(one, lora=("", "french", "german")[one.number % 3]) for one in wishes(30, 0.2, 80)
+    client_specs=tuple(
+        replace(one, lora=("", "french", "german")[one.number % 3])
+        for one in client_specs(30, 0.2, 80)
     ),
 )
 MOVES = replace(
     ADAPTERS,
-    wishes=tuple(replace(one, stop=LONG) for one in ADAPTERS.wishes),
+    client_specs=tuple(replace(one, stop=LONG) for one in ADAPTERS.client_specs),
     faults=(fault(FaultKind.WORKER_KILL, 3.0),),
 )
-GUESSES = replace(
+APPROXIMATE = replace(
     PLAIN,
     selector="kv",
-    kv_ways=("approx", "none"),
+    kv_index_modes=("approx", "none"),
     choices=(
-        choose_index(
+        derive_index_settings(
             overlap_score_credit=1.0,
             kv_events=False,
             limits=ApproxLimits(ttl_s=2.5),
@@ -118,7 +132,9 @@ GUESSES = replace(
         ),
     ),
     # With a pause in which guesses expire.
-    wishes=tuple(replace(one, at=one.at + 6.0 * (one.number >= 15)) for one in wishes(30, 0.7, 80)),
+    client_specs=tuple(
+        replace(one, at=one.at + 6.0 * (one.number >= 15)) for one in client_specs(30, 0.7, 80)
+    ),
 )
 # Eight prompts, each twice in a moment, then again when the caches have forgotten it.
 PREDICTIONS = replace(
@@ -127,28 +143,31 @@ PREDICTIONS = replace(
     indexers=1,
     blocks=12,
     choices=(
-        choose_index(
+        derive_index_settings(
             overlap_score_credit=1.0, kv_events=True, limits=ApproxLimits(), predicted_ttl_s=1.0
         ),
     ),
-    wishes=tuple(
-        Wish(n, 0.4 * (n // 2) + 0.01 * (n % 2), (11 + n // 2 % 8,) * 80, SHORT) for n in range(60)
+    client_specs=tuple(
+        ClientSpec(n, 0.4 * (n // 2) + 0.01 * (n % 2), (11 + n // 2 % 8,) * 80, SHORT)
+        for n in range(60)
     ),
 )
-DAWDLES = replace(
+SLOW_READERS = replace(
     PLAIN,
-    wishes=tuple(replace(one, pause_s=3.0, unread_max=8) for one in wishes(6, 0.1, 40, LONG)),
+    client_specs=tuple(
+        replace(one, pause_s=3.0, unread_max=8) for one in client_specs(6, 0.1, 40, LONG)
+    ),
 )
-VISITOR_LEAVES = replace(
+MODEL_LEAVES = replace(
     PLAIN,
-    visitor_s=2.0,
-    lingers_s=75.0,
-    wishes=tuple(replace(one, model=VISITOR) for one in wishes(12, 0.5, 40)),
+    temporary_model_s=2.0,
+    linger_s=75.0,
+    client_specs=tuple(replace(one, model=TEMPORARY_MODEL) for one in client_specs(12, 0.5, 40)),
 )
 STALL = replace(
     PLAIN,
-    wishes=tuple(wishes(12, 0.1, 40, LONG)),
-    faults=(fault(FaultKind.FRONTEND_STALL, 1.0, lasts_s=6.0),),
+    client_specs=tuple(client_specs(12, 0.1, 40, LONG)),
+    faults=(fault(FaultKind.FRONTEND_STALL, 1.0, duration_s=6.0),),
 )
 SCENARIOS = {
     "hard sessions": SESSIONS,
@@ -159,10 +178,10 @@ SCENARIOS = {
     "busy workers": BUSY,
     "adapters": ADAPTERS,
     "adapters whose worker dies": MOVES,
-    "guesses": GUESSES,
+    "guesses": APPROXIMATE,
     "predictions": PREDICTIONS,
-    "slow clients": DAWDLES,
-    "a model that leaves": VISITOR_LEAVES,
+    "slow clients": SLOW_READERS,
+    "a model that leaves": MODEL_LEAVES,
     "a frontend that stalls": STALL,
 }
 
@@ -170,7 +189,7 @@ SCENARIOS = {
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
 def test_the_real_parts_break_no_rule_with_a_feature(scenario: Scenario) -> None:
     report = run_scenario(scenario)
-    assert not report.breaches, str(report)
+    assert not report.violations, str(report)
 
 
 @pytest.mark.parametrize(
@@ -185,11 +204,11 @@ def test_the_real_parts_break_no_rule_with_a_feature(scenario: Scenario) -> None
         (BUSY, "refused: ALL_WORKERS_BUSY"),
         (ADAPTERS, "adapters asked for"),
         (MOVES, "answers migrated"),
-        (GUESSES, "blocks believed: approx"),
+        (APPROXIMATE, "blocks believed: approx"),
         (PREDICTIONS, "blocks believed: events"),
-        (DAWDLES, "clients cut"),
-        (VISITOR_LEAVES, "models missed"),
-        (VISITOR_LEAVES, "models forgotten"),
+        (SLOW_READERS, "clients cut"),
+        (MODEL_LEAVES, "models missed"),
+        (MODEL_LEAVES, "models forgotten"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
@@ -197,86 +216,88 @@ def test_the_scenarios_with_a_feature_have_what_it_is_for(scenario: Scenario, wh
     assert run_scenario(scenario).counts[what] > 0
 
 
-class ForgetsSessions(WatchedRouter):
+class ForgetsSessions(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.affinity.booked = lambda *args: None  # type: ignore[method-assign]
+        self.affinity.record_booking = lambda *args: None  # type: ignore[method-assign]
 
 
-class KeepsSessionsForEver(WatchedRouter):
+class KeepsSessionsForEver(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
         self.affinity._ttl_s = 1e9
 
 
-class KeepsSessionsToItself(PeerSync):
+class NeverSyncsSessions(PeerSync):
     """Tells other routers of bookings only."""
 
-    def __init__(self, id: int, routers: Any, book: LoadBook, affinity: Any, **others: Any) -> None:
+    def __init__(
+        self, id: int, routers: Any, book: LoadTracker, affinity: Any, **others: Any
+    ) -> None:
         super().__init__(id, routers, book, **others)
 
 
-class TurnsLevelsRound(WatchedRouter):
+class InvertsPriorities(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        park = self.queue.park
+        enqueue = self.queue.enqueue
 
-        def turned(query: RouterQuery, *args: Any, **others: Any) -> Any:
+        def inverted(query: RouterQuery, *args: Any, **others: Any) -> Any:
             low = replace(query, strict_priority=9 - query.strict_priority)
-            return park(low, *args, **others)
+            return enqueue(low, *args, **others)
 
-        self.queue.park = turned  # type: ignore[method-assign]
+        self.queue.enqueue = inverted  # type: ignore[method-assign]
 
 
-class ServesTheLatestFirst(WatchedRouter):
+class ServesTheLatestFirst(ObservedRouter):
     """Though it was told to serve in order."""
 
-    def __init__(self, *args: Any, rules: Rules, **others: Any) -> None:
-        late = replace(rules, queue=replace(rules.queue, policy="lcfs"))
-        super().__init__(*args, rules=late, **others)
+    def __init__(self, *args: Any, policy: Policy, **others: Any) -> None:
+        late = replace(policy, queue=replace(policy.queue, policy="lcfs"))
+        super().__init__(*args, policy=late, **others)
 
 
-class LetsSomeIn(WatchedRouter):
+class BypassesTheQueue(ObservedRouter):
     """Every other one need not wait, whoever does."""
 
-    asked_for = 0
+    admit_count = 0
 
     def admit(self, query: RouterQuery, *args: Any) -> Any:
-        self.asked_for += 1
-        return (super().admit if self.asked_for % 2 else self.decide)(query, *args)
+        self.admit_count += 1
+        return (super().admit if self.admit_count % 2 else self.decide)(query, *args)
 
 
-class NeverTurnsAway(WatchedRouter):
+class NeverTimesOutRequests(ObservedRouter):
     """And never lets anybody in who waits."""
 
-    def __init__(self, *args: Any, rules: Rules, **others: Any) -> None:
-        for_ever = replace(rules, queue=replace(rules.queue, wait_max_s=1e6))
-        super().__init__(*args, rules=for_ever, **others)
-        self._admitted = lambda *args: None  # type: ignore[method-assign]
+    def __init__(self, *args: Any, policy: Policy, **others: Any) -> None:
+        for_ever = replace(policy, queue=replace(policy.queue, wait_max_s=1e6))
+        super().__init__(*args, policy=for_ever, **others)
+        self._try_admit = lambda *args: None  # type: ignore[method-assign]
 
 
-class AsksOnce(WatchedRouterClient):
+class NeverResendsRequests(ObservedRouterClient):
     """What it asked one router it does not ask the next."""
 
     async def _write(self, session: Any) -> None:
         if self.unrouted >= 0 and hasattr(self, "has_asked"):
             self._waiting.clear()
-            self._numbers.clear()
+            self._query_ids.clear()
         self.has_asked = True
         await super()._write(session)
 
 
-class IgnoresLimits(WatchedRouter):
-    def __init__(self, *args: Any, rules: Rules, **others: Any) -> None:
-        super().__init__(*args, rules=replace(rules, busy=NO_LIMITS), **others)
+class IgnoresLimits(ObservedRouter):
+    def __init__(self, *args: Any, policy: Policy, **others: Any) -> None:
+        super().__init__(*args, policy=replace(policy, busy=NO_LIMITS), **others)
 
 
-class IgnoresAdapters(WatchedRouter):
+class IgnoresAdapters(ObservedRouter):
     def admit(self, query: RouterQuery, *args: Any) -> Any:
         return super().admit(replace(query, routing=None), *args)
 
 
-class SharesCaches(SimEngine):
+class IgnoresAdaptersInCacheKeys(SimEngine):
     """Names the blocks of all adapters alike."""
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -287,70 +308,72 @@ class SharesCaches(SimEngine):
         return config
 
 
-class ForgetsTheAdapterInMigration(WatchedEngines):
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
-        if order.attempt and order.request is not None:
-            order = replace(order, request=replace(order.request, routing=None))
-        return super().submit(worker_id, address, order, sink)
+class ForgetsTheAdapterInMigration(ObservedEngineClient):
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Submission:
+        if leg_request.attempt and leg_request.request is not None:
+            leg_request = replace(leg_request, request=replace(leg_request.request, routing=None))
+        return super().submit(worker_id, address, leg_request, sink)
 
 
-class BelievesForEver(WatchedRouter):
+class NeverExpiresApproximateEntries(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        assert self.overlaps.guesses is not None
-        self.overlaps.guesses.limits = ApproxLimits(ttl_s=1e9)
+        assert self.overlaps.approximate is not None
+        self.overlaps.approximate.limits = ApproxLimits(ttl_s=1e9)
 
 
-class GuessesAboutAll(WatchedRouter):
+class ApproximatesAllWorkers(ObservedRouter):
     """Also about those whose caches cannot be known."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.overlaps._way = lambda worker: "approx"  # type: ignore[method-assign]
+        self.overlaps._index_kind = lambda worker: "approx"  # type: ignore[method-assign]
 
 
-class GuessesNothing(WatchedRouter):
+class NeverRecordsRouting(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.overlaps.routed = lambda *args: None  # type: ignore[method-assign]
+        self.overlaps.record_placement = lambda *args: None  # type: ignore[method-assign]
 
 
-class PredictsForEver(WatchedRouter):
+class NeverExpiresPredictions(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        assert self.overlaps.predictions is not None
-        self.overlaps.predictions.limits = ApproxLimits(ttl_s=1e9)
+        assert self.overlaps.predicted is not None
+        self.overlaps.predicted.limits = ApproxLimits(ttl_s=1e9)
 
 
-class Patient(Gateway):
+class NeverCutsSlowReaders(Gateway):
     """Never gives a request up."""
 
-    def open(self, plan: Plan, query: Query, listener: Listener) -> Ticket:
-        ticket = super().open(plan, query, listener)
-        ticket.fail = self.ignore  # type: ignore[method-assign]
-        return ticket
+    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+        handle = super().open(plan, query, sink)
+        handle.fail = self.ignore  # type: ignore[method-assign]
+        return handle
 
     def ignore(self, error: MeshError, reason: str) -> None:
         pass
 
 
-class ForgetsModelsAtOnce(WatchedRouter):
+class ForgetsModelsImmediately(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.fleet.knows = lambda model, now: False  # type: ignore[method-assign]
+        self.fleet.is_known_model = lambda model, now: False  # type: ignore[method-assign]
 
 
-class RemembersModels(WatchedRouter):
+class NeverForgetsModels(ObservedRouter):
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.fleet.knows = lambda model, now: True  # type: ignore[method-assign]
+        self.fleet.is_known_model = lambda model, now: True  # type: ignore[method-assign]
 
 
-class BlamesOthers(WatchedEngines):
+class IgnoresOwnStalls(ObservedEngineClient):
     """Whoever it could not hear while it stood still is lost to it."""
 
     def __init__(self, *args: Any, **others: Any) -> None:
-        super().__init__(*args, **{**others, "lost_s": never_late})
+        super().__init__(*args, **{**others, "stalled_s": never_stalled})
 
 
 @pytest.mark.parametrize(
@@ -358,34 +381,34 @@ class BlamesOthers(WatchedEngines):
     [
         ("session", SESSIONS, Parts(router=ForgetsSessions)),
         ("session", SOFT, Parts(router=ForgetsSessions)),
-        ("session", ACROSS, Parts(peers=KeepsSessionsToItself)),
-        ("rest", replace(SESSIONS, lingers_s=10.0), Parts(router=KeepsSessionsForEver)),
-        ("queue", QUEUE, Parts(router=TurnsLevelsRound)),
+        ("session", ACROSS, Parts(peers=NeverSyncsSessions)),
+        ("rest", replace(SESSIONS, linger_s=10.0), Parts(router=KeepsSessionsForEver)),
+        ("queue", QUEUE, Parts(router=InvertsPriorities)),
         ("queue", QUEUE, Parts(router=ServesTheLatestFirst)),
-        ("queue", QUEUE, Parts(router=LetsSomeIn)),
-        ("queue", QUEUE, Parts(router=NeverTurnsAway)),
-        ("bounded", DEATH, Parts(placer=AsksOnce)),
+        ("queue", QUEUE, Parts(router=BypassesTheQueue)),
+        ("queue", QUEUE, Parts(router=NeverTimesOutRequests)),
+        ("bounded", DEATH, Parts(router_port=NeverResendsRequests)),
         ("busy", BUSY, Parts(router=IgnoresLimits)),
         ("adapter", ADAPTERS, Parts(router=IgnoresAdapters)),
-        ("cache", ADAPTERS, Parts(engine=SharesCaches)),
+        ("cache", ADAPTERS, Parts(engine=IgnoresAdaptersInCacheKeys)),
         ("adapter", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
         ("truth", MOVES, Parts(engines=ForgetsTheAdapterInMigration)),
-        ("guess", GUESSES, Parts(router=BelievesForEver)),
-        ("guess", GUESSES, Parts(router=GuessesAboutAll)),
-        ("guess", GUESSES, Parts(router=GuessesNothing)),
-        ("rest", replace(GUESSES, lingers_s=10.0), Parts(router=BelievesForEver)),
-        ("guess", PREDICTIONS, Parts(router=PredictsForEver)),
-        ("slow", DAWDLES, Parts(gateway=Patient)),
-        ("departed", VISITOR_LEAVES, Parts(router=ForgetsModelsAtOnce)),
-        ("departed", VISITOR_LEAVES, Parts(router=RemembersModels)),
-        ("retries", STALL, Parts(engines=BlamesOthers)),
+        ("guess", APPROXIMATE, Parts(router=NeverExpiresApproximateEntries)),
+        ("guess", APPROXIMATE, Parts(router=ApproximatesAllWorkers)),
+        ("guess", APPROXIMATE, Parts(router=NeverRecordsRouting)),
+        ("rest", replace(APPROXIMATE, linger_s=10.0), Parts(router=NeverExpiresApproximateEntries)),
+        ("guess", PREDICTIONS, Parts(router=NeverExpiresPredictions)),
+        ("slow", SLOW_READERS, Parts(gateway=NeverCutsSlowReaders)),
+        ("departed", MODEL_LEAVES, Parts(router=ForgetsModelsImmediately)),
+        ("departed", MODEL_LEAVES, Parts(router=NeverForgetsModels)),
+        ("retries", STALL, Parts(engines=IgnoresOwnStalls)),
     ],
     ids=lambda value: _mistake(value) if isinstance(value, Parts) else None,
 )
 def test_a_mistake_with_a_feature_is_caught_by_its_rule(
     rule: str, scenario: Scenario, parts: Parts
 ) -> None:
-    assert rule in {breach.rule for breach in run_scenario(scenario, parts).breaches}
+    assert rule in {violation.rule for violation in run_scenario(scenario, parts).violations}
 
 
 def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
@@ -393,7 +416,7 @@ def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
     stored = Event(EventKind.STORED, np.arange(100, dtype=np.uint64))
     batch = EventBatch(Source(1), 1, 1, [stored])
 
-    async def rules(subscriber_bytes: int) -> set[str]:
+    async def policy(subscriber_bytes: int) -> set[str]:
         checks = Checks()
         subscriber = SimpleNamespace(_waiting=[batch, batch])
         ingest = SimpleNamespace(subscribers=[subscriber])
@@ -401,18 +424,25 @@ def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
             ingest=ingest, subscriber_bytes=subscriber_bytes, process=SimpleNamespace(name="i")
         )
         checks.backlog(indexer)
-        return {breach.rule for breach in checks.breaches}
+        return {violation.rule for violation in checks.violations}
 
-    assert run_virtually(rules(1500)) == {"backlog"}
-    assert run_virtually(rules(1600)) == set()
+    assert run_virtually(policy(1500)) == {"backlog"}
+    assert run_virtually(policy(1600)) == set()
 
 
 def _mistake(parts: Parts) -> str | None:
     real = Parts()
-    names = ("router", "peers", "placer", "engines", "engine", "gateway")
+    names = ("router", "peers", "router_port", "engines", "engine", "gateway")
     changed = (getattr(parts, name) for name in names)
     return next((one.__name__ for one in changed if one not in _all(real)), None)
 
 
 def _all(parts: Parts) -> list[type[Any]]:
-    return [parts.router, parts.peers, parts.placer, parts.engines, parts.engine, parts.gateway]
+    return [
+        parts.router,
+        parts.peers,
+        parts.router_port,
+        parts.engines,
+        parts.engine,
+        parts.gateway,
+    ]

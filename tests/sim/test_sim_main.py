@@ -6,18 +6,18 @@ from random import Random
 
 import pytest
 
-from frontend_svc.core.request.machine import Outcome, Plan
+from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, Listener, Ticket
+from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
 from tests.sim.__main__ import main
-from tests.sim.clients import draw_wishes
+from tests.sim.clients import draw_client_specs
 from tests.sim.fleet import Parts
-from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
+from tests.sim.scenario import EOS, EOS_ONE_IN, TOKEN_IDS, Scenario
 from tests.sim.world import run_scenario
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
-WISHES = draw_wishes(
-    Random(7), 20, 3.0, Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN), long_prompts=False
+CLIENT_SPECS = draw_client_specs(
+    Random(7), 20, 3.0, TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN), long_prompts=False
 )
 
 
@@ -32,27 +32,27 @@ def test_the_last_line_counts_the_seeds(capsys: pytest.CaptureFixture[str]) -> N
 class _Twice:
     """A Listener that hears of the end twice."""
 
-    def __init__(self, listener: Listener) -> None:
-        self.tokens = listener.tokens
-        self._finished = listener.finished
+    def __init__(self, sink: ResponseSink) -> None:
+        self.tokens = sink.tokens
+        self._finished = sink.finished
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: RequestOutcome) -> None:
         self._finished(outcome)
         self._finished(outcome)
 
 
 class EndsTwice(Gateway):
-    def open(self, plan: Plan, query: Query, listener: Listener) -> Ticket:
-        return super().open(plan, query, _Twice(listener))
+    def open(self, plan: RequestPlan, query: Query, sink: ResponseSink) -> RequestHandle:
+        return super().open(plan, query, _Twice(sink))
 
 
 @pytest.mark.slow
 def test_a_breach_comes_with_what_led_to_it_and_the_command_that_repeats_it() -> None:
-    report = run_scenario(Scenario(seed=7, wishes=WISHES), Parts(gateway=EndsTwice))
-    name = report.breaches[0].what.split()[0]
+    report = run_scenario(Scenario(seed=7, client_specs=CLIENT_SPECS), Parts(gateway=EndsTwice))
+    name = report.violations[0].what.split()[0]
     lines = [line.strip() for line in str(report).splitlines()]
     assert lines[-1] == "replay: make sim SEEDS=1 ARGS='--first 7 --trace'"
     shown = lines[lines.index("before the first:") + 1 : -1]
     assert any(f"asks {name} " in line for line in shown)
     assert any(f"ends {name} " in line for line in shown)
-    assert all(float(line.split()[0]) <= report.breaches[0].at + 1e-5 for line in shown)
+    assert all(float(line.split()[0]) <= report.violations[0].at + 1e-5 for line in shown)

@@ -13,35 +13,35 @@ from common.errors import MeshError, Overloaded
 from common.kv.events import EventBatch
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import StopConditions
-from common.request.token_stream import LegSink, Order
-from frontend_svc.core.request.machine import Placed
+from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.request.machine import RoutingDecision
 from frontend_svc.peers.engine_client import Submission
-from frontend_svc.peers.router_client import Answer, Key, Query
+from frontend_svc.peers.router_client import PlacementCallback, PlacementKey, Query
 from router_svc.core.query import Query as RouterQuery
 from router_svc.core.router import Decision
 from router_svc.core.selectors import Matches
-from tests.sim.clients import Wish, draw_conversations
+from tests.sim.clients import ClientSpec, draw_conversations
 from tests.sim.faults import Fault, FaultKind
-from tests.sim.fleet import Parts, WatchedEngines, WatchedRouter, WatchedRouterClient
-from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_REST_S, WORDS, Scenario
+from tests.sim.fleet import ObservedEngineClient, ObservedRouter, ObservedRouterClient, Parts
+from tests.sim.scenario import EOS, EOS_ONE_IN, SHORT_RECOVERY_MAX_S, TOKEN_IDS, Scenario
 from tests.sim.world import run_scenario
 from worker_svc.engines.contract import GenerateContext, LLMEngineOutput, PreprocessedRequest
-from worker_svc.engines.sim.block_manager import Holding
+from worker_svc.engines.sim.block_manager import BlockTable
 from worker_svc.engines.sim.engine import SimEngine
-from worker_svc.engines.sim.token_oracle import Truth
-from worker_svc.engines.sim.transfer import Action, DecodeRoom, Release
-from worker_svc.engines.sim.transfer import Outcome as RoomOutcome
+from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
+from worker_svc.engines.sim.transfer import HandoffOutcome as RoomOutcome
 from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved
 from worker_svc.kv_events.publisher import Publisher
 
 pytestmark = pytest.mark.slow
 
 
-def fault(kind: FaultKind, at: float, *, lasts_s: float = 1.0) -> Fault:
-    return Fault(at, kind, 0.0, 0.0, lasts_s, near_s=0.1, far_s=0.1, notice_s=0.5)
+def fault(kind: FaultKind, at: float, *, duration_s: float = 1.0) -> Fault:
+    return Fault(at, kind, 0.0, 0.0, duration_s, near_s=0.1, far_s=0.1, notice_s=0.5)
 
 
-CALM = Scenario(
+NO_FAULTS = Scenario(
     seed=7,
     workers=0,
     prefills=("bootstrap", "completed"),
@@ -50,97 +50,103 @@ CALM = Scenario(
     selector="kv",
     gb_per_s=0.2,
     chunk_pages=2,
-    spares_first=False,
-    rest_s=SHORT_REST_S,
-    wishes=draw_conversations(Random(7), 30, 6.0, Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)),
+    protect_first=False,
+    recovery_max_s=SHORT_RECOVERY_MAX_S,
+    client_specs=draw_conversations(
+        Random(7), 30, 6.0, TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
+    ),
 )
 DEATHS = replace(
-    CALM,
+    NO_FAULTS,
     prefills=("bootstrap",),
     prefill_token_s=4e-3,
     batched_tokens=300,
     faults=tuple(fault(FaultKind.DECODE_KILL, 1.0 + n) for n in range(4)),
 )
 # Batches of events go wrong while caches are too small for all conversations.
-GARBLED = replace(CALM, blocks=64, faults=(fault(FaultKind.EVENTS_GARBLED, 0.2, lasts_s=5.0),))
+GARBLED = replace(
+    NO_FAULTS, blocks=64, faults=(fault(FaultKind.EVENTS_GARBLED, 0.2, duration_s=5.0),)
+)
 # One decode worker, far away, whose clients leave amid transfers of one page after another.
 LEAVING = replace(
-    CALM,
+    NO_FAULTS,
     prefills=("bootstrap",),
     decodes=1,
     delay_s=0.3,
     gb_per_s=0.2,
     chunk_pages=1,
     step_s=0.01,
-    wishes=tuple(
-        Wish(
+    client_specs=tuple(
+        ClientSpec(
             n,
             0.05 * n,
-            tuple(Random(n).choices(WORDS, k=150)),
+            tuple(Random(n).choices(TOKEN_IDS, k=150)),
             StopConditions(max_tokens=300, ignore_eos=True),
-            leaves_s=0.8 + 0.05 * (n % 13) if n % 2 else None,
+            disconnect_after_s=0.8 + 0.05 * (n % 13) if n % 2 else None,
         )
         for n in range(60)
     ),
 )
 
 
-@pytest.mark.parametrize("scenario", [CALM, DEATHS, GARBLED, LEAVING])
+@pytest.mark.parametrize("scenario", [NO_FAULTS, DEATHS, GARBLED, LEAVING])
 def test_the_real_parts_break_no_rule_about_pairs_in_these_scenarios(scenario: Scenario) -> None:
     report = run_scenario(scenario)
-    assert not report.breaches, str(report)
+    assert not report.violations, str(report)
 
 
-class DecodesAtPrefill(WatchedRouterClient):
+class SendsDecodeToPrefill(ObservedRouterClient):
     """Thinks that whoever prefills can do the rest as well."""
 
-    def place(self, key: Key, query: Query, answer: Answer) -> None:
-        def answered(placed: Placed | MeshError) -> None:
-            if isinstance(placed, Placed) and placed.prefill is not None:
+    def place(self, key: PlacementKey, query: Query, callback: PlacementCallback) -> None:
+        def answered(placed: RoutingDecision | MeshError) -> None:
+            if isinstance(placed, RoutingDecision) and placed.prefill is not None:
                 placed = replace(placed, worker_id=placed.prefill.worker_id)
-            answer(placed)
+            callback(placed)
 
         super().place(key, query, answered)
 
 
-class _Deaf(Submission):
+class _IgnoresAbort(Submission):
     def abort(self, reason: str) -> None:
         pass
 
 
-class NeverAborts(WatchedEngines):
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
-        submission = super().submit(worker_id, address, order, sink)
-        return _Deaf(submission.connection, submission.slot)
+class NeverAborts(ObservedEngineClient):
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Submission:
+        submission = super().submit(worker_id, address, leg_request, sink)
+        return _IgnoresAbort(submission.connection, submission.slot)
 
 
-class EagerRoom(DecodeRoom):
+class ReleasesEarlyRoom(DecodeMachine):
     """Gives its pages back when its leg leaves, whoever still writes to them."""
 
-    def _leave(self, now: float, outcome: RoomOutcome) -> list[Action]:
-        actions = super()._leave(now, outcome)
-        return [*actions, Release()] if self.is_aborting else actions
+    def _end_or_abort(self, now: float, outcome: RoomOutcome) -> list[Action]:
+        actions = super()._end_or_abort(now, outcome)
+        return [*actions, ReleaseBlocks()] if self.is_aborting else actions
 
 
-class GivesPagesBackTooSoon(SimEngine):
-    decode_room = EagerRoom
+class ReleasesPagesTooEarly(SimEngine):
+    decode_machine = ReleasesEarlyRoom
 
 
-class PinsForEver(SimEngine):
+class NeverUnpins(SimEngine):
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
-        self.blocks.pin(Holding())
+        self.blocks.pin(BlockTable())
         async for output in super().generate(request, ctx):
             yield output
 
 
-class ForgetsRooms(SimEngine):
+class NeverClosesRooms(SimEngine):
     """Never learns that a room is over."""
 
-    async def _open_handoffs(self, *args: Any) -> Any:
-        handoffs = await super()._open_handoffs(*args)
-        handoffs._over = lambda side, actions: None  # type: ignore[method-assign]
+    async def _start_handoff_manager(self, *args: Any) -> Any:
+        handoffs = await super()._start_handoff_manager(*args)
+        handoffs._finish = lambda handoff, actions: None  # type: ignore[method-assign]
         return handoffs
 
 
@@ -153,18 +159,18 @@ class IgnoresGaps(IndexFeed):
     """Takes any batch for the next one."""
 
     def apply(self, batch: EventBatch, now: float) -> Iterator[None]:
-        track = self._known(batch.source)
-        track.sequence, track.head = batch.sequence - 1, batch.sequence
+        entry = self._require_entry(batch.source)
+        entry.sequence, entry.head_sequence = batch.sequence - 1, batch.sequence
         yield from super().apply(batch, now)
 
 
-class SeesMoreThanThereIs(WatchedRouter):
+class OverestimatesMatches(ObservedRouter):
     def match(self, query: RouterQuery) -> Matches:
         rows = super().match(query).items()
         return {key: row._replace(disk_blocks=row.disk_blocks + 1) for key, row in rows}
 
 
-class LeavesPrefillCharged(WatchedRouter):
+class NeverFreesPrefillLoad(ObservedRouter):
     def _place(self, *args: Any) -> Decision:
         decision = super()._place(*args)
         if decision.prefill is not None:
@@ -172,41 +178,50 @@ class LeavesPrefillCharged(WatchedRouter):
         return decision
 
 
-class RefusesWhenAllIsWell(WatchedEngines):
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submission:
-        if order.request_id.startswith("r1000000") and order.attempt == 0:
+class RejectsWithoutFaults(ObservedEngineClient):
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Submission:
+        if leg_request.request_id.startswith("r1000000") and leg_request.attempt == 0:
             sink.rejected(Overloaded(1.0))
-        return super().submit(worker_id, address, order, sink)
+        return super().submit(worker_id, address, leg_request, sink)
 
 
 @pytest.mark.parametrize(
     ("rule", "scenario", "parts"),
     [
-        ("role", CALM, Parts(placer=DecodesAtPrefill)),
+        ("role", NO_FAULTS, Parts(router_port=SendsDecodeToPrefill)),
         ("pair", DEATHS, Parts(engines=NeverAborts)),
-        ("pages", LEAVING, Parts(engine=GivesPagesBackTooSoon)),
-        ("rest", CALM, Parts(engine=PinsForEver)),
-        ("rest", CALM, Parts(engine=ForgetsRooms)),
+        ("pages", LEAVING, Parts(engine=ReleasesPagesTooEarly)),
+        ("rest", NO_FAULTS, Parts(engine=NeverUnpins)),
+        ("rest", NO_FAULTS, Parts(engine=NeverClosesRooms)),
         ("index", GARBLED, Parts(publisher=ForgetsRemovals)),
         ("index", GARBLED, Parts(feed=IgnoresGaps)),
-        ("predicted", CALM, Parts(router=SeesMoreThanThereIs)),
-        ("rest", CALM, Parts(router=LeavesPrefillCharged)),
-        ("healed", CALM, Parts(engines=RefusesWhenAllIsWell)),
+        ("predicted", NO_FAULTS, Parts(router=OverestimatesMatches)),
+        ("rest", NO_FAULTS, Parts(router=NeverFreesPrefillLoad)),
+        ("healed", NO_FAULTS, Parts(engines=RejectsWithoutFaults)),
     ],
     ids=lambda value: _mistake(value) if isinstance(value, Parts) else None,
 )
 def test_a_mistake_about_pairs_is_caught_by_its_rule(
     rule: str, scenario: Scenario, parts: Parts
 ) -> None:
-    assert rule in {breach.rule for breach in run_scenario(scenario, parts).breaches}
+    assert rule in {violation.rule for violation in run_scenario(scenario, parts).violations}
 
 
 def _mistake(parts: Parts) -> str | None:
     real = Parts()
-    names = ("placer", "engines", "engine", "router", "publisher", "feed")
+    names = ("router_port", "engines", "engine", "router", "publisher", "feed")
     changed: Sequence[type[Any]] = [getattr(parts, name) for name in names]
     return next((one.__name__ for one in changed if one not in _all(real)), None)
 
 
 def _all(parts: Parts) -> list[type[Any]]:
-    return [parts.placer, parts.engines, parts.engine, parts.router, parts.publisher, parts.feed]
+    return [
+        parts.router_port,
+        parts.engines,
+        parts.engine,
+        parts.router,
+        parts.publisher,
+        parts.feed,
+    ]

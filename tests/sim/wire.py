@@ -22,8 +22,8 @@ from kvmesh.indexer.v1 import indexer_pb2
 from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
 from router_svc.replication_sync import OpenSync, Stream
-from tests.sim.net import End, Net, Process
-from worker_svc.engines.sim.transfer_server import Connection, Listener, Serve
+from tests.sim.net import Process, SimNetwork, StreamEnd
+from worker_svc.engines.sim.transfer_server import Connection, ConnectionHandler, Listener
 from worker_svc.kv_events.publisher import OpenCall, PublishCall
 
 # Where the streams of an indexer and the handoffs of an engine are listened for.
@@ -43,7 +43,7 @@ def kv_address(host: str, port: int) -> str:
 class _HandoffConnection:
     """See Connection."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: StreamEnd) -> None:
         self.end = end
         self._is_closed = False
 
@@ -52,7 +52,7 @@ class _HandoffConnection:
 
     async def flushed(self) -> None:
         try:
-            await self.end.room()
+            await self.end.wait_for_capacity()
         except MeshError as error:
             raise ConnectionResetError(str(error)) from None
 
@@ -71,7 +71,7 @@ class _HandoffConnection:
 
 
 class _HandoffListener:
-    def __init__(self, net: Net, process: Process, host: str, port: int) -> None:
+    def __init__(self, net: SimNetwork, process: Process, host: str, port: int) -> None:
         self.port = port
         self._net = net
         self._process = process
@@ -87,17 +87,17 @@ class HandoffNetwork:
     refused: addresses whose dials fail for now. dialed: told of each new connection of this engine.
     """
 
-    def __init__(self, net: Net, process: Process, refused: set[str], rng: Random) -> None:
+    def __init__(self, net: SimNetwork, process: Process, refused: set[str], rng: Random) -> None:
         self._net = net
         self._process = process
         self._refused = refused
         self._rng = rng
 
-    async def listen(self, host: str, port: int, serve: Serve) -> Listener:
+    async def listen(self, host: str, port: int, serve: ConnectionHandler) -> Listener:
         """See Network; connections are served until they end, whatever the peer does."""
         assert port, "a simulated engine is told its port"
 
-        async def handle(end: End) -> None:
+        async def handle(end: StreamEnd) -> None:
             connection = _HandoffConnection(end)
             try:
                 await serve(connection)
@@ -111,7 +111,7 @@ class HandoffNetwork:
         """See Network."""
         address = kv_address(host, port)
         await asyncio.sleep(self._rng.uniform(0.0, 0.01))
-        refused = address in self._refused or not self._net.answers(address)
+        refused = address in self._refused or not self._net.is_listening(address)
         if refused or not self._process.is_alive:
             raise ConnectionRefusedError(f"nobody listens at {address}")
         return _HandoffConnection(self._net.dial(self._process, address))
@@ -135,12 +135,12 @@ class _Garbler:
         self._held: bytes | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def pass_on(self, frame: bytes) -> list[bytes]:
+    def transform(self, frame: bytes) -> list[bytes]:
         """What is to be sent now that this batch comes."""
         garble, held = self._garble, self._held
         frames = [frame]
         if held is not None:
-            self._forget()
+            self._clear_held()
             match garble.rng.randrange(3):
                 case 0:
                     frames = [frame]  # the one before is lost
@@ -151,32 +151,32 @@ class _Garbler:
         elif garble.rate and garble.rng.random() < garble.rate:
             garble.count += 1
             self._held = frame
-            self._timer = asyncio.get_running_loop().call_later(_HELD_S, self._let_go)
+            self._timer = asyncio.get_running_loop().call_later(_HELD_S, self._release_held)
             frames = []
         return frames
 
-    def _let_go(self) -> None:
+    def _release_held(self) -> None:
         held = self._held
-        self._forget()
+        self._clear_held()
         if held is not None:
             self._send(held)
 
-    def _forget(self) -> None:
+    def _clear_held(self) -> None:
         self._held = None
         if self._timer is not None:
             self._timer.cancel()
 
 
-class _Call:
+class _PublishCall:
     """See PublishCall."""
 
-    def __init__(self, end: End, garble: Garble) -> None:
+    def __init__(self, end: StreamEnd, garble: Garble) -> None:
         self._end = end
         self._garbler = _Garbler(garble, end.push)
 
     async def write(self, request: indexer_pb2.PublishRequest, /) -> None:
         frame = request.SerializeToString()
-        frames = self._garbler.pass_on(frame) if request.HasField("batch") else [frame]
+        frames = self._garbler.transform(frame) if request.HasField("batch") else [frame]
         for one in frames:
             await self._end.write(one)
 
@@ -191,21 +191,21 @@ class _Call:
             yield indexer_pb2.PublishResponse.FromString(message)
 
 
-def publications(net: Net, process: Process, garble: Garble) -> OpenCall:
+def make_publish_opener(net: SimNetwork, process: Process, garble: Garble) -> OpenCall:
     """How a worker reaches indexers."""
 
     @asynccontextmanager
     async def open_call(indexer: Instance) -> AsyncIterator[PublishCall]:
         end = net.dial(process, PUBLISH.format(indexer.address))
         try:
-            yield _Call(end, garble)
+            yield _PublishCall(end, garble)
         finally:
             end.finish(None)
 
     return open_call
 
 
-class Pace:
+class ReadDelay:
     """How long one process takes over each message it reads, in seconds."""
 
     def __init__(self) -> None:
@@ -215,9 +215,9 @@ class Pace:
 class _Subscription:
     """See Subscription. Messages whose batches are garbled come as several."""
 
-    def __init__(self, end: End, garble: Garble, pace: Pace) -> None:
+    def __init__(self, end: StreamEnd, garble: Garble, read_delay: ReadDelay) -> None:
         self._end = end
-        self._pace = pace
+        self._pace = read_delay
         self._ready: list[bytes] = []
         # By source: each has an order of its own. What is let go is read with what comes next.
         self._garblers: dict[int, _Garbler] = defaultdict(
@@ -244,12 +244,14 @@ class _Subscription:
         for part in (response, *parts):
             frame = part.SerializeToString()
             if part.HasField("batch"):
-                yield from self._garblers[part.source.worker_id].pass_on(frame)
+                yield from self._garblers[part.source.worker_id].transform(frame)
             else:
                 yield frame
 
 
-def subscriptions(net: Net, process: Process, garble: Garble, pace: Pace) -> Subscribe:
+def make_subscribe_opener(
+    net: SimNetwork, process: Process, garble: Garble, read_delay: ReadDelay
+) -> Subscribe:
     """How a router reaches indexers. pace: at which it reads."""
 
     @asynccontextmanager
@@ -259,17 +261,17 @@ def subscriptions(net: Net, process: Process, garble: Garble, pace: Pace) -> Sub
         end = net.dial(process, SUBSCRIBE.format(indexer.address))
         try:
             end.push(request.SerializeToString())
-            yield _Subscription(end, garble, pace)
+            yield _Subscription(end, garble, read_delay)
         finally:
             end.finish(None)
 
     return subscribe
 
 
-class _Sync:
+class _SyncStream:
     """See `router_svc.replication_sync.Stream`. Frames may lose what they tell of bookings."""
 
-    def __init__(self, end: End, garble: Garble) -> None:
+    def __init__(self, end: StreamEnd, garble: Garble) -> None:
         self._end = end
         self._garble = garble
 
@@ -279,21 +281,21 @@ class _Sync:
 
     async def write(self, frame: router_pb2.SyncRequest) -> None:
         garble = self._garble
-        told = len(frame.upserts) + len(frame.removals) + len(frame.released)
-        if garble.rate and told and garble.rng.random() < garble.rate:
+        update_count = len(frame.upserts) + len(frame.removals) + len(frame.released)
+        if garble.rate and update_count and garble.rng.random() < garble.rate:
             garble.count += 1
             del frame.upserts[:], frame.removals[:], frame.released[:]
         await self._end.write(frame.SerializeToString())
 
 
-def syncs(net: Net, process: Process, garble: Garble) -> OpenSync:
+def make_sync_opener(net: SimNetwork, process: Process, garble: Garble) -> OpenSync:
     """How a router reaches the others."""
 
     @asynccontextmanager
     async def open_sync(router: Instance) -> AsyncIterator[Stream]:
         end = net.dial(process, SYNC.format(router.address))
         try:
-            yield _Sync(end, garble)
+            yield _SyncStream(end, garble)
         finally:
             end.finish(None)
 
@@ -303,7 +305,7 @@ def syncs(net: Net, process: Process, garble: Garble) -> OpenSync:
 class StreamContext:
     """As much of a servicer's context as a stream needs."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: StreamEnd) -> None:
         self._end = end
 
     async def write(self, message: Message) -> None:

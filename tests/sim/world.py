@@ -21,20 +21,20 @@ from common.errors import DeadlineExceeded, MeshError
 from common.kv.hashing import PrefixHasher
 from common.registry.registry import MemoryStore
 from common.request.preprocessed import StopConditions
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from common.runtime.tasks import TaskGroup
-from frontend_svc.core.request.machine import Outcome, Placed
-from frontend_svc.peers.engine_client import IDLE_S
-from frontend_svc.peers.router_client import Key
+from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
+from frontend_svc.peers.engine_client import IDLE_TIMEOUT_S
+from frontend_svc.peers.router_client import PlacementKey
 from router_svc.app import TICK_S
-from tests.sim.checks import ABORT_S, AFTERMATH_S, LAG_MAX_S, Breach, Checks
-from tests.sim.clients import Client, Wish, expected_answer
+from tests.sim.checks import ABORT_S, AFTERMATH_S, REGISTRY_LAG_MAX_S, Checks, Violation
+from tests.sim.clients import Client, ClientSpec, expected_response
 from tests.sim.draws import draw_scenario
-from tests.sim.faults import FAULT_MAX_S, picked
+from tests.sim.faults import FAULT_MAX_S, select_by_draw
 from tests.sim.fleet import (
     MODEL,
-    VISITOR,
-    Discovery,
+    TEMPORARY_MODEL,
+    DelayedRegistry,
     KvPlane,
     Parts,
     Peer,
@@ -43,35 +43,35 @@ from tests.sim.fleet import (
     SimRouter,
     SimWorker,
 )
-from tests.sim.ledger import Ledger, Sessions
+from tests.sim.ledger import DecisionChecker, SessionHistory
 from tests.sim.loop import run_virtually
-from tests.sim.net import Net, Path
-from tests.sim.scenario import EOS, EOS_ONE_IN, WORDS, Scenario
-from tests.sim.strikes import Strikes
+from tests.sim.net import LinkDelay, SimNetwork
+from tests.sim.scenario import EOS, EOS_ONE_IN, TOKEN_IDS, Scenario
+from tests.sim.strikes import FaultInjector
 from tests.sim.wire import KV_HOST, Garble
 from worker_svc.engines.sim.engine import SimConfig, SimModel
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 T = TypeVar("T")
 
 _UNTIL_S = 1_000.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 # How often a mesh that is to recover is looked at.
-_REST_LOOK_S = 0.5
+_RECOVERY_POLL_S = 0.5
 # Counting spoilt pages takes a while, and no count is ever forgotten.
 _PAGES_EVERY = 5
 # As `SimHandoffConfig` has them, shortened: a run is over in half a minute.
 HANDOFF = SimHandoffConfig(host=KV_HOST, timeout_s=5.0, abort_s=1.0, lease_s=5.0)
 # All requests have ended this long after the last fault was over and the last client had come.
-BOUND_S = 45.0
+END_TIMEOUT_S = 45.0
 # What requests ask for that have the mesh for themselves, once it is well.
 QUIESCENT_TOKENS = (8, 8, 8, 60)
 # So many events are shown with a breach.
 LAST_EVENTS = 25
 # KV events and bookings have settled by then.
-SETTLE_S = 0.5
+SETTLE_TIME_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Report:
     """
 
     scenario: Scenario
-    breaches: tuple[Breach, ...]
+    violations: tuple[Violation, ...]
     digest: str
     trace: tuple[str, ...]
     virtual_s: float
@@ -93,25 +93,29 @@ class Report:
     counters: Mapping[str, int]
 
     def __str__(self) -> str:
-        lines = [f"seed {self.scenario.seed}: {len(self.breaches)} breaches"]
-        lines += [f"  {breach}" for breach in self.breaches[:10]]
-        if self.breaches:
+        lines = [f"seed {self.scenario.seed}: {len(self.violations)} breaches"]
+        lines += [f"  {violation}" for violation in self.violations[:10]]
+        if self.violations:
             lines += ["  before the first:", *(f"  {line}" for line in self.before_breach())]
         return "\n".join([*lines, f"  replay: {self.scenario.command}"])
 
     def before_breach(self) -> list[str]:
         """The last events before the first breach, and all of the requests it names."""
-        first = self.breaches[0]
-        named = set(re.findall(r"\br\d+\b", first.what))
-        past = [line for line in self.trace if float(line.split()[0]) <= first.at + 1e-6]
-        older = [line for line in past[:-LAST_EVENTS] if _concerns(line, named)]
-        return [*older[-LAST_EVENTS:], *past[-LAST_EVENTS:]]
+        first = self.violations[0]
+        request_ids = set(re.findall(r"\br\d+\b", first.what))
+        earlier_events = [line for line in self.trace if float(line.split()[0]) <= first.at + 1e-6]
+        related_events = [
+            line for line in earlier_events[:-LAST_EVENTS] if _is_relevant(line, request_ids)
+        ]
+        return [*related_events[-LAST_EVENTS:], *earlier_events[-LAST_EVENTS:]]
 
 
-def _concerns(line: str, named: set[str]) -> bool:
+def _is_relevant(line: str, request_ids: set[str]) -> bool:
     """Whether an event is a fault, or about one of these requests."""
     words = line.split()
-    return words[1] == "fault" or (words[1] != "tokens" and words[2:3] != [] and words[2] in named)
+    return words[1] == "fault" or (
+        words[1] != "tokens" and words[2:3] != [] and words[2] in request_ids
+    )
 
 
 def run_seed(seed: int, *, storm: bool = False) -> Report:
@@ -128,17 +132,17 @@ def run_scenario(scenario: Scenario, parts: Parts | None = None) -> Report:
         return run_virtually(
             _run(scenario, parts or Parts(), logs),
             until=_UNTIL_S,
-            shuffled=Random(f"ties {scenario.seed}"),
+            shuffle_rng=Random(f"ties {scenario.seed}"),
         )
 
 
 async def _run(scenario: Scenario, parts: Parts, logs: Sequence[Mapping[str, Any]]) -> Report:
     world = World(scenario, parts)
     await world.run()
-    world.checks.logged(logs)
+    world.checks.check_logs(logs)
     return Report(
         scenario=scenario,
-        breaches=tuple(world.checks.breaches),
+        violations=tuple(world.checks.violations),
         digest=world.trace.digest,
         trace=tuple(world.trace.lines),
         virtual_s=asyncio.get_running_loop().time(),
@@ -154,19 +158,19 @@ def _counts(world: World) -> Counter[str]:
     outcomes = [outcome for client in world.clients for outcome in client.outcomes]
     feeds = [indexer.ingest.feed for indexer in world.indexers]
     feeds += [router.index.feed for router in world.routers if router.index is not None]
-    sessions = [frontend.routers_asked for frontend in world.frontends]
-    followed = [router.indexers_followed for router in world.routers]
+    sessions = [frontend.routers_used for frontend in world.frontends]
+    followed = [router.indexers_subscribed for router in world.routers]
     return Counter(
         {
-            **world.struck,
+            **world.injected,
             **world.counts,
             "requests": len(world.clients),
             "requests failed": sum(one.error is not None for one in outcomes),
             "requests tried again": sum(one.attempts > 1 for one in outcomes),
             "answers migrated": len(world.migrated),
-            "clients left": sum(client.has_left for client in world.clients),
+            "clients left": sum(client.has_disconnected for client in world.clients),
             "clients said stop": sum(client.has_stopped for client in world.clients),
-            "clients read slowly": sum(client.wish.pause_s > 0 for client in world.clients),
+            "clients read slowly": sum(client.spec.pause_s > 0 for client in world.clients),
             "deadlines passed": sum(isinstance(one.error, DeadlineExceeded) for one in outcomes),
             "pairs failed": world.checks.pairs_failed,
             "cached tokens": sum(_cached_tokens(outcome) for outcome in outcomes),
@@ -178,12 +182,14 @@ def _counts(world: World) -> Counter[str]:
             "router failovers": sum(map(_changes, sessions)),
             "indexer failovers": sum(map(_changes, followed)),
             "subscribers cut": sum(map(_cuts, world.indexers)),
-            "queue timeouts": sum(_has_waited_too_long(one) for one in outcomes),
-            "adapters asked for": sum(bool(client.wish.lora) for client in world.clients),
+            "queue timeouts": sum(_is_queue_timeout(one) for one in outcomes),
+            "adapters asked for": sum(bool(client.spec.lora) for client in world.clients),
             "clients cut": sum(_is_cut(one) for one in outcomes),
             "peers asked again": sum(r.peers.replica.resends for r in world.routers),
             "unrouted": sum(frontend.router.unrouted for frontend in world.frontends),
-            "old lists shown": sum(peer.discovery.olds_shown for peer in world.everybody()),
+            "old lists shown": sum(
+                peer.discovery.stale_lists_shown for peer in world.all_processes()
+            ),
         }
     )
 
@@ -193,21 +199,21 @@ def _changes(ids: Sequence[int]) -> int:
     return sum(one != other for one, other in pairwise(ids))
 
 
-def _is_cut(outcome: Outcome) -> bool:
+def _is_cut(outcome: RequestOutcome) -> bool:
     return outcome.error is not None and outcome.error.reason == "SLOW_READER"
 
 
-def _has_waited_too_long(outcome: Outcome) -> bool:
+def _is_queue_timeout(outcome: RequestOutcome) -> bool:
     return outcome.error is not None and outcome.error.reason == "QUEUE_TIMEOUT"
 
 
 def _cuts(indexer: SimIndexer) -> int:
     """Subscribers that read too slowly."""
-    (family,) = indexer.metrics.cuts.collect()
+    (family,) = indexer.metrics.subscribers_cut.collect()
     return round(family.samples[0].value)
 
 
-def _cached_tokens(outcome: Outcome) -> int:
+def _cached_tokens(outcome: RequestOutcome) -> int:
     details = outcome.usage.prompt_tokens_details
     return 0 if details is None else details.cached_tokens or 0
 
@@ -234,17 +240,17 @@ class World:
 
     def __init__(self, scenario: Scenario, parts: Parts) -> None:
         self.scenario = scenario
-        queue, busy = scenario.rules.queue, scenario.rules.busy
+        queue, busy = scenario.policy.queue, scenario.policy.busy
         self.checks = Checks(
-            attempts_explained=not scenario.is_tight,
+            attempts_explained=not scenario.has_tight_capacity,
             queued_s=queue.wait_max_s if queue.threshold is not None else 0.0,
-            may_be_busy=not busy.are_off,
+            may_be_busy=not busy.is_disabled,
         )
         self.counts: Counter[str] = Counter()
-        self.sessions = Sessions()
+        self.sessions = SessionHistory()
         self.trace = Trace()
         self.clients: list[Client] = []
-        self._asking: dict[str, Client] = {}
+        self._clients_by_request: dict[str, Client] = {}
         self.workers: list[SimWorker] = []
         self.routers: list[SimRouter] = []
         self.frontends: list[SimFrontend] = []
@@ -253,12 +259,12 @@ class World:
         self._loop = asyncio.get_running_loop()
         self._rng = Random(f"world {scenario.seed}")
         self.store = MemoryStore()
-        self.net = Net(self._path, scenario.window_bytes)
+        self.net = SimNetwork(self._path, scenario.window_bytes)
         self._by_id: dict[int, SimWorker] = {}
         self.unacked_max = 0
         self.recovered_s = 0.0
         self.migrated: set[str] = set()
-        self.struck: Counter[str] = Counter()
+        self.injected: Counter[str] = Counter()
         self.predicted = 0
         self.outages = 0
         self._paths = 0
@@ -268,32 +274,36 @@ class World:
         if scenario.indexers:
             self.kv = KvPlane(set(), Garble(Random(f"garble {scenario.seed}")))
         self.sync_garble = Garble(Random(f"sync {scenario.seed}"))
-        self._truth = Truth(WORDS, EOS, eos_one_in=EOS_ONE_IN)
+        self._token_oracle = TokenOracle(TOKEN_IDS, EOS, eos_one_in=EOS_ONE_IN)
         self._hashers: dict[tuple[str, str], PrefixHasher] = {}
 
     async def run(self) -> None:
         """From the start of the first process to the end of the last."""
         watch = self._loop.create_task(self._watch())
         await self._start()
-        strikes = Strikes(self)
+        injector = FaultInjector(self)
         async with TaskGroup() as tasks:
-            if self.scenario.visitor_s is not None:
-                tasks.create_task(self._let_visitor_leave(strikes, self.scenario.visitor_s))
+            if self.scenario.temporary_model_s is not None:
+                tasks.create_task(
+                    self._drain_temporary_worker(injector, self.scenario.temporary_model_s)
+                )
             for fault in self.scenario.faults:
-                tasks.create_task(strikes.strike(fault))
-            await self._let_clients_come()
+                tasks.create_task(injector.inject(fault))
+            await self._start_clients()
         self.trace.note("healed")
-        await self._until_ended()
-        await self._until_well()
-        await asyncio.sleep(self.scenario.lingers_s)
-        self.checks.well(self.alive(), idle=self.scenario.lingers_s > IDLE_S + AFTERMATH_S)
-        await self._try_out()
+        await self._wait_until_ended()
+        await self._wait_until_recovered()
+        await asyncio.sleep(self.scenario.linger_s)
+        self.checks.check_recovered(
+            self.alive(), idle=self.scenario.linger_s > IDLE_TIMEOUT_S + AFTERMATH_S
+        )
+        await self._run_quiescent_requests()
         self.checks.pages(self.workers)
-        self.checks.well(self.alive())
+        self.checks.check_recovered(self.alive())
         await self._end()
         watch.cancel()
         await asyncio.wait([watch])
-        self.checks.over()
+        self.checks.check_no_tasks()
 
     async def _start(self) -> None:
         scenario = self.scenario
@@ -306,7 +316,7 @@ class World:
         for name, handoff in self._roles():
             self._handoffs[name] = handoff
             await self.start_worker(name, self.new_address())
-        await asyncio.sleep(2 * LAG_MAX_S)
+        await asyncio.sleep(2 * REGISTRY_LAG_MAX_S)
         self.checks.begin()
 
     def _roles(self) -> list[tuple[str, SimHandoffConfig]]:
@@ -324,7 +334,7 @@ class World:
             *((f"w{number}", HANDOFF) for number in range(scenario.workers)),
             *((f"p{number}", one) for number, one in enumerate(prefills)),
             *((f"d{number}", decode) for number in range(scenario.decodes)),
-            *((("v0", HANDOFF),) if scenario.visitor_s is not None else ()),
+            *((("v0", HANDOFF),) if scenario.temporary_model_s is not None else ()),
         ]
 
     @property
@@ -332,60 +342,68 @@ class World:
         """Batches of KV events that went wrong on the wire."""
         return 0 if self.kv is None else self.kv.garble.count
 
-    async def _try_out(self) -> None:
+    async def _run_quiescent_requests(self) -> None:
         """The mesh is well, so single requests are served, and find what the index predicts."""
         workers = [worker for worker in self.workers if worker.is_serving]
         frontend = next(frontend for frontend in self.frontends if frontend.is_serving)
         for number, limit in enumerate(QUIESCENT_TOKENS):
             stop = StopConditions(max_tokens=limit, ignore_eos=True)
-            earlier = self._rng.choice(self.scenario.wishes)
+            earlier = self._rng.choice(self.scenario.client_specs)
             # Some of it was said before, some is new.
-            said = earlier.prompt[: self._rng.randrange(16, 400)]
-            prompt = said + tuple(self._rng.choices(WORDS, k=40))
-            wish = Wish(1_000_000 + number, 0.0, prompt, stop, deadline_s=20.0, lora=earlier.lora)
-            client = self._let_in(wish, frontend)
+            shared_prefix = earlier.prompt[: self._rng.randrange(16, 400)]
+            prompt = shared_prefix + tuple(self._rng.choices(TOKEN_IDS, k=40))
+            spec = ClientSpec(
+                1_000_000 + number, 0.0, prompt, stop, deadline_s=20.0, lora=earlier.lora
+            )
+            client = self._start_client(spec, frontend)
             for _ in range(300):
                 if client.outcomes:
                     break
                 await asyncio.sleep(0.1)
-                self.checks.books(client, self.alive())
-            router = self._router_of(frontend)
-            guesses = router is None or not router.choice.subscribes
-            self.predicted += self.checks.quiescent(client, workers, guesses=guesses)
-            await asyncio.sleep(SETTLE_S + self._predicted_s)
-        if self.scenario.visitor_s is not None:
-            await self._ask_for_visitor(frontend)
+                self.checks.check_bookings(client, self.alive())
+            router = self._current_router(frontend)
+            is_approximate = router is None or not router.choice.follows_events
+            self.predicted += self.checks.check_quiescent_request(
+                client, workers, is_approximate=is_approximate
+            )
+            await asyncio.sleep(SETTLE_TIME_S + self._prediction_ttl_s)
+        if self.scenario.temporary_model_s is not None:
+            await self._request_temporary_model(frontend)
 
-    async def _ask_for_visitor(self, frontend: SimFrontend) -> None:
+    async def _request_temporary_model(self, frontend: SimFrontend) -> None:
         """Long after the only worker of the other model left."""
         stop = StopConditions(max_tokens=1)
-        wish = Wish(2_000_000, 0.0, WORDS[:20], stop, deadline_s=20.0, model=VISITOR)
-        client = self._let_in(wish, frontend)
-        await asyncio.sleep(SETTLE_S)
-        self.checks.missed(client)
+        spec = ClientSpec(
+            2_000_000, 0.0, TOKEN_IDS[:20], stop, deadline_s=20.0, model=TEMPORARY_MODEL
+        )
+        client = self._start_client(spec, frontend)
+        await asyncio.sleep(SETTLE_TIME_S)
+        self.checks.check_departed_model(client)
 
     @property
-    def _predicted_s(self) -> float:
+    def _prediction_ttl_s(self) -> float:
         """How long predictions stand beside what the index says."""
-        limits = [choice.predictions for choice in self.scenario.choices]
+        limits = [choice.predicted for choice in self.scenario.choices]
         return max((one.ttl_s + TICK_S for one in limits if one is not None), default=0.0)
 
-    def _router_of(self, frontend: SimFrontend) -> SimRouter | None:
+    def _current_router(self, frontend: SimFrontend) -> SimRouter | None:
         """Whom it asks."""
-        id = frontend.routers_asked[-1] if frontend.routers_asked else None
+        id = frontend.routers_used[-1] if frontend.routers_used else None
         return next((router for router in self.routers if router.id == id), None)
 
-    async def _let_visitor_leave(self, strikes: Strikes, after_s: float) -> None:
+    async def _drain_temporary_worker(self, injector: FaultInjector, after_s: float) -> None:
         """The only worker of the other model goes, in order, and nobody takes its place."""
         await asyncio.sleep(after_s)
-        visitor = next(worker for worker in self.workers if worker.model == VISITOR)
-        self.trace.note("leaves", visitor.stable_name)
-        self.checks.trouble(visitor, 60.0)
-        await strikes.end(visitor)
+        temporary_worker = next(
+            worker for worker in self.workers if worker.model == TEMPORARY_MODEL
+        )
+        self.trace.note("leaves", temporary_worker.stable_name)
+        self.checks.record_fault(temporary_worker, 60.0)
+        await injector.end(temporary_worker)
 
     async def _watch(self) -> None:
         for look in count():
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if look % _PAGES_EVERY == 0:
                 self.checks.pages(self.workers)
             for worker in self.workers:
@@ -395,29 +413,29 @@ class World:
             for indexer in self.indexers:
                 self.checks.backlog(indexer)
             for router in self.routers:
-                if router.process.is_alive and router.router.ledger is not None:
-                    router.router.ledger.look(router.router, self._loop.time())
+                if router.process.is_alive and router.router.decision_checker is not None:
+                    router.router.decision_checker.look(router.router, self._loop.time())
 
-    async def _let_clients_come(self) -> None:
+    async def _start_clients(self) -> None:
         began = self._loop.time()
-        for wish in self.scenario.wishes:
-            await asyncio.sleep(max(0.0, began + wish.at - self._loop.time()))
+        for spec in self.scenario.client_specs:
+            await asyncio.sleep(max(0.0, began + spec.at - self._loop.time()))
             serving = [f for f in self.frontends if f.is_serving]
             if not serving:
                 continue
-            client = self._let_in(wish, picked(serving, wish.pick))
-            if wish.leaves_s is not None and not self.scenario.faults:
-                at = self._loop.time() + wish.leaves_s + ABORT_S
+            client = self._start_client(spec, select_by_draw(serving, spec.target_draw))
+            if spec.disconnect_after_s is not None and not self.scenario.faults:
+                at = self._loop.time() + spec.disconnect_after_s + ABORT_S
                 self._loop.call_at(at, self.checks.aborted, client, self.workers)
 
-    def _let_in(self, wish: Wish, frontend: SimFrontend) -> Client:
-        expected, finish = expected_answer(wish, self._truth)
-        client = Client(wish, expected, finish, self._tokens, self._finished)
+    def _start_client(self, spec: ClientSpec, frontend: SimFrontend) -> Client:
+        expected, finish = expected_response(spec, self._token_oracle)
+        client = Client(spec, expected, finish, self._tokens, self._finished)
         self.checks.began(client)
         self.clients.append(client)
-        self._asking[wish.request_id] = client
-        self.trace.note("asks", wish.request_id, frontend.stable_name)
-        frontend.process.spawn(client.run(frontend, self._hasher(wish.model, wish.lora)))
+        self._clients_by_request[spec.request_id] = client
+        self.trace.note("asks", spec.request_id, frontend.stable_name)
+        frontend.process.spawn(client.run(frontend, self._hasher(spec.model, spec.lora)))
         return client
 
     def _hasher(self, model: str, lora: str) -> PrefixHasher:
@@ -428,21 +446,21 @@ class World:
             self._hashers[model, lora] = hasher
         return hasher
 
-    async def _until_ended(self) -> None:
-        for _ in range(round(BOUND_S / 0.5)):
+    async def _wait_until_ended(self) -> None:
+        for _ in range(round(END_TIMEOUT_S / 0.5)):
             if not self._open_clients():
                 return
             await asyncio.sleep(0.5)
-        self.checks.unfinished(self._open_clients())
+        self.checks.report_unfinished(self._open_clients())
 
-    async def _until_well(self) -> None:
+    async def _wait_until_recovered(self) -> None:
         """Returns once all is well, or should be."""
-        healed_at = self._loop.time()
-        while self._loop.time() < healed_at + self.scenario.rest_s:
-            if next(self.checks.flaws(self.alive()), None) is None:
+        faults_ended_at = self._loop.time()
+        while self._loop.time() < faults_ended_at + self.scenario.recovery_max_s:
+            if next(self.checks.problems(self.alive()), None) is None:
                 break
-            await asyncio.sleep(_REST_LOOK_S)
-        self.recovered_s = self._loop.time() - healed_at
+            await asyncio.sleep(_RECOVERY_POLL_S)
+        self.recovered_s = self._loop.time() - faults_ended_at
         self.trace.note("well", f"{self.recovered_s:.1f}")
 
     def _open_clients(self) -> list[Client]:
@@ -462,19 +480,19 @@ class World:
             if isinstance(peer, SimWorker):
                 await peer.engine.cleanup()
             peer.process.kill()
-        for process in [peer.process for peer in self.everybody()]:
-            await process.gone()
+        for process in [peer.process for peer in self.all_processes()]:
+            await process.wait_until_gone()
 
     # -- processes ------------------------------------------------------------------------------
 
     async def start_worker(self, stable_name: str, address: str) -> None:
         scenario = self.scenario
-        is_visitor = stable_name.startswith("v")
-        way = scenario.kv_way(stable_name)
+        is_temporary = stable_name.startswith("v")
+        index_kind = scenario.kv_index_mode(stable_name)
         config = SimConfig(
-            model=VISITOR if is_visitor else MODEL,
-            loras=frozenset() if is_visitor else scenario.adapters_of(stable_name),
-            prefix_caching=way != "none",
+            model=TEMPORARY_MODEL if is_temporary else MODEL,
+            loras=frozenset() if is_temporary else scenario.find_adapters(stable_name),
+            prefix_caching=index_kind != "none",
             total_kv_blocks=scenario.blocks,
             max_num_seqs=scenario.seqs,
             max_num_batched_tokens=scenario.batched_tokens,
@@ -489,20 +507,20 @@ class World:
             stable_name,
             address,
             config,
-            SimModel(WORDS, (EOS,), 32768),
+            SimModel(TOKEN_IDS, (EOS,), 32768),
             self._rng,
             self.checks.admitted,
             self._parts,
             scenario.requests_max,
             self.kv,
-            kv_way=way,
+            kv_index_mode=index_kind,
         )
-        worker.has_forgotten = scenario.budget_bytes > 0
+        worker.has_dropped_entries = scenario.budget_bytes > 0
         self.workers.append(worker)
         self._by_id[worker.id] = worker
         self.trace.note("starts", stable_name, worker.id)
         if self.kv is not None and self.kv.refused:
-            self.checks.trouble(worker, FAULT_MAX_S)  # it may be on an address out of reach
+            self.checks.record_fault(worker, FAULT_MAX_S)  # it may be on an address out of reach
         await worker.start()
 
     async def start_router(self, address: str) -> None:
@@ -517,9 +535,11 @@ class World:
             self._parts,
             self.kv,
             self.sync_garble,
-            rules=scenario.rules,
+            policy=scenario.policy,
             choice=choice,
-            ledger=Ledger(self.checks.breach, self.counts, self.sessions, scenario.rules, choice),
+            decision_checker=DecisionChecker(
+                self.checks.violation, self.counts, self.sessions, scenario.policy, choice
+            ),
         )
         self.routers.append(router)
         self.trace.note("starts", router.process.name, router.id)
@@ -554,63 +574,67 @@ class World:
         self.trace.note("starts", indexer.process.name, indexer.id)
         await indexer.start()
 
-    def everybody(self) -> list[Peer]:
+    def all_processes(self) -> list[Peer]:
         return [*self.frontends, *self.routers, *self.indexers, *self.workers]
 
     def alive(self) -> list[Peer]:
-        return [peer for peer in self.everybody() if peer.process.is_alive]
+        return [peer for peer in self.all_processes() if peer.process.is_alive]
 
     def new_address(self) -> str:
         self._last_port += 1
         return f"sim:{self._last_port}"
 
-    def _path(self, caller: str, address: str) -> Path:
+    def _path(self, caller: str, address: str) -> LinkDelay:
         self._paths += 1
         rng = Random(f"path {self.scenario.seed} {self._paths}")
         base_s = rng.uniform(0.0001, max(0.0001, self.scenario.delay_s))
-        return Path(rng, base_s, self.scenario.jitter_s, self.scenario.quantum_s)
+        return LinkDelay(rng, base_s, self.scenario.jitter_s, self.scenario.quantum_s)
 
-    def _discovery(self) -> Discovery:
+    def _discovery(self) -> DelayedRegistry:
         rng = Random(self._rng.random())
-        discovery = Discovery(self.store, lambda: rng.uniform(0.0, LAG_MAX_S))
+        discovery = DelayedRegistry(self.store, lambda: rng.uniform(0.0, REGISTRY_LAG_MAX_S))
         for _ in range(self.outages):
             discovery.lose()
         return discovery
 
     # -- what the checkers hear -----------------------------------------------------------------
 
-    def submitted(self, frontend: SimFrontend, worker_id: int, order: Order) -> None:
+    def submitted(self, frontend: SimFrontend, worker_id: int, leg_request: LegRequest) -> None:
         """See Witness."""
         worker = self._by_id.get(worker_id)
         name = worker.stable_name if worker is not None else "?"
-        self.trace.note("submits", order.request_id, order.attempt, order.phase, name)
-        if order.attempt and self._asking[order.request_id].delivered:
-            self.migrated.add(order.request_id)
-        self.checks.submitted(frontend, worker, order)
+        self.trace.note(
+            "submits", leg_request.request_id, leg_request.attempt, leg_request.phase, name
+        )
+        if leg_request.attempt and self._clients_by_request[leg_request.request_id].delivered:
+            self.migrated.add(leg_request.request_id)
+        self.checks.submitted(frontend, worker, leg_request)
         if worker is not None:
-            self.checks.asks_for(self._asking[order.request_id], worker, order)
+            self.checks.check_adapter(
+                self._clients_by_request[leg_request.request_id], worker, leg_request
+            )
 
-    def placed(self, key: Key, took_s: float, placed: Placed | MeshError) -> None:
+    def placed(self, key: PlacementKey, took_s: float, placed: RoutingDecision | MeshError) -> None:
         """See Witness."""
-        self._asking[key[0]].placed_at = self._loop.time()
+        self._clients_by_request[key[0]].placed_at = self._loop.time()
         self.checks.placed(key, took_s, placed)
 
-    def delivered(self, order: Order) -> None:
+    def delivered(self, leg_request: LegRequest) -> None:
         """See Witness."""
-        self.checks.delivered(order)
+        self.checks.delivered(leg_request)
 
-    def leg_failed(self, frontend: SimFrontend, order: Order) -> None:
+    def leg_failed(self, frontend: SimFrontend, leg_request: LegRequest) -> None:
         """See Witness."""
-        self.trace.note("loses", order.request_id, order.attempt, order.phase)
-        self.checks.leg_failed(frontend, order, self.workers)
+        self.trace.note("loses", leg_request.request_id, leg_request.attempt, leg_request.phase)
+        self.checks.leg_failed(frontend, leg_request, self.workers)
 
     def _tokens(self, client: Client, token_ids: list[int]) -> None:
-        self.trace.note("tokens", client.wish.request_id, len(token_ids))
+        self.trace.note("tokens", client.spec.request_id, len(token_ids))
         self.checks.tokens(client, token_ids)
 
-    def _finished(self, client: Client, outcome: Outcome) -> None:
+    def _finished(self, client: Client, outcome: RequestOutcome) -> None:
         error = "" if outcome.error is None else outcome.error.reason
-        self.trace.note("ends", client.wish.request_id, outcome.finish_reason, error)
+        self.trace.note("ends", client.spec.request_id, outcome.finish_reason, error)
         observers = [p for p in self.alive() if isinstance(p, SimFrontend | SimRouter)]
         serving = self.checks.serving(self.workers, observers)
         self.checks.finished(client, outcome, serving)

@@ -20,14 +20,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from common.runtime.config import flag_of
-from worker_svc.conformance.bench import Limits
-from worker_svc.conformance.report import Verdict, results
+from common.runtime.config import flag_name
+from worker_svc.conformance.bench import TimeLimits
+from worker_svc.conformance.report import Verdict, run_checks
 from worker_svc.engines.contract import LLMEngine
 
-NO_ENGINE = 2
+EXIT_NO_ENGINE = 2
 # What the fields of Limits are for.
-_LIMITS = {
+_LIMIT_HELP = {
     "start_s": "to start",
     "answer_s": "to answer a request",
     "stop_s": "to heed a stop and to let go of a stream; what the mesh counts on",
@@ -35,50 +35,50 @@ _LIMITS = {
 }
 
 
-class NoEngine(Exception):
+class EngineLoadError(Exception):
     """Why no engine can be made of what was given."""
 
 
 # Any: whatever an engine takes.
-def maker(target: str, arguments: dict[str, Any]) -> Callable[[], LLMEngine]:
+def load_engine_factory(engine_spec: str, arguments: dict[str, Any]) -> Callable[[], LLMEngine]:
     """What makes the engine. Raises NoEngine."""
-    module_name, _, name = target.partition(":")
+    module_name, _, name = engine_spec.partition(":")
     if not name:
-        raise NoEngine(f"{target!r} is not MODULE:ENGINE")
+        raise EngineLoadError(f"{engine_spec!r} is not MODULE:ENGINE")
     try:
-        make = getattr(importlib.import_module(module_name), name)
+        make_engine = getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise NoEngine(f"{target}: {error}") from error
-    if not callable(make):
-        raise NoEngine(f"{target} cannot be called")
-    config = _config_of(make)
+        raise EngineLoadError(f"{engine_spec}: {error}") from error
+    if not callable(make_engine):
+        raise EngineLoadError(f"{engine_spec} cannot be called")
+    config = _config_class(make_engine)
     if config is None:
-        return lambda: typing.cast(LLMEngine, make(**arguments))
-    unknown = _unknown(config, arguments)
+        return lambda: typing.cast(LLMEngine, make_engine(**arguments))
+    unknown = _unknown_fields(config, arguments)
     if unknown:
-        raise NoEngine(f"{target}: {config.__name__} has no {', '.join(unknown)}")
+        raise EngineLoadError(f"{engine_spec}: {config.__name__} has no {', '.join(unknown)}")
     try:
-        made: object = TypeAdapter(config).validate_python(arguments)
+        config_value: object = TypeAdapter(config).validate_python(arguments)
     except ValidationError as error:
-        raise NoEngine(f"{target}: {error}") from error
-    return lambda: typing.cast(LLMEngine, make(made))
+        raise EngineLoadError(f"{engine_spec}: {error}") from error
+    return lambda: typing.cast(LLMEngine, make_engine(config_value))
 
 
-def _config_of(make: Callable[..., Any]) -> type | None:
+def _config_class(make_engine: Callable[..., Any]) -> type | None:
     """The dataclass that is the only argument which has to be given."""
-    needed = [
+    required = [
         one
-        for one in inspect.signature(make).parameters.values()
+        for one in inspect.signature(make_engine).parameters.values()
         if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.POSITIONAL_ONLY)
     ]
-    if len(needed) != 1:
+    if len(required) != 1:
         return None
-    source = make.__init__ if inspect.isclass(make) else make
-    kind = typing.get_type_hints(source).get(needed[0].name)
+    source = make_engine.__init__ if inspect.isclass(make_engine) else make_engine
+    kind = typing.get_type_hints(source).get(required[0].name)
     return kind if isinstance(kind, type) and dataclasses.is_dataclass(kind) else None
 
 
-def _unknown(config: type, arguments: dict[str, Any], path: str = "") -> list[str]:
+def _unknown_fields(config: type, arguments: dict[str, Any], path: str = "") -> list[str]:
     """Names that no field has, down to dataclasses within it."""
     hints = typing.get_type_hints(config)
     found = []
@@ -86,11 +86,11 @@ def _unknown(config: type, arguments: dict[str, Any], path: str = "") -> list[st
         if name not in hints:
             found.append(path + name)
         elif isinstance(value, dict) and dataclasses.is_dataclass(hints[name]):
-            found += _unknown(hints[name], value, f"{path}{name}.")
+            found += _unknown_fields(hints[name], value, f"{path}{name}.")
     return found
 
 
-def _argument(text: str) -> tuple[str, Any]:
+def _parse_argument(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
@@ -100,10 +100,10 @@ def _argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-async def run(make: Callable[[], LLMEngine], limits: Limits) -> int:
+async def run(make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> int:
     """Prints the results and returns the exit status."""
     counts = dict.fromkeys(Verdict, 0)
-    async for result in results(make, limits):
+    async for result in run_checks(make_engine, limits):
         counts[result.verdict] += 1
         print(result, flush=True)
     print(", ".join(f"{count} {verdict.lower()}" for verdict, count in counts.items()))
@@ -122,29 +122,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--arg",
         action="append",
-        type=_argument,
+        type=_parse_argument,
         default=[],
         metavar="NAME=VALUE",
         help="given to ENGINE by name, again and again; the value is read as JSON, else as text;"
         " where ENGINE takes one dataclass, these are its fields",
     )
-    for name, default in dataclasses.asdict(Limits()).items():
+    for name, default in dataclasses.asdict(TimeLimits()).items():
         parser.add_argument(
-            flag_of(name),
+            flag_name(name),
             type=float,
             default=default,
             metavar="SECONDS",
-            help=f"how long it may take {_LIMITS[name]} (default {default:g})",
+            help=f"how long it may take {_LIMIT_HELP[name]} (default {default:g})",
         )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        make = maker(given.engine, dict(given.arg))
-        make()
+        make_engine = load_engine_factory(args.engine, dict(args.arg))
+        make_engine()
     except Exception as error:
         print(f"there is no engine to check: {error}", file=sys.stderr)
-        return NO_ENGINE
-    limits = {one.name: getattr(given, one.name) for one in dataclasses.fields(Limits)}
-    return asyncio.run(run(make, Limits(**limits)))
+        return EXIT_NO_ENGINE
+    limits = {one.name: getattr(args, one.name) for one in dataclasses.fields(TimeLimits)}
+    return asyncio.run(run(make_engine, TimeLimits(**limits)))
 
 
 if __name__ == "__main__":

@@ -31,22 +31,22 @@ POLL_S = 0.01
 T = TypeVar("T")
 
 
-class Failed(Exception):
+class CheckFailed(Exception):
     """The engine breaks a rule; the message says which, and what it did."""
 
 
-class Skipped(Exception):
+class CheckSkipped(Exception):
     """The rule cannot be tried on this engine; the message says why."""
 
 
-def demand(condition: object, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raises Failed with the message unless the condition holds."""
     if not condition:
-        raise Failed(message)
+        raise CheckFailed(message)
 
 
 @dataclass(slots=True)
-class Limits:
+class TimeLimits:
     """How long an engine may take, in seconds, for one of each.
 
     stop_s: to heed a stop, and to let go of a stream; the mesh's own bound by default.
@@ -59,7 +59,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Heard:
+class StreamResult:
     """One stream as it came. error: what it ended with, when that was an exception."""
 
     chunks: list[LLMEngineOutput] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Pages:
+class PageEventChecker:
     """A sink that notes what breaks the rules of events. held: by rank, tier and scope.
 
     page_size: tokens a page, as the engine's rules have it.
@@ -86,7 +86,7 @@ class Pages:
     page_size: int
     held: set[tuple[int, int, str, int]] = field(default_factory=set)
     events: list[ExternalEvent] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
         """As a KvSink."""
@@ -100,68 +100,68 @@ class Pages:
                 case PagesCleared(rank):
                     self.held = {one for one in self.held if one[0] != rank}
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, reason: str) -> None:
         """As a KvSink."""
-        self.faults.append(f"events of rank {rank} were lost: {why}")
+        self.violations.append(f"events of rank {rank} were lost: {reason}")
 
     def reset(self, rank: int) -> None:
         """As a KvSink."""
-        self.faults.append(f"rank {rank} began anew, though the engine went on")
+        self.violations.append(f"rank {rank} began anew, though the engine went on")
 
     def _store(self, event: PagesStored) -> None:
         if event.page_size != self.page_size:
-            self.faults.append(
+            self.violations.append(
                 f"a page of {event.page_size} tokens was stored, kv_rules say {self.page_size}"
             )
         key = (event.rank, int(event.tier), event.scope)
         if event.parent is not None and (*key, event.parent) not in self.held:
-            self.faults.append(f"pages were stored below {event.parent}, which is not held")
+            self.violations.append(f"pages were stored below {event.parent}, which is not held")
         self.held |= {(*key, one) for one in event.hashes}
 
     def _remove(self, event: PagesRemoved) -> None:
         for one in event.hashes:
             key = (event.rank, int(event.tier), event.scope, one)
             if key not in self.held:
-                self.faults.append(f"page {one} was removed, which is not held")
+                self.violations.append(f"page {one} was removed, which is not held")
             self.held.discard(key)
 
 
-class Bench:
+class EngineHarness:
     """One engine under test. make: constructs one more.
 
     was_started: whether `start` was called, and so `cleanup` has to be; config: what it returned.
     pages: what the engine has told of its cache, where it publishes.
     """
 
-    def __init__(self, make: Callable[[], LLMEngine], limits: Limits) -> None:
-        self.make = make
+    def __init__(self, make_engine: Callable[[], LLMEngine], limits: TimeLimits) -> None:
+        self.make_engine = make_engine
         self.limits = limits
-        self.engine = make()
+        self.engine = make_engine()
         self.was_started = False
         self.config: EngineConfig | None = None
-        self.pages: Pages | None = None
-        self._asked = 0
+        self.page_checker: PageEventChecker | None = None
+        self._request_count = 0
 
     @property
-    def started(self) -> EngineConfig:
+    def engine_config(self) -> EngineConfig:
         """What the engine said of itself. Raises Skipped when it did not start."""
         if self.config is None:
-            raise Skipped("the engine did not start")
+            raise CheckSkipped("the engine did not start")
         return self.config
 
-    def needs_start(self) -> None:
+    def require_started(self) -> None:
         """Raises Skipped when the engine did not start."""
-        assert self.started is not None
+        assert self.engine_config is not None
 
-    def needs_whole_answers(self) -> None:
+    def require_aggregated(self) -> None:
         """Raises Skipped where the engine serves halves of requests only."""
-        if not self.started.local_prefill:
-            raise Skipped("the engine serves halves of requests: prefill or decode")
+        if not self.engine_config.local_prefill:
+            raise CheckSkipped("the engine serves halves of requests: prefill or decode")
 
     def ctx(self) -> GenerateContext:
         """A request's context, with an id of its own."""
-        self._asked += 1
-        return GenerateContext(EngineContext(f"conformance-{self._asked}"))
+        self._request_count += 1
+        return GenerateContext(EngineContext(f"conformance-{self._request_count}"))
 
     def prompt(self, tokens: int, seed: int = 0) -> list[int]:
         """Token ids that any vocabulary has: 3 to 99, other ones for another seed."""
@@ -180,74 +180,76 @@ class Bench:
 
     def long_request(self) -> PreprocessedRequest:
         """One that an engine does not end before it is told to, if it can be helped."""
-        most = self.started.context_length or 4096
-        prompt = self.prompt(max(1, min(512, most // 4)), seed=9)
-        return self.request(prompt, max(1, min(100_000, most // 2)))
+        limit = self.engine_config.context_length or 4096
+        prompt = self.prompt(max(1, min(512, limit // 4)), seed=9)
+        return self.request(prompt, max(1, min(100_000, limit // 2)))
 
-    async def hear(
+    async def run_request(
         self,
         request: PreprocessedRequest,
         ctx: GenerateContext | None = None,
         *,
         on_chunk: Callable[[LLMEngineOutput], Awaitable[None]] | None = None,
-    ) -> Heard:
+    ) -> StreamResult:
         """The raw stream, to its very end. Raises Failed when it takes too long."""
-        heard = Heard()
+        stream_result = StreamResult()
         stream = self.engine.generate(request, ctx or self.ctx())
         async with aclosing(stream):
-            await within(
-                self.limits.answer_s, self._listen(stream, heard, on_chunk), "the stream has no end"
+            await run_within(
+                self.limits.answer_s,
+                self._collect(stream, stream_result, on_chunk),
+                "the stream has no end",
             )
-        return heard
+        return stream_result
 
-    async def _listen(
+    async def _collect(
         self,
         stream: AsyncGenerator[LLMEngineOutput, None],
-        heard: Heard,
+        stream_result: StreamResult,
         on_chunk: Callable[[LLMEngineOutput], Awaitable[None]] | None,
     ) -> None:
         try:
             async for output in stream:
-                heard.chunks.append(output)
+                stream_result.chunks.append(output)
                 if on_chunk is not None:
                     await on_chunk(output)
-        except Failed:
+        except CheckFailed:
             raise
         except Exception as error:
-            heard.error = error
+            stream_result.error = error
 
-    async def answer(self, request: PreprocessedRequest) -> Heard:
+    async def expect_success(self, request: PreprocessedRequest) -> StreamResult:
         """A stream that ended well. Raises Failed otherwise."""
-        heard = await self.hear(request)
-        must_end_well(heard)
-        return heard
+        stream_result = await self.run_request(request)
+        check_success(stream_result)
+        return stream_result
 
-    async def refusal(self, request: PreprocessedRequest) -> MeshError:
+    async def expect_refusal(self, request: PreprocessedRequest) -> MeshError:
         """What a request is refused with. Raises Failed when it is not, or not with a MeshError."""
-        heard = await self.hear(request)
-        demand(heard.error is not None, "it was not refused")
-        demand(
-            isinstance(heard.error, MeshError),
-            f"it was refused with {type(heard.error).__name__}, which is no MeshError",
+        stream_result = await self.run_request(request)
+        require(stream_result.error is not None, "it was not refused")
+        require(
+            isinstance(stream_result.error, MeshError),
+            f"it was refused with {type(stream_result.error).__name__}, which is no MeshError",
         )
-        demand(not heard.chunks, "chunks came before the refusal")
-        assert isinstance(heard.error, MeshError)
-        return heard.error
+        require(not stream_result.chunks, "chunks came before the refusal")
+        assert isinstance(stream_result.error, MeshError)
+        return stream_result.error
 
     def loads(self) -> Sequence[Load]:
         """The engine's load."""
         return self.engine.loads()
 
-    async def at_rest(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Returns once nothing runs or waits. Raises Failed when that takes too long."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.limits.end_s
         while busy := [one for one in self.loads() if one.running or one.waiting or one.rooms_open]:
-            demand(loop.time() < deadline, f"the engine is not at rest: {busy}")
+            require(loop.time() < deadline, f"the engine is not at rest: {busy}")
             await asyncio.sleep(POLL_S)
 
 
-async def within(limit_s: float, work: Awaitable[T], message: str) -> T:
+async def run_within(limit_s: float, work: Awaitable[T], message: str) -> T:
     """The result. Raises Failed with the message when it takes longer."""
     timeout = asyncio.timeout(limit_s)
     try:
@@ -255,19 +257,21 @@ async def within(limit_s: float, work: Awaitable[T], message: str) -> T:
             return await work
     except TimeoutError:
         if timeout.expired():
-            raise Failed(f"{message} within {limit_s:g} s") from None
+            raise CheckFailed(f"{message} within {limit_s:g} s") from None
         raise
 
 
-def must_end_well(heard: Heard) -> None:
+def check_success(stream_result: StreamResult) -> None:
     """Raises Failed unless it ended with exactly one terminal chunk, its last, without error."""
-    if heard.error is not None:
-        raise Failed(f"it failed with {type(heard.error).__name__}: {heard.error}")
-    ends = [at for at, one in enumerate(heard.chunks) if one.finish_reason is not None]
-    demand(ends, "the stream ended without a terminal chunk")
-    demand(len(ends) == 1, f"the stream had {len(ends)} terminal chunks")
-    demand(ends[0] == len(heard.chunks) - 1, "a chunk came after the terminal one")
-    last = heard.chunks[-1]
-    demand(
+    if stream_result.error is not None:
+        raise CheckFailed(
+            f"it failed with {type(stream_result.error).__name__}: {stream_result.error}"
+        )
+    ends = [at for at, one in enumerate(stream_result.chunks) if one.finish_reason is not None]
+    require(ends, "the stream ended without a terminal chunk")
+    require(len(ends) == 1, f"the stream had {len(ends)} terminal chunks")
+    require(ends[0] == len(stream_result.chunks) - 1, "a chunk came after the terminal one")
+    last = stream_result.chunks[-1]
+    require(
         last.finish_reason is not FinishReason.ERROR, f"it ended with an error chunk: {last.error}"
     )

@@ -7,12 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_svc.conformance.bench import Bench, Failed, Limits, Skipped, within
+from worker_svc.conformance.bench import (
+    CheckFailed,
+    CheckSkipped,
+    EngineHarness,
+    TimeLimits,
+    run_within,
+)
 from worker_svc.conformance.checks import Check, all_checks
 from worker_svc.engines.contract import LLMEngine
 
 # A check takes several answers and ends at most.
-CHECK_LIMITS = 6
+TIMEOUTS_PER_CHECK = 6
 
 
 class Verdict(StrEnum):
@@ -29,43 +35,43 @@ class Result:
 
     check: Check
     verdict: Verdict
-    why: str = ""
+    reason: str = ""
 
     def __str__(self) -> str:
-        remark = f" ({self.why})" if self.why else ""
+        remark = f" ({self.reason})" if self.reason else ""
         if self.verdict is Verdict.PASS:
             return f"PASS {self.check.name}: {self.check.rule}{remark}"
-        return f"{self.verdict} {self.check.name}: {self.why}; the rule: {self.check.rule}"
+        return f"{self.verdict} {self.check.name}: {self.reason}; the rule: {self.check.rule}"
 
 
-async def results(
-    make: Callable[[], LLMEngine],
-    limits: Limits | None = None,
+async def run_checks(
+    make_engine: Callable[[], LLMEngine],
+    limits: TimeLimits | None = None,
     checks: Sequence[Check] | None = None,
 ) -> AsyncIterator[Result]:
     """The results, as they come. make: constructs an engine; it is ended whatever happens.
 
-    Raises what `make` raises.
+    Raises what `make_engine` raises.
     """
-    bench = Bench(make, limits or Limits())
+    bench = EngineHarness(make_engine, limits or TimeLimits())
     try:
         for check in all_checks() if checks is None else checks:
-            yield await _result(check, bench)
+            yield await _run_check(check, bench)
     finally:
         if bench.was_started:  # also when the checks that end it were not reached
             with suppress(Exception):
-                await within(bench.limits.end_s, bench.engine.cleanup(), "")
+                await run_within(bench.limits.end_s, bench.engine.cleanup(), "")
 
 
-async def _result(check: Check, bench: Bench) -> Result:
+async def _run_check(check: Check, bench: EngineHarness) -> Result:
     limits = bench.limits
-    limit_s = limits.start_s + CHECK_LIMITS * (limits.answer_s + limits.end_s)
+    limit_s = limits.start_s + TIMEOUTS_PER_CHECK * (limits.answer_s + limits.end_s)
     try:
-        remark = await within(limit_s, check.run(bench), "the check has no end")
-    except Skipped as why:
-        return Result(check, Verdict.SKIP, str(why))
-    except Failed as why:
-        return Result(check, Verdict.FAIL, str(why))
+        remark = await run_within(limit_s, check.run(bench), "the check has no end")
+    except CheckSkipped as reason:
+        return Result(check, Verdict.SKIP, str(reason))
+    except CheckFailed as reason:
+        return Result(check, Verdict.FAIL, str(reason))
     except Exception as error:
         return Result(check, Verdict.FAIL, f"{type(error).__name__}: {error}")
     return Result(check, Verdict.PASS, remark or "")

@@ -1,7 +1,8 @@
 """The engine contract: what a worker asks of an inference engine.
 
 Life: construct → `start` → `generate`* (concurrent) → `abort`? → `drain` → `cleanup`.
-Everything an engine author needs is importable from here. `validated` enforces the rules of the
+Everything an engine author needs is importable from here. `validate_stream` enforces the rules of
+the
 output stream; a framework which forwards a stream always goes through it.
 """
 
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from common.errors import (
-    Bug,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -37,7 +38,7 @@ from common.request.preprocessed import (
     unsupported_fields,
     usage,
 )
-from worker_svc.kv_events.normalizer import KvRules, KvSink
+from worker_svc.kv_events.normalizer import KvEventFormat, KvEventSink
 
 __all__ = [
     "KV_EVENTS_OFF",
@@ -49,13 +50,13 @@ __all__ = [
     "FinishReason",
     "GenerateContext",
     "InvalidRequest",
-    "KvRules",
-    "KvSink",
+    "KvEventFormat",
+    "KvEventSink",
     "LLMEngine",
     "LLMEngineOutput",
     "Load",
     "MeshError",
-    "MortalEngine",
+    "FailureReportingEngine",
     "OutputOptions",
     "Overloaded",
     "PagedEngine",
@@ -73,11 +74,11 @@ __all__ = [
     "chunk",
     "unsupported_fields",
     "usage",
-    "validated",
+    "validate_stream",
 ]
 
 
-# The `kv_silence` of an engine that reuses prefixes and was told not to say so.
+# The `kv_events_off_reason` of an engine that reuses prefixes and was told not to say so.
 KV_EVENTS_OFF = "kv_events is off"
 
 
@@ -331,10 +332,10 @@ class PagedEngine(Protocol):
     is KV_EVENTS_OFF prefixes are reused all the same. Both hold from the end of `start` on.
     """
 
-    kv_rules: KvRules
-    kv_silence: str
+    kv_event_format: KvEventFormat
+    kv_events_off_reason: str
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         """From now on the sink is told what the cache holds, beginning with what it holds now.
 
         Called once, right after `start`, in the event loop, as the sink must be.
@@ -352,29 +353,33 @@ class PassThroughEngine(Protocol):
 
 
 @runtime_checkable
-class MortalEngine(Protocol):
+class FailureReportingEngine(Protocol):
     """An engine that can end without having been asked to."""
 
-    async def died(self) -> None:
+    async def wait_for_failure(self) -> None:
         """Raises WorkerLost when it does. Called after `start`."""
 
 
-async def validated(
+async def validate_stream(
     stream: AsyncIterator[LLMEngineOutput], *, request_id: str
 ) -> AsyncGenerator[LLMEngineOutput, None]:
     """The stream, held to the contract: raises Bug on an item after the terminal one or without it.
 
     Closing this generator closes the engine's.
     """
-    ended = False
+    has_terminal = False
     try:
         async for output in stream:
-            if ended:
-                raise Bug(f"request {request_id}: the engine sent a chunk after its terminal one")
-            ended = output.finish_reason is not None
+            if has_terminal:
+                raise InternalError(
+                    f"request {request_id}: the engine sent a chunk after its terminal one"
+                )
+            has_terminal = output.finish_reason is not None
             yield output
-        if not ended:
-            raise Bug(f"request {request_id}: the engine's stream ended without a terminal chunk")
+        if not has_terminal:
+            raise InternalError(
+                f"request {request_id}: the engine's stream ended without a terminal chunk"
+            )
     finally:
         close = getattr(stream, "aclose", None)
         if close is not None:

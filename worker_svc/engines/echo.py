@@ -22,7 +22,7 @@ from typing import Final
 
 from common.errors import InvalidRequest, MeshError, PromptTooLong, Unavailable, Unsupported
 from common.kv.load import Load
-from common.request.preprocessed import JsonValue, parsed_json, to_value, unsupported_fields
+from common.request.preprocessed import JsonValue, load_json_text, to_json_value, unsupported_fields
 from worker_svc.engines.contract import (
     EngineConfig,
     FinishReason,
@@ -33,7 +33,7 @@ from worker_svc.engines.contract import (
     usage,
 )
 
-_HONOURED: Final = frozenset(
+_SUPPORTED_FIELDS: Final = frozenset(
     {
         "stop_conditions",
         "output_options.skip_special_tokens",
@@ -46,14 +46,14 @@ _HONOURED: Final = frozenset(
         "sampling_options.seed",
     }
 )
-_SKIPPED_BY_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
+_IGNORED_FOR_PROBES: Final = frozenset({"bootstrap_info", "prefill_result"})
 # Fields of a body that an echo honours, most of them because they ask for nothing here.
 _BODY_FIELDS: Final = frozenset(
     {"model", "max_tokens", "stream", "stream_options", "temperature", "top_p", "seed", "user"}
 )
 _CHAT_FIELDS: Final = _BODY_FIELDS | {"messages", "max_completion_tokens"}
 _COMPLETION_FIELDS: Final = _BODY_FIELDS | {"prompt"}
-_WORD: Final = re.compile(r"\s*\S+|\s+$")
+_WORD_PATTERN: Final = re.compile(r"\s*\S+|\s+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class EchoConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Response:
     """What will be said: `words` one after the other, `closing` and `terminal` if none stops it."""
 
-    prompt_words: int
+    prompt_word_count: int
     words: Sequence[LLMEngineOutput]
     terminal: LLMEngineOutput
     opening: Sequence[LLMEngineOutput] = ()
@@ -92,7 +92,7 @@ class EchoEngine:
         self.counters: Counter[str] = Counter()
         self._is_started = False
         self._running = 0
-        self._said = 0
+        self._words_emitted = 0
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Ready at once."""
@@ -111,8 +111,8 @@ class EchoEngine:
 
         Raises InvalidRequest, Unsupported, PromptTooLong or Unavailable at its first step.
         """
-        answer = self._admit(lambda: _echo_of_tokens(request, self.config.context_length))
-        async with aclosing(self._say(answer, ctx)) as outputs:
+        response = self._admit(lambda: _echo_of_tokens(request, self.config.context_length))
+        async with aclosing(self._stream_response(response, ctx)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -126,8 +126,8 @@ class EchoEngine:
         one holds the counts, in words. Raises InvalidRequest, Unsupported or Unavailable at its
         first step.
         """
-        answer = self._admit(lambda: _echo_of_body(kind, body, ctx.id))
-        async with aclosing(self._say(answer, ctx)) as outputs:
+        response = self._admit(lambda: _echo_of_body(kind, body, ctx.id))
+        async with aclosing(self._stream_response(response, ctx)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -143,43 +143,43 @@ class EchoEngine:
 
     def loads(self) -> Sequence[Load]:
         """Running requests; each word counts as a step."""
-        return (Load(engine_step=self._said, running=self._running),)
+        return (Load(engine_step=self._words_emitted, running=self._running),)
 
-    def _admit(self, answer: Callable[[], _Answer]) -> _Answer:
+    def _admit(self, response: Callable[[], _Response]) -> _Response:
         try:
             if not self._is_started:
                 raise Unavailable("the engine is not running")
-            return answer()
+            return response()
         except MeshError:
             self.counters["rejected"] += 1
             raise
 
-    async def _say(
-        self, answer: _Answer, ctx: GenerateContext
+    async def _stream_response(
+        self, response: _Response, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         self.counters["accepted"] += 1
         self._running += 1
-        outcome, said = "closed", 0
+        outcome, emitted = "closed", 0
         try:
-            for output in answer.opening:
+            for output in response.opening:
                 yield output
-            for output in answer.words:
-                if await self._stopped_before_next(ctx):
+            for output in response.words:
+                if await self._is_stopped_after_delay(ctx):
                     outcome = "cancelled"
-                    yield chunk.cancelled().with_usage(usage(answer.prompt_words, said))
+                    yield chunk.cancelled().with_usage(usage(response.prompt_word_count, emitted))
                     return
-                said += 1
-                self._said += 1
+                emitted += 1
+                self._words_emitted += 1
                 yield output
-            for output in answer.closing:
+            for output in response.closing:
                 yield output
             outcome = "finished"
-            yield answer.terminal.with_usage(usage(answer.prompt_words, said))
+            yield response.terminal.with_usage(usage(response.prompt_word_count, emitted))
         finally:
             self._running -= 1
             self.counters[outcome] += 1
 
-    async def _stopped_before_next(self, ctx: GenerateContext) -> bool:
+    async def _is_stopped_after_delay(self, ctx: GenerateContext) -> bool:
         if self.config.token_delay_s > 0:
             with suppress(TimeoutError):  # the delay's ordinary end
                 async with asyncio.timeout(self.config.token_delay_s):
@@ -189,31 +189,31 @@ class EchoEngine:
         return ctx.is_stopped
 
 
-def _echo_of_tokens(request: PreprocessedRequest, context_length: int) -> _Answer:
+def _echo_of_tokens(request: PreprocessedRequest, context_length: int) -> _Response:
     _check_tokens(request, context_length)
     prompt, stop = request.token_ids.tolist(), request.stop_conditions
-    answer = prompt[: stop.max_tokens]
-    terminal = chunk.stop() if len(answer) == len(prompt) else chunk.length()
+    response = prompt[: stop.max_tokens]
+    terminal = chunk.stop() if len(response) == len(prompt) else chunk.length()
     hidden = frozenset(stop.stop_token_ids_hidden)
     visible = frozenset(stop.stop_token_ids_visible)
     eos = frozenset(request.eos_token_ids) - visible
-    ends = frozenset() if stop.ignore_eos else hidden | visible | eos
-    for index in range(stop.min_tokens or 0, len(answer)):
-        token = answer[index]
-        if token in ends:
+    stop_ids = frozenset() if stop.ignore_eos else hidden | visible | eos
+    for index in range(stop.min_tokens or 0, len(response)):
+        token = response[index]
+        if token in stop_ids:
             terminal = replace(chunk.stop(), stop_reason=token)
             if token in eos:
                 terminal = LLMEngineOutput(finish_reason=FinishReason.EOS)
-            answer = answer[: index + (token in visible)]
+            response = response[: index + (token in visible)]
             break
-    return _Answer(len(prompt), [chunk.token(token) for token in answer], terminal)
+    return _Response(len(prompt), [chunk.token(token) for token in response], terminal)
 
 
 def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
-    honoured = _HONOURED | _SKIPPED_BY_PROBES if request.is_probe else _HONOURED
-    refused = unsupported_fields(request, honoured)
-    if refused:
-        raise Unsupported(refused[0], "the echo engine has no such thing")
+    supported = _SUPPORTED_FIELDS | _IGNORED_FOR_PROBES if request.is_probe else _SUPPORTED_FIELDS
+    unsupported = unsupported_fields(request, supported)
+    if unsupported:
+        raise Unsupported(unsupported[0], "the echo engine has no such thing")
     if not request.token_ids:
         raise InvalidRequest("token_ids must not be empty", "token_ids")
     if request.stop_conditions.max_tokens == 0:
@@ -225,29 +225,35 @@ def _check_tokens(request: PreprocessedRequest, context_length: int) -> None:
         )
 
 
-def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Answer:
-    fields = parsed_json(body, "body")
+def _echo_of_body(kind: str, body: bytes, request_id: str) -> _Response:
+    fields = load_json_text(body, "body")
     if not isinstance(fields, dict):
         raise InvalidRequest("the body must be a JSON object", "body")
     match kind:
         case "chat":
-            known, text, cap = _CHAT_FIELDS, _last_user_text, "max_completion_tokens"
+            known_fields, text, limit_field = _CHAT_FIELDS, _last_user_text, "max_completion_tokens"
         case "completion":
-            known, text, cap = _COMPLETION_FIELDS, _prompt_text, "max_tokens"
+            known_fields, text, limit_field = _COMPLETION_FIELDS, _prompt_text, "max_tokens"
         case _:
             raise InvalidRequest(f"kind must be chat or completion, not {kind!r}", "kind")
     for name, value in fields.items():
-        if name not in known and value is not None:
+        if name not in known_fields and value is not None:
             raise Unsupported(name, "the echo engine has no such thing")
-    heard = _WORD.findall(text(fields))
-    said = heard[: _most_words(fields, cap if fields.get(cap) is not None else "max_tokens")]
-    terminal = chunk.stop() if len(said) == len(heard) else chunk.length()
-    made = _ChunkMaker(kind, request_id, _text_field(fields.get("model", ""), "model"))
-    closing = [made.closing("stop" if len(said) == len(heard) else "length")]
-    if _wants_usage(fields):
-        closing.append(made.usage(len(heard), len(said)))
-    return _Answer(
-        len(heard), [made.word(word) for word in said], terminal, made.opening(), closing
+    input_words = _WORD_PATTERN.findall(text(fields))
+    emitted = input_words[
+        : _max_words(fields, limit_field if fields.get(limit_field) is not None else "max_tokens")
+    ]
+    terminal = chunk.stop() if len(emitted) == len(input_words) else chunk.length()
+    chunk_builder = _ChunkBuilder(kind, request_id, _text_field(fields.get("model", ""), "model"))
+    closing = [chunk_builder.closing("stop" if len(emitted) == len(input_words) else "length")]
+    if _is_usage_requested(fields):
+        closing.append(chunk_builder.usage(len(input_words), len(emitted)))
+    return _Response(
+        len(input_words),
+        [chunk_builder.word(word) for word in emitted],
+        terminal,
+        chunk_builder.opening(),
+        closing,
     )
 
 
@@ -269,10 +275,10 @@ def _content_text(content: JsonValue, path: str) -> str:
         return _text_field(content, path)
     texts = []
     for index, part in enumerate(content):
-        where = f"{path}[{index}]"
+        part_path = f"{path}[{index}]"
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise Unsupported(where, "the echo engine hears text only")
-        texts.append(_text_field(part.get("text"), f"{where}.text"))
+            raise Unsupported(part_path, "the echo engine hears text only")
+        texts.append(_text_field(part.get("text"), f"{part_path}.text"))
     return "".join(texts)
 
 
@@ -286,14 +292,14 @@ def _text_field(value: JsonValue, path: str) -> str:
     return value
 
 
-def _most_words(fields: Mapping[str, JsonValue], name: str) -> int | None:
+def _max_words(fields: Mapping[str, JsonValue], name: str) -> int | None:
     value = fields.get(name)
     if value is not None and (type(value) is not int or value < 1):
         raise InvalidRequest(f"{name} must be an integer of at least 1", name)
     return value
 
 
-def _wants_usage(fields: Mapping[str, JsonValue]) -> bool:
+def _is_usage_requested(fields: Mapping[str, JsonValue]) -> bool:
     options = fields.get("stream_options")
     if options is None:
         return False
@@ -302,7 +308,7 @@ def _wants_usage(fields: Mapping[str, JsonValue]) -> bool:
     return options.get("include_usage") is True
 
 
-class _ChunkMaker:
+class _ChunkBuilder:
     """Makes the OpenAI chunk objects of one answer."""
 
     def __init__(self, kind: str, request_id: str, model: str) -> None:
@@ -318,23 +324,27 @@ class _ChunkMaker:
     def opening(self) -> Sequence[LLMEngineOutput]:
         if not self._is_chat:
             return ()
-        return (self._choice({"delta": {"role": "assistant", "content": ""}}, None),)
+        return (self._choice_chunk({"delta": {"role": "assistant", "content": ""}}, None),)
 
     def word(self, word: str) -> LLMEngineOutput:
-        return self._choice({"delta": {"content": word}} if self._is_chat else {"text": word}, None)
+        return self._choice_chunk(
+            {"delta": {"content": word}} if self._is_chat else {"text": word}, None
+        )
 
     def closing(self, finish_reason: str) -> LLMEngineOutput:
-        return self._choice({"delta": {}} if self._is_chat else {"text": ""}, finish_reason)
+        return self._choice_chunk({"delta": {}} if self._is_chat else {"text": ""}, finish_reason)
 
     def usage(self, prompt: int, completion: int) -> LLMEngineOutput:
         counts = usage(prompt, completion)
-        return self._chunk(choices=[], usage=to_value(counts))
+        return self._chunk(choices=[], usage=to_json_value(counts))
 
-    def _choice(self, said: Mapping[str, JsonValue], finish: str | None) -> LLMEngineOutput:
+    def _choice_chunk(
+        self, emitted: Mapping[str, JsonValue], finish: str | None
+    ) -> LLMEngineOutput:
         return self._chunk(
-            choices=[{"index": 0, **said, "logprobs": None, "finish_reason": finish}]
+            choices=[{"index": 0, **emitted, "logprobs": None, "finish_reason": finish}]
         )
 
-    def _chunk(self, **more: JsonValue) -> LLMEngineOutput:
-        text = json.dumps({**self._frame, **more}, separators=(",", ":"))
+    def _chunk(self, **extra_fields: JsonValue) -> LLMEngineOutput:
+        text = json.dumps({**self._frame, **extra_fields}, separators=(",", ":"))
         return LLMEngineOutput(chunk_json=text.encode())

@@ -2,9 +2,9 @@
 
 An engine reports *pages* under names of its own (external hashes), which are opaque: they may be
 signed, differ between workers, and name other content once they were removed. Here they become the
-prefix hashes of `common/kv/hashing.py`. `Canonicaliser` follows one rank's cache, `Ledger` numbers
+prefix hashes of `common/kv/hashing.py`. `Normalizer` follows one rank's cache, `EventLog` numbers
 what
-it says, `Feed` is the two together.
+it says, `SourceFeed` is the two together.
 
 A page is named by the *content* of the whole prefix up to its end; all external hashes of equal
 content mean one page, which counts once however often and wherever it is held. Pages smaller than a
@@ -41,7 +41,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from common.kv.events import (
-    CHUNK_BLOCKS,
+    SNAPSHOT_CHUNK_BLOCKS,
     Event,
     EventBatch,
     EventKind,
@@ -60,13 +60,13 @@ ORPHANS_MAX = 65_536
 # Pages and external hashes at most: far above what an engine holds, unless it never removes any.
 PAGES_MAX = 1 << 22
 # Adapters and salts whose hashers are kept at hand.
-_NAMINGS_MAX = 64
+_PAGE_NAMERS_MAX = 64
 
 _U64 = 2**64 - 1
 _TOKEN_BYTES = 4
 
 
-class Duplicates(StrEnum):
+class DuplicatePolicy(StrEnum):
     """What it means that an engine reports a page stored which it has reported before.
 
     counted: it takes as many removals; idempotent: nothing, one removal ends it.
@@ -101,10 +101,11 @@ class PagesStored:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ValueError(f"page_size: {self.page_size} is below 1")
-        wanted = len(self.hashes) * self.page_size * _TOKEN_BYTES
-        if len(self.token_ids) != wanted:
+        expected_bytes = len(self.hashes) * self.page_size * _TOKEN_BYTES
+        if len(self.token_ids) != expected_bytes:
             raise ValueError(
-                f"token_ids: {len(self.token_ids)} bytes, not {wanted} for {len(self.hashes)} "
+                f"token_ids: {len(self.token_ids)} bytes, not {expected_bytes} for "
+                f"{len(self.hashes)} "
                 f"pages of {self.page_size} tokens"
             )
 
@@ -129,13 +130,13 @@ class PagesCleared:
 ExternalEvent: TypeAlias = PagesStored | PagesRemoved | PagesCleared
 
 
-class KvSink(Protocol):
+class KvEventSink(Protocol):
     """Who is told of an engine's pages."""
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
         """Takes in events, in order."""
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, reason: str) -> None:
         """Events of a rank were lost beyond repair."""
 
     def reset(self, rank: int) -> None:
@@ -143,11 +144,11 @@ class KvSink(Protocol):
 
 
 # The hasher for (lora, salt, tokens a block); None: blocks of these are not to be published.
-HasherOf: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
+HasherFactory: TypeAlias = Callable[[str, str, int], PrefixHasher | None]
 
 
 @dataclass(frozen=True, slots=True)
-class KvRules:
+class KvEventFormat:
     """How an engine's events are to be read; its adapter states them.
 
     page_size: tokens a page; divides block_size or is a multiple of it. tiers: how many it has.
@@ -156,7 +157,7 @@ class KvRules:
 
     block_size: int
     page_size: int
-    duplicates: Duplicates
+    duplicates: DuplicatePolicy
     tiers: int = 1
 
     def __post_init__(self) -> None:
@@ -183,97 +184,110 @@ class _Page:
         "block_total",
         "child",
         "depth",
-        "following",
-        "holders",
         "is_withheld",
         "key",
         "level",
         "names",
+        "next_sibling",
         "parent",
-        "preceding",
+        "previous_sibling",
+        "ref_counts",
         "tail",
         "total",
     )
 
-    def __init__(self, parent: _Page | None, spec: _Spec, tiers: int) -> None:
+    def __init__(self, parent: _Page | None, spec: _PageSpec, tiers: int) -> None:
         self.key, self.total, self.names, self.tail, self.block_total = spec
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        self.holders = [0] * tiers
+        self.ref_counts = [0] * tiers
         self.level = tiers
         self.is_withheld = False
         # Children are linked to each other: a set for each of mostly one would be twice the page.
         self.child: _Page | None = None
-        self.following: _Page | None = None
-        self.preceding: _Page | None = None
+        self.next_sibling: _Page | None = None
+        self.previous_sibling: _Page | None = None
 
-    def adopt(self, page: _Page) -> None:
-        page.following = self.child
+    def add_child(self, page: _Page) -> None:
+        page.next_sibling = self.child
         if self.child is not None:
-            self.child.preceding = page
+            self.child.previous_sibling = page
         self.child = page
 
-    def disown(self, page: _Page) -> None:
-        if page.preceding is None:
-            self.child = page.following
+    def remove_child(self, page: _Page) -> None:
+        if page.previous_sibling is None:
+            self.child = page.next_sibling
         else:
-            page.preceding.following = page.following
-        if page.following is not None:
-            page.following.preceding = page.preceding
+            page.previous_sibling.next_sibling = page.next_sibling
+        if page.next_sibling is not None:
+            page.next_sibling.previous_sibling = page.previous_sibling
 
     def children(self) -> Iterator[_Page]:
         page = self.child
         while page is not None:
             yield page
-            page = page.following
+            page = page.next_sibling
 
 
 # key, total, names, tail, block_total: see _Page.
-_Spec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
-_ROOT: _Spec = (0, 0, (), b"", 0)
+_PageSpec: TypeAlias = tuple[int, int, tuple[int, ...], bytes, int]
+_ROOT: _PageSpec = (0, 0, (), b"", 0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Naming:
+class _PageNamer:
     """Names pages of one adapter and salt. pages: names pages smaller than a block."""
 
-    rules: KvRules
+    event_format: KvEventFormat
     blocks: PrefixHasher
     pages: PrefixHasher | None
 
-    def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_Spec]:
+    def specs(self, parent: _Page, token_ids: bytes) -> Iterator[_PageSpec]:
         """What the pages that follow `parent` are."""
         if self.pages is not None:
-            return self._small(self.pages, parent, token_ids)
-        width = self.rules.page_size // self.rules.block_size
-        state = ChainState(parent.depth * width, parent.total)
+            return self._small_page_specs(self.pages, parent, token_ids)
+        blocks_per_page = self.event_format.page_size // self.event_format.block_size
+        state = ChainState(parent.depth * blocks_per_page, parent.total)
         hashes, sums = self.blocks.extend(state, token_ids)
         rows = hashes.tolist()
         names: Iterable[tuple[int, ...]]
-        names = zip(rows) if width == 1 else map(tuple, hashes.reshape(-1, width).tolist())
-        keys, totals = rows[width - 1 :: width], sums[width - 1 :: width].tolist()
+        names = (
+            zip(rows)
+            if blocks_per_page == 1
+            else map(tuple, hashes.reshape(-1, blocks_per_page).tolist())
+        )
+        keys, totals = (
+            rows[blocks_per_page - 1 :: blocks_per_page],
+            sums[blocks_per_page - 1 :: blocks_per_page].tolist(),
+        )
         return zip(keys, totals, names, repeat(b""), repeat(0), strict=False)
 
-    def _small(self, pages: PrefixHasher, parent: _Page, token_ids: bytes) -> Iterator[_Spec]:
-        share = self.rules.block_size // self.rules.page_size
+    def _small_page_specs(
+        self, pages: PrefixHasher, parent: _Page, token_ids: bytes
+    ) -> Iterator[_PageSpec]:
+        pages_per_block = self.event_format.block_size // self.event_format.page_size
         keys, totals = pages.extend(ChainState(parent.depth, parent.total), token_ids)
         tokens = parent.tail + token_ids
-        state = ChainState(parent.depth // share, parent.block_total)
+        state = ChainState(parent.depth // pages_per_block, parent.block_total)
         hashes, sums = self.blocks.extend(state, tokens)
         names, block_totals = hashes.tolist(), sums.tolist()
-        page_bytes = self.rules.page_size * _TOKEN_BYTES
+        page_bytes = self.event_format.page_size * _TOKEN_BYTES
         block_total, start = parent.block_total, 0
-        at = parent.depth % share
-        done = 0
+        page_in_block = parent.depth % pages_per_block
+        finished_blocks = 0
         for key, total in zip(keys.tolist(), totals.tolist(), strict=True):
-            at += 1
-            if at < share:
-                tail = tokens[start : start + at * page_bytes]
+            page_in_block += 1
+            if page_in_block < pages_per_block:
+                tail = tokens[start : start + page_in_block * page_bytes]
                 yield key, total, (), tail, block_total
                 continue
-            block_total = block_totals[done]
-            yield key, total, (names[done],), b"", block_total
-            done, at, start = done + 1, 0, start + share * page_bytes
+            block_total = block_totals[finished_blocks]
+            yield key, total, (names[finished_blocks],), b"", block_total
+            finished_blocks, page_in_block, start = (
+                finished_blocks + 1,
+                0,
+                start + pages_per_block * page_bytes,
+            )
 
 
 @dataclass(slots=True)
@@ -282,17 +296,17 @@ class _Orphan:
 
     parent: int
     token_ids: bytes
-    naming: _Naming
+    page_namer: _PageNamer
     count: int
 
 
 # Names, level before, level now.
-_Fallen: TypeAlias = tuple[tuple[int, ...], int, int]
+_Withdrawn: TypeAlias = tuple[tuple[int, ...], int, int]
 # A tier, a scope and an external hash.
-_External: TypeAlias = tuple[int, str, int]
+_ExternalKey: TypeAlias = tuple[int, str, int]
 
 
-class Canonicaliser:
+class Normalizer:
     """One rank's cache, from external events to changes of the published sets.
 
     counts, in pages: duplicates; ignored (adapter or salt unknown, or not to be published);
@@ -304,54 +318,54 @@ class Canonicaliser:
 
     def __init__(
         self,
-        rules: KvRules,
-        hasher_of: HasherOf,
+        event_format: KvEventFormat,
+        hasher_factory: HasherFactory,
         *,
         orphans_max: int = ORPHANS_MAX,
         pages_max: int = PAGES_MAX,
     ) -> None:
-        self.rules = rules
+        self.event_format = event_format
         self.counts: Counter[str] = Counter()
         self.is_incomplete = False
-        self._hasher_of = hasher_of
+        self._hasher_factory = hasher_factory
         self._orphans_max = orphans_max
         self._pages_max = pages_max
-        self._namings: dict[tuple[str, str], _Naming | None] = {}
-        self._runs: list[tuple[EventKind, int, list[int]]] = []
+        self._page_namers: dict[tuple[str, str], _PageNamer | None] = {}
+        self._changes: list[tuple[EventKind, int, list[int]]] = []
         # What was forgotten and not freed yet.
-        self._graves: deque[dict[int, _Page]] = deque()
-        self._forget()
+        self._deferred_frees: deque[dict[int, _Page]] = deque()
+        self._reset_state()
 
-    def _forget(self) -> None:
-        self._root = _Page(None, _ROOT, self.rules.tiers)
+    def _reset_state(self) -> None:
+        self._root = _Page(None, _ROOT, self.event_format.tiers)
         self._root.level = 0
         self._pages: dict[int, _Page] = {}
-        self._external: dict[tuple[int, str], dict[int, _Page]] = {}
-        self._external_count = 0
+        self._page_by_hash: dict[tuple[int, str], dict[int, _Page]] = {}
+        self._hash_count = 0
         # How often a page was stored, where that is more than once; counted duplicates only.
-        self._repeats: dict[_External, int] = {}
-        self._orphans: dict[_External, _Orphan] = {}
+        self._repeats: dict[_ExternalKey, int] = {}
+        self._orphans: dict[_ExternalKey, _Orphan] = {}
         # Orphans by the scope and hash of the parent they wait for.
-        self._waiting: dict[tuple[str, int], dict[_External, None]] = {}
-        # Names, level now, level before; not yet in `_runs`.
-        self._risen: list[tuple[tuple[int, ...], int, int]] = []
-        self._published = 0
+        self._orphans_by_parent: dict[tuple[str, int], dict[_ExternalKey, None]] = {}
+        # Names, level now, level before; not yet in `_changes`.
+        self._pending_stored: list[tuple[tuple[int, ...], int, int]] = []
+        self._published_count = 0
         self._blocks_max: int | None = None
         # Pages that are withheld, and those that `resize` has still to look at.
-        self._withheld = 0
+        self._withheld_count = 0
         self._is_growing = False
-        self._line: Iterator[_Page | None] | None = None
+        self._resize_order: Iterator[_Page | None] | None = None
 
     @property
     def published_blocks(self) -> int:
         """Blocks in the widest set."""
-        return self._published
+        return self._published_count
 
     @property
-    def footprint(self) -> int:
+    def entry_count(self) -> int:
         """Entries in all maps that follow the cache; 0 when nothing is held."""
-        known = len(self._pages) + len(self._external) + self._external_count
-        return known + len(self._repeats) + len(self._orphans) + len(self._waiting)
+        known = len(self._pages) + len(self._page_by_hash) + self._hash_count
+        return known + len(self._repeats) + len(self._orphans) + len(self._orphans_by_parent)
 
     def apply(self, event: ExternalEvent) -> None:
         """Takes in one event; `take` has what follows from it."""
@@ -365,40 +379,41 @@ class Canonicaliser:
 
     def take(self) -> list[Event]:
         """The changes since the last call, in order; neighbours of one kind and tier are one."""
-        runs, self._runs = self._runs, []
+        changes, self._changes = self._changes, []
         return [
             Event(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
-            for kind, tier, hashes in runs
+            for kind, tier, hashes in changes
         ]
 
     def clear(self) -> None:
         """Forgets all, the bound of `shrink` and `is_incomplete` too, and says so."""
-        self.forget()
-        self._runs.append((EventKind.CLEARED, Tier.DEVICE, []))
+        self.discard_all()
+        self._changes.append((EventKind.CLEARED, Tier.DEVICE, []))
 
-    def forget(self) -> None:
-        """As `clear`, but nothing is said; changes not yet taken stay. `sweep` frees the memory."""
-        self._graves.extend((*self._external.values(), self._pages))
-        self._forget()
+    def discard_all(self) -> None:
+        """As `clear`, but nothing is said; changes not yet taken stay. `free_deferred` frees the
+        memory."""
+        self._deferred_frees.extend((*self._page_by_hash.values(), self._pages))
+        self._reset_state()
         self.is_incomplete = False
 
-    def sweep(self, pages: int) -> bool:
+    def free_deferred(self, pages: int) -> bool:
         """Frees about so many of the pages that were forgotten; whether there are more."""
-        graves = self._graves
-        while graves and pages > 0:
-            if not graves[0]:
-                graves.popleft()
+        deferred_frees = self._deferred_frees
+        while deferred_frees and pages > 0:
+            if not deferred_frees[0]:
+                deferred_frees.popleft()
                 continue
-            _, page = graves[0].popitem()
+            _, page = deferred_frees[0].popitem()
             # They hold each other.
-            page.parent = page.child = page.following = page.preceding = None
+            page.parent = page.child = page.next_sibling = page.previous_sibling = None
             pages -= 1
-        return bool(graves)
+        return bool(deferred_frees)
 
     @property
     def is_resizing(self) -> bool:
         """Whether `resize` has something to do."""
-        return self._line is not None
+        return self._resize_order is not None
 
     def shrink(self, blocks: int) -> None:
         """From now on so many blocks fewer may be published; `resize` withdraws, deepest first.
@@ -406,12 +421,12 @@ class Canonicaliser:
         What is withdrawn stays so until it is stored anew, and no more blocks than remain are
         announced, until `grow` or `clear`.
         """
-        remain = self._published
+        remaining = self._published_count
         if self._blocks_max is not None:
-            remain = min(remain, self._blocks_max)
-        self._blocks_max = max(0, remain - blocks)
+            remaining = min(remaining, self._blocks_max)
+        self._blocks_max = max(0, remaining - blocks)
         self._is_growing = False
-        self._line = _by_depth(tuple(self._pages.values()), deepest_first=True)
+        self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=True)
 
     def grow(self, blocks: int) -> None:
         """Raises the bound of `shrink`; `resize` announces what was withheld, shallow first.
@@ -421,74 +436,76 @@ class Canonicaliser:
         if self._blocks_max is None:
             return
         self._blocks_max += blocks
-        if self._published < self._blocks_max:  # else it is still shrinking, or has no room
+        if self._published_count < self._blocks_max:  # else it is still shrinking, or has no room
             self._is_growing = True
-            self._line = _by_depth(tuple(self._pages.values()), deepest_first=False)
+            self._resize_order = _by_depth(tuple(self._pages.values()), deepest_first=False)
 
     def resize(self, pages: int) -> int:
         """Goes on with `shrink` or `grow` over so many pages; blocks announced, below 0 withdrawn.
 
         Events may come in between: all that becomes of them is right for the bound as it is.
         """
-        assert self._line is not None, "there is something to do"
+        assert self._resize_order is not None, "there is something to do"
         assert self._blocks_max is not None, "there is a bound while there is"
-        before = self._published
-        part = tuple(islice(self._line, pages))
+        before = self._published_count
+        part = tuple(islice(self._resize_order, pages))
         if self._is_growing:
-            self._announce(part)
+            self._republish_withheld(part)
         else:
-            self._withdraw(part)
-        room = self._blocks_max - self._published
-        if len(part) < pages or (room <= 0 if self._is_growing else room >= 0):
-            self._line = None
-            if self._is_growing and not self._withheld and room > 0:
+            self._withdraw_deepest(part)
+        free_blocks = self._blocks_max - self._published_count
+        if len(part) < pages or (free_blocks <= 0 if self._is_growing else free_blocks >= 0):
+            self._resize_order = None
+            if self._is_growing and not self._withheld_count and free_blocks > 0:
                 self._blocks_max = None
-        return self._published - before
+        return self._published_count - before
 
-    def _withdraw(self, part: Iterable[_Page | None]) -> None:
+    def _withdraw_deepest(self, part: Iterable[_Page | None]) -> None:
         """Withdraws pages until the bound holds. What is below them is withdrawn already."""
-        most, tiers = self._blocks_max, self.rules.tiers
-        assert most is not None, "it shrinks"
-        fallen = []
+        blocks_max, tiers = self._blocks_max, self.event_format.tiers
+        assert blocks_max is not None, "it shrinks"
+        withdrawn = []
         for page in part:
-            if self._published <= most:
+            if self._published_count <= blocks_max:
                 break
             if page is None or page.level == tiers:
                 continue
-            fallen.append((page.names, page.level, tiers))
-            self._published -= len(page.names)
+            withdrawn.append((page.names, page.level, tiers))
+            self._published_count -= len(page.names)
             page.level = tiers
             self._withhold(page)
-        self._say_fallen(fallen)
+        self._emit_removed(withdrawn)
 
-    def _announce(self, part: Iterable[_Page | None]) -> None:
+    def _republish_withheld(self, part: Iterable[_Page | None]) -> None:
         """Announces withheld pages, and what is below them, while there is room."""
-        most = self._blocks_max
-        assert most is not None, "it grows"
+        blocks_max = self._blocks_max
+        assert blocks_max is not None, "it grows"
         for page in part:
-            if self._published >= most:
+            if self._published_count >= blocks_max:
                 break
             if page is not None and page.is_withheld:
-                self._free(page)
-                self._relevel(page)
-        self._flush_risen()
+                self._clear_withheld(page)
+                self._update_level(page)
+        self._flush_pending_stored()
 
     # Stored.
 
     def _store(self, event: PagesStored) -> None:
         hashes = [value & _U64 for value in event.hashes]
-        naming = self._naming(event.lora, event.salt)
-        if naming is None:
+        page_namer = self._find_page_namer(event.lora, event.salt)
+        if page_namer is None:
             self.counts["ignored"] += len(hashes)
-        elif event.page_size != self.rules.page_size or event.tier >= self.rules.tiers:
-            self._leave_out("misfits", len(hashes))
+        elif (
+            event.page_size != self.event_format.page_size or event.tier >= self.event_format.tiers
+        ):
+            self._mark_incomplete("misfits", len(hashes))
         elif self._is_over_limit(len(hashes)):
-            self._leave_out("over_limit", len(hashes))
+            self._mark_incomplete("over_limit", len(hashes))
         else:
-            self._store_run(event, hashes, naming)
-            self._flush_risen()
+            self._store_run(event, hashes, page_namer)
+            self._flush_pending_stored()
 
-    def _store_run(self, event: PagesStored, hashes: list[int], naming: _Naming) -> None:
+    def _store_run(self, event: PagesStored, hashes: list[int], page_namer: _PageNamer) -> None:
         """Pages one by one while the parent is unknown, then all the others at once."""
         tier, scope = int(event.tier), event.scope
         parent = None if event.parent is None else event.parent & _U64
@@ -498,181 +515,183 @@ class Canonicaliser:
             page = self._root if parent is None else self._find(tier, scope, parent)
             if page is not None:
                 token_ids = event.token_ids[start:] if index else event.token_ids
-                self._attach(page, hashes[index:], token_ids, naming, tier, scope)
+                self._store_children(page, hashes[index:], token_ids, page_namer, tier, scope)
                 return
             assert parent is not None, "the root is always known"
-            external = (tier, scope, value)
-            if value in self._external.get((tier, scope), ()):
+            external_key = (tier, scope, value)
+            if value in self._page_by_hash.get((tier, scope), ()):
                 self.counts["duplicates"] += 1
-                self._repeat(external, 1)
+                self._count_repeat(external_key, 1)
             else:
                 token_ids = event.token_ids[start : start + page_bytes]
-                self._set_aside(external, _Orphan(parent, token_ids, naming, 1))
+                self._add_orphan(external_key, _Orphan(parent, token_ids, page_namer, 1))
             parent = value
 
     def _find(self, tier: int, scope: str, value: int) -> _Page | None:
         """The page of this hash: on its own tier, else on the fastest other."""
-        page = self._external.get((tier, scope), {}).get(value)
-        if page is not None or self.rules.tiers == 1:
+        page = self._page_by_hash.get((tier, scope), {}).get(value)
+        if page is not None or self.event_format.tiers == 1:
             return page
-        for other in range(self.rules.tiers):
-            page = self._external.get((other, scope), {}).get(value)
+        for other in range(self.event_format.tiers):
+            page = self._page_by_hash.get((other, scope), {}).get(value)
             if page is not None:
                 return page
         return None
 
-    def _attach(
+    def _store_children(
         self,
         page: _Page,
         hashes: Sequence[int],
         token_ids: bytes,
-        naming: _Naming,
+        page_namer: _PageNamer,
         tier: int,
         scope: str,
         count: int = 1,
     ) -> None:
-        pages, tiers = self._pages, self.rules.tiers
-        specs = naming.specs(page, token_ids)
+        pages, tiers = self._pages, self.event_format.tiers
+        specs = page_namer.specs(page, token_ids)
         for index, (value, spec) in enumerate(zip(hashes, specs, strict=True)):
             child = pages.get(spec[0])
             if child is None:
                 child = pages[spec[0]] = _Page(page, spec, tiers)
-                page.adopt(child)
+                page.add_child(child)
             elif child.parent is not page:
-                self._leave_out("collisions", len(hashes) - index)
+                self._mark_incomplete("collisions", len(hashes) - index)
                 return
             page = child
             self._bind((tier, scope, value), page, count)
-            if self._waiting:
+            if self._orphans_by_parent:
                 self._adopt_orphans(scope, value, page)
 
-    def _bind(self, external: _External, page: _Page, count: int) -> None:
+    def _bind(self, external_key: _ExternalKey, page: _Page, count: int) -> None:
         """From now on the external hash means `page`, which it holds."""
-        tier, scope, value = external
-        if self._orphans and external in self._orphans:
+        tier, scope, value = external_key
+        if self._orphans and external_key in self._orphans:
             self.counts["duplicates"] += 1
-            count += self._drop_orphan(external).count
-        bound = self._external.setdefault((tier, scope), {})
+            count += self._drop_orphan(external_key).count
+        bound = self._page_by_hash.setdefault((tier, scope), {})
         before = bound.get(value)
         if before is page:
             self.counts["duplicates"] += 1
-            self._repeat(external, count)
+            self._count_repeat(external_key, count)
             return
         bound[value] = page
-        page.holders[tier] += 1
+        page.ref_counts[tier] += 1
         if page.child is not None or self._blocks_max is not None:
-            self._relevel(page)
+            self._update_level(page)
         else:
             # The same for the common case, in a third of the time.
             assert page.parent is not None, "the root has no external hash"
             level = max(page.parent.level, tier)
             if level < page.level:
-                self._show(page, level)
+                self._publish_page(page, level)
         if before is None:
-            self._external_count += 1
+            self._hash_count += 1
         else:
             self.counts["contradictions"] += 1
-            self._repeats.pop(external, None)
-            self._let_go(before, tier)
+            self._repeats.pop(external_key, None)
+            self._release_page(before, tier)
         if count > 1:
-            self._repeat(external, count - 1)
+            self._count_repeat(external_key, count - 1)
 
-    def _repeat(self, external: _External, count: int) -> None:
-        if self.rules.duplicates is Duplicates.COUNTED:
-            self._repeats[external] = self._repeats.get(external, 1) + count
+    def _count_repeat(self, external_key: _ExternalKey, count: int) -> None:
+        if self.event_format.duplicates is DuplicatePolicy.COUNTED:
+            self._repeats[external_key] = self._repeats.get(external_key, 1) + count
 
     # Orphans.
 
-    def _set_aside(self, external: _External, orphan: _Orphan) -> None:
-        if external in self._orphans:
-            orphan.count += self._drop_orphan(external).count
+    def _add_orphan(self, external_key: _ExternalKey, orphan: _Orphan) -> None:
+        if external_key in self._orphans:
+            orphan.count += self._drop_orphan(external_key).count
             self.counts["duplicates"] += 1
         elif len(self._orphans) >= self._orphans_max:
             self._drop_orphan(next(iter(self._orphans)))
-            self._leave_out("orphans_dropped", 1)
-        self._orphans[external] = orphan
-        self._waiting.setdefault((external[1], orphan.parent), {})[external] = None
+            self._mark_incomplete("orphans_dropped", 1)
+        self._orphans[external_key] = orphan
+        self._orphans_by_parent.setdefault((external_key[1], orphan.parent), {})[external_key] = (
+            None
+        )
 
-    def _drop_orphan(self, external: _External) -> _Orphan:
-        orphan = self._orphans.pop(external)
-        key = (external[1], orphan.parent)
-        siblings = self._waiting[key]
-        del siblings[external]
+    def _drop_orphan(self, external_key: _ExternalKey) -> _Orphan:
+        orphan = self._orphans.pop(external_key)
+        key = (external_key[1], orphan.parent)
+        siblings = self._orphans_by_parent[key]
+        del siblings[external_key]
         if not siblings:
-            del self._waiting[key]
+            del self._orphans_by_parent[key]
         return orphan
 
     def _adopt_orphans(self, scope: str, value: int, page: _Page) -> None:
         """Attaches those that waited for the hash, and those that waited for them."""
-        todo = [(value, page)]
-        while todo:
-            value, page = todo.pop()
-            for external in tuple(self._waiting.get((scope, value), ())):
-                if external not in self._orphans:
+        stack = [(value, page)]
+        while stack:
+            value, page = stack.pop()
+            for external_key in tuple(self._orphans_by_parent.get((scope, value), ())):
+                if external_key not in self._orphans:
                     continue
-                orphan = self._drop_orphan(external)
-                tier, _, child = external
-                (spec,) = orphan.naming.specs(page, orphan.token_ids)
+                orphan = self._drop_orphan(external_key)
+                tier, _, child = external_key
+                (spec,) = orphan.page_namer.specs(page, orphan.token_ids)
                 known = self._pages.get(spec[0])
                 if known is not None and known.parent is not page:
-                    self._leave_out("collisions", 1)
+                    self._mark_incomplete("collisions", 1)
                     continue
                 if known is None:
-                    known = self._pages[spec[0]] = _Page(page, spec, self.rules.tiers)
-                    page.adopt(known)
+                    known = self._pages[spec[0]] = _Page(page, spec, self.event_format.tiers)
+                    page.add_child(known)
                 self._bind((tier, scope, child), known, orphan.count)
-                todo.append((child, known))
+                stack.append((child, known))
 
     # Removed.
 
     def _remove(self, event: PagesRemoved) -> None:
         tier, scope = int(event.tier), event.scope
         for value in event.hashes:
-            external = (tier, scope, value & _U64)
-            if not self._remove_bound(external) and not self._remove_orphan(external):
+            external_key = (tier, scope, value & _U64)
+            if not self._remove_bound(external_key) and not self._remove_orphan(external_key):
                 self.counts["unknown_removals"] += 1
 
-    def _remove_bound(self, external: _External) -> bool:
-        tier, scope, value = external
-        bound = self._external.get((tier, scope))
+    def _remove_bound(self, external_key: _ExternalKey) -> bool:
+        tier, scope, value = external_key
+        bound = self._page_by_hash.get((tier, scope))
         page = None if bound is None else bound.get(value)
         if bound is None or page is None:
             return False
         if self._repeats:
-            repeats = self._repeats.pop(external, 1)
+            repeats = self._repeats.pop(external_key, 1)
             if repeats > 2:
-                self._repeats[external] = repeats - 1
+                self._repeats[external_key] = repeats - 1
             if repeats > 1:
                 return True
         del bound[value]
-        self._external_count -= 1
+        self._hash_count -= 1
         if not bound:
-            del self._external[tier, scope]
-        self._let_go(page, tier)
+            del self._page_by_hash[tier, scope]
+        self._release_page(page, tier)
         return True
 
-    def _remove_orphan(self, external: _External) -> bool:
-        orphan = self._orphans.get(external)
+    def _remove_orphan(self, external_key: _ExternalKey) -> bool:
+        orphan = self._orphans.get(external_key)
         if orphan is None:
             return False
         orphan.count -= 1
-        if orphan.count == 0 or self.rules.duplicates is Duplicates.IDEMPOTENT:
-            self._drop_orphan(external)
+        if orphan.count == 0 or self.event_format.duplicates is DuplicatePolicy.IDEMPOTENT:
+            self._drop_orphan(external_key)
         return True
 
-    def _let_go(self, page: _Page, tier: int) -> None:
-        page.holders[tier] -= 1
-        assert page.holders[tier] >= 0, "a page is let go as often as it was held"
-        if page.holders[tier]:
+    def _release_page(self, page: _Page, tier: int) -> None:
+        page.ref_counts[tier] -= 1
+        assert page.ref_counts[tier] >= 0, "a page is let go as often as it was held"
+        if page.ref_counts[tier]:
             return
-        self._relevel(page)
-        if any(page.holders):
+        self._update_level(page)
+        if any(page.ref_counts):
             return
         if page.is_withheld:
-            self._free(page)
-        while page.child is None and page.parent is not None and not any(page.holders):
+            self._clear_withheld(page)
+        while page.child is None and page.parent is not None and not any(page.ref_counts):
             del self._pages[page.key]
-            page.parent.disown(page)
+            page.parent.remove_child(page)
             page = page.parent
 
     # Levels.
@@ -681,134 +700,139 @@ class Canonicaliser:
         """See the module's formula; `tiers` means in no set."""
         assert page.parent is not None, "the root's level is fixed"
         if page.is_withheld:
-            return self.rules.tiers
+            return self.event_format.tiers
         level = page.parent.level
-        for tier in range(self.rules.tiers):
-            if page.holders[tier]:
+        for tier in range(self.event_format.tiers):
+            if page.ref_counts[tier]:
                 return max(level, tier)
-        return self.rules.tiers
+        return self.event_format.tiers
 
-    def _relevel(self, page: _Page) -> None:
+    def _update_level(self, page: _Page) -> None:
         level = self._level_of(page)
         if level < page.level:
-            self._rise(page)
+            self._publish_subtree(page)
         elif level > page.level:
-            self._fall(page)
+            self._withdraw_subtree(page)
 
-    def _rise(self, page: _Page) -> None:
+    def _publish_subtree(self, page: _Page) -> None:
         """Announces the page and then what is below it."""
-        todo = [page]
-        while todo:
-            page = todo.pop()
+        stack = [page]
+        while stack:
+            page = stack.pop()
             level = self._level_of(page)
             if level >= page.level:
                 continue
-            if page.level == self.rules.tiers and self._is_full_for(page):
+            if page.level == self.event_format.tiers and self._is_full(page):
                 self._withhold(page)
                 continue
-            self._show(page, level)
+            self._publish_page(page, level)
             if page.child is not None:
-                todo.extend(page.children())
+                stack.extend(page.children())
 
-    def _show(self, page: _Page, level: int) -> None:
+    def _publish_page(self, page: _Page, level: int) -> None:
         """Lets one page rise."""
         if page.names:
-            if page.level == self.rules.tiers:
-                self._published += len(page.names)
-            self._risen.append((page.names, level, page.level))
+            if page.level == self.event_format.tiers:
+                self._published_count += len(page.names)
+            self._pending_stored.append((page.names, level, page.level))
         page.level = level
 
-    def _fall(self, page: _Page) -> None:
+    def _withdraw_subtree(self, page: _Page) -> None:
         """Withdraws what is below the page and then the page."""
-        self._flush_risen()
-        fallen: list[_Fallen] = []
-        todo = [page]
-        while todo:
-            page = todo.pop()
+        self._flush_pending_stored()
+        withdrawn: list[_Withdrawn] = []
+        stack = [page]
+        while stack:
+            page = stack.pop()
             level = self._level_of(page)
             if level <= page.level:
                 continue
-            if level == self.rules.tiers:
-                self._published -= len(page.names)
-            fallen.append((page.names, page.level, level))
+            if level == self.event_format.tiers:
+                self._published_count -= len(page.names)
+            withdrawn.append((page.names, page.level, level))
             page.level = level
             if page.child is not None:
-                todo.extend(page.children())
-        fallen.reverse()
-        self._say_fallen(fallen)
+                stack.extend(page.children())
+        withdrawn.reverse()
+        self._emit_removed(withdrawn)
 
-    def _say_fallen(self, fallen: Sequence[_Fallen]) -> None:
+    def _emit_removed(self, withdrawn: Sequence[_Withdrawn]) -> None:
         """Withdraws in the order given: deepest first."""
-        for tier in range(self.rules.tiers):
+        for tier in range(self.event_format.tiers):
             hashes = [
                 name
-                for names, before, level in fallen
+                for names, before, level in withdrawn
                 if before <= tier < level
                 for name in reversed(names)
             ]
-            self._say(EventKind.REMOVED, tier, hashes)
+            self._emit(EventKind.REMOVED, tier, hashes)
 
-    def _flush_risen(self) -> None:
-        if not self._risen:
+    def _flush_pending_stored(self) -> None:
+        if not self._pending_stored:
             return
-        risen, self._risen = self._risen, []
+        pending_stored, self._pending_stored = self._pending_stored, []
         # Slower tiers first, or the faster set would not be part of them for a moment.
-        for tier in reversed(range(self.rules.tiers)):
+        for tier in reversed(range(self.event_format.tiers)):
             hashes = [
-                name for names, level, before in risen if level <= tier < before for name in names
+                name
+                for names, level, before in pending_stored
+                if level <= tier < before
+                for name in names
             ]
-            self._say(EventKind.STORED, tier, hashes)
+            self._emit(EventKind.STORED, tier, hashes)
 
-    def _say(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
+    def _emit(self, kind: EventKind, tier: int, hashes: list[int]) -> None:
         if not hashes:
             return
-        if self._runs:
-            last_kind, last_tier, last_hashes = self._runs[-1]
+        if self._changes:
+            last_kind, last_tier, last_hashes = self._changes[-1]
             if last_kind is kind and last_tier == tier:
                 last_hashes += hashes
                 return
-        self._runs.append((kind, tier, hashes))
+        self._changes.append((kind, tier, hashes))
 
     # Limits.
 
-    def _is_full_for(self, page: _Page) -> bool:
-        most = self._blocks_max
-        return most is not None and self._published + len(page.names) > most
+    def _is_full(self, page: _Page) -> bool:
+        blocks_max = self._blocks_max
+        return blocks_max is not None and self._published_count + len(page.names) > blocks_max
 
     def _withhold(self, page: _Page) -> None:
         page.is_withheld = True
-        self._withheld += 1
+        self._withheld_count += 1
         self.counts["withheld"] += 1
 
-    def _free(self, page: _Page) -> None:
+    def _clear_withheld(self, page: _Page) -> None:
         page.is_withheld = False
-        self._withheld -= 1
+        self._withheld_count -= 1
 
     def _is_over_limit(self, count: int) -> bool:
-        return max(len(self._pages), self._external_count) + count > self._pages_max
+        return max(len(self._pages), self._hash_count) + count > self._pages_max
 
-    def _leave_out(self, why: str, count: int) -> None:
-        self.counts[why] += count
+    def _mark_incomplete(self, reason: str, count: int) -> None:
+        self.counts[reason] += count
         self.is_incomplete = True
 
-    def _naming(self, lora: str | None, salt: str | None) -> _Naming | None:
+    def _find_page_namer(self, lora: str | None, salt: str | None) -> _PageNamer | None:
         if lora is None or salt is None:
             return None
         identity = (lora, salt)
-        if identity not in self._namings:
-            if len(self._namings) >= _NAMINGS_MAX:
-                del self._namings[next(iter(self._namings))]
-            self._namings[identity] = self._new_naming(lora, salt)
-        return self._namings[identity]
+        if identity not in self._page_namers:
+            if len(self._page_namers) >= _PAGE_NAMERS_MAX:
+                del self._page_namers[next(iter(self._page_namers))]
+            self._page_namers[identity] = self._create_page_namer(lora, salt)
+        return self._page_namers[identity]
 
-    def _new_naming(self, lora: str, salt: str) -> _Naming | None:
-        rules = self.rules
-        blocks = self._hasher_of(lora, salt, rules.block_size)
+    def _create_page_namer(self, lora: str, salt: str) -> _PageNamer | None:
+        event_format = self.event_format
+        blocks = self._hasher_factory(lora, salt, event_format.block_size)
         if blocks is None:
             return None
-        if rules.page_size >= rules.block_size:
-            return _Naming(rules, blocks, None)
-        return _Naming(rules, blocks, self._hasher_of(lora, salt, rules.page_size))
+        if event_format.page_size >= event_format.block_size:
+            return _PageNamer(event_format, blocks, None)
+        return _PageNamer(
+            event_format, blocks, self._hasher_factory(lora, salt, event_format.page_size)
+        )
 
 
 def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
@@ -822,7 +846,7 @@ def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page 
         yield from rows.pop(depth)
 
 
-class Ledger:
+class EventLog:
     """A source's published sets, and the numbered batches that made them.
 
     Invariants: sequences are contiguous within an epoch, from 1; the ring holds the last `ring`
@@ -856,25 +880,25 @@ class Ledger:
         batches: list[EventBatch] = []
         group: list[Event] = []
         size = 0
-        for event in _pieces(events):
-            if group and size + len(event.hashes) > CHUNK_BLOCKS:
-                batches.append(self._seal(group))
+        for event in _split_large_events(events):
+            if group and size + len(event.hashes) > SNAPSHOT_CHUNK_BLOCKS:
+                batches.append(self._append_batch(group))
                 group, size = [], 0
             group.append(event)
             size += len(event.hashes)
         if group:
-            batches.append(self._seal(group))
+            batches.append(self._append_batch(group))
         return batches
 
-    def _seal(self, events: Sequence[Event]) -> EventBatch:
+    def _append_batch(self, events: Sequence[Event]) -> EventBatch:
         for event in events:
-            self._count(event)
+            self._update_sets(event)
         self.sequence += 1
         batch = EventBatch(self.source, self.epoch, self.sequence, tuple(events))
         self._ring.append(batch)
         return batch
 
-    def _count(self, event: Event) -> None:
+    def _update_sets(self, event: Event) -> None:
         if event.kind is EventKind.CLEARED:
             for one in self._sets:
                 one.clear()
@@ -895,14 +919,14 @@ class Ledger:
         self._ring.clear()
         for one in self._sets:
             one.clear()
-        return self._seal(())
+        return self._append_batch(())
 
     def batch(self, sequence: int) -> EventBatch | None:
         """The batch of this epoch with that sequence; None where the ring has it not."""
         index = sequence - (self._ring[0].sequence if self._ring else self.sequence + 1)
         return self._ring[index] if 0 <= index < len(self._ring) else None
 
-    def can_replay(self, sequence: int) -> bool:
+    def has_batches_from(self, sequence: int) -> bool:
         """Whether all batches from that sequence on are here; true of the next one to come."""
         return sequence == self.sequence + 1 or self.batch(sequence) is not None
 
@@ -926,47 +950,48 @@ class Ledger:
 
 
 def _chunked(hashes: Hashes) -> Iterator[Hashes]:
-    for start in range(0, len(hashes), CHUNK_BLOCKS):
-        yield hashes[start : start + CHUNK_BLOCKS]
+    for start in range(0, len(hashes), SNAPSHOT_CHUNK_BLOCKS):
+        yield hashes[start : start + SNAPSHOT_CHUNK_BLOCKS]
 
 
-def _pieces(events: Iterable[Event]) -> Iterator[Event]:
+def _split_large_events(events: Iterable[Event]) -> Iterator[Event]:
     """The events, those with too many hashes for a batch in parts."""
     for event in events:
-        if len(event.hashes) <= CHUNK_BLOCKS:
+        if len(event.hashes) <= SNAPSHOT_CHUNK_BLOCKS:
             yield event
         else:
             yield from (Event(event.kind, part, event.tier) for part in _chunked(event.hashes))
 
 
-class Feed:
-    """One source: external events in, batches out. The ledger stands where the last `cut` was."""
+class SourceFeed:
+    """One source: external events in, batches out. The ledger stands where the last `seal_changes`
+    was."""
 
-    def __init__(self, source: Source, canonicaliser: Canonicaliser) -> None:
-        self.canonicaliser = canonicaliser
-        self.ledger = Ledger(source, tiers=canonicaliser.rules.tiers)
+    def __init__(self, source: Source, normalizer: Normalizer) -> None:
+        self.normalizer = normalizer
+        self.event_log = EventLog(source, tiers=normalizer.event_format.tiers)
 
     def apply(self, event: ExternalEvent) -> None:
         """Takes in one event. A clear after a loss ends the epoch, and with it the degradation."""
-        canonicaliser = self.canonicaliser
+        normalizer = self.normalizer
         if isinstance(event, PagesCleared) and (
-            self.ledger.is_degraded or canonicaliser.is_incomplete
+            self.event_log.is_degraded or normalizer.is_incomplete
         ):
             self.reset()
         else:
-            canonicaliser.apply(event)
+            normalizer.apply(event)
 
-    def cut(self) -> list[EventBatch]:
+    def seal_changes(self) -> list[EventBatch]:
         """What changed since the last call, numbered."""
-        if self.canonicaliser.is_incomplete:
-            self.ledger.is_degraded = True
-        return self.ledger.append(self.canonicaliser.take())
+        if self.normalizer.is_incomplete:
+            self.event_log.is_degraded = True
+        return self.event_log.append(self.normalizer.take())
 
     def reset(self) -> None:
         """The engine's cache was reset, or its numbering began anew: a new epoch."""
         self._begin_epoch(is_degraded=False)
 
-    def lose(self) -> None:
+    def record_loss(self) -> None:
         """Events were lost beyond repair. What was claimed may be gone: claims start from nothing.
 
         The source is degraded until the engine's cache is cleared.
@@ -974,6 +999,6 @@ class Feed:
         self._begin_epoch(is_degraded=True)
 
     def _begin_epoch(self, *, is_degraded: bool) -> None:
-        self.canonicaliser.forget()
-        self.canonicaliser.take()
-        self.ledger.begin_epoch(is_degraded=is_degraded)
+        self.normalizer.discard_all()
+        self.normalizer.take()
+        self.event_log.begin_epoch(is_degraded=is_degraded)

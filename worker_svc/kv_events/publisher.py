@@ -1,6 +1,7 @@
 """Publishes a worker's KV events and load: one Publish stream to every indexer in discovery.
 
-What the engine reports goes through a `Feed` for each rank (`core/kv_events.py`). All that arrives
+What the engine reports goes through a `SourceFeed` for each rank (`core/kv_events.py`). All that
+arrives
 in one tick of the loop becomes one batch. A link has no queue of its own: it has a cursor into each
 ledger, whose ring is the buffer that all links share. A link that falls behind the ring, or is
 asked for what the ring has no more, sends a snapshot and goes on behind it. It stays at most
@@ -30,36 +31,36 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry
 from common.rpc import channel as rpc
-from common.rpc.interceptors import raising_mesh_errors
+from common.rpc.interceptors import map_rpc_errors
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_to_proto,
-    chunk_to_proto,
     partition_to_proto,
-    state_from_proto,
-    state_to_proto,
+    snapshot_chunk_to_proto,
+    source_state_from_proto,
+    source_state_to_proto,
 )
 from common.wire.load import load_to_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from worker_svc.kv_events.normalizer import ExternalEvent, Feed
+from worker_svc.kv_events.normalizer import ExternalEvent, SourceFeed
 
 LOAD_EVERY_S = 0.1
 # How long an indexer may take to say where to go on; after that the link does so behind its hello.
-ANSWER_S = 2.0
+RESUME_TIMEOUT_S = 2.0
 # How long an indexer may take to end a stream that is to begin anew.
-END_S = 1.0
+STREAM_END_TIMEOUT_S = 1.0
 # Batches of a rank that an indexer may have to acknowledge before more are sent.
-UNACKED_MAX = 512
+UNACKED_BATCHES_MAX = 512
 # After so long without a demand to shrink there may be room: a tenth more is announced each time.
-REGROW_S = 30.0
-REGROW_SHARE = 10
+REGROW_INTERVAL_S = 30.0
+REGROW_DIVISOR = 10
 REGROW_BLOCKS_MIN = 1024
 # Pages that are withdrawn, announced again or freed before the loop has its turn: a millisecond or
 # two.
-RESIZE_PAGES = 1024
+RESIZE_PAGES_PER_TURN = 1024
 # Pauses before a lost indexer, or the registry, is tried again; jittered by half.
-PAUSE_FIRST_S = 0.1
-PAUSE_MAX_S = 5.0
+BACKOFF_FIRST_S = 0.1
+BACKOFF_MAX_S = 5.0
 
 log = structlog.get_logger()
 
@@ -84,7 +85,7 @@ class PublishCall(Protocol):
 OpenCall: TypeAlias = Callable[[Instance], AbstractAsyncContextManager[PublishCall]]
 
 
-def grpc_calls(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
+def grpc_call_opener(security: rpc.Security = rpc.PLAINTEXT) -> OpenCall:
     """Publish over gRPC. The channel belongs to the call and dies with it."""
 
     @asynccontextmanager
@@ -114,7 +115,7 @@ class Publisher:
         self,
         worker_id: int,
         partition: Partition,
-        feeds: Mapping[int, Feed],
+        feeds: Mapping[int, SourceFeed],
         loads: Callable[[], Sequence[Load]],
         registry: Registry,
         namespace: str,
@@ -127,7 +128,7 @@ class Publisher:
         self.worker_id = worker_id
         self.partition = partition
         self.feeds = feeds
-        self.open_call = open_call or grpc_calls(security)
+        self.open_call = open_call or grpc_call_opener(security)
         self.rng = rng or Random()
         self.counters: Counter[str] = Counter()
         self._loads = loads
@@ -135,25 +136,25 @@ class Publisher:
         self._registry = registry
         self._namespace = namespace
         self._links: dict[int, tuple[Link, asyncio.Task[None]]] = {}
-        self._is_cut_due = False
+        self._is_publish_scheduled = False
         # Whether it was shrunk since the last look for room.
-        self._was_shrunk = False
+        self._has_shrunk_since_regrow = False
         # Whether what goes on is a shrinking.
         self._is_shrinking = False
         # Where each rank stood when it was shrunk last.
-        self._shrunk_at: dict[int, tuple[int, int]] = {}
+        self._shrink_positions: dict[int, tuple[int, int]] = {}
 
     @property
     def links(self) -> Sequence[Link]:
         """One for each indexer in discovery."""
         return [link for link, _ in self._links.values()]
 
-    def figures(self) -> dict[str, int]:
+    def metric_values(self) -> dict[str, int]:
         """All counters by name, of the feeds too, with `kv_` before."""
         total = self.counters.copy()
         for feed in self.feeds.values():
-            total.update(feed.canonicaliser.counts)
-            total["blocks"] += feed.canonicaliser.published_blocks
+            total.update(feed.normalizer.counts)
+            total["blocks"] += feed.normalizer.published_blocks
         return {f"kv_{name}": count for name, count in total.items()}
 
     def take(self, events: Iterable[ExternalEvent]) -> None:
@@ -166,39 +167,39 @@ class Publisher:
             try:
                 feed.apply(event)
             except Exception:
-                self._broke(event.rank)
-        self._plan_cut()
+                self._on_apply_error(event.rank)
+        self._schedule_publish()
 
-    def lose(self, rank: int, why: str) -> None:
+    def record_loss(self, rank: int, reason: str) -> None:
         """Events of a rank were lost beyond repair: its claims begin anew, degraded."""
-        log.warning("kv_events_lost", dp_rank=rank, why=why)
+        log.warning("kv_events_lost", dp_rank=rank, reason=reason)
         self.counters["events_lost"] += 1
-        self.feeds[rank].lose()
-        self._plan_cut()
+        self.feeds[rank].record_loss()
+        self._schedule_publish()
 
     def reset(self, rank: int) -> None:
         """The engine of a rank has begun anew, with an empty cache."""
         self.feeds[rank].reset()
-        self._plan_cut()
+        self._schedule_publish()
 
     async def run(self) -> None:
         """Publish for ever; ends by cancellation only."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._report_loads(), name="kv load reports")
             tasks.create_task(self._regrow(), name="kv regrowth")
-            pause_s = PAUSE_FIRST_S
+            backoff_s = BACKOFF_FIRST_S
             while True:
                 try:
                     async with self._registry.watch(self._namespace) as watch:
-                        self._follow(watch.current, tasks)
-                        pause_s = PAUSE_FIRST_S
+                        self._update_links(watch.current, tasks)
+                        backoff_s = BACKOFF_FIRST_S
                         while True:
-                            self._follow(await watch.next(), tasks)
+                            self._update_links(await watch.next(), tasks)
                 except Exception as error:
                     # Whatever ails the registry: the indexers known go on being told.
-                    log.warning("indexer_watch_failed", error=repr(error), pause_s=pause_s)
-                await asyncio.sleep(jittered(pause_s, self.rng))
-                pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+                    log.warning("indexer_watch_failed", error=repr(error), backoff_s=backoff_s)
+                await asyncio.sleep(jittered(backoff_s, self.rng))
+                backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
 
     def shrink(self, blocks: int, acked: Mapping[int, tuple[int, int]]) -> None:
         """Begins to withdraw so many blocks, from each rank its share.
@@ -207,23 +208,23 @@ class Publisher:
         has ended and was seen is about blocks that are gone already, and ignored.
         """
         if self._is_resizing or any(
-            acked.get(rank, (0, 0)) < at for rank, at in self._shrunk_at.items()
+            acked.get(rank, (0, 0)) < at for rank, at in self._shrink_positions.items()
         ):
             return
-        published = {rank: feed.canonicaliser.published_blocks for rank, feed in self.feeds.items()}
+        published = {rank: feed.normalizer.published_blocks for rank, feed in self.feeds.items()}
         total = sum(published.values())
         if not total:
             return
-        log.warning("kv_index_over_budget", asked=blocks, published=total)
+        log.warning("kv_index_over_budget", requested=blocks, published=total)
         for rank, feed in self.feeds.items():
             # Rounded up: less than what was asked for would be asked for again.
-            feed.canonicaliser.shrink(-(-blocks * published[rank] // total))
-        self._is_shrinking = self._was_shrunk = True
+            feed.normalizer.shrink(-(-blocks * published[rank] // total))
+        self._is_shrinking = self._has_shrunk_since_regrow = True
         self._resize()
 
     @property
     def _is_resizing(self) -> bool:
-        return any(feed.canonicaliser.is_resizing for feed in self.feeds.values())
+        return any(feed.normalizer.is_resizing for feed in self.feeds.values())
 
     def _resize(self) -> None:
         """One part of what is to be withdrawn or announced; then the loop has its turn.
@@ -231,45 +232,47 @@ class Publisher:
         What the engine says meanwhile comes behind what was said before, in batches as always.
         """
         for rank, feed in self.feeds.items():
-            if feed.canonicaliser.is_resizing:
+            if feed.normalizer.is_resizing:
                 try:
-                    self._count_resized(feed.canonicaliser.resize(RESIZE_PAGES))
+                    self._count_resized(feed.normalizer.resize(RESIZE_PAGES_PER_TURN))
                 except Exception:
-                    self._broke(rank)
+                    self._on_apply_error(rank)
                 break
-        self._cut()
+        self._publish_changes()
         if self._is_resizing:
             asyncio.get_running_loop().call_soon(self._resize)
         elif self._is_shrinking:
             self._is_shrinking = False
-            self._shrunk_at = {rank: _position(feed) for rank, feed in self.feeds.items()}
+            self._shrink_positions = {
+                rank: _log_position(feed) for rank, feed in self.feeds.items()
+            }
 
     def _count_resized(self, blocks: int) -> None:
         if blocks:
             self.counters["regrown_blocks" if blocks > 0 else "shrunk_blocks"] += abs(blocks)
 
-    def _plan_cut(self) -> None:
-        if not self._is_cut_due:
-            self._is_cut_due = True
-            asyncio.get_running_loop().call_soon(self._cut)
+    def _schedule_publish(self) -> None:
+        if not self._is_publish_scheduled:
+            self._is_publish_scheduled = True
+            asyncio.get_running_loop().call_soon(self._publish_changes)
 
-    def _cut(self) -> None:
-        self._is_cut_due = False
+    def _publish_changes(self) -> None:
+        self._is_publish_scheduled = False
         for rank, feed in self.feeds.items():
             try:
-                self.counters["batches"] += len(feed.cut())
+                self.counters["batches"] += len(feed.seal_changes())
             except Exception:
-                self._broke(rank)
-            if feed.canonicaliser.sweep(RESIZE_PAGES):
-                self._plan_cut()
-        self._wake()
+                self._on_apply_error(rank)
+            if feed.normalizer.free_deferred(RESIZE_PAGES_PER_TURN):
+                self._schedule_publish()
+        self._wake_links()
 
-    def _broke(self, rank: int) -> None:
+    def _on_apply_error(self, rank: int) -> None:
         # Ours to mend, but the engine and its requests have no part in it.
         log.exception("kv_events_failed", dp_rank=rank)
-        self.lose(rank, "they could not be applied")
+        self.record_loss(rank, "they could not be applied")
 
-    def _wake(self) -> None:
+    def _wake_links(self) -> None:
         for link in self.links:
             link.wake()
 
@@ -294,21 +297,21 @@ class Publisher:
     async def _regrow(self) -> None:
         # Nobody says that an index has room again; one that has none asks again.
         while True:
-            await asyncio.sleep(REGROW_S)
-            if not self._was_shrunk:
+            await asyncio.sleep(REGROW_INTERVAL_S)
+            if not self._has_shrunk_since_regrow:
                 self.grow()
-            self._was_shrunk = False
+            self._has_shrunk_since_regrow = False
 
     def grow(self) -> None:
         """Begins to announce some more of what `shrink` withheld, if anything."""
         if self._is_resizing:
             return
         for feed in self.feeds.values():
-            share = feed.canonicaliser.published_blocks // REGROW_SHARE
-            feed.canonicaliser.grow(max(REGROW_BLOCKS_MIN, share))
+            share = feed.normalizer.published_blocks // REGROW_DIVISOR
+            feed.normalizer.grow(max(REGROW_BLOCKS_MIN, share))
         self._resize()
 
-    def _follow(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
+    def _update_links(self, snapshot: Snapshot, tasks: TaskGroup) -> None:
         # Revision 0 has seen nothing yet, so it cannot take anybody away.
         if snapshot.revision == 0 and self._links:
             return
@@ -334,12 +337,12 @@ class _Cursor:
 
     epoch: int
     sequence: int
-    is_live: bool
-    base: int
+    is_resumed: bool
+    resumed_at: int
     chunks: deque[SnapshotChunk] = field(default_factory=deque)
 
 
-class _Ended(Exception):
+class _StreamEnded(Exception):
     """The stream is over, without an error."""
 
 
@@ -353,79 +356,81 @@ class Link:
     def __init__(self, publisher: Publisher, indexer: Instance) -> None:
         self.indexer = indexer
         self.acked: dict[int, tuple[int, int]] = {}
-        self.is_open = False
+        self.has_response = False
         self._publisher = publisher
         self._cursors: dict[int, _Cursor] = {}
-        self._told_degraded: dict[int, bool] = {}
+        self._sent_degraded: dict[int, bool] = {}
         self._loads: Sequence[Load] = ()
-        self._changed = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
         """There may be something to send."""
-        self._changed.set()
+        self._wakeup.set()
 
     def report(self, loads: Sequence[Load]) -> None:
         """Load to send; replaces what has not been sent yet."""
         self._loads = loads
-        self._changed.set()
+        self._wakeup.set()
 
     async def run(self) -> None:
         """Keeps a stream open for as long as the indexer is in discovery."""
-        pause_s = PAUSE_FIRST_S
+        backoff_s = BACKOFF_FIRST_S
         while True:
-            why = "the indexer ended the stream"
+            reason = "the indexer ended the stream"
             try:
-                if await self._stream():
-                    why = "to begin anew"
+                if await self._run_stream():
+                    reason = "to begin anew"
             except MeshError as error:
-                why = error.message
+                reason = error.message
             except Exception as error:
                 log.exception("publish_failed", indexer=self.indexer.id)
-                why = repr(error)
-            if self.is_open:
-                pause_s = PAUSE_FIRST_S
-            log.warning("publish_stream_lost", indexer=self.indexer.id, why=why, pause_s=pause_s)
-            self.is_open = False
-            await asyncio.sleep(jittered(pause_s, self._publisher.rng))
-            pause_s = min(PAUSE_MAX_S, 2 * pause_s)
+                reason = repr(error)
+            if self.has_response:
+                backoff_s = BACKOFF_FIRST_S
+            log.warning(
+                "publish_stream_lost", indexer=self.indexer.id, reason=reason, backoff_s=backoff_s
+            )
+            self.has_response = False
+            await asyncio.sleep(jittered(backoff_s, self._publisher.rng))
+            backoff_s = min(BACKOFF_MAX_S, 2 * backoff_s)
 
-    async def _stream(self) -> bool:
+    async def _run_stream(self) -> bool:
         """One stream from hello to end; whether it ended to begin anew. Raises MeshError."""
         async with self._publisher.open_call(self.indexer) as call:
             self._publisher.counters["streams"] += 1
-            return await self._converse(call)
+            return await self._exchange_frames(call)
 
-    async def _converse(self, call: PublishCall) -> bool:
+    async def _exchange_frames(self, call: PublishCall) -> bool:
         loop = asyncio.get_running_loop()
-        ends_to_begin_anew = False
-        hello = self._hello()
-        patience = loop.call_later(ANSWER_S, self._go_live)
+        is_restart = False
+        hello = self._build_hello()
+        resume_timer = loop.call_later(RESUME_TIMEOUT_S, self._resume_all)
         try:
             async with TaskGroup() as tasks:
-                reader = tasks.create_task(self._read(call))
-                with _ending_with(call):
-                    await self._write(call, hello)
-                    ends_to_begin_anew = True
+                reader = tasks.create_task(self._read_responses(call))
+                with _call_end_as_error(call):
+                    await self._write_frames(call, hello)
+                    is_restart = True
                     # Our end first: streams of one worker must not overlap at the indexer.
                     await call.done_writing()
-                    await asyncio.wait([reader], timeout=END_S)
-                raise _Ended
-        except _Ended:
+                    await asyncio.wait([reader], timeout=STREAM_END_TIMEOUT_S)
+                raise _StreamEnded
+        except _StreamEnded:
             # The group puts what is no MeshError first, but the reader's says why it ended.
             if reader.done() and not reader.cancelled():
                 error = reader.exception()
                 if isinstance(error, MeshError):
                     raise error from None
-            return ends_to_begin_anew
+            return is_restart
         finally:
-            patience.cancel()
+            resume_timer.cancel()
 
-    def _hello(self) -> indexer_pb2.PublishRequest:
+    def _build_hello(self) -> indexer_pb2.PublishRequest:
         """Says where every rank stands, and starts over with the cursors."""
         publisher = self._publisher
-        states: list[SourceState] = [feed.ledger.state for feed in publisher.feeds.values()]
+        states: list[SourceState] = [feed.event_log.state for feed in publisher.feeds.values()]
         self.acked = {}
-        self.is_open = False
+        self.has_response = False
         # Nothing can be missing of a rank that has said nothing yet.
         self._cursors = {
             state.source.dp_rank: _Cursor(
@@ -433,154 +438,158 @@ class Link:
             )
             for state in states
         }
-        self._told_degraded = {state.source.dp_rank: state.degraded for state in states}
+        self._sent_degraded = {state.source.dp_rank: state.degraded for state in states}
         return indexer_pb2.PublishRequest(
             hello=indexer_pb2.PublishHello(
                 worker_id=publisher.worker_id,
                 partition=partition_to_proto(publisher.partition),
-                sources=map(state_to_proto, states),
+                sources=map(source_state_to_proto, states),
             )
         )
 
-    def _go_live(self) -> None:
+    def _resume_all(self) -> None:
         for cursor in self._cursors.values():
-            cursor.is_live = True
-        self._changed.set()
+            cursor.is_resumed = True
+        self._wakeup.set()
 
     # The writer.
 
-    async def _write(self, call: PublishCall, hello: indexer_pb2.PublishRequest) -> None:
+    async def _write_frames(self, call: PublishCall, hello: indexer_pb2.PublishRequest) -> None:
         """Sends what there is; returns when hello has to be said anew."""
         await call.write(hello)
-        while not self._must_begin_anew():
-            frames = self._frames()
+        while not self._needs_new_hello():
+            frames = self._next_frames()
             for frame in frames:
                 await call.write(frame)
             if not frames:
-                await self._changed.wait()
-            self._changed.clear()
+                await self._wakeup.wait()
+            self._wakeup.clear()
 
-    def _must_begin_anew(self) -> bool:
+    def _needs_new_hello(self) -> bool:
         """Only hello says whether a rank is degraded."""
         return any(
-            feed.ledger.is_degraded != self._told_degraded[rank]
+            feed.event_log.is_degraded != self._sent_degraded[rank]
             for rank, feed in self._publisher.feeds.items()
         )
 
-    def _frames(self) -> list[indexer_pb2.PublishRequest]:
+    def _next_frames(self) -> list[indexer_pb2.PublishRequest]:
         """The next frames: load, and one part or batch of each rank."""
         frames = []
         if self._loads:
             frames.append(indexer_pb2.PublishRequest(loads=map(load_to_proto, self._loads)))
             self._loads = ()
         for rank, cursor in self._cursors.items():
-            frame = self._next_of(self._publisher.feeds[rank], cursor)
+            frame = self._next_frame(self._publisher.feeds[rank], cursor)
             if frame is not None:
                 frames.append(frame)
         return frames
 
-    def _next_of(self, feed: Feed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
-        ledger = feed.ledger
-        if not cursor.is_live:
+    def _next_frame(self, feed: SourceFeed, cursor: _Cursor) -> indexer_pb2.PublishRequest | None:
+        event_log = feed.event_log
+        if not cursor.is_resumed:
             return None
-        if cursor.epoch != ledger.epoch:
-            cursor.epoch, cursor.sequence, cursor.base = ledger.epoch, 0, 0
+        if cursor.epoch != event_log.epoch:
+            cursor.epoch, cursor.sequence, cursor.resumed_at = event_log.epoch, 0, 0
             cursor.chunks.clear()
         if not cursor.chunks:
-            if cursor.sequence == ledger.sequence or self._is_ahead(ledger.source.dp_rank, cursor):
+            if cursor.sequence == event_log.sequence or self._is_window_full(
+                event_log.source.dp_rank, cursor
+            ):
                 return None
-            batch = ledger.batch(cursor.sequence + 1)
+            batch = event_log.batch(cursor.sequence + 1)
             if batch is not None:
                 cursor.sequence += 1
                 return indexer_pb2.PublishRequest(batch=batch_to_proto(batch))
             self._begin_snapshot(feed, cursor)
         chunk = cursor.chunks.popleft()
-        return indexer_pb2.PublishRequest(snapshot=chunk_to_proto(chunk))
+        return indexer_pb2.PublishRequest(snapshot=snapshot_chunk_to_proto(chunk))
 
-    def _is_ahead(self, rank: int, cursor: _Cursor) -> bool:
+    def _is_window_full(self, rank: int, cursor: _Cursor) -> bool:
         epoch, acked = self.acked.get(rank, (0, 0))
-        known = max(cursor.base, acked) if epoch == cursor.epoch else cursor.base
-        return cursor.sequence - known >= UNACKED_MAX
+        acked_sequence = (
+            max(cursor.resumed_at, acked) if epoch == cursor.epoch else cursor.resumed_at
+        )
+        return cursor.sequence - acked_sequence >= UNACKED_BATCHES_MAX
 
-    def _begin_snapshot(self, feed: Feed, cursor: _Cursor) -> None:
+    def _begin_snapshot(self, feed: SourceFeed, cursor: _Cursor) -> None:
         self._publisher.counters["snapshots"] += 1
-        cursor.chunks = deque(feed.ledger.snapshot())
-        cursor.epoch, cursor.sequence = _position(feed)
-        cursor.base = cursor.sequence
+        cursor.chunks = deque(feed.event_log.snapshot())
+        cursor.epoch, cursor.sequence = _log_position(feed)
+        cursor.resumed_at = cursor.sequence
 
     # The reader.
 
-    async def _read(self, call: PublishCall) -> None:
+    async def _read_responses(self, call: PublishCall) -> None:
         """Obeys the indexer until it ends the stream."""
-        with _ending_with(call):
+        with _call_end_as_error(call):
             async for response in call:
-                self._obey(response)
-        raise _Ended
+                self._handle_response(response)
+        raise _StreamEnded
 
-    def _obey(self, response: indexer_pb2.PublishResponse) -> None:
-        self.is_open = True
+    def _handle_response(self, response: indexer_pb2.PublishResponse) -> None:
+        self.has_response = True
         for message in response.acked:
-            self._acked(state_from_proto(message, "acked"))
+            self._on_ack(source_state_from_proto(message, "acked"))
         for resend in response.resends:
-            self._resend(resend)
+            self._on_resend(resend)
         if response.shrink_blocks:
             self._publisher.shrink(response.shrink_blocks, self.acked)
-        self._changed.set()
+        self._wakeup.set()
 
-    def _acked(self, state: SourceState) -> None:
+    def _on_ack(self, state: SourceState) -> None:
         rank = state.source.dp_rank
         cursor = self._cursors.get(rank)
         if cursor is None:
             log.warning("ack_of_unknown_rank", indexer=self.indexer.id, dp_rank=rank)
             return
         self.acked[rank] = max(self.acked.get(rank, (0, 0)), (state.epoch, state.sequence))
-        if not cursor.is_live:
-            self._go_on(rank, cursor, state.epoch, state.sequence)
+        if not cursor.is_resumed:
+            self._resume_after(rank, cursor, state.epoch, state.sequence)
 
-    def _resend(self, message: indexer_pb2.Resend) -> None:
+    def _on_resend(self, message: indexer_pb2.Resend) -> None:
         cursor = self._cursors.get(message.dp_rank)
         if cursor is None:
             log.warning("resend_of_unknown_rank", indexer=self.indexer.id, dp_rank=message.dp_rank)
             return
-        last_had = message.from_sequence - 1
-        if cursor.chunks and (message.epoch, last_had) <= (cursor.epoch, cursor.sequence):
+        last_sequence = message.from_sequence - 1
+        if cursor.chunks and (message.epoch, last_sequence) <= (cursor.epoch, cursor.sequence):
             return  # It asked before it saw the snapshot that is on its way.
         self._publisher.counters["replays"] += 1
-        self._go_on(message.dp_rank, cursor, message.epoch, last_had)
+        self._resume_after(message.dp_rank, cursor, message.epoch, last_sequence)
 
-    def _go_on(self, rank: int, cursor: _Cursor, epoch: int, last_had: int) -> None:
+    def _resume_after(self, rank: int, cursor: _Cursor, epoch: int, last_sequence: int) -> None:
         """Lets a rank go on behind what the indexer has, by replay or else by snapshot."""
         feed = self._publisher.feeds[rank]
-        cursor.is_live = True
+        cursor.is_resumed = True
         cursor.chunks.clear()
         # Of an older epoch it has nothing that counts.
-        cursor.epoch, cursor.sequence = feed.ledger.epoch, last_had
-        if epoch != feed.ledger.epoch:
+        cursor.epoch, cursor.sequence = feed.event_log.epoch, last_sequence
+        if epoch != feed.event_log.epoch:
             cursor.sequence = 0
-        cursor.base = cursor.sequence
-        if not feed.ledger.can_replay(cursor.sequence + 1):
+        cursor.resumed_at = cursor.sequence
+        if not feed.event_log.has_batches_from(cursor.sequence + 1):
             self._begin_snapshot(feed, cursor)
 
 
 @contextmanager
-def _ending_with(call: PublishCall) -> Iterator[None]:
+def _call_end_as_error(call: PublishCall) -> Iterator[None]:
     """Inside, the end of the call raises its MeshError, or _Ended where the reader knows why."""
     try:
-        with raising_mesh_errors():
+        with map_rpc_errors():
             yield
     except asyncio.InvalidStateError:
-        raise _Ended from None
+        raise _StreamEnded from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if not call.done() or (task is not None and task.cancelling()):
             raise
-        raise _Ended from None  # It was the call that was cancelled, not we.
+        raise _StreamEnded from None  # It was the call that was cancelled, not we.
 
 
-def jittered(pause_s: float, rng: Random) -> float:
+def jittered(backoff_s: float, rng: Random) -> float:
     """Between half and one and a half of the pause, so that a fleet does not return at once."""
-    return pause_s * (0.5 + rng.random())
+    return backoff_s * (0.5 + rng.random())
 
 
-def _position(feed: Feed) -> tuple[int, int]:
-    return feed.ledger.epoch, feed.ledger.sequence
+def _log_position(feed: SourceFeed) -> tuple[int, int]:
+    return feed.event_log.epoch, feed.event_log.sequence

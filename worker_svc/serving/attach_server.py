@@ -10,7 +10,7 @@ import structlog
 
 from common.errors import Conflict, MeshError
 from common.request.preprocessed import PrefillResult, TokenIds
-from common.request.token_stream import Start, Stop, ToFrontend, ToWorker, WorkerLink
+from common.request.token_stream import RequestFrame, ResponseFrame, StartSlot, StopSlot, WorkerLink
 from common.runtime.tasks import TaskGroup
 from worker_svc.engines.contract import LLMEngineOutput
 from worker_svc.serving.runner import Runner
@@ -18,15 +18,15 @@ from worker_svc.serving.runner import Runner
 # How often deadlines and heartbeats are looked at.
 TICK_S = 0.1
 # How long a stream that ends waits for the write under way.
-LAST_WRITE_S = 0.1
+FINAL_WRITE_TIMEOUT_S = 0.1
 
 log = structlog.get_logger()
 
-Read = Callable[[], Awaitable[ToWorker | None]]
-Write = Callable[[ToFrontend], Awaitable[None]]
+Read = Callable[[], Awaitable[RequestFrame | None]]
+Write = Callable[[ResponseFrame], Awaitable[None]]
 
 
-class _Ended(Exception):
+class _StreamClosed(Exception):
     """The frontend closed its side, or all is said and we close ours."""
 
 
@@ -42,10 +42,10 @@ class AttachStream:
         self._wake = asyncio.Event()
         self._keys: dict[int, int] = {}
         self._tasks: TaskGroup | None = None
-        self._why: Exception | None = None
+        self._close_error: Exception | None = None
         self._is_ending = False
 
-    async def serve(self, opened: Callable[[AttachStream], None]) -> None:
+    async def serve(self, on_hello: Callable[[AttachStream], None]) -> None:
         """Reads, writes and runs slots. Raises MeshError when the frontend broke a rule.
 
         opened: called once the hello is in.
@@ -55,18 +55,18 @@ class AttachStream:
                 self._tasks.create_task(self._write_frames())
                 self._tasks.create_task(self._tick())
                 try:
-                    await self._read_frames(opened)
+                    await self._read_frames(on_hello)
                 except MeshError as error:
-                    await self._end_with(error)
-                await self._end_with(_Ended())
-        except _Ended:
+                    await self._close_with(error)
+                await self._close_with(_StreamClosed())
+        except _StreamClosed:
             return
         finally:
-            self.link.lose()
+            self.link.close()
 
     def replace(self) -> None:
         """A newer stream of the same frontend is there: end this one."""
-        self._why = Conflict("a newer stream of this frontend took over", reason="REPLACED")
+        self._close_error = Conflict("a newer stream of this frontend took over", reason="REPLACED")
         self._wake.set()
 
     def end(self) -> None:
@@ -74,47 +74,47 @@ class AttachStream:
         self._is_ending = True
         self._wake.set()
 
-    async def _end_with(self, why: Exception) -> NoReturn:
+    async def _close_with(self, error: Exception) -> NoReturn:
         """Has the writer raise it between two writes: beside one, grpc cannot send a status."""
-        self._why = self._why or why
+        self._close_error = self._close_error or error
         self._wake.set()
-        await asyncio.sleep(LAST_WRITE_S)  # who takes nothing will not hear of this either
-        raise why
+        await asyncio.sleep(FINAL_WRITE_TIMEOUT_S)  # who takes nothing will not hear of this either
+        raise error
 
-    async def _read_frames(self, opened: Callable[[AttachStream], None]) -> None:
+    async def _read_frames(self, on_hello: Callable[[AttachStream], None]) -> None:
         while (frame := await self._read()) is not None:
-            is_new = self.link.hello is None
+            is_first_frame = self.link.hello is None
             commands = self.link.receive(frame, self._loop.time())
-            if is_new:
-                opened(self)
+            if is_first_frame:
+                on_hello(self)
             for command in commands:
-                self._obey(command)
+                self._apply_command(command)
             self._wake.set()
 
-    def _obey(self, command: Start | Stop) -> None:
+    def _apply_command(self, command: StartSlot | StopSlot) -> None:
         assert self._tasks is not None
         match command:
-            case Start():
+            case StartSlot():
                 self._start(command)
-            case Stop(slot, reason):
+            case StopSlot(slot, reason):
                 key = self._keys.get(slot)
                 if key is not None:
                     self._tasks.create_task(self._runner.stop(key, reason))
 
-    def _start(self, start: Start) -> None:
+    def _start(self, start: StartSlot) -> None:
         assert self._tasks is not None
-        request = start.order.request
-        if request is not None and len(request.token_ids.le) != len(start.prompt):
+        request = start.leg_request.request
+        if request is not None and len(request.token_ids.little_endian) != len(start.prompt):
             request.token_ids = TokenIds(start.prompt)
         try:
-            key = self._runner.admit(start.order)
+            key = self._runner.admit(start.leg_request)
         except MeshError as error:
             self.link.reject(start.slot, error)
             return
         self.link.accept(start.slot)
         self._keys[start.slot] = key
         task = self._tasks.create_task(self._run(start.slot, key))
-        task.add_done_callback(lambda _: self._runner.forget(key))
+        task.add_done_callback(lambda _: self._runner.discard(key))
 
     async def _run(self, slot: int, key: int) -> None:
         link, wake = self.link, self._wake
@@ -149,21 +149,21 @@ class AttachStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._why is not None:
-                raise self._why
+            if self._close_error is not None:
+                raise self._close_error
             while (frame := link.next_frame(self._loop.time(), engine.loads)) is not None:
                 await self._write(frame)
             if self._is_ending and not self.link.open_slots:
-                raise _Ended
+                raise _StreamClosed
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            lost, late = self.link.tick(self._loop.time())
-            if lost is not None:
-                await self._end_with(lost)
-            for stop in late:
-                self._obey(stop)
+            link_error, overdue_stops = self.link.tick(self._loop.time())
+            if link_error is not None:
+                await self._close_with(link_error)
+            for stop in overdue_stops:
+                self._apply_command(stop)
             self._wake.set()
 
 
@@ -198,7 +198,7 @@ class AttachServer:
         """Serves one stream to its end. Raises MeshError when the frontend broke a rule."""
         stream = AttachStream(self._worker_id, self._runner, read, write)
         try:
-            await stream.serve(self._opened)
+            await stream.serve(self._register_stream)
         except MeshError as error:
             log.info("attach_ended", reason=error.reason, message=error.message)
             raise
@@ -207,13 +207,13 @@ class AttachServer:
             if hello is not None and self._streams.get(hello.frontend_id) is stream:
                 del self._streams[hello.frontend_id]
 
-    def _opened(self, stream: AttachStream) -> None:
+    def _register_stream(self, stream: AttachStream) -> None:
         hello = stream.link.hello
         assert hello is not None, "called when the hello is in"
-        older = self._streams.get(hello.frontend_id)
-        if older is not None:
-            assert older.link.hello is not None
-            if older.link.hello.stream_seq > hello.stream_seq:
+        previous = self._streams.get(hello.frontend_id)
+        if previous is not None:
+            assert previous.link.hello is not None
+            if previous.link.hello.stream_seq > hello.stream_seq:
                 raise Conflict("a newer stream of this frontend is open", reason="REPLACED")
-            older.replace()
+            previous.replace()
         self._streams[hello.frontend_id] = stream

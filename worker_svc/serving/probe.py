@@ -32,12 +32,12 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     SamplingOptions,
     StopConditions,
-    validated,
+    validate_stream,
 )
 from worker_svc.serving.runner import Runner
 
-RETRY_S = 1.0
-HUNG_MAX = 4
+PROBE_RETRY_S = 1.0
+HUNG_PROBES_MAX = 4
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class Spawn(Protocol):
         """Begins."""
 
 
-class Canary:
+class EngineProbe:
     """Watches the runner's engine.
 
     tell: called with False when the engine is found dead, with True when it lives again.
@@ -63,7 +63,7 @@ class Canary:
     def __init__(
         self,
         runner: Runner,
-        tell: Callable[[bool], Awaitable[None]],
+        set_serving: Callable[[bool], Awaitable[None]],
         spawn: Spawn,
         *,
         idle_s: float,
@@ -71,87 +71,87 @@ class Canary:
     ) -> None:
         self.is_alive = True
         self._runner = runner
-        self._tell = tell
+        self._set_serving = set_serving
         self._spawn = spawn
         self._idle_s = idle_s
         self._timeout_s = timeout_s
-        self._steps = -1
-        self._seen_at = -math.inf
-        self._probed_at = -math.inf
-        self._hung: list[asyncio.Task[str]] = []
+        self._last_steps = -1
+        self._last_activity_at = -math.inf
+        self._last_probe_at = -math.inf
+        self._hung_probes: list[asyncio.Task[str]] = []
 
     async def run(self) -> None:
         """Watches until cancelled."""
         now = asyncio.get_running_loop().time
-        self._seen_at = now()
+        self._last_activity_at = now()
         while True:
-            self._look(now())
-            if not self.is_alive and self._runner.last_output_at > self._probed_at:
-                await self._set(True, "it answers a request")
-            wait_s = self._due_at() - now()
+            self._update_activity(now())
+            if not self.is_alive and self._runner.last_output_at > self._last_probe_at:
+                await self._set_alive(True, "it answers a request")
+            wait_s = self._next_probe_at() - now()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            why = await self._probe()
-            self._probed_at = now()
-            await self._set(not why, why)
+            reason = await self._probe()
+            self._last_probe_at = now()
+            await self._set_alive(not reason, reason)
 
-    def _due_at(self) -> float:
+    def _next_probe_at(self) -> float:
         """When the next probe is due."""
         if self.is_alive:
-            return max(self._seen_at, self._probed_at) + self._idle_s
-        return self._probed_at + min(self._idle_s, RETRY_S)
+            return max(self._last_activity_at, self._last_probe_at) + self._idle_s
+        return self._last_probe_at + min(self._idle_s, PROBE_RETRY_S)
 
-    def _look(self, now: float) -> None:
+    def _update_activity(self, now: float) -> None:
         """Notes when the engine last gave a sign that it need not be asked."""
-        self._seen_at = max(self._seen_at, self._runner.last_output_at)
-        steps = self._steps_now()
-        if steps != self._steps:
-            self._steps, self._seen_at = steps, now
+        self._last_activity_at = max(self._last_activity_at, self._runner.last_output_at)
+        steps = self._read_steps()
+        if steps != self._last_steps:
+            self._last_steps, self._last_activity_at = steps, now
 
-    def _steps_now(self) -> int:
+    def _read_steps(self) -> int:
         try:
             return sum(load.engine_step for load in self._runner.engine.loads())
         except Exception as error:
             # A probe will tell whether the engine lives; without steps there are more of them.
             log.warning("engine_loads_failed", error=repr(error))
-            return self._steps
+            return self._last_steps
 
     async def _probe(self) -> str:
         """What is wrong with the engine's answer; empty: nothing."""
         self._runner.counters["canaries"] += 1
-        why = await self._why_dead()
+        reason = await self._find_failure()
         # Steps taken for the probe, or before it timed out, say nothing new.
-        self._steps = self._steps_now()
-        self._runner.counters["canaries_failed"] += bool(why)
-        return why
+        self._last_steps = self._read_steps()
+        self._runner.counters["canaries_failed"] += bool(reason)
+        return reason
 
-    async def _why_dead(self) -> str:
-        self._hung = [task for task in self._hung if not task.done()]
-        if len(self._hung) >= HUNG_MAX:
-            return f"{len(self._hung)} probes before this one have not ended yet"
+    async def _find_failure(self) -> str:
+        self._hung_probes = [task for task in self._hung_probes if not task.done()]
+        if len(self._hung_probes) >= HUNG_PROBES_MAX:
+            return f"{len(self._hung_probes)} probes before this one have not ended yet"
         name = f"canary-{self._runner.counters['canaries']}"
-        began = asyncio.get_running_loop().time()
-        task = self._spawn(self._ask(name), name=name, essential=False)
+        started_at = asyncio.get_running_loop().time()
+        task = self._spawn(self._send_probe(name), name=name, essential=False)
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
         finally:
             # Not awaited: what it then does, and when it ends, is the engine's affair.
             task.cancel()
         if not task.done():
-            self._hung.append(task)
-            if self._runner.last_output_at > began:
+            self._hung_probes.append(task)
+            if self._runner.last_output_at > started_at:
                 return ""  # It answers requests; whatever became of the probe, it lives.
             return f"no answer within {self._timeout_s:g} s"
         # It was not we who cancelled it: it would not be done yet.
         return "it cancelled its own answer" if task.cancelled() else task.result()
 
-    async def _ask(self, request_id: str) -> str:
+    async def _send_probe(self, request_id: str) -> str:
         """Asks for one token; what is wrong with the answer, empty: nothing."""
         ctx = GenerateContext(EngineContext(request_id))
         try:
-            stream = self._runner.engine.generate(probe(), ctx)
-            async with aclosing(validated(stream, request_id=ctx.id)) as outputs:
+            stream = self._runner.engine.generate(probe_request(), ctx)
+            async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
                 async for output in outputs:
                     if output.finish_reason is FinishReason.ERROR:
                         return output.error or "its answer is an error"
@@ -164,18 +164,18 @@ class Canary:
             return repr(error)
         return ""
 
-    async def _set(self, is_alive: bool, why: str) -> None:
+    async def _set_alive(self, is_alive: bool, reason: str) -> None:
         if is_alive == self.is_alive:
             return
         self.is_alive = is_alive
         if is_alive:
-            log.info("engine_lives_again", why=why or "it answers again")
+            log.info("engine_lives_again", reason=reason or "it answers again")
         else:
-            log.error("engine_canary_failed", why=why)
-        await self._tell(is_alive)
+            log.error("engine_canary_failed", reason=reason)
+        await self._set_serving(is_alive)
 
 
-def probe() -> PreprocessedRequest:
+def probe_request() -> PreprocessedRequest:
     """The least that can be asked of an engine: one token."""
     return PreprocessedRequest(
         token_ids=TokenIds.of([1]),

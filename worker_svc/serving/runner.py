@@ -21,14 +21,14 @@ from dataclasses import dataclass
 import structlog
 
 from common.errors import (
-    Bug,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     Unavailable,
     Unsupported,
 )
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from worker_svc.engines.contract import (
     CountingEngine,
     EngineContext,
@@ -38,14 +38,14 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     PassThroughEngine,
     chunk,
-    validated,
+    validate_stream,
 )
 from worker_svc.tracing import GenerateSpan, GenerateSpans
 
 # How long an engine may take to end a stopped request before its generator is closed on it.
 STOP_GRACE_S = 0.15
 # Ends that an engine may tell of without having computed anything.
-_NO_ANSWER = (FinishReason.CANCELLED, FinishReason.ERROR)
+_NO_OUTPUT_REASONS = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 Emit = Callable[[LLMEngineOutput], None]
 
@@ -53,12 +53,12 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True)
-class _Running:
-    order: Order
+class _ActiveRequest:
+    leg_request: LegRequest
     ctx: GenerateContext
-    limit: asyncio.Timeout | None = None
+    stop_timeout: asyncio.Timeout | None = None
     # Waits for the first token to call the engine's abort.
-    gate: asyncio.Task[None] | None = None
+    abort_task: asyncio.Task[None] | None = None
 
 
 class Runner:
@@ -85,7 +85,7 @@ class Runner:
         self.last_output_at = -math.inf
         self._max_requests = max_requests
         self._role = role
-        self._running: dict[int, _Running] = {}
+        self._active_requests: dict[int, _ActiveRequest] = {}
         self._last_key = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,38 +100,38 @@ class Runner:
     @property
     def open_requests(self) -> int:
         """Requests inside."""
-        return len(self._running)
+        return len(self._active_requests)
 
-    def admit(self, order: Order) -> int:
+    def admit(self, leg_request: LegRequest) -> int:
         """Takes an order in and returns its key for `run`. Raises what it is refused with."""
         try:
-            self._check(order)
+            self._check(leg_request)
         except MeshError:
             self.counters["rejected"] += 1
             raise
         self._last_key += 1
         ctx = GenerateContext(
-            EngineContext(order.request_id),
-            asyncio.Event() if (order.phase or self._role) == "decode" else None,
-            traceparent=order.traceparent,
-            priority=order.priority,
-            tenant=order.tenant,
+            EngineContext(leg_request.request_id),
+            asyncio.Event() if (leg_request.phase or self._role) == "decode" else None,
+            traceparent=leg_request.traceparent,
+            priority=leg_request.priority,
+            tenant=leg_request.tenant,
         )
-        self._running[self._last_key] = _Running(order, ctx)
+        self._active_requests[self._last_key] = _ActiveRequest(leg_request, ctx)
         self.counters["accepted"] += 1
         self._idle.clear()
         return self._last_key
 
-    def _check(self, order: Order) -> None:
+    def _check(self, leg_request: LegRequest) -> None:
         if self.is_draining:
             raise Unavailable("this worker is draining", reason="DRAINING")
-        if len(self._running) >= self._max_requests:
+        if len(self._active_requests) >= self._max_requests:
             raise Unavailable("this worker has all the requests it can hold", 1.0, reason="FULL")
-        if order.request is None:
+        if leg_request.request is None:
             if not isinstance(self.engine, PassThroughEngine):
                 raise Unsupported("payload", "this engine takes no OpenAI bodies, only token ids")
             return
-        checksum = order.request.mdc_sum
+        checksum = leg_request.request.mdc_sum
         if checksum and checksum != self.card_checksum:
             raise InvalidRequest(
                 f"the prompt was made with card {checksum}, this worker serves "
@@ -145,72 +145,76 @@ class Runner:
 
         Raises MeshError. Cancelling the task closes the engine's generator and frees all at once.
         """
-        running = self._running[key]
-        limit = running.limit = asyncio.timeout(None)
-        how = "closed"
-        span = self.spans.start(running.order) if self.spans is not None else None
+        active_request = self._active_requests[key]
+        stop_timeout = active_request.stop_timeout = asyncio.timeout(None)
+        outcome = "closed"
+        span = self.spans.start(active_request.leg_request) if self.spans is not None else None
         if span is not None:
-            emit = _observed(emit, span)
+            emit = _with_span(emit, span)
         try:
-            async with limit:
-                if running.ctx.is_stopped:  # before it began
-                    self._limit_stop(limit)
-                terminal = await self._consume(running, emit)
-            how = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
+            async with stop_timeout:
+                if active_request.ctx.is_stopped:  # before it began
+                    self._start_stop_grace(stop_timeout)
+                terminal = await self._consume(active_request, emit)
+            outcome = "stopped" if terminal.finish_reason is FinishReason.CANCELLED else "finished"
         except MeshError as error:
-            how = "failed"
+            outcome = "failed"
             if span is not None:
                 span.fail(error)
             raise
         except asyncio.CancelledError as error:
-            if _is_cancelled():
+            if _is_task_cancelled():
                 if span is not None:
                     span.drop()
                 raise
-            how = "failed"  # the engine's own business, which nobody here was cancelled for
-            raise _engine_failed(running, span) from error
+            outcome = "failed"  # the engine's own business, which nobody here was cancelled for
+            raise _engine_failure(active_request, span) from error
         except Exception as error:
-            if not (isinstance(error, TimeoutError) and limit.expired()):
-                how = "failed"
-                raise _engine_failed(running, span) from error
+            if not (isinstance(error, TimeoutError) and stop_timeout.expired()):
+                outcome = "failed"
+                raise _engine_failure(active_request, span) from error
             self.counters["stops_forced"] += 1
-            how, terminal = "stopped", chunk.cancelled()
+            outcome, terminal = "stopped", chunk.cancelled()
         finally:
-            self._left(key, how)
+            self._finish(key, outcome)
         if span is not None:
             span.end(terminal)
-        if how == "stopped" and running.ctx.stop_reason == "deadline":
+        if outcome == "stopped" and active_request.ctx.stop_reason == "deadline":
             raise DeadlineExceeded("the request's deadline passed at the worker")
         return terminal
 
-    async def _consume(self, running: _Running, emit: Emit) -> LLMEngineOutput:
-        request_id = running.order.request_id
+    async def _consume(self, active_request: _ActiveRequest, emit: Emit) -> LLMEngineOutput:
+        request_id = active_request.leg_request.request_id
         now = asyncio.get_running_loop().time
         terminal: LLMEngineOutput | None = None
-        async with aclosing(validated(self._stream(running), request_id=request_id)) as outputs:
+        async with aclosing(
+            validate_stream(self._stream(active_request), request_id=request_id)
+        ) as outputs:
             async for output in outputs:
-                if output.finish_reason not in _NO_ANSWER:
+                if output.finish_reason not in _NO_OUTPUT_REASONS:
                     self.last_output_at = now()
                 if output.token_ids:
-                    running.ctx.notify_first_token()
+                    active_request.ctx.notify_first_token()
                 if output.finish_reason is None:
                     emit(output)
                 else:
-                    terminal = output  # read on: `validated` objects to whatever follows
+                    terminal = output  # read on: `validate_stream` objects to whatever follows
         assert terminal is not None, "validated() raises where there is none"
         if terminal.finish_reason is FinishReason.ERROR:
-            raise Bug(f"the engine failed: {terminal.error or 'it does not say how'}")
+            raise InternalError(f"the engine failed: {terminal.error or 'it does not say how'}")
         return terminal
 
-    def _stream(self, running: _Running) -> AsyncGenerator[LLMEngineOutput, None]:
-        order = running.order
-        if order.request is not None:
-            return self.engine.generate(order.request, running.ctx)
+    def _stream(self, active_request: _ActiveRequest) -> AsyncGenerator[LLMEngineOutput, None]:
+        leg_request = active_request.leg_request
+        if leg_request.request is not None:
+            return self.engine.generate(leg_request.request, active_request.ctx)
         assert isinstance(self.engine, PassThroughEngine), "checked when it was admitted"
-        if order.chat_json is not None:
-            return self.engine.generate_pass_through("chat", order.chat_json, running.ctx)
+        if leg_request.chat_json is not None:
+            return self.engine.generate_pass_through(
+                "chat", leg_request.chat_json, active_request.ctx
+            )
         return self.engine.generate_pass_through(
-            "completion", order.completion_json or b"", running.ctx
+            "completion", leg_request.completion_json or b"", active_request.ctx
         )
 
     async def stop(self, key: int, reason: str) -> None:
@@ -218,78 +222,82 @@ class Runner:
 
         `run` returns a cancelled chunk then. A key that has ended is a no-op.
         """
-        running = self._running.get(key)
-        if running is None or running.ctx.is_stopped:
+        active_request = self._active_requests.get(key)
+        if active_request is None or active_request.ctx.is_stopped:
             return
-        running.ctx.inner_arc().stop_generating(reason)
-        if running.limit is not None:
-            self._limit_stop(running.limit)
-        first_token = running.ctx.first_token_sender()
+        active_request.ctx.inner_arc().stop_generating(reason)
+        if active_request.stop_timeout is not None:
+            self._start_stop_grace(active_request.stop_timeout)
+        first_token = active_request.ctx.first_token_sender()
         if first_token is None or first_token.is_set():
-            await self._abort(running)
+            await self._abort(active_request)
             return
         self.counters["aborts_deferred"] += 1
-        running.gate = asyncio.create_task(
-            self._abort_after(first_token, running), name="first-token gate"
+        active_request.abort_task = asyncio.create_task(
+            self._abort_after_first_token(first_token, active_request), name="first-token gate"
         )
 
-    async def _abort_after(self, first_token: asyncio.Event, running: _Running) -> None:
+    async def _abort_after_first_token(
+        self, first_token: asyncio.Event, active_request: _ActiveRequest
+    ) -> None:
         await first_token.wait()
-        await self._abort(running)
+        await self._abort(active_request)
 
-    async def _abort(self, running: _Running) -> None:
+    async def _abort(self, active_request: _ActiveRequest) -> None:
         try:
-            await self.engine.abort(running.ctx)
+            await self.engine.abort(active_request.ctx)
         except Exception:
-            log.exception("engine_abort_failed", request_id=running.order.request_id)
+            log.exception("engine_abort_failed", request_id=active_request.leg_request.request_id)
 
     async def stop_request(self, request_id: str, reason: str) -> int:
         """Stops all that runs under a request id; how many that were."""
-        keys = [k for k, r in self._running.items() if r.order.request_id == request_id]
+        keys = [
+            k for k, r in self._active_requests.items() if r.leg_request.request_id == request_id
+        ]
         for key in keys:
             await self.stop(key, reason)
         return len(keys)
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once nothing is inside."""
         await self._idle.wait()
 
-    def forget(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         """Lets go of an order whose `run` never began; a no-op for any other.
 
         For done callbacks: a task that is cancelled before its first step runs no `finally`.
         """
-        if key in self._running:
-            self._left(key, "closed")
+        if key in self._active_requests:
+            self._finish(key, "closed")
 
-    def _left(self, key: int, how: str) -> None:
-        running = self._running.pop(key)
-        if running.gate is not None:
-            running.gate.cancel()
-        self.counters[how] += 1
-        if not self._running:
+    def _finish(self, key: int, outcome: str) -> None:
+        active_request = self._active_requests.pop(key)
+        if active_request.abort_task is not None:
+            active_request.abort_task.cancel()
+        self.counters[outcome] += 1
+        if not self._active_requests:
             self._idle.set()
 
-    def _limit_stop(self, limit: asyncio.Timeout) -> None:
-        limit.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
+    def _start_stop_grace(self, stop_timeout: asyncio.Timeout) -> None:
+        stop_timeout.reschedule(asyncio.get_running_loop().time() + STOP_GRACE_S)
 
 
-def _is_cancelled() -> bool:
+def _is_task_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
 
-def _engine_failed(running: _Running, span: GenerateSpan | None) -> Bug:
-    log.exception("engine_failed", request_id=running.order.request_id)
-    error = Bug("the engine failed; the worker's log says how")
+def _engine_failure(active_request: _ActiveRequest, span: GenerateSpan | None) -> InternalError:
+    log.exception("engine_failed", request_id=active_request.leg_request.request_id)
+    error = InternalError("the engine failed; the worker's log says how")
     if span is not None:
         span.fail(error)
     return error
 
 
-def _observed(emit: Emit, span: GenerateSpan) -> Emit:
-    def both(output: LLMEngineOutput) -> None:
+def _with_span(emit: Emit, span: GenerateSpan) -> Emit:
+    def emit_and_record(output: LLMEngineOutput) -> None:
         span.output(output)
         emit(output)
 
-    return both
+    return emit_and_record

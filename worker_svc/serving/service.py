@@ -13,13 +13,13 @@ from common.kv.hashing import hashes_to_bytes
 from common.registry.card import ModelCard
 from common.registry.instances import Instance
 from common.request.preprocessed import PrefillResult, PreprocessedRequest, TokenLogprob
-from common.request.token_stream import Order, ToFrontend, ToWorker
-from common.rpc.interceptors import request_id, time_left_s
+from common.request.token_stream import LegRequest, RequestFrame, ResponseFrame
+from common.rpc.interceptors import remaining_time_s, request_id
 from common.runtime.tasks import TaskGroup
-from common.wire.kv import TIER_NAMES
+from common.wire.kv import TIER_BY_NAME
 from common.wire.load import load_to_proto
-from common.wire.preprocessed import finish_reason_to_proto, from_proto, part_to_proto
-from common.wire.token_stream import to_frontend_to_proto, to_worker_from_proto
+from common.wire.preprocessed import dataclass_to_proto, finish_reason_to_proto, from_proto
+from common.wire.token_stream import request_frame_from_proto, response_frame_to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
 from worker_svc.engines.contract import EngineConfig, LLMEngineOutput
@@ -28,9 +28,9 @@ from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 
 # Longest a Generate call may run that names no deadline.
-GENERATE_CAP_S = 600.0
+GENERATE_TIMEOUT_MAX_S = 600.0
 _ARTIFACT_CHUNK = 1 << 20
-_TIER_NAMES = {tier: name for name, tier in TIER_NAMES.items()}
+_TIER_NAMES = {tier: name for name, tier in TIER_BY_NAME.items()}
 
 # A servicer's context is generic over messages; nothing here depends on which.
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -50,7 +50,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         *,
         publisher: Publisher | None = None,
         vocab_size: int | None = None,
-        generate_cap_s: float = GENERATE_CAP_S,
+        generate_timeout_max_s: float = GENERATE_TIMEOUT_MAX_S,
     ) -> None:
         self._runner = runner
         self._attach = attach
@@ -60,7 +60,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._card = card
         self._publisher = publisher
         self._vocab_size = vocab_size
-        self._generate_cap_s = generate_cap_s
+        self._generate_timeout_max_s = generate_timeout_max_s
 
     # grpc.aio takes coroutines that write to the context; the generated types know generators only.
     async def Attach(  # type: ignore[override]
@@ -68,12 +68,12 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> None:
         """The token plane; see the proto."""
 
-        async def read() -> ToWorker | None:
+        async def read() -> RequestFrame | None:
             message = await context.read()
-            return None if message is grpc.aio.EOF else to_worker_from_proto(message)
+            return None if message is grpc.aio.EOF else request_frame_from_proto(message)
 
-        async def write(frame: ToFrontend) -> None:
-            await context.write(to_frontend_to_proto(frame))
+        async def write(frame: ResponseFrame) -> None:
+            await context.write(response_frame_to_proto(frame))
 
         await self._attach.serve(read, write)
 
@@ -81,14 +81,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.GenerateRequest, context: Context
     ) -> None:
         """One request; cancelling the call closes the engine's generator."""
-        timeout_s = time_left_s(self._generate_cap_s)
-        order = Order(
+        timeout_s = remaining_time_s(self._generate_timeout_max_s)
+        leg_request = LegRequest(
             request_id=request.request_id or request_id() or "",
             timeout_s=timeout_s,
             request=from_proto(request.request),
         )
-        self._check_vocabulary(order.request)
-        key = self._runner.admit(order)
+        self._check_vocabulary(leg_request.request)
+        key = self._runner.admit(leg_request)
         outputs: list[LLMEngineOutput] = []
         wake = asyncio.Event()
 
@@ -96,7 +96,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             outputs.append(output)
             wake.set()
 
-        async def outcome() -> LLMEngineOutput | MeshError:
+        async def run_request() -> LLMEngineOutput | MeshError:
             # Not raised in the group, where it would cancel a write that is under way; grpc cannot
             # send a status beside one, and the caller would hear nothing.
             try:
@@ -105,10 +105,10 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 return error
 
         async with TaskGroup() as tasks:
-            run = tasks.create_task(outcome())
-            run.add_done_callback(lambda _: self._runner.forget(key))
+            run = tasks.create_task(run_request())
+            run.add_done_callback(lambda _: self._runner.discard(key))
             run.add_done_callback(lambda _: wake.set())
-            late = asyncio.get_running_loop().call_later(
+            deadline_timer = asyncio.get_running_loop().call_later(
                 timeout_s, lambda: tasks.create_task(self._runner.stop(key, "deadline"))
             )
             try:
@@ -116,21 +116,21 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     await wake.wait()
                     wake.clear()
                     if outputs:
-                        message = _generated(outputs)
+                        message = _build_generate_response(outputs)
                         outputs.clear()
                         await context.write(message)
             finally:
-                late.cancel()
+                deadline_timer.cancel()
         terminal = run.result()
         if isinstance(terminal, MeshError):
             raise terminal
-        message = _generated([terminal])
+        message = _build_generate_response([terminal])
         assert terminal.finish_reason is not None
         message.finish_reason = finish_reason_to_proto(terminal.finish_reason)
         if terminal.completion_usage is not None:
-            part_to_proto(terminal.completion_usage, message.usage)
+            dataclass_to_proto(terminal.completion_usage, message.usage)
         if terminal.disaggregated_params is not None:
-            part_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
+            dataclass_to_proto(PrefillResult(terminal.disaggregated_params), message.prefill_result)
         await context.write(message)
 
     def _check_vocabulary(self, request: PreprocessedRequest | None) -> None:
@@ -169,7 +169,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         feed = self._publisher.feeds.get(request.dp_rank)
         if feed is None:
             raise NotFound(f"there is no rank {request.dp_rank} here", field="dp_rank")
-        for chunk in feed.ledger.snapshot():
+        for chunk in feed.event_log.snapshot():
             message = engine_pb2.ListKvBlocksResponse(
                 epoch=chunk.epoch,
                 sequence=chunk.sequence,
@@ -204,7 +204,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             draining=self._runner.is_draining,
             counters={
                 **self._runner.counts(),
-                **(self._publisher.figures() if self._publisher is not None else {}),
+                **(self._publisher.metric_values() if self._publisher is not None else {}),
             },
         )
 
@@ -234,11 +234,11 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             yield chunk
 
 
-def _generated(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
+def _build_generate_response(outputs: list[LLMEngineOutput]) -> engine_pb2.GenerateResponse:
     token_ids = [token for output in outputs for token in output.token_ids]
     logprobs = [_logprob(one) for output in outputs for one in output.logprobs]
     return engine_pb2.GenerateResponse(token_ids=token_ids, logprobs=logprobs)
 
 
 def _logprob(logprob: TokenLogprob) -> request_pb2.TokenLogprob:
-    return part_to_proto(logprob, request_pb2.TokenLogprob())
+    return dataclass_to_proto(logprob, request_pb2.TokenLogprob())

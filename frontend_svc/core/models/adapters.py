@@ -28,17 +28,17 @@ class Adapters:
     hidden: Mapping[tuple[str, str], str]
 
 
-def adapters_of(workers: Iterable[Instance], passed_through: Container[str]) -> Adapters:
+def find_adapters(workers: Iterable[Instance], pass_through_models: Container[str]) -> Adapters:
     """The adapters that workers have. passed_through: models whose bodies are."""
     workers = tuple(workers)
-    names = {worker.model for worker in workers}
-    pairs = {(lora, w.model) for w in workers if w.model for lora in w.loras if lora}
+    model_names = {worker.model for worker in workers}
+    adapter_model_pairs = {(lora, w.model) for w in workers if w.model for lora in w.loras if lora}
     models: dict[str, str] = {}
     hidden: dict[tuple[str, str], str] = {}
-    for adapter, model in sorted(pairs):
-        if model in passed_through:
+    for adapter, model in sorted(adapter_model_pairs):
+        if model in pass_through_models:
             hidden[adapter, model] = "requests for that model are passed through"
-        elif adapter in names:
+        elif adapter in model_names:
             hidden[adapter, model] = "a model has that name"
         elif adapter in models:
             hidden[adapter, model] = f"the model {models[adapter]!r} has one of that name"

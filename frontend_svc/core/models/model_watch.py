@@ -11,7 +11,8 @@ What the discovery document (S0) calls by other names, or does over a wire we do
 |                                 | `card_unreadable`; the shell does the reading |
 | key read by load_entry          | the registry's snapshot has the values: `load_entry` |
 | `drt`, discovery client         | a port that loads and builds, or None; only the shell calls it |
-| handle_put, one call            | answers with a Build; then `built` or `failed` is called |
+| handle_put, one call            | answers with a Build; then `build_succeeded` or `build_failed`
+is called |
 | client of the entry's endpoint  | named in Build; placement is the router service's, for all |
 | router mode Random              | the router's `selector`, also per request |
 | engine of a table               | whatever the port builds: E |
@@ -34,22 +35,29 @@ from pydantic import TypeAdapter
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound
 from common.registry.card import ModelCard, ModelType
-from common.registry.instances import ENDPOINT, EndpointId, Instance, Snapshot, diff, parse_json
+from common.registry.instances import (
+    ENDPOINT_NAME,
+    EndpointId,
+    Instance,
+    Snapshot,
+    diff_snapshots,
+    parse_json,
+)
 from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
-from frontend_svc.core.openai.sse import Kind
+from frontend_svc.core.openai.sse import ChunkKind
 
 E = TypeVar("E")
 
 # Keys of the watched entries are this and the instance's network name.
-PREFIX = "models/"
+MODEL_KEY_PREFIX = "models/"
 CARD_BUCKET = "cards"
 # Key of Instance.meta.
-MODEL_TYPE = "model_type"
+MODEL_TYPE_KEY = "model_type"
 NOT_UTF8 = "<not UTF-8>"
 
 Table = Literal["chat", "completions"]
 Stage = Literal["frontend", "preprocessor", "backend", "router"]
-Level = Literal["debug", "info", "error"]
+LogLevel = Literal["debug", "info", "error"]
 
 
 class EntryType(StrEnum):
@@ -97,15 +105,15 @@ class Entry:
     @staticmethod
     def of(instance: Instance) -> Entry:
         """What `instance` serves. Raises InvalidRequest for a model_type that is none."""
-        stated = instance.meta.get(MODEL_TYPE, EntryType.BACKEND)
+        reported_type = instance.meta.get(MODEL_TYPE_KEY, EntryType.BACKEND)
         try:
-            model_type = EntryType(stated)
+            model_type = EntryType(reported_type)
         except ValueError as error:
             known = ", ".join(EntryType)
             raise InvalidRequest(
-                f"model_type {stated!r} is none of {known}", f"meta.{MODEL_TYPE}"
+                f"model_type {reported_type!r} is none of {known}", f"meta.{MODEL_TYPE_KEY}"
             ) from error
-        endpoint = EndpointId(instance.namespace, instance.service, ENDPOINT)
+        endpoint = EndpointId(instance.namespace, instance.service, ENDPOINT_NAME)
         return Entry(ModelEntry(instance.model, endpoint, model_type), instance.card_checksum)
 
 
@@ -121,7 +129,8 @@ def load_entry(key: str, values: Sequence[bytes]) -> Entry:
         return Entry.of(Instance.from_json(values[0]))
     except InvalidRequest as error:
         raise InvalidRequest(
-            f"cannot read model entry {key}: {error.message}; it is {_shown(values[0])}",
+            f"cannot read model entry {key}: {error.message}; it is "
+            f"{_decode_or_placeholder(values[0])}",
             error.field,
         ) from error
 
@@ -141,8 +150,8 @@ def card_missing(entry: Entry) -> NotFound:
 
 def card_unreadable(entry: Entry, cause: Exception) -> MeshError:
     """The error when the store failed, or what it holds is damaged."""
-    why = cause.message if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"
-    return MeshError(f"cannot load the card {card_key(entry)} of {entry.model.name!r}: {why}")
+    reason = cause.message if isinstance(cause, MeshError) else f"{type(cause).__name__}: {cause}"
+    return MeshError(f"cannot load the card {card_key(entry)} of {entry.model.name!r}: {reason}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +179,25 @@ class Delete:
 WatchEvent = Put | Delete
 
 
-def events_between(old: Snapshot, new: Snapshot, prefix: str = PREFIX) -> Iterator[WatchEvent]:
+def events_between(
+    old: Snapshot, new: Snapshot, prefix: str = MODEL_KEY_PREFIX
+) -> Iterator[WatchEvent]:
     """The events of workers with a model, departures first: a name is free before it is taken."""
-    changes = diff(old, new)
-    for gone in changes.left:
-        if _is_entry(gone):
-            yield Delete(prefix + gone.network_name)
-    for come in (*changes.changed, *changes.joined):
-        if _is_entry(come):
-            yield Put(KeyValue(prefix + come.network_name, come.to_json()))
-        elif come.id in old.instances and _is_entry(old.instances[come.id]):
-            yield Delete(prefix + come.network_name)
+    changes = diff_snapshots(old, new)
+    for removed in changes.left:
+        if _is_model_worker(removed):
+            yield Delete(prefix + removed.network_name)
+    for instance in (*changes.changed, *changes.joined):
+        if _is_model_worker(instance):
+            yield Put(KeyValue(prefix + instance.network_name, instance.to_json()))
+        elif instance.id in old.instances and _is_model_worker(old.instances[instance.id]):
+            yield Delete(prefix + instance.network_name)
 
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """To do: load the card, `plan` the pipelines, build them, and report by `built` or `failed`."""
+    """To do: load the card, `plan_pipelines` the pipelines, build them, and report by
+    `build_succeeded` or `build_failed`."""
 
     key: str
     entry: Entry
@@ -197,7 +209,7 @@ class Build:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class ModelAdded:
     """A model is served now."""
 
     name: str
@@ -205,41 +217,42 @@ class Added:
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class ModelRemoved:
     """A model is served no more."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogEvent:
     """Something for the log."""
 
-    level: Level
+    level: LogLevel
     event: str
     fields: Mapping[str, object]
 
 
-Action = Build | Added | Removed | Note
+Action = Build | ModelAdded | ModelRemoved | LogEvent
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """The way of a request through one engine. stages: in the order a request passes them.
 
-    request, chunk: what the client sends and gets. order: the field of `attach.Order` that carries
+    request, chunk: what the client sends and gets. order: the field of `attach.LegRequest` that
+    carries
     it to the worker; answer: the call of `attach.LegSink` that brings back what came of it.
     """
 
     table: Table
     stages: tuple[Stage, ...]
     request: type[ChatRequest] | type[CompletionRequest]
-    chunk: Kind
+    chunk: ChunkKind
     order: Literal["request", "chat_json", "completion_json"]
-    answer: Literal["tokens", "chunk"]
+    response: Literal["tokens", "chunk"]
 
     @property
-    def backward(self) -> tuple[Stage, ...]:
+    def response_stages(self) -> tuple[Stage, ...]:
         """The order in which the answer passes them."""
         return self.stages[::-1]
 
@@ -249,7 +262,9 @@ class Pipeline:
         return self.order != "request"
 
 
-def plan(entry: Entry, card: ModelCard | None, why_no_card: str = "") -> tuple[Pipeline, ...]:
+def plan_pipelines(
+    entry: Entry, card: ModelCard | None, no_card_reason: str = ""
+) -> tuple[Pipeline, ...]:
     """The pipelines of an entry, one per table.
 
     Raises InvalidRequest for token ids without a card, and for a card of neither kind.
@@ -261,8 +276,8 @@ def plan(entry: Entry, card: ModelCard | None, why_no_card: str = "") -> tuple[P
             return (_pipeline("completions", tokens=False),)
         case EntryType.BACKEND:
             if card is None:
-                why = why_no_card or "the worker names none"
-                raise InvalidRequest(f"missing model deployment card: {why}", "card_checksum")
+                reason = no_card_reason or "the worker names none"
+                raise InvalidRequest(f"missing model deployment card: {reason}", "card_checksum")
     wanted: dict[ModelType, Table] = {
         ModelType.CHAT: "chat",
         ModelType.COMPLETIONS: "completions",
@@ -344,7 +359,7 @@ class ModelWatchState(Generic[E]):
         """Models whose Build is under way."""
         return frozenset(self._building)
 
-    def is_awaited(self, name: str) -> bool:
+    def is_pending(self, name: str) -> bool:
         """Whether workers offer a model that is not served yet: its Build is under way or failed.
 
         One whose card is refused beside a served one is served, so it is not awaited.
@@ -361,14 +376,14 @@ class ModelWatchState(Generic[E]):
         self._entries[instance_name] = entry
         actions: list[Action] = []
         if before is not None and before != entry:
-            actions = self._settle(before.model.name)
+            actions = self._reconcile(before.model.name)
         name = entry.model.name
         if wanted := self._build_if_new(name):
             return actions + wanted
         if self._served.get(name, entry).checksum != entry.checksum:
             fields = {"model": name, "key": kv.key, "checksum": entry.checksum}
-            return [*actions, Note("error", "model_card_refused", fields)]
-        return [*actions, Note("debug", "model_known_already", {"model": name, "key": kv.key})]
+            return [*actions, LogEvent("error", "model_card_refused", fields)]
+        return [*actions, LogEvent("debug", "model_known_already", {"model": name, "key": kv.key})]
 
     def handle_delete(self, key: str) -> list[Action]:
         """Let an entry go; with the last one of its card its model is Removed, from all tables.
@@ -378,33 +393,33 @@ class ModelWatchState(Generic[E]):
         entry = self._entries.pop(self.instance_name(key), None)
         if entry is None:
             raise NotFound(f"there is no model entry {key}", field="key")
-        return self._settle(entry.model.name)
+        return self._reconcile(entry.model.name)
 
-    def built(self, work: Build, engines: Mapping[Table, E]) -> list[Action]:
+    def build_succeeded(self, build: Build, engines: Mapping[Table, E]) -> list[Action]:
         """A Build succeeded: into all tables, or, if one of them is taken, into none."""
-        name = work.entry.model.name
-        if self._building.get(name) is not work:
-            return [Note("info", "model_build_outdated", {"model": name, "key": work.key})]
+        name = build.entry.model.name
+        if self._building.get(name) is not build:
+            return [LogEvent("info", "model_build_outdated", {"model": name, "key": build.key})]
         del self._building[name]
-        if work.entry not in self._entries.values():
+        if build.entry not in self._entries.values():
             return self._build_if_new(name)
         try:
             self._register(name, engines)
         except Conflict as error:
-            return self._not_ready(work, error.message)
-        self._served[name] = work.entry
+            return self._not_ready(build, error.message)
+        self._served[name] = build.entry
         self.not_ready.pop(name, None)
-        return [Added(name, tuple(engines))]
+        return [ModelAdded(name, tuple(engines))]
 
-    def failed(self, work: Build, error: MeshError) -> list[Action]:
+    def build_failed(self, build: Build, error: MeshError) -> list[Action]:
         """A Build failed: nothing is added, the entry is kept, `retry` asks again."""
-        name = work.entry.model.name
-        if self._building.get(name) is not work:
+        name = build.entry.model.name
+        if self._building.get(name) is not build:
             return []
         del self._building[name]
-        if work.entry not in self._entries.values():
+        if build.entry not in self._entries.values():
             return self._build_if_new(name)
-        return self._not_ready(work, error.message)
+        return self._not_ready(build, error.message)
 
     def retry(self, names: Iterable[str]) -> list[Action]:
         """Ask again for those of `names` that are wanted, not served and not being built."""
@@ -416,63 +431,67 @@ class ModelWatchState(Generic[E]):
 
     def _build_if_new(self, name: str) -> list[Action]:
         """Build from the oldest entry of that name, unless it is served or on its way."""
-        oldest = next((i for i in self._entries.items() if i[1].model.name == name), None)
-        if oldest is None:
+        oldest_entry = next((i for i in self._entries.items() if i[1].model.name == name), None)
+        if oldest_entry is None:
             self.not_ready.pop(name, None)
             return []
         if self.manager.has_model_any(name) or name in self._building:
             return []
-        work = Build(self.prefix + oldest[0], oldest[1])
-        self._building[name] = work
+        build = Build(self.prefix + oldest_entry[0], oldest_entry[1])
+        self._building[name] = build
         if self.drt is None:
-            return self.failed(work, MeshError("there is no discovery client to load cards with"))
-        return [work]
+            return self.build_failed(
+                build, MeshError("there is no discovery client to load cards with")
+            )
+        return [build]
 
-    def _settle(self, name: str) -> list[Action]:
+    def _reconcile(self, name: str) -> list[Action]:
         """After an entry of `name` went: is what is served still wanted, is something else?"""
         served = self._served.get(name)
         actions: list[Action] = []
         if served is not None and served not in self._entries.values():
             self._unregister(name)
             del self._served[name]
-            actions.append(Removed(name))
+            actions.append(ModelRemoved(name))
         return actions + self._build_if_new(name)
 
     def _register(self, name: str, engines: Mapping[Table, E]) -> None:
-        done: list[Table] = []
+        added_tables: list[Table] = []
         try:
             for table, engine in engines.items():
                 if table == "chat":
                     self.manager.add_chat_completions_model(name, engine)
                 else:
                     self.manager.add_completions_model(name, engine)
-                done.append(table)
+                added_tables.append(table)
         except Conflict:
-            for table in done:
-                self._drop(name, table)
+            for table in added_tables:
+                self._remove_from_table(name, table)
             raise
 
     def _unregister(self, name: str) -> None:
         """From both tables; not being in one of them is no error."""
         for table in ("chat", "completions"):
             try:
-                self._drop(name, table)
+                self._remove_from_table(name, table)
             except NotFound:
                 continue
 
-    def _drop(self, name: str, table: Table) -> None:
+    def _remove_from_table(self, name: str, table: Table) -> None:
         if table == "chat":
             self.manager.remove_chat_completions_model(name)
         else:
             self.manager.remove_completions_model(name)
 
-    def _not_ready(self, work: Build, why: str) -> list[Action]:
+    def _not_ready(self, build: Build, reason: str) -> list[Action]:
         """Said when it is news: a retry that fails as before is not."""
-        name = work.entry.model.name
-        is_news = self.not_ready.get(name) != why
-        self.not_ready[name] = why
-        note = Note("error", "model_not_ready", {"model": name, "key": work.key, "why": why})
-        return [note] if is_news else []
+        name = build.entry.model.name
+        is_new_reason = self.not_ready.get(name) != reason
+        self.not_ready[name] = reason
+        note = LogEvent(
+            "error", "model_not_ready", {"model": name, "key": build.key, "why": reason}
+        )
+        return [note] if is_new_reason else []
 
 
 def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> Iterator[Action]:
@@ -488,38 +507,42 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
                 case Delete(key):
                     actions = state.handle_delete(key)
         except MeshError as error:
-            yield Note("error", "model_event_refused", _refusal(event, error))
+            yield LogEvent("error", "model_event_refused", _refusal_fields(event, error))
         else:
             yield from actions
 
 
-def _refusal(event: WatchEvent, error: MeshError) -> dict[str, object]:
+def _refusal_fields(event: WatchEvent, error: MeshError) -> dict[str, object]:
     if isinstance(event, Delete):
         return {"key": event.key, "error": error.message}
-    return {"key": event.kv.key, "value": _shown(event.kv.value), "error": error.message}
+    return {
+        "key": event.kv.key,
+        "value": _decode_or_placeholder(event.kv.value),
+        "error": error.message,
+    }
 
 
 def _pipeline(table: Table, *, tokens: bool) -> Pipeline:
     is_chat = table == "chat"
     return Pipeline(
         table=table,
-        stages=_WITH_TOKENS if tokens else _PASS_THROUGH,
+        stages=_TOKEN_STAGES if tokens else _PASS_THROUGH_STAGES,
         request=ChatRequest if is_chat else CompletionRequest,
-        chunk=Kind.CHAT if is_chat else Kind.COMPLETION,
+        chunk=ChunkKind.CHAT if is_chat else ChunkKind.COMPLETION,
         order="request" if tokens else "chat_json" if is_chat else "completion_json",
-        answer="tokens" if tokens else "chunk",
+        response="tokens" if tokens else "chunk",
     )
 
 
-_WITH_TOKENS: tuple[Stage, ...] = ("frontend", "preprocessor", "backend", "router")
-_PASS_THROUGH: tuple[Stage, ...] = ("frontend", "router")
+_TOKEN_STAGES: tuple[Stage, ...] = ("frontend", "preprocessor", "backend", "router")
+_PASS_THROUGH_STAGES: tuple[Stage, ...] = ("frontend", "router")
 
 
-def _is_entry(instance: Instance) -> bool:
+def _is_model_worker(instance: Instance) -> bool:
     return instance.service == "worker" and bool(instance.model)
 
 
-def _shown(raw: bytes) -> str:
+def _decode_or_placeholder(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError:

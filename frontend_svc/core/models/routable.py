@@ -13,31 +13,31 @@ def missing_role(workers: Sequence[Instance]) -> str:
     An aggregated worker serves alone, and so does a decode worker with local_prefill; else it takes
     a prefill and a decode worker of one transfer group.
     """
-    return "" if any(map(_serves_alone, workers)) else _missing_half(workers)
+    return "" if any(map(_can_serve_alone, workers)) else _missing_in_pair(workers)
 
 
-def unsplit(workers: Sequence[Instance]) -> str:
+def missing_pair_role(workers: Sequence[Instance]) -> str:
     """Why the model is served, but by whole requests only although it has halves of pairs; "" when
     it has none, or pairs serve.
     """
     if missing_role(workers) or all(worker.role == "aggregated" for worker in workers):
         return ""
-    return _missing_half(workers)
+    return _missing_in_pair(workers)
 
 
-def _serves_alone(worker: Instance) -> bool:
+def _can_serve_alone(worker: Instance) -> bool:
     return worker.role == "aggregated" or (worker.role == "decode" and worker.local_prefill)
 
 
-def _missing_half(workers: Iterable[Instance]) -> str:
+def _missing_in_pair(workers: Iterable[Instance]) -> str:
     """What keeps all pairs from being; "" when there is one."""
-    groups: dict[str, set[str]] = {"prefill": set(), "decode": set(), "aggregated": set()}
+    groups_by_role: dict[str, set[str]] = {"prefill": set(), "decode": set(), "aggregated": set()}
     for worker in workers:
-        groups[worker.role].add(worker.transfer_group)
-    if not groups["prefill"]:
+        groups_by_role[worker.role].add(worker.transfer_group)
+    if not groups_by_role["prefill"]:
         return "no prefill worker"
-    if not groups["decode"]:
+    if not groups_by_role["decode"]:
         return "no decode worker"
-    if not groups["prefill"] & groups["decode"]:
+    if not groups_by_role["prefill"] & groups_by_role["decode"]:
         return "no prefill and decode workers of one transfer group"
     return ""

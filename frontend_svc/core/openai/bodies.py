@@ -73,12 +73,12 @@ from common.request.preprocessed import (
     SessionControl,
     StopConditions,
     TokenIds,
-    to_value,
+    to_json_value,
 )
 
-FinishWord = Literal["stop", "length", "content_filter", "tool_calls"]
+OpenAIFinishReason = Literal["stop", "length", "content_filter", "tool_calls"]
 
-STOPS_MAX = 32
+STOP_STRINGS_MAX = 32
 # Text up to the longest stop string is held back from the client, so it has a bound.
 STOP_CHARS_MAX = 1024
 STOP_TOKEN_IDS_MAX = 256
@@ -89,8 +89,8 @@ SESSION_ID_CHARS_MAX = 256
 METADATA_PAIRS_MAX = 16
 # No shape has half as many; more would only make millions of errors to report.
 KEYS_MAX = 64
-_FEW_KEYS = f"at most {KEYS_MAX} keys"
-_WANTED: LiteralString = "{wanted}"
+_KEY_LIMIT_TEXT = f"at most {KEYS_MAX} keys"
+_REQUIREMENT_TEMPLATE: LiteralString = "{wanted}"
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 
 R = TypeVar("R", bound="GenerationRequest")
@@ -103,13 +103,13 @@ _MISSING = "MISSING_REQUIRED_PARAMETER"
 _UNKNOWN = "UNKNOWN_PARAMETER"
 
 
-def _refused(why: str, *neutral: object) -> AfterValidator:
-    """Lets null and `neutral` through, as None; anything else is refused by name."""
+def _unsupported_unless(message: str, *no_op_values: object) -> AfterValidator:
+    """Lets null and `no_op_values` through, as None; anything else is refused by name."""
 
     def check(value: object) -> None:
-        if value is None or any(type(value) is type(one) and value == one for one in neutral):
+        if value is None or any(type(value) is type(one) and value == one for one in no_op_values):
             return
-        raise PydanticCustomError("unsupported", "{why}", {"why": why})
+        raise PydanticCustomError("unsupported", "{why}", {"why": message})
 
     return AfterValidator(check)
 
@@ -130,12 +130,20 @@ Weight: TypeAlias = Annotated[float, Field(ge=-1000, le=1000)]
 Penalty: TypeAlias = Annotated[float, Field(ge=-2, le=2)]
 MinP: TypeAlias = Annotated[float, Field(ge=0, le=1)]
 RepetitionPenalty: TypeAlias = Annotated[float, Field(gt=0, le=2)]
-Nothing: TypeAlias = Annotated[object, _refused("there is no such feature here")]
+UnsupportedField: TypeAlias = Annotated[
+    object, _unsupported_unless("there is no such feature here")
+]
 
 # Tags of the branches of a union. pydantic puts them into the path of an error, where
-# `_path` takes them out again; the NUL keeps them apart from keys a client sends.
-_TEXT, _LIST, _IDS, _MANY, _NEITHER = "\0text", "\0list", "\0ids", "\0many", "\0neither"
-_TAGS = frozenset((_TEXT, _LIST, _IDS, _MANY, _NEITHER))
+# `_field_path` takes them out again; the NUL keeps them apart from keys a client sends.
+_TEXT, _LIST, _TOKEN_IDS, _MANY_PROMPTS, _WRONG_TYPE = (
+    "\0text",
+    "\0list",
+    "\0ids",
+    "\0many",
+    "\0neither",
+)
+_TAGS = frozenset((_TEXT, _LIST, _TOKEN_IDS, _MANY_PROMPTS, _WRONG_TYPE))
 
 
 def _text_or_list(value: object) -> str:
@@ -144,7 +152,7 @@ def _text_or_list(value: object) -> str:
             return _TEXT
         case list():
             return _LIST
-    return _NEITHER
+    return _WRONG_TYPE
 
 
 def _prompt_kind(value: object) -> str:
@@ -152,48 +160,52 @@ def _prompt_kind(value: object) -> str:
         case str():
             return _TEXT
         case [int(), *_]:
-            return _IDS
+            return _TOKEN_IDS
         case [list(), *_] | [str(), _, *_]:
-            return _MANY
+            return _MANY_PROMPTS
         case list():
             return _LIST
-    return _NEITHER
+    return _WRONG_TYPE
 
 
-def _neither(wanted: str) -> AfterValidator:
-    def refuse(value: object) -> NoReturn:
-        raise PydanticCustomError("wanted_type", _WANTED, {"wanted": wanted})
+def _wrong_type(requirement: str) -> AfterValidator:
+    def raise_wrong_type(value: object) -> NoReturn:
+        raise PydanticCustomError("wanted_type", _REQUIREMENT_TEMPLATE, {"wanted": requirement})
 
-    return AfterValidator(refuse)
+    return AfterValidator(raise_wrong_type)
 
 
-def _few_pairs(value: object) -> object:
+def _check_pair_count(value: object) -> object:
     if isinstance(value, dict) and len(value) > METADATA_PAIRS_MAX:
-        wanted = f"at most {METADATA_PAIRS_MAX} pairs"
-        raise PydanticCustomError("wanted_value", _WANTED, {"wanted": wanted})
+        requirement = f"at most {METADATA_PAIRS_MAX} pairs"
+        raise PydanticCustomError("wanted_value", _REQUIREMENT_TEMPLATE, {"wanted": requirement})
     return value
 
 
-def _top_k(value: int) -> int:
+def _check_top_k(value: int) -> int:
     if value == 0:
-        raise PydanticCustomError("wanted_value", _WANTED, {"wanted": "-1 (off) or at least 1"})
+        raise PydanticCustomError(
+            "wanted_value", _REQUIREMENT_TEMPLATE, {"wanted": "-1 (off) or at least 1"}
+        )
     return value
 
 
-def _worker_id(value: object) -> object:
+def _parse_worker_id(value: object) -> object:
     if not isinstance(value, str):
         return value
     if not _DECIMAL.fullmatch(value):
-        raise PydanticCustomError("wanted_value", _WANTED, {"wanted": "a decimal number"})
+        raise PydanticCustomError(
+            "wanted_value", _REQUIREMENT_TEMPLATE, {"wanted": "a decimal number"}
+        )
     return int(value)
 
 
 # Logs and `/health` tell ids as text; programs that can hold the number may send that.
-WorkerId: TypeAlias = Annotated[U64, BeforeValidator(_worker_id)]
-TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_top_k)]
+WorkerId: TypeAlias = Annotated[U64, BeforeValidator(_parse_worker_id)]
+TopK: TypeAlias = Annotated[int, Field(ge=-1, le=2**31 - 1), AfterValidator(_check_top_k)]
 
 
-class _Shape(BaseModel):
+class _StrictModel(BaseModel):
     """A JSON object with known keys only."""
 
     model_config = ConfigDict(
@@ -202,34 +214,36 @@ class _Shape(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _bounded(cls, value: object) -> object:
+    def _check_key_count(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > KEYS_MAX:
-            raise PydanticCustomError("wanted_value", _WANTED, {"wanted": _FEW_KEYS})
+            raise PydanticCustomError(
+                "wanted_value", _REQUIREMENT_TEMPLATE, {"wanted": _KEY_LIMIT_TEXT}
+            )
         return value
 
 
-def _text_only(value: object) -> object:
+def _check_part_type(value: object) -> object:
     if value != "text":
-        why = "only parts of type 'text' are available"
-        raise PydanticCustomError("unsupported", "{why}", {"why": why})
+        message = "only parts of type 'text' are available"
+        raise PydanticCustomError("unsupported", "{why}", {"why": message})
     return value
 
 
-class TextPart(_Shape):
+class TextPart(_StrictModel):
     """One part of a message's content."""
 
-    type: Annotated[Literal["text"], BeforeValidator(_text_only)]
+    type: Annotated[Literal["text"], BeforeValidator(_check_part_type)]
     text: str
 
 
-class FunctionCall(_Shape):
+class FunctionCall(_StrictModel):
     """arguments: JSON text, as the model wrote it."""
 
     name: str
     arguments: str
 
 
-class ToolCall(_Shape):
+class ToolCall(_StrictModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
@@ -238,7 +252,7 @@ class ToolCall(_Shape):
     index: U32 | None = None
 
 
-class Message(_Shape):
+class ChatMessage(_StrictModel):
     """One turn of the conversation, handed to the chat template as it is."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -246,7 +260,7 @@ class Message(_Shape):
         Annotated[
             Annotated[str, Tag(_TEXT)]
             | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag(_LIST)]
-            | Annotated[Any, _neither("a string or a list of text parts"), Tag(_NEITHER)],
+            | Annotated[Any, _wrong_type("a string or a list of text parts"), Tag(_WRONG_TYPE)],
             Discriminator(_text_or_list),
         ]
         | None
@@ -257,21 +271,23 @@ class Message(_Shape):
     reasoning_content: str | None = None
 
     # An assistant's message is often sent back as the SDK dumped it.
-    refusal: Nothing = None
-    audio: Annotated[object, _refused(_NO_AUDIO)] = None
-    function_call: Annotated[object, _refused("use tool_calls")] = None
-    annotations: Annotated[object, _refused("there are none here", [])] = None
+    refusal: UnsupportedField = None
+    audio: Annotated[object, _unsupported_unless(_NO_AUDIO)] = None
+    function_call: Annotated[object, _unsupported_unless("use tool_calls")] = None
+    annotations: Annotated[object, _unsupported_unless("there are none here", [])] = None
 
 
-class StreamOptions(_Shape):
+class StreamOptions(_StrictModel):
     include_usage: bool | None = None
-    include_obfuscation: Annotated[object, _refused("chunks are not padded", False)] = None
+    include_obfuscation: Annotated[object, _unsupported_unless("chunks are not padded", False)] = (
+        None
+    )
     continuous_usage_stats: Annotated[
-        object, _refused("usage comes once, in the last chunk", False)
+        object, _unsupported_unless("usage comes once, in the last chunk", False)
     ] = None
 
 
-class AgentHints(_Shape):
+class AgentHints(_StrictModel):
     """priority: moves the request forward in the queue where positive, and is the engine's.
 
     strict_priority: level in the router's queue, a higher one goes first whatever else there is.
@@ -283,7 +299,7 @@ class AgentHints(_Shape):
     osl: U32 | None = None
 
 
-class Constraints(_Shape):
+class NvextRoutingConstraints(_StrictModel):
     """Marks that a worker must have, and what others are worth: see `RoutingConstraints`."""
 
     required_taints: Annotated[list[Taint], Field(max_length=TAINTS_MAX, fail_fast=True)] | None = (
@@ -292,7 +308,7 @@ class Constraints(_Shape):
     preferred_taints: Annotated[dict[Taint, Weight], Field(max_length=TAINTS_MAX)] | None = None
 
 
-class Session(_Shape):
+class NvextSessionControl(_StrictModel):
     """Keeps requests on one worker: see `SessionControl`."""
 
     session_id: Annotated[str, Field(min_length=1, max_length=SESSION_ID_CHARS_MAX)]
@@ -302,7 +318,7 @@ class Session(_Shape):
 _NO_NVEXT = "not available yet"
 
 
-class Nvext(_Shape):
+class Nvext(_StrictModel):
     """Extensions of the Dynamo family: where to run, and sampling under its older names."""
 
     backend_instance_id: WorkerId | None = None
@@ -311,28 +327,28 @@ class Nvext(_Shape):
     dp_rank: U32 | None = None
     prefill_dp_rank: U32 | None = None
     agent_hints: AgentHints | None = None
-    routing_constraints: Constraints | None = None
-    session_control: Session | None = None
+    routing_constraints: NvextRoutingConstraints | None = None
+    session_control: NvextSessionControl | None = None
     token_data: Annotated[list[U32], Field(min_length=1, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
-    greed_sampling: Annotated[object, _refused("set temperature to 0", False)] = None
-    use_raw_prompt: Annotated[object, _refused(_NO_NVEXT, False)] = None
-    annotations: Annotated[object, _refused(_NO_NVEXT, [])] = None
-    extra_fields: Annotated[object, _refused(_NO_NVEXT, [])] = None
-    max_thinking_tokens: Annotated[object, _refused(_NO_NVEXT)] = None
-    cache_control: Annotated[object, _refused(_NO_NVEXT)] = None
-    cache_salt: Annotated[object, _refused(_NO_NVEXT)] = None
-    router: Annotated[object, _refused(_NO_NVEXT)] = None
-    agent_context: Annotated[object, _refused(_NO_NVEXT)] = None
-    metadata_upload: Annotated[object, _refused(_NO_NVEXT)] = None
-    request_timestamp_ms: Annotated[object, _refused(_NO_NVEXT)] = None
+    greed_sampling: Annotated[object, _unsupported_unless("set temperature to 0", False)] = None
+    use_raw_prompt: Annotated[object, _unsupported_unless(_NO_NVEXT, False)] = None
+    annotations: Annotated[object, _unsupported_unless(_NO_NVEXT, [])] = None
+    extra_fields: Annotated[object, _unsupported_unless(_NO_NVEXT, [])] = None
+    max_thinking_tokens: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    cache_control: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    cache_salt: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    router: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    agent_context: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    metadata_upload: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
+    request_timestamp_ms: Annotated[object, _unsupported_unless(_NO_NVEXT)] = None
 
 
-class GenerationRequest(_Shape):
+class GenerationRequest(_StrictModel):
     """What the two generation endpoints share."""
 
     model: Annotated[str, Field(min_length=1, max_length=MODEL_CHARS_MAX)]
@@ -342,8 +358,10 @@ class GenerationRequest(_Shape):
     stop: (
         Annotated[
             Annotated[StopText, Tag(_TEXT)]
-            | Annotated[list[StopText], Field(max_length=STOPS_MAX, fail_fast=True), Tag(_LIST)]
-            | Annotated[Any, _neither("a string or a list of strings"), Tag(_NEITHER)],
+            | Annotated[
+                list[StopText], Field(max_length=STOP_STRINGS_MAX, fail_fast=True), Tag(_LIST)
+            ]
+            | Annotated[Any, _wrong_type("a string or a list of strings"), Tag(_WRONG_TYPE)],
             Discriminator(_text_or_list),
         ]
         | None
@@ -366,7 +384,7 @@ class GenerationRequest(_Shape):
     nvext: Nvext | None = None
 
     user: str | None = None
-    logit_bias: Annotated[object, _refused("tokens cannot be biased yet", {})] = None
+    logit_bias: Annotated[object, _unsupported_unless("tokens cannot be biased yet", {})] = None
 
     @property
     def is_stream(self) -> bool:
@@ -379,7 +397,7 @@ class GenerationRequest(_Shape):
         return options is not None and options.include_usage is True
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings; empty where there are none."""
         if self.stop is None:
             return ()
@@ -399,37 +417,41 @@ class GenerationRequest(_Shape):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: AtLeastOne | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    metadata: Annotated[dict[str, str], BeforeValidator(_few_pairs)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_check_pair_count)] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     parallel_tool_calls: bool | None = None
 
-    tools: Annotated[object, _refused(_NO_TOOLS, [])] = None
-    tool_choice: Annotated[object, _refused(_NO_TOOLS, "none", "auto")] = None
-    functions: Annotated[object, _refused(_NO_TOOLS, [])] = None
-    function_call: Annotated[object, _refused(_NO_TOOLS, "none", "auto")] = None
-    logprobs: Annotated[object, _refused(_NO_LOGPROBS, False, 0)] = None
-    top_logprobs: Annotated[object, _refused(_NO_LOGPROBS, 0)] = None
-    response_format: Annotated[object, _refused(_NO_GUIDED, {"type": "text"})] = None
-    modalities: Annotated[object, _refused(_NO_AUDIO, ["text"])] = None
-    audio: Annotated[object, _refused(_NO_AUDIO)] = None
-    store: Annotated[object, _refused("answers are not stored", False)] = None
-    service_tier: Annotated[object, _refused("there is one tier", "auto", "default")] = None
+    tools: Annotated[object, _unsupported_unless(_NO_TOOLS, [])] = None
+    tool_choice: Annotated[object, _unsupported_unless(_NO_TOOLS, "none", "auto")] = None
+    functions: Annotated[object, _unsupported_unless(_NO_TOOLS, [])] = None
+    function_call: Annotated[object, _unsupported_unless(_NO_TOOLS, "none", "auto")] = None
+    logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS, False, 0)] = None
+    top_logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS, 0)] = None
+    response_format: Annotated[object, _unsupported_unless(_NO_GUIDED, {"type": "text"})] = None
+    modalities: Annotated[object, _unsupported_unless(_NO_AUDIO, ["text"])] = None
+    audio: Annotated[object, _unsupported_unless(_NO_AUDIO)] = None
+    store: Annotated[object, _unsupported_unless("answers are not stored", False)] = None
+    service_tier: Annotated[object, _unsupported_unless("there is one tier", "auto", "default")] = (
+        None
+    )
     prompt_cache_retention: Annotated[
-        object, _refused("caches live in memory", "in_memory", "in-memory")
+        object, _unsupported_unless("caches live in memory", "in_memory", "in-memory")
     ] = None
-    verbosity: Annotated[object, _refused("models here take no verbosity", "medium")] = None
+    verbosity: Annotated[object, _unsupported_unless("models here take no verbosity", "medium")] = (
+        None
+    )
     reasoning_effort: Annotated[
-        object, _refused("set what the model's template takes in chat_template_kwargs")
+        object, _unsupported_unless("set what the model's template takes in chat_template_kwargs")
     ] = None
-    prediction: Nothing = None
-    web_search_options: Nothing = None
-    moderation: Nothing = None
-    prompt_cache_options: Nothing = None
+    prediction: UnsupportedField = None
+    web_search_options: UnsupportedField = None
+    moderation: UnsupportedField = None
+    prompt_cache_options: UnsupportedField = None
 
     @property
     def max_output_tokens(self) -> tuple[int | None, str]:
@@ -448,17 +470,21 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[
         Annotated[str, Tag(_TEXT)]
         | Annotated[list[str], Field(min_length=1, max_length=1), Tag(_LIST)]
-        | Annotated[list[U32], Field(fail_fast=True), Tag(_IDS)]
-        | Annotated[Any, _refused("one prompt a request; send one request for each"), Tag(_MANY)]
-        | Annotated[Any, _neither("a string or a list of token ids"), Tag(_NEITHER)],
+        | Annotated[list[U32], Field(fail_fast=True), Tag(_TOKEN_IDS)]
+        | Annotated[
+            Any,
+            _unsupported_unless("one prompt a request; send one request for each"),
+            Tag(_MANY_PROMPTS),
+        ]
+        | Annotated[Any, _wrong_type("a string or a list of token ids"), Tag(_WRONG_TYPE)],
         Discriminator(_prompt_kind),
     ]
 
-    echo: Annotated[object, _refused("the prompt is not repeated", False)] = None
-    best_of: Annotated[object, _refused("there is one answer a request", 1)] = None
-    suffix: Annotated[object, _refused("nothing is inserted before a suffix", "")] = None
+    echo: Annotated[object, _unsupported_unless("the prompt is not repeated", False)] = None
+    best_of: Annotated[object, _unsupported_unless("there is one answer a request", 1)] = None
+    suffix: Annotated[object, _unsupported_unless("nothing is inserted before a suffix", "")] = None
     # 0 asks for the log probabilities of the chosen tokens, so it is not neutral.
-    logprobs: Annotated[object, _refused(_NO_LOGPROBS)] = None
+    logprobs: Annotated[object, _unsupported_unless(_NO_LOGPROBS)] = None
 
     @property
     def prompt_text(self) -> str | None:
@@ -472,9 +498,9 @@ class CompletionRequest(GenerationRequest):
     @property
     def token_data(self) -> list[int] | None:
         """The prompt as token ids, from `nvext` or else from `prompt` itself."""
-        given = None if self.nvext is None else self.nvext.token_data
-        if given is not None:
-            return given
+        nvext_token_ids = None if self.nvext is None else self.nvext.token_data
+        if nvext_token_ids is not None:
+            return nvext_token_ids
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], str):
             return None
         # A list's first item tells its branch of the union, which no type checker follows.
@@ -488,8 +514,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     field or value that is understood but cannot be honoured.
     """
     request = _parse(ChatRequest, body)
-    for place, message in enumerate(request.messages):
-        _check_message(message, f"messages[{place}]")
+    for index, message in enumerate(request.messages):
+        _check_message(message, f"messages[{index}]")
     limit, other = request.max_completion_tokens, request.max_tokens
     if limit is not None and other is not None and limit != other:
         raise InvalidRequest(
@@ -519,7 +545,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(_json_fault(body, error), reason=_BAD_JSON) from None
+        raise InvalidRequest(_json_error_message(body, error), reason=_BAD_JSON) from None
     if not isinstance(value, dict):
         raise InvalidRequest(
             f"The body must be a JSON object, not {_type_name(value)}.", reason=_BAD_TYPE
@@ -527,11 +553,11 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _json_fault(body: bytes, error: orjson.JSONDecodeError) -> str:
+def _json_error_message(body: bytes, error: orjson.JSONDecodeError) -> str:
     try:
         body.decode()
-    except UnicodeDecodeError as fault:
-        return f"The body is not valid UTF-8: {fault.reason} at byte {fault.start}."
+    except UnicodeDecodeError as decode_error:
+        return f"The body is not valid UTF-8: {decode_error.reason} at byte {decode_error.start}."
     return f"The body is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})."
 
 
@@ -544,7 +570,7 @@ def _check_combinations(request: GenerationRequest) -> None:
         )
     if request.n is not None and request.n > 1:
         raise Unsupported("n", "there is one choice a request; send more requests")
-    if _extended(request, "ignore_eos"):
+    if _top_level_or_nvext(request, "ignore_eos"):
         for name in ("stop", "stop_token_ids"):
             if getattr(request, name):
                 raise InvalidRequest(
@@ -558,35 +584,37 @@ def _check_combinations(request: GenerationRequest) -> None:
         _check_min_tokens(request, limit, f"'{field}' ({limit})")
 
 
-def _check_min_tokens(request: GenerationRequest, limit: int, what: str) -> None:
+def _check_min_tokens(request: GenerationRequest, limit: int, limit_text: str) -> None:
     if request.min_tokens is not None and request.min_tokens > limit:
         raise InvalidRequest(
-            f"Invalid 'min_tokens': {request.min_tokens} is more than {what}.",
+            f"Invalid 'min_tokens': {request.min_tokens} is more than {limit_text}.",
             "min_tokens",
             reason=_BAD_VALUE,
         )
 
 
-def _check_message(message: Message, path: str) -> None:
+def _check_message(message: ChatMessage, path: str) -> None:
     if message.tool_calls and message.role != "assistant":
-        _refuse_message(f"{path}.tool_calls", "only messages of role 'assistant' have tool calls")
+        _raise_invalid_message(
+            f"{path}.tool_calls", "only messages of role 'assistant' have tool calls"
+        )
     if message.tool_call_id is not None and message.role != "tool":
-        _refuse_message(f"{path}.tool_call_id", "only messages of role 'tool' answer a call")
+        _raise_invalid_message(f"{path}.tool_call_id", "only messages of role 'tool' answer a call")
     if message.tool_call_id is None and message.role == "tool":
-        _missing(f"{path}.tool_call_id")
+        _raise_missing(f"{path}.tool_call_id")
     if message.content is None and not message.tool_calls:
-        _missing(f"{path}.content")
+        _raise_missing(f"{path}.content")
 
 
-def _refuse_message(path: str, why: str) -> NoReturn:
-    raise InvalidRequest(f"Invalid '{path}': {why}.", path, reason=_BAD_VALUE)
+def _raise_invalid_message(path: str, message: str) -> NoReturn:
+    raise InvalidRequest(f"Invalid '{path}': {message}.", path, reason=_BAD_VALUE)
 
 
-def _missing(path: str) -> NoReturn:
+def _raise_missing(path: str) -> NoReturn:
     raise InvalidRequest(f"Missing required parameter: '{path}'.", path, reason=_MISSING)
 
 
-_WANTED_TYPES = {
+_REQUIRED_TYPES = {
     "string_type": "a string",
     "int_type": "an integer",
     "float_type": "a number",
@@ -610,41 +638,47 @@ _BOUNDS = {
 }
 
 
-def invalid_value(refused: ValidationError, name: str = "") -> InvalidRequest:
+def invalid_value(validation_error: ValidationError, name: str = "") -> InvalidRequest:
     """What to tell of the first fault. name: of what is wrong; else its path in the body."""
     # Shapes have few keys and lists fail fast, so there are few errors to list.
-    error = refused.errors(include_url=False)[0]
-    path = name or _path(error["loc"], error["type"] == "extra_forbidden") or "body"
-    return _told(error, path)
+    error = validation_error.errors(include_url=False)[0]
+    path = name or _field_path(error["loc"], error["type"] == "extra_forbidden") or "body"
+    return _to_invalid_request(error, path)
 
 
-def _told(error: ErrorDetails, path: str) -> InvalidRequest:
-    kind, context, got = error["type"], error.get("ctx", {}), error["input"]
+def _to_invalid_request(error: ErrorDetails, path: str) -> InvalidRequest:
+    kind, context, actual = error["type"], error.get("ctx", {}), error["input"]
     if kind == "unsupported":
         return Unsupported(path, context["why"])
     if kind == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", path, reason=_MISSING)
     if kind == "extra_forbidden":
         return InvalidRequest(f"Unknown parameter: '{path}'.", path, reason=_UNKNOWN)
-    wanted = context.get("wanted") if kind == "wanted_type" else _WANTED_TYPES.get(kind)
-    if wanted is not None:
-        text = f"Invalid type for '{path}': expected {wanted}, but got {_type_name(got)} instead."
+    requirement = context.get("wanted") if kind == "wanted_type" else _REQUIRED_TYPES.get(kind)
+    if requirement is not None:
+        text = (
+            f"Invalid type for '{path}': expected {requirement}, but got "
+            f"{_type_name(actual)} instead."
+        )
         return InvalidRequest(text, path, reason=_BAD_TYPE)
     if kind in _BOUNDS:
         name, phrase = _BOUNDS[kind]
-        text = f"Invalid '{path}': expected {phrase.format(context[name])}, but got {_shown(got)}."
+        text = (
+            f"Invalid '{path}': expected {phrase.format(context[name])}, but got "
+            f"{_describe_value(actual)}."
+        )
         return InvalidRequest(text, path, reason=_BAD_VALUE)
     return InvalidRequest(f"Invalid '{path}': {error['msg']}.", path, reason=_BAD_VALUE)
 
 
-def _path(location: tuple[int | str, ...], ends_in_key: bool) -> str:
+def _field_path(location: tuple[int | str, ...], ends_in_key: bool) -> str:
     """`messages[1].content` from pydantic's location; `ends_in_key`: a client's own comes last."""
     path = ""
     last = len(location) - 1
-    for place, step in enumerate(location):
+    for index, step in enumerate(location):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step not in _TAGS or (ends_in_key and place == last):
+        elif step not in _TAGS or (ends_in_key and index == last):
             name = step if len(step) <= 80 else f"{step[:80]}…"
             path += f".{name}" if path else name
     return path
@@ -667,7 +701,7 @@ def _type_name(value: object) -> str:
     return "an object"
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     match value:
         case list():
             return f"a list of {len(value)}"
@@ -703,28 +737,28 @@ def to_preprocessed(
     """
     prompt = _checked_prompt(request, token_ids, vocab_size)
     max_tokens = _max_tokens(request, len(prompt), context_length, default_max_tokens)
-    ignore_eos = _extended(request, "ignore_eos") is True
+    ignore_eos = _top_level_or_nvext(request, "ignore_eos") is True
     eos = () if ignore_eos else tuple(eos_token_ids)
     return PreprocessedRequest(
         model=request.model,
         token_ids=prompt,
         stop_conditions=StopConditions(
             max_tokens=max_tokens,
-            stop=request.stops,
+            stop=request.stop_strings,
             # A stop token asked for by id ends the answer and is no part of it, like EOS.
             stop_token_ids_hidden=tuple(dict.fromkeys((*eos, *(request.stop_token_ids or ())))),
             min_tokens=request.min_tokens,
-            ignore_eos=_extended(request, "ignore_eos"),
+            ignore_eos=_top_level_or_nvext(request, "ignore_eos"),
         ),
         sampling_options=SamplingOptions(
             n=request.n,
             presence_penalty=request.presence_penalty,
             frequency_penalty=request.frequency_penalty,
-            repetition_penalty=_extended(request, "repetition_penalty"),
+            repetition_penalty=_top_level_or_nvext(request, "repetition_penalty"),
             temperature=request.temperature,
             top_p=request.top_p,
-            top_k=_extended(request, "top_k"),
-            min_p=_extended(request, "min_p"),
+            top_k=_top_level_or_nvext(request, "top_k"),
+            min_p=_top_level_or_nvext(request, "min_p"),
             seed=request.seed,
         ),
         eos_token_ids=eos,
@@ -734,14 +768,14 @@ def to_preprocessed(
 
 
 # Any: the type of the named field.
-def _extended(
+def _top_level_or_nvext(
     request: GenerationRequest,
     name: Literal["ignore_eos", "top_k", "min_p", "repetition_penalty"],
 ) -> Any:
     """A field that `nvext` may carry too; the top level wins."""
-    top = getattr(request, name)
-    if top is not None or request.nvext is None:
-        return top
+    top_level = getattr(request, name)
+    if top_level is not None or request.nvext is None:
+        return top_level
     return getattr(request.nvext, name)
 
 
@@ -753,30 +787,30 @@ def _checked_prompt(
     if not len(prompt):
         raise InvalidRequest(f"Invalid '{field}': the prompt has no tokens.", field)
     if vocab_size is not None and int(prompt.array.max()) >= vocab_size:
-        place = int(np.argmax(prompt.array >= vocab_size))
+        index = int(np.argmax(prompt.array >= vocab_size))
         raise InvalidRequest(
-            f"Invalid '{field}': token {prompt[place]} at position {place} is not in the"
+            f"Invalid '{field}': token {prompt[index]} at position {index} is not in the"
             f" vocabulary of {vocab_size}.",
             field,
         )
     return prompt
 
 
-def check_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
+def check_prompt_length(request: GenerationRequest, tokens_min: int, context_length: int) -> None:
     """PromptTooLong where a prompt of so many tokens, or more, leaves no room for a single one.
 
     context_length: as in `to_preprocessed`, which still is to see the prompt itself.
     """
     if context_length and tokens_min >= context_length:
-        raise _too_long(request, f"at least {tokens_min}", context_length)
+        raise _prompt_too_long(request, f"at least {tokens_min}", context_length)
 
 
-def _too_long(request: GenerationRequest, tokens: str, context: int) -> PromptTooLong:
-    parts = _prompt_field(request)
+def _prompt_too_long(request: GenerationRequest, tokens: str, context: int) -> PromptTooLong:
+    prompt_field = _prompt_field(request)
     return PromptTooLong(
-        f"This model's maximum context length is {context} tokens. However, your {parts}"
-        f" resulted in {tokens} tokens. Please reduce the length of the {parts}.",
-        parts,
+        f"This model's maximum context length is {context} tokens. However, your {prompt_field}"
+        f" resulted in {tokens} tokens. Please reduce the length of the {prompt_field}.",
+        prompt_field,
     )
 
 
@@ -787,21 +821,22 @@ def _prompt_field(request: GenerationRequest) -> str:
 def _max_tokens(
     request: GenerationRequest, prompt: int, context: int, default: int | None
 ) -> int | None:
-    asked, field = request.max_output_tokens
+    requested, field = request.max_output_tokens
     if not context:
-        return default if asked is None else asked
-    room = context - prompt
-    if room < 1:
-        raise _too_long(request, str(prompt), context)
-    parts = _prompt_field(request)
-    if asked is not None and asked > room:
+        return default if requested is None else requested
+    tokens_available = context - prompt
+    if tokens_available < 1:
+        raise _prompt_too_long(request, str(prompt), context)
+    prompt_field = _prompt_field(request)
+    if requested is not None and requested > tokens_available:
         raise PromptTooLong(
             f"This model's maximum context length is {context} tokens. However, you requested"
-            f" {prompt + asked} tokens ({prompt} in the {parts}, {asked} in the completion)."
-            f" Please reduce the length of the {parts} or completion.",
+            f" {prompt + requested} tokens ({prompt} in the {prompt_field}, {requested} "
+            "in the completion)."
+            f" Please reduce the length of the {prompt_field} or completion.",
             field,
         )
-    limit = asked or (room if default is None else min(default, room))
+    limit = requested or (tokens_available if default is None else min(default, tokens_available))
     _check_min_tokens(request, limit, f"the {limit} tokens the answer may have")
     return limit
 
@@ -817,7 +852,7 @@ def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None
     """What the router is to know; None where nothing was asked for."""
     nvext = nvext or Nvext()
     agent = nvext.agent_hints or AgentHints()
-    wanted, session = nvext.routing_constraints, nvext.session_control
+    requirement, session = nvext.routing_constraints, nvext.session_control
     hints = RoutingHints(
         backend_instance_id=nvext.backend_instance_id,
         prefill_worker_id=nvext.prefill_worker_id,
@@ -830,10 +865,10 @@ def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None
         # Seconds: a positive priority counts as so much longer a wait.
         priority_jump=None if agent.priority is None else float(max(0, agent.priority)),
         routing_constraints=None
-        if wanted is None
+        if requirement is None
         else RoutingConstraints(
-            required_taints=frozenset(wanted.required_taints or ()),
-            preferred_taints=wanted.preferred_taints or {},
+            required_taints=frozenset(requirement.required_taints or ()),
+            preferred_taints=requirement.preferred_taints or {},
         ),
         session_control=None
         if session is None
@@ -845,35 +880,36 @@ def routing_hints(nvext: Nvext | None, adapter: str = "") -> RoutingHints | None
 
 
 def chat_completion(
-    answer_id: str,
+    response_id: str,
     model: str,
     created: int,
     content: str,
-    finish_reason: FinishWord,
+    finish_reason: OpenAIFinishReason,
     usage: CompletionUsage,
 ) -> bytes:
-    """A whole `chat.completion` as JSON; `answer_id` is `chatcmpl-<uuid>`, `created` in seconds."""
+    """A whole `chat.completion` as JSON; `response_id` is `chatcmpl-<uuid>`, `created` in
+    seconds."""
     message = {"role": "assistant", "content": content, "refusal": None}
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason}
-    return _answer("chat.completion", answer_id, model, created, choice, usage)
+    return _completion_json("chat.completion", response_id, model, created, choice, usage)
 
 
 def text_completion(
-    answer_id: str,
+    response_id: str,
     model: str,
     created: int,
     text: str,
-    finish_reason: FinishWord,
+    finish_reason: OpenAIFinishReason,
     usage: CompletionUsage,
 ) -> bytes:
-    """A whole `text_completion` as JSON; `answer_id` is `cmpl-<uuid>`, `created` in seconds."""
+    """A whole `text_completion` as JSON; `response_id` is `cmpl-<uuid>`, `created` in seconds."""
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}
-    return _answer("text_completion", answer_id, model, created, choice, usage)
+    return _completion_json("text_completion", response_id, model, created, choice, usage)
 
 
-def _answer(
+def _completion_json(
     kind: str,
-    answer_id: str,
+    response_id: str,
     model: str,
     created: int,
     choice: dict[str, object],
@@ -881,24 +917,24 @@ def _answer(
 ) -> bytes:
     return orjson.dumps(
         {
-            "id": answer_id,
+            "id": response_id,
             "object": kind,
             "created": created,
             "model": model,
             "system_fingerprint": None,
             "choices": [choice],
-            "usage": usage_value(usage),
+            "usage": usage_object(usage),
         }
     )
 
 
-def usage_value(usage: CompletionUsage) -> dict[str, object]:
+def usage_object(usage: CompletionUsage) -> dict[str, object]:
     """OpenAI's `usage` object; details that nobody reported are left out."""
-    value: dict[str, object] = to_value(usage)
+    value: dict[str, object] = to_json_value(usage)
     return value
 
 
-def model_value(
+def model_object(
     model: str, created: int, owned_by: str, *, base: str | None = None
 ) -> dict[str, object]:
     """One entry of `/v1/models`, and the answer of `/v1/models/{model}`.

@@ -8,7 +8,8 @@ The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`. Choices
 - The OpenAI SDK repeats 408, 409, 429 and every 5xx by itself, so each answer says
   `x-should-retry`: true exactly when the error is retryable. Hints are given to it in milliseconds
   (`retry-after-ms`) and to everybody else in whole seconds, rounded up.
-- A `Bug`, and whatever is no `MeshError`, shows none of its text: that belongs in the log.
+- A `InternalError`, and whatever is no `MeshError`, shows none of its text: that belongs in the
+log.
 - `param` is the client's word for the field: the mesh knows it by where it keeps what was said, a
   header stands for a field of `nvext`. Where the message names the field, it does so by that word.
 - 499 (the client closed the request) is for logs and metrics; nobody is there to read it.
@@ -27,9 +28,9 @@ from enum import StrEnum
 import orjson
 
 from common.errors import (
-    Bug,
     Conflict,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -44,13 +45,13 @@ from common.errors import (
     Unsupported,
     WorkerLost,
 )
-from frontend_svc.core.openai.headers import FIELDS
+from frontend_svc.core.openai.headers import HEADER_FIELDS
 from frontend_svc.core.request.machine import NOT_MIGRATABLE
 
 # Reasons with a status of their own: `InvalidRequest(..., reason=BODY_TOO_LARGE)` is 413, and an
 # `Overloaded` whose reason starts with TENANT_REASON is the caller's own limit.
 BODY_TOO_LARGE = "BODY_TOO_LARGE"
-TENANT_REASON = "TENANT_"
+TENANT_REASON_PREFIX = "TENANT_"
 
 # Advice for errors that come without any: long enough to spread a crowd, short enough to wait for.
 RETRY_AFTER_S = 1.0
@@ -88,7 +89,7 @@ class HttpError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _ErrorMapping:
     """code: OpenAI's word for it; None: the error's reason, or _INVALID_VALUE without one."""
 
     status: int
@@ -100,114 +101,129 @@ class _Row:
 _INVALID = "invalid_request_error"
 _INVALID_VALUE = "invalid_value"
 # Where the mesh keeps what a body says -> where the body says it.
-_SAID = (
+_FIELD_PREFIXES = (
     ("query.routing.lora_name", "model"),
     ("query.routing.", "nvext."),
     ("routing.lora_name", "model"),
     ("routing.", "nvext."),
     ("sampling_options.", ""),
 )
-_HEADERS = {".".join(("nvext", *path)): header for header, path in FIELDS.items()}
+_HEADER_BY_FIELD = {".".join(("nvext", *path)): header for header, path in HEADER_FIELDS.items()}
 
-_TENANT_LIMIT = _Row(429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED)
-_TOO_LARGE = _Row(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
-_WORKER_GONE = _Row(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
-_NOT_MIGRATABLE = _Row(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
+_TENANT_LIMIT = _ErrorMapping(
+    429, "rate_limit_error", "rate_limit_exceeded", ErrorType.RATE_LIMITED
+)
+_TOO_LARGE = _ErrorMapping(413, _INVALID, "body_too_large", ErrorType.VALIDATION)
+_WORKER_LOST_FINAL = _ErrorMapping(502, "server_error", "worker_lost", ErrorType.WORKER_LOST)
+_NOT_MIGRATABLE = _ErrorMapping(503, "server_error", "not_migratable", ErrorType.WORKER_LOST)
 
-_TABLE: dict[type[MeshError], _Row] = {
-    InvalidRequest: _Row(400, _INVALID, None, ErrorType.VALIDATION),
-    Unsupported: _Row(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
-    PromptTooLong: _Row(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
-    NotFound: _Row(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
-    UnknownModel: _Row(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
-    Conflict: _Row(409, _INVALID, "conflict", ErrorType.VALIDATION),
-    Unauthenticated: _Row(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
-    PermissionDenied: _Row(403, "permission_error", "permission_denied", ErrorType.UNAUTHORIZED),
-    Overloaded: _Row(503, "server_error", "overloaded", ErrorType.OVERLOAD),
-    Unavailable: _Row(503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
-    WorkerLost: _Row(503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
-    DeadlineExceeded: _Row(504, "timeout_error", "deadline_exceeded", ErrorType.RESPONSE_TIMEOUT),
-    RequestCancelled: _Row(499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED),
-    Unimplemented: _Row(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
-    Bug: _Row(500, "server_error", "internal_error", ErrorType.INTERNAL),
+_TABLE: dict[type[MeshError], _ErrorMapping] = {
+    InvalidRequest: _ErrorMapping(400, _INVALID, None, ErrorType.VALIDATION),
+    Unsupported: _ErrorMapping(400, _INVALID, "unsupported_parameter", ErrorType.VALIDATION),
+    PromptTooLong: _ErrorMapping(400, _INVALID, "context_length_exceeded", ErrorType.VALIDATION),
+    NotFound: _ErrorMapping(404, _INVALID, "not_found", ErrorType.NOT_FOUND),
+    UnknownModel: _ErrorMapping(404, _INVALID, "model_not_found", ErrorType.NOT_FOUND),
+    Conflict: _ErrorMapping(409, _INVALID, "conflict", ErrorType.VALIDATION),
+    Unauthenticated: _ErrorMapping(401, _INVALID, "invalid_api_key", ErrorType.UNAUTHORIZED),
+    PermissionDenied: _ErrorMapping(
+        403, "permission_error", "permission_denied", ErrorType.UNAUTHORIZED
+    ),
+    Overloaded: _ErrorMapping(503, "server_error", "overloaded", ErrorType.OVERLOAD),
+    Unavailable: _ErrorMapping(503, "server_error", "unavailable", ErrorType.UNAVAILABLE),
+    WorkerLost: _ErrorMapping(503, "server_error", "worker_lost", ErrorType.WORKER_LOST),
+    DeadlineExceeded: _ErrorMapping(
+        504, "timeout_error", "deadline_exceeded", ErrorType.RESPONSE_TIMEOUT
+    ),
+    RequestCancelled: _ErrorMapping(
+        499, "request_cancelled", "request_cancelled", ErrorType.CANCELLED
+    ),
+    Unimplemented: _ErrorMapping(501, _INVALID, "not_implemented", ErrorType.NOT_IMPLEMENTED),
+    InternalError: _ErrorMapping(500, "server_error", "internal_error", ErrorType.INTERNAL),
 }
 
 
 def http_error(error: BaseException, headers: Container[bytes] = ()) -> HttpError:
-    """The answer for `error`; anything that is no `MeshError` is answered as a `Bug`.
+    """The answer for `error`; anything that is no `MeshError` is answered as a `InternalError`.
 
     headers: names of those that the request had.
     """
-    row = _row(error)
-    return HttpError(row.status, _body(error, row, headers), _headers(error, row), row.error_type)
+    mapping = _mapping_of(error)
+    return HttpError(
+        mapping.status,
+        _response_body(error, mapping, headers),
+        _response_headers(error, mapping),
+        mapping.error_type,
+    )
 
 
-def param_of(field: str, headers: Container[bytes] = ()) -> str:
+def client_param(field: str, headers: Container[bytes] = ()) -> str:
     """What a client calls a field that is at fault: by where it said it."""
-    for kept, said in _SAID:
-        if field.startswith(kept):
-            field = said + field.removeprefix(kept)
+    for internal_prefix, client_prefix in _FIELD_PREFIXES:
+        if field.startswith(internal_prefix):
+            field = client_prefix + field.removeprefix(internal_prefix)
             break
-    header = _HEADERS.get(field, "")
+    header = _HEADER_BY_FIELD.get(field, "")
     return header if header.encode() in headers else field
 
 
-def told(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
+def client_message(error: MeshError, headers: Container[bytes] = ()) -> tuple[str, str | None]:
     """Message and `param` of an error in the client's words. headers: as in `http_error`."""
     if not error.field:
         return error.message, None
-    param = param_of(error.field, headers)
+    param = client_param(error.field, headers)
     return error.message.replace(f"'{error.field}'", f"'{param}'"), param
 
 
 def error_type(error: BaseException) -> ErrorType:
     """The metric label of `error` alone."""
-    return _row(error).error_type
+    return _mapping_of(error).error_type
 
 
 def error_event(error: BaseException) -> bytes:
     """The last SSE event of a stream that failed after its first byte."""
-    return b"data: " + _body(error, _row(error), ()) + b"\n\n"
+    return b"data: " + _response_body(error, _mapping_of(error), ()) + b"\n\n"
 
 
-def _row(error: BaseException) -> _Row:
+def _mapping_of(error: BaseException) -> _ErrorMapping:
     match error:
-        case Overloaded() if error.reason.startswith(TENANT_REASON):
+        case Overloaded() if error.reason.startswith(TENANT_REASON_PREFIX):
             return _TENANT_LIMIT
         case InvalidRequest() if error.reason == BODY_TOO_LARGE:
             return _TOO_LARGE
         case WorkerLost() if error.reason == NOT_MIGRATABLE:
             return _NOT_MIGRATABLE
         case WorkerLost() if not error.retryable:
-            return _WORKER_GONE
+            return _WORKER_LOST_FINAL
     for cls in type(error).__mro__:
         if cls in _TABLE:
             return _TABLE[cls]
-    return _TABLE[Bug]
+    return _TABLE[InternalError]
 
 
-def _body(error: BaseException, row: _Row, headers: Container[bytes]) -> bytes:
-    message, param, code = INTERNAL_MESSAGE, None, row.code
-    if isinstance(error, MeshError) and row is not _TABLE[Bug]:
-        code = _code(error, row)
-        message, param = told(error, headers)
-    details = {"message": message, "type": row.type, "param": param, "code": code}
+def _response_body(
+    error: BaseException, mapping: _ErrorMapping, headers: Container[bytes]
+) -> bytes:
+    message, param, code = INTERNAL_MESSAGE, None, mapping.code
+    if isinstance(error, MeshError) and mapping is not _TABLE[InternalError]:
+        code = _error_code(error, mapping)
+        message, param = client_message(error, headers)
+    details = {"message": message, "type": mapping.type, "param": param, "code": code}
     return orjson.dumps({"error": details})
 
 
-def _code(error: MeshError, row: _Row) -> str:
-    if row.code is not None:
-        return row.code
+def _error_code(error: MeshError, mapping: _ErrorMapping) -> str:
+    if mapping.code is not None:
+        return mapping.code
     return _INVALID_VALUE if error.reason == error.kind else error.reason.lower()
 
 
-def _headers(error: BaseException, row: _Row) -> tuple[tuple[str, str], ...]:
+def _response_headers(error: BaseException, mapping: _ErrorMapping) -> tuple[tuple[str, str], ...]:
     retryable = isinstance(error, MeshError) and error.retryable
     headers = [
         ("content-type", "application/json"),
         ("x-should-retry", "true" if retryable else "false"),
     ]
-    if row.status == 401:
+    if mapping.status == 401:
         headers.append(("www-authenticate", "Bearer"))
     if isinstance(error, MeshError) and retryable:
         after_s = min(max(error.retry_after_s or RETRY_AFTER_S, 0.001), RETRY_AFTER_MAX_S)

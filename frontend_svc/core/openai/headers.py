@@ -19,13 +19,13 @@ from frontend_svc.core.openai.bodies import (
     AgentHints,
     GenerationRequest,
     Nvext,
-    Session,
+    NvextSessionControl,
     invalid_value,
 )
 
-PREFIX = b"x-kvmesh-"
+HEADER_PREFIX = b"x-kvmesh-"
 # Header -> the field of `nvext` that it stands for, as a path.
-FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+HEADER_FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "x-kvmesh-backend-instance-id": ("backend_instance_id",),
         "x-kvmesh-prefill-worker-id": ("prefill_worker_id",),
@@ -38,14 +38,14 @@ FIELDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "x-kvmesh-session-id": ("session_control", "session_id"),
     }
 )
-_TEXTS = frozenset({"x-kvmesh-session-id"})
-_PARTS: Mapping[str, type[AgentHints] | type[Session]] = MappingProxyType(
-    {"agent_hints": AgentHints, "session_control": Session}
+_TEXT_HEADERS = frozenset({"x-kvmesh-session-id"})
+_NESTED_OBJECTS: Mapping[str, type[AgentHints] | type[NvextSessionControl]] = MappingProxyType(
+    {"agent_hints": AgentHints, "session_control": NvextSessionControl}
 )
 _INTEGER = re.compile(r"-?[0-9]{1,24}")
 # What may stand in a header without being read differently by anybody on its way.
 _PRINTABLE = re.compile(r"[ -~]*")
-_SHOWN_CHARS = 80
+_DISPLAY_CHARS_MAX = 80
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -56,70 +56,77 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> Nvext | None:
     Raises InvalidRequest, which names the header, for one that is unknown, there twice, or has a
     value that its field does not take.
     """
-    ours = [(name, raw) for name, raw in headers if name.startswith(PREFIX)]
-    if not ours:
+    kvmesh_headers = [(name, raw) for name, raw in headers if name.startswith(HEADER_PREFIX)]
+    if not kvmesh_headers:
         return None
     # Any: fields and their parts, as a body has them.
-    asked: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     seen: set[str] = set()
-    for raw_name, raw in ours:
+    for raw_name, raw in kvmesh_headers:
         name = raw_name.decode("latin-1")
-        if name not in FIELDS:
+        if name not in HEADER_FIELDS:
             raise InvalidRequest(
-                f"Unknown header: '{name[:_SHOWN_CHARS]}'; known are {', '.join(FIELDS)}.",
-                name[:_SHOWN_CHARS],
+                f"Unknown header: '{name[:_DISPLAY_CHARS_MAX]}'; known are "
+                f"{', '.join(HEADER_FIELDS)}.",
+                name[:_DISPLAY_CHARS_MAX],
                 reason="UNKNOWN_PARAMETER",
             )
         if name in seen:
-            raise _refused(name, "it is there more than once")
+            raise _invalid_header(name, "it is there more than once")
         seen.add(name)
-        value = _value(name, raw)
-        _check(name, value)
-        *part, last = FIELDS[name]
-        into = asked.setdefault(part[0], {}) if part else asked
-        into[last] = value
-    return Nvext.model_validate(asked)
+        value = _parse_value(name, raw)
+        _check_value(name, value)
+        *part, field_name = HEADER_FIELDS[name]
+        target = requested.setdefault(part[0], {}) if part else requested
+        target[field_name] = value
+    return Nvext.model_validate(requested)
 
 
-def _value(name: str, raw: bytes) -> str | int:
+def _parse_value(name: str, raw: bytes) -> str | int:
     text = raw.decode("latin-1").strip(" \t")
-    if name in _TEXTS:
+    if name in _TEXT_HEADERS:
         if not _PRINTABLE.fullmatch(text):
-            raise _refused(name, "only printable ASCII can stand in a header")
+            raise _invalid_header(name, "only printable ASCII can stand in a header")
         return text
     if not _INTEGER.fullmatch(text):
-        raise _refused(name, f"expected an integer, but got {text[:_SHOWN_CHARS]!r}")
+        raise _invalid_header(name, f"expected an integer, but got {text[:_DISPLAY_CHARS_MAX]!r}")
     return int(text)
 
 
-def _check(name: str, value: str | int) -> None:
+def _check_value(name: str, value: str | int) -> None:
     """Raises InvalidRequest, naming the header, where its field does not take the value."""
-    *part, last = FIELDS[name]
-    shape = _PARTS[part[0]] if part else Nvext
+    *part, field_name = HEADER_FIELDS[name]
+    shape = _NESTED_OBJECTS[part[0]] if part else Nvext
     try:
-        shape.model_validate({last: value})
+        shape.model_validate({field_name: value})
     except ValidationError as error:
         raise invalid_value(error, name) from None
 
 
-def _refused(name: str, why: str) -> InvalidRequest:
-    return InvalidRequest(f"Invalid header '{name}': {why}.", name, reason="INVALID_VALUE")
+def _invalid_header(name: str, message: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid header '{name}': {message}.", name, reason="INVALID_VALUE")
 
 
-def with_headers(request: R, asked: Nvext | None) -> R:
+def with_headers(request: R, requested: Nvext | None) -> R:
     """The request with what its headers asked for in place of what its `nvext` says of the same."""
-    if asked is None:
+    if requested is None:
         return request
-    given = request.nvext
-    return request.model_copy(update={"nvext": asked if given is None else _merged(given, asked)})
+    nvext = request.nvext
+    return request.model_copy(
+        update={"nvext": requested if nvext is None else _merge(nvext, requested)}
+    )
 
 
-def _merged(given: Nvext, asked: Nvext) -> Nvext:
+def _merge(nvext: Nvext, requested: Nvext) -> Nvext:
     # Any: the type of each field.
-    changes: dict[str, Any] = {name: getattr(asked, name) for name in asked.model_fields_set}
-    for name in _PARTS:
-        before, wanted = getattr(given, name), changes.get(name)
-        if before is not None and wanted is not None:
-            said = {one: getattr(wanted, one) for one in wanted.model_fields_set}
-            changes[name] = before.model_copy(update=said)
-    return given.model_copy(update=changes)
+    changes: dict[str, Any] = {
+        name: getattr(requested, name) for name in requested.model_fields_set
+    }
+    for name in _NESTED_OBJECTS:
+        before, requested_part = getattr(nvext, name), changes.get(name)
+        if before is not None and requested_part is not None:
+            updates = {
+                field: getattr(requested_part, field) for field in requested_part.model_fields_set
+            }
+            changes[name] = before.model_copy(update=updates)
+    return nvext.model_copy(update=changes)

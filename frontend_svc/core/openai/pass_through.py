@@ -15,18 +15,18 @@ import orjson
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.core.openai.bodies import Nvext, usage_value
-from frontend_svc.core.openai.sse import Kind
+from frontend_svc.core.openai.bodies import Nvext, usage_object
+from frontend_svc.core.openai.sse import ChunkKind
 
 # Texts that come in pieces; any other string is whole when it comes.
-_PIECES = frozenset({"content", "reasoning_content", "refusal", "arguments", "text"})
+_STREAMED_TEXT_FIELDS = frozenset({"content", "reasoning_content", "refusal", "arguments", "text"})
 
 # Any: what a worker says is JSON of its own making.
 Json = Any
 
 
 @dataclass(frozen=True, slots=True)
-class PassThroughBody:
+class PassThroughRequest:
     """A body of a pass-through model: what the gateway needs of it, and its bytes.
 
     nvext: what the request's headers ask for; what the body says of the same is for the worker.
@@ -38,7 +38,7 @@ class PassThroughBody:
     nvext: Nvext | None = None
 
 
-def read_body(raw: bytes) -> PassThroughBody:
+def read_body(raw: bytes) -> PassThroughRequest:
     """Raises InvalidRequest for what is no JSON object, or names no model."""
     try:
         body = orjson.loads(raw)
@@ -51,74 +51,74 @@ def read_body(raw: bytes) -> PassThroughBody:
         raise InvalidRequest("'model' must be a string that names a model.", "model")
     if not isinstance(stream, bool | None):
         raise InvalidRequest("'stream' must be true or false.", "stream")
-    return PassThroughBody(model, stream is True, raw)
+    return PassThroughRequest(model, stream is True, raw)
 
 
-def folded(kind: Kind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:
+def merge_chunks(kind: ChunkKind, chunks: Iterable[bytes], usage: CompletionUsage | None) -> bytes:
     """The whole answer that chunks make up, as JSON.
 
     usage: as the engine counted, for an answer whose chunks do not say. Raises WorkerLost when a
     chunk is no chunk.
     """
-    whole: dict[str, Json] = {}
+    response: dict[str, Json] = {}
     choices: dict[int, dict[str, Json]] = {}
     for raw in chunks:
         try:
             chunk = orjson.loads(raw)
             for choice in chunk.pop("choices", ()):
-                _fold(choices.setdefault(choice["index"], {}), choice)
-            whole |= {name: value for name, value in chunk.items() if value is not None}
+                _merge_delta(choices.setdefault(choice["index"], {}), choice)
+            response |= {name: value for name, value in chunk.items() if value is not None}
         except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise WorkerLost(
                 f"the worker's answer has a chunk that is none: {error!r}",
                 retryable=False,
                 reason="BAD_CHUNK",
             ) from error
-    if kind is Kind.CHAT:
-        whole["object"] = "chat.completion"
+    if kind is ChunkKind.CHAT:
+        response["object"] = "chat.completion"
         for choice in choices.values():
             choice["message"] = choice.pop("delta", {})
-    whole["choices"] = [choices[index] for index in sorted(choices)]
+    response["choices"] = [choices[index] for index in sorted(choices)]
     if usage is not None:
-        whole.setdefault("usage", usage_value(usage))
-    return orjson.dumps(whole)
+        response.setdefault("usage", usage_object(usage))
+    return orjson.dumps(response)
 
 
-def _fold(into: dict[str, Json], piece: dict[str, Json]) -> None:
+def _merge_delta(target: dict[str, Json], piece: dict[str, Json]) -> None:
     """Adds a piece of an object to what is there of it."""
     for name, value in piece.items():
-        before = into.get(name)
+        previous = target.get(name)
         if value is None:
-            into.setdefault(name, None)
-        elif before is None:
-            into[name] = _begun(value)
+            target.setdefault(name, None)
+        elif previous is None:
+            target[name] = _first_piece(value)
         elif isinstance(value, dict):
-            _fold(before, value)
+            _merge_delta(previous, value)
         elif isinstance(value, list):
-            _fold_list(before, value)
-        elif name in _PIECES:
-            into[name] = before + value
+            _merge_list(previous, value)
+        elif name in _STREAMED_TEXT_FIELDS:
+            target[name] = previous + value
         else:
-            into[name] = value
+            target[name] = value
 
 
-def _begun(value: Json) -> Json:
+def _first_piece(value: Json) -> Json:
     """A first piece; its lists are folded by `index` from the first on."""
     if not isinstance(value, list):
         return value
-    made: list[Json] = []
-    _fold_list(made, value)
-    return made
+    merged: list[Json] = []
+    _merge_list(merged, value)
+    return merged
 
 
-def _fold_list(into: list[Json], pieces: list[Json]) -> None:
+def _merge_list(target: list[Json], pieces: list[Json]) -> None:
     """Entries with an index (tool calls) are pieces of one; others (logprobs) follow each other."""
     for piece in pieces:
         if not isinstance(piece, dict) or "index" not in piece:
-            into.append(piece)
+            target.append(piece)
             continue
-        same = next((one for one in into if one.get("index") == piece["index"]), None)
-        if same is None:
-            into.append(dict(piece))
+        existing = next((entry for entry in target if entry.get("index") == piece["index"]), None)
+        if existing is None:
+            target.append(dict(piece))
         else:
-            _fold(same, piece)
+            _merge_delta(existing, piece)

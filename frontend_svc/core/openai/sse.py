@@ -16,7 +16,7 @@ from enum import StrEnum
 import orjson
 
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.core.openai.bodies import FinishWord, usage_value
+from frontend_svc.core.openai.bodies import OpenAIFinishReason, usage_object
 from frontend_svc.core.openai.errors import error_event
 
 DONE = b"data: [DONE]\n\n"
@@ -24,8 +24,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 # Stands for the place of the text in a template; JSON has no such character unescaped.
-_HOLE = "\x00"
-_HOLE_JSON = orjson.dumps(_HOLE)
+_TEXT_PLACEHOLDER = "\x00"
+_TEXT_PLACEHOLDER_JSON = orjson.dumps(_TEXT_PLACEHOLDER)
 
 
 def event(chunk: bytes) -> bytes:
@@ -33,7 +33,7 @@ def event(chunk: bytes) -> bytes:
     return b"data: " + chunk + b"\n\n"
 
 
-class Kind(StrEnum):
+class ChunkKind(StrEnum):
     """Which API's chunks."""
 
     CHAT = "chat.completion.chunk"
@@ -46,20 +46,26 @@ class ChunkWriter:
     __slots__ = (
         "_after_text",
         "_before_text",
+        "_common_fields",
         "_failed",
         "_finished",
-        "_fixed",
         "_include_usage",
         "_kind",
     )
 
     def __init__(
-        self, kind: Kind, answer_id: str, model: str, created: int, *, include_usage: bool = False
+        self,
+        kind: ChunkKind,
+        response_id: str,
+        model: str,
+        created: int,
+        *,
+        include_usage: bool = False,
     ) -> None:
         self._kind = kind
         self._include_usage = include_usage
-        self._fixed = {
-            "id": answer_id,
+        self._common_fields = {
+            "id": response_id,
             "object": kind.value,
             "created": created,
             "model": model,
@@ -68,8 +74,8 @@ class ChunkWriter:
         self._finished = False
         self._failed = False
         # From the right: nothing after the hole is the caller's, while an id may look like one.
-        template = self._event([self._choice(_HOLE, None)], None)
-        self._before_text, _, self._after_text = template.rpartition(_HOLE_JSON)
+        template = self._event([self._choice(_TEXT_PLACEHOLDER, None)], None)
+        self._before_text, _, self._after_text = template.rpartition(_TEXT_PLACEHOLDER_JSON)
 
     @property
     def is_finished(self) -> bool:
@@ -83,12 +89,12 @@ class ChunkWriter:
 
     def role(self) -> bytes:
         """The first chunk of a chat answer, which names the role; completions have none."""
-        assert self._kind is Kind.CHAT, "only chat has roles"
+        assert self._kind is ChunkKind.CHAT, "only chat has roles"
         assert not self._finished, "a role after the end"
         delta = {"role": "assistant", "content": "", "refusal": None}
         return self._event([_chat_choice(delta, None)], None)
 
-    def finish(self, reason: FinishWord) -> bytes:
+    def finish(self, reason: OpenAIFinishReason) -> bytes:
         """The chunk with the finish reason."""
         assert not self._finished, "a stream finishes once"
         self._finished = True
@@ -106,17 +112,19 @@ class ChunkWriter:
         self._finished = self._failed = True
         return error_event(error)
 
-    def _choice(self, text: str | None, reason: FinishWord | None) -> dict[str, object]:
-        if self._kind is Kind.CHAT:
+    def _choice(self, text: str | None, reason: OpenAIFinishReason | None) -> dict[str, object]:
+        if self._kind is ChunkKind.CHAT:
             return _chat_choice({} if text is None else {"content": text}, reason)
         return {"index": 0, "text": text or "", "logprobs": None, "finish_reason": reason}
 
     def _event(self, choices: list[dict[str, object]], usage: CompletionUsage | None) -> bytes:
-        chunk: dict[str, object] = {**self._fixed, "choices": choices}
+        chunk: dict[str, object] = {**self._common_fields, "choices": choices}
         if self._include_usage:
-            chunk["usage"] = None if usage is None else usage_value(usage)
+            chunk["usage"] = None if usage is None else usage_object(usage)
         return event(orjson.dumps(chunk))
 
 
-def _chat_choice(delta: dict[str, str | None], reason: FinishWord | None) -> dict[str, object]:
+def _chat_choice(
+    delta: dict[str, str | None], reason: OpenAIFinishReason | None
+) -> dict[str, object]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}

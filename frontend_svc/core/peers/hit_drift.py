@@ -28,7 +28,7 @@ Source = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class DriftStats:
     """How predictions about a source have fared.
 
     predicted, actual, requests: tokens and requests since it is known. ratio: the drift of the
@@ -44,87 +44,90 @@ class Standing:
 
 
 @dataclass(slots=True)
-class _Counts:
+class _HalfWindow:
     requests: int = 0
-    wrong: int = 0
-    largest: int = 0
+    error_tokens: int = 0
+    compared_tokens: int = 0
 
 
 @dataclass(slots=True)
-class _Account:
+class _SourceCounters:
     began_at: float
     predicted: int = 0
     actual: int = 0
     requests: int = 0
     # Of the last full half window, and of this one.
-    halves: list[_Counts] = field(default_factory=lambda: [_Counts(), _Counts()])
+    half_windows: list[_HalfWindow] = field(default_factory=lambda: [_HalfWindow(), _HalfWindow()])
     reported_at: float = float("-inf")
 
-    def roll(self, now: float) -> None:
+    def advance_window(self, now: float) -> None:
         half = WINDOW_S / 2
         elapsed = now - self.began_at
         if elapsed < half:
             return
-        self.halves = [self.halves[1] if elapsed < 2 * half else _Counts(), _Counts()]
+        self.half_windows = [
+            self.half_windows[1] if elapsed < 2 * half else _HalfWindow(),
+            _HalfWindow(),
+        ]
         self.began_at = now - elapsed % half
 
-    def evidence(self) -> tuple[int, float]:
+    def window_drift(self) -> tuple[int, float]:
         """Requests of the window, and their drift."""
-        requests = sum(half.requests for half in self.halves)
-        largest = sum(half.largest for half in self.halves)
-        wrong = sum(half.wrong for half in self.halves)
-        return requests, wrong / largest if largest else 0.0
+        requests = sum(half.requests for half in self.half_windows)
+        compared_tokens = sum(half.compared_tokens for half in self.half_windows)
+        error_tokens = sum(half.error_tokens for half in self.half_windows)
+        return requests, error_tokens / compared_tokens if compared_tokens else 0.0
 
 
-class Drift:
+class HitDriftMonitor:
     """All sources of one frontend. ratio_max: drift above it degrades a source, 0..1."""
 
     def __init__(self, ratio_max: float) -> None:
         self._ratio_max = ratio_max
-        self._accounts: dict[Source, _Account] = {}
+        self._counters: dict[Source, _SourceCounters] = {}
 
-    def observe(self, source: Source, predicted: int, actual: int, now: float) -> Standing | None:
+    def observe(self, source: Source, predicted: int, actual: int, now: float) -> DriftStats | None:
         """A request ended; the source's standing when it is to be reported, once a window."""
-        account = self._accounts.get(source)
-        if account is None:
-            account = self._accounts[source] = _Account(now)
-        account.roll(now)
-        account.predicted += predicted
-        account.actual += actual
-        account.requests += 1
-        counts = account.halves[1]
-        counts.requests += 1
-        counts.wrong += abs(predicted - actual)
-        counts.largest += max(predicted, actual)
-        if now - account.reported_at < WINDOW_S:
+        counters = self._counters.get(source)
+        if counters is None:
+            counters = self._counters[source] = _SourceCounters(now)
+        counters.advance_window(now)
+        counters.predicted += predicted
+        counters.actual += actual
+        counters.requests += 1
+        current = counters.half_windows[1]
+        current.requests += 1
+        current.error_tokens += abs(predicted - actual)
+        current.compared_tokens += max(predicted, actual)
+        if now - counters.reported_at < WINDOW_S:
             return None
-        standing = self._standing(source, account)
-        if not standing.is_degraded:
+        stats = self._drift_stats(source, counters)
+        if not stats.is_degraded:
             return None
-        account.reported_at = now
-        return standing
+        counters.reported_at = now
+        return stats
 
-    def standings(self, now: float) -> list[Standing]:
+    def drift_stats(self, now: float) -> list[DriftStats]:
         """All sources, as they came."""
         found = []
-        for source, account in self._accounts.items():
-            account.roll(now)
-            found.append(self._standing(source, account))
+        for source, counters in self._counters.items():
+            counters.advance_window(now)
+            found.append(self._drift_stats(source, counters))
         return found
 
-    def keep(self, present: Iterable[int]) -> None:
+    def retain(self, present: Iterable[int]) -> None:
         """Forgets the sources of workers that have left."""
         present = set(present)
-        for source in [s for s in self._accounts if s[0] not in present]:
-            del self._accounts[source]
+        for source in [s for s in self._counters if s[0] not in present]:
+            del self._counters[source]
 
-    def _standing(self, source: Source, account: _Account) -> Standing:
-        requests, ratio = account.evidence()
-        return Standing(
+    def _drift_stats(self, source: Source, counters: _SourceCounters) -> DriftStats:
+        requests, ratio = counters.window_drift()
+        return DriftStats(
             source=source,
-            predicted=account.predicted,
-            actual=account.actual,
-            requests=account.requests,
+            predicted=counters.predicted,
+            actual=counters.actual,
+            requests=counters.requests,
             ratio=ratio,
             is_degraded=requests >= REQUESTS_MIN and ratio > self._ratio_max,
         )

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-DEPARTED_MAX = 4096
+RECENTLY_LEFT_MAX = 4096
 
 
-class Departed:
+class RecentlyLeft:
     """Who left, as far as one process saw it."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Departed:
             self._left[instance_id] = None
         for instance_id in newest & self._left.keys():
             del self._left[instance_id]
-        while len(self._left) > DEPARTED_MAX:
+        while len(self._left) > RECENTLY_LEFT_MAX:
             del self._left[next(iter(self._left))]
         self._present = newest
 

@@ -13,32 +13,34 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 # A router that was lost is left alone for so long, if another one answers.
-AVOID_S = 5.0
+AVOID_FAILED_ROUTER_S = 5.0
 
 _MASK = 2**64 - 1
 
 
-def home_of(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
+def home_router(frontend_id: int, frontends: Iterable[int], routers: Collection[int]) -> int | None:
     """The home of a frontend, whether it is among `frontends` or not; None without routers.
 
     In order of their ids, each frontend takes the router that it ranks highest and that has room.
     """
-    everyone = sorted({frontend_id, *frontends})
+    all_frontends = sorted({frontend_id, *frontends})
     if not routers:
         return None
-    room, extras = divmod(len(everyone), len(routers))
-    taken = dict.fromkeys(routers, 0)
-    for one in everyone:
-        open_ = [r for r in routers if taken[r] < room or (taken[r] == room and extras)]
-        best = max(open_, key=lambda router: rank(one, router))
-        extras -= taken[best] == room
-        taken[best] += 1
-        if one == frontend_id:
+    quota, extra_slots = divmod(len(all_frontends), len(routers))
+    assigned = dict.fromkeys(routers, 0)
+    for frontend in all_frontends:
+        below_quota = [
+            r for r in routers if assigned[r] < quota or (assigned[r] == quota and extra_slots)
+        ]
+        best = max(below_quota, key=lambda router: rendezvous_weight(frontend, router))
+        extra_slots -= assigned[best] == quota
+        assigned[best] += 1
+        if frontend == frontend_id:
             return best
     raise AssertionError("the frontend is one of everyone")
 
 
-def rank(frontend_id: int, router_id: int) -> int:
+def rendezvous_weight(frontend_id: int, router_id: int) -> int:
     """How much a frontend likes a router: 64 mixed bits (splitmix64's finalizer) of both ids."""
     x = (frontend_id * 0x9E3779B97F4A7C15 ^ router_id) & _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
@@ -46,34 +48,38 @@ def rank(frontend_id: int, router_id: int) -> int:
     return x ^ x >> 31
 
 
-class RouterChoice:
+class RouterSelector:
     """One frontend's choice, and what it has against whom. Times are seconds."""
 
     def __init__(self, frontend_id: int) -> None:
         self._frontend_id = frontend_id
-        self._lost_at: dict[int, float] = {}
-        self._seen: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
+        self._failed_at: dict[int, float] = {}
+        self._last_inputs: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
         self._home: int | None = None
 
-    def lost(self, router_id: int, now: float) -> None:
+    def mark_failed(self, router_id: int, now: float) -> None:
         """A router failed us."""
-        self._lost_at[router_id] = now
+        self._failed_at[router_id] = now
 
     def choose(self, frontends: Iterable[int], routers: Iterable[int], now: float) -> int | None:
         """Home; if that is avoided, the best liked other; if all are, the one lost longest ago.
 
         None without routers.
         """
-        seen = frozenset(frontends), frozenset(routers)
-        if seen != self._seen:
-            self._seen, self._home = seen, home_of(self._frontend_id, *seen)
-            self._lost_at = {r: at for r, at in self._lost_at.items() if r in seen[1]}
-        there = seen[1]
-        if not there:
+        inputs = frozenset(frontends), frozenset(routers)
+        if inputs != self._last_inputs:
+            self._last_inputs, self._home = inputs, home_router(self._frontend_id, *inputs)
+            self._failed_at = {r: at for r, at in self._failed_at.items() if r in inputs[1]}
+        present = inputs[1]
+        if not present:
             return None
-        fit = [r for r in there if now - self._lost_at.get(r, -AVOID_S) >= AVOID_S]
-        if self._home in fit:
+        not_avoided = [
+            r
+            for r in present
+            if now - self._failed_at.get(r, -AVOID_FAILED_ROUTER_S) >= AVOID_FAILED_ROUTER_S
+        ]
+        if self._home in not_avoided:
             return self._home
-        if fit:
-            return max(fit, key=lambda router: rank(self._frontend_id, router))
-        return min(there, key=lambda router: self._lost_at[router])
+        if not_avoided:
+            return max(not_avoided, key=lambda router: rendezvous_weight(self._frontend_id, router))
+        return min(present, key=lambda router: self._failed_at[router])

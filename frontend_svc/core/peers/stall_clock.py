@@ -21,23 +21,23 @@ TICK_S = 0.1
 SLACK_S = 0.1
 
 
-class Patience:
+class StallClock:
     """The account of one process. `now`: its loop's clock, seconds."""
 
     def __init__(self, now: float) -> None:
         self._ticked_at = now
-        self._lost_s = 0.0
+        self._stalled_s = 0.0
 
     def tick(self, now: float) -> None:
         """It came round; to be called every TICK_S."""
-        self._lost_s = self.lost_s(now)
+        self._stalled_s = self.stalled_s(now)
         self._ticked_at = now
 
-    def lost_s(self, now: float) -> float:
+    def stalled_s(self, now: float) -> float:
         """Seconds lost since the beginning, also in a stall that no tick has ended yet."""
-        return self._lost_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
+        return self._stalled_s + max(0.0, now - self._ticked_at - TICK_S - SLACK_S)
 
 
-def never_late() -> float:
-    """The `lost_s` of a process that does not measure it."""
+def never_stalled() -> float:
+    """The `stalled_s` of a process that does not measure it."""
     return 0.0

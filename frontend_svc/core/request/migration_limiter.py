@@ -26,37 +26,37 @@ K = TypeVar("K", bound=Hashable)
 PER_WORKER = 32
 WAITING_MAX = 1024
 
-Turn = Literal["go", "wait", "full"]
+Permit = Literal["go", "wait", "full"]
 # Adapter -> how many workers of a model are left, compute prompts and have it; "": the model's own.
-Survivors = Callable[[str], int]
+WorkerCount = Callable[[str], int]
 
 
 @dataclass(slots=True)
-class _Queue(Generic[K]):
+class _ModelQueue(Generic[K]):
     # Who -> its adapter, and how many of each that is.
     computing: dict[K, str] = field(default_factory=dict)
     by_adapter: Counter[str] = field(default_factory=Counter)
-    # (arrival, order of asking, who, adapter); the order breaks ties: `who` is never compared.
+    # (arrival, order of asking, who, adapter); the order breaks ties: `request` is never compared.
     waiting: list[tuple[float, int, K, str]] = field(default_factory=list)
 
-    def begin(self, who: K, adapter: str) -> None:
-        self.computing[who] = adapter
+    def begin(self, request: K, adapter: str) -> None:
+        self.computing[request] = adapter
         self.by_adapter[adapter] += 1
 
-    def end(self, who: K) -> None:
-        adapter = self.computing.pop(who, None)
+    def end(self, request: K) -> None:
+        adapter = self.computing.pop(request, None)
         if adapter is not None:
             self.by_adapter[adapter] -= 1
 
 
-class Reroutes(Generic[K]):
+class MigrationLimiter(Generic[K]):
     """The re-routes of one frontend, by model. K: whatever names a request."""
 
     def __init__(self, per_worker: int = PER_WORKER, waiting_max: int = WAITING_MAX) -> None:
         self._per_worker = per_worker
         self._waiting_max = waiting_max
-        self._queues: dict[str, _Queue[K]] = {}
-        self._asked = 0
+        self._queues: dict[str, _ModelQueue[K]] = {}
+        self._sequence = 0
 
     @property
     def computing(self) -> int:
@@ -68,51 +68,53 @@ class Reroutes(Generic[K]):
         """Re-routes that wait for their turn."""
         return sum(len(queue.waiting) for queue in self._queues.values())
 
-    def ask(
-        self, model: str, who: K, arrived_at: float, workers: Survivors, adapter: str = ""
-    ) -> Turn:
+    def request_permit(
+        self, model: str, request: K, arrived_at: float, workers: WorkerCount, adapter: str = ""
+    ) -> Permit:
         """Whether a request may be tried again now. arrived_at: when its client sent it.
 
-        Who waits is let go by `leave`; who asks again while it computes may go on.
+        Who waits is let go by `release`; who asks again while it computes may go on.
         """
-        queue = self._queues.setdefault(model, _Queue())
-        if who in queue.computing:
+        queue = self._queues.setdefault(model, _ModelQueue())
+        if request in queue.computing:
             return "go"
         workers = cache(workers)
-        ahead = {waiter[3] for waiter in queue.waiting}
-        overtakes = adapter in ahead or any(self._has_room(queue, a, workers) for a in ahead)
-        if not overtakes and self._has_room(queue, adapter, workers):
-            queue.begin(who, adapter)
+        adapters_ahead = {waiting_entry[3] for waiting_entry in queue.waiting}
+        would_overtake = adapter in adapters_ahead or any(
+            self._has_capacity(queue, a, workers) for a in adapters_ahead
+        )
+        if not would_overtake and self._has_capacity(queue, adapter, workers):
+            queue.begin(request, adapter)
             return "go"
         if self.waiting >= self._waiting_max:
             return "full"
-        self._asked += 1
-        insort(queue.waiting, (arrived_at, self._asked, who, adapter))
+        self._sequence += 1
+        insort(queue.waiting, (arrived_at, self._sequence, request, adapter))
         return "wait"
 
-    def leave(self, model: str, who: K, workers: Survivors) -> list[K]:
+    def release(self, model: str, request: K, workers: WorkerCount) -> list[K]:
         """The request had its token, or is over; who may go now. Unknown: nobody."""
         queue = self._queues.get(model)
         if queue is None:
             return []
-        queue.end(who)
+        queue.end(request)
         workers = cache(workers)
-        let_go, still = [], []
-        for waiter in queue.waiting:
-            _, _, other, adapter = waiter
-            if other == who:
+        admitted, still_waiting = [], []
+        for waiting_entry in queue.waiting:
+            _, _, other, adapter = waiting_entry
+            if other == request:
                 continue
-            if self._has_room(queue, adapter, workers):
+            if self._has_capacity(queue, adapter, workers):
                 queue.begin(other, adapter)
-                let_go.append(other)
+                admitted.append(other)
             else:
-                still.append(waiter)
-        queue.waiting = still
+                still_waiting.append(waiting_entry)
+        queue.waiting = still_waiting
         if not queue.computing:
             del self._queues[model]
-        return let_go
+        return admitted
 
-    def _has_room(self, queue: _Queue[K], adapter: str, workers: Survivors) -> bool:
+    def _has_capacity(self, queue: _ModelQueue[K], adapter: str, workers: WorkerCount) -> bool:
         if len(queue.computing) >= self._limit(workers("")):
             return False
         return not adapter or queue.by_adapter[adapter] < self._limit(workers(adapter))

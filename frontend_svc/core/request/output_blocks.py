@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Grown(NamedTuple):
-    """blocks: started since the last word, at least 1. decay_fraction: see `Growth.reached`."""
+class NewOutputBlocks(NamedTuple):
+    """blocks: started since the last word, at least 1. decay_fraction: see
+    `OutputBlockCounter.advance_to`."""
 
     blocks: int
     decay_fraction: float | None
 
 
-class Growth:
+class OutputBlockCounter:
     """One attempt's blocks beyond those of its prompt.
 
     With block size b (0: not known, then nothing is ever told), after g tokens of its own:
@@ -32,20 +33,22 @@ class Growth:
     ) -> None:
         self._total_tokens = total_tokens
         self._block_size = block_size
-        self._expected = expected_output_tokens
-        self._held = self._blocks(0)
+        self._expected_output_tokens = expected_output_tokens
+        self._counted_blocks = self._blocks(0)
 
-    def reached(self, generated: int) -> Grown | None:
+    def advance_to(self, generated: int) -> NewOutputBlocks | None:
         """After so many tokens of the attempt's output; None if no block was started since."""
         if not self._block_size:
             return None
-        held = self._blocks(generated)
-        if held <= self._held:
+        total_blocks = self._blocks(generated)
+        if total_blocks <= self._counted_blocks:
             return None
-        grown, self._held = held - self._held, held
-        if self._expected is None:
-            return Grown(grown, None)
-        return Grown(grown, max(0.0, 1.0 - generated / max(1, self._expected)))
+        new_blocks, self._counted_blocks = total_blocks - self._counted_blocks, total_blocks
+        if self._expected_output_tokens is None:
+            return NewOutputBlocks(new_blocks, None)
+        return NewOutputBlocks(
+            new_blocks, max(0.0, 1.0 - generated / max(1, self._expected_output_tokens))
+        )
 
     def _blocks(self, generated: int) -> int:
         size = self._block_size

@@ -40,7 +40,7 @@ class UnsupportedTokenizer(ValueError):
     """This tokenizer cannot be decoded from a table; the message says which part is in the way."""
 
 
-class Kind(Enum):
+class TokenizerKind(Enum):
     """How a run of bytes that is not valid UTF-8 is shown."""
 
     BYTE_LEVEL = "byte_level"  # one U+FFFD per maximal invalid part (WHATWG)
@@ -51,7 +51,7 @@ class Kind(Enum):
 class _Decoder:
     """The decoder section of a tokenizer.json, as far as it can be done by table."""
 
-    kind: Kind
+    kind: TokenizerKind
     replacements: tuple[tuple[str, str], ...] = ()
     strip: str = ""  # this character is cut from the start of the text, ...
     strip_count: int = 0  # ... at most so many times
@@ -68,7 +68,7 @@ class Vocabulary:
     text, at most `strip_count` times.
     """
 
-    kind: Kind
+    kind: TokenizerKind
     raw: Mapping[int, bytes]
     texts: Mapping[int, str]
     texts_with_special: Mapping[int, str]
@@ -84,22 +84,22 @@ class Vocabulary:
         Raises UnsupportedTokenizer when it is not one, or when its decoder is neither byte-level
         nor byte-fallback.
         """
-        spec = _load(raw)
+        spec = _parse_spec(raw)
         decoder = _read_decoder(spec.get("decoder"))
         try:
             tokens, special_contents = _read_tokens(spec)
-            table, fallback = _read_bytes(tokens, decoder)
+            table, fallback_ids = _read_bytes(tokens, decoder)
         except (LookupError, TypeError, AttributeError, UnicodeError) as error:
             raise UnsupportedTokenizer(f"vocab or added_tokens: {error!r}") from error
         special = frozenset(i for i, token in tokens.items() if token in special_contents)
-        spelled = dict(_whole_texts(table))
+        full_texts = dict(_complete_texts(table))
         return cls(
             kind=decoder.kind,
             raw=table,
-            texts=spelled | dict.fromkeys(special, ""),
-            texts_with_special=spelled,
+            texts=full_texts | dict.fromkeys(special, ""),
+            texts_with_special=full_texts,
             special_ids=special,
-            fallback_bytes=fallback,
+            fallback_bytes=fallback_ids,
             strip=decoder.strip,
             strip_count=decoder.strip_count,
         )
@@ -121,11 +121,11 @@ class Detokenizer:
     """
 
     __slots__ = (
-        "_broken_run",
+        "_in_invalid_run",
+        "_is_stateless",
         "_lookup",
         "_pending",
-        "_settled",
-        "_skipped",
+        "_skipped_ids",
         "_strip_left",
         "_texts",
         "_vocabulary",
@@ -141,43 +141,45 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
         self._lookup: Callable[[int], str] = self._texts.__getitem__
-        self._skipped = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
+        self._skipped_ids = vocabulary.special_ids if skip_special_tokens else frozenset[int]()
         self._pending = b""  # bytes of a character that is not complete yet
-        self._broken_run = False  # inside a run of byte tokens with a wrong byte (byte-fallback)
+        self._in_invalid_run = (
+            False  # inside a run of byte tokens with a wrong byte (byte-fallback)
+        )
         self._strip_left = 0 if continues_prompt else vocabulary.strip_count
-        self._settled = not self._strip_left  # no token depends on what came before it
+        self._is_stateless = not self._strip_left  # no token depends on what came before it
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
         """The text each of these tokens adds, one piece per token, "" where it adds none yet."""
-        if not self._settled:
-            return self._feed_slowly(token_ids)
+        if not self._is_stateless:
+            return self._feed_stateful(token_ids)
         try:  # the common case: one dict lookup per token
             return [*map(self._lookup, token_ids)]
         except KeyError:  # a token that needs its neighbours, or is unknown
-            return self._feed_slowly(token_ids)
+            return self._feed_stateful(token_ids)
 
     def finish(self) -> str:
         """What is left when no more tokens come: U+FFFD for bytes that never became a character."""
         pending, self._pending = self._pending, b""
-        self._broken_run = False
-        if self._vocabulary.kind is Kind.BYTE_FALLBACK:
+        self._in_invalid_run = False
+        if self._vocabulary.kind is TokenizerKind.BYTE_FALLBACK:
             return REPLACEMENT * len(pending)
         return pending.decode("utf-8", "replace")
 
-    def _feed_slowly(self, token_ids: Sequence[int]) -> list[str]:
-        byte_level = self._vocabulary.kind is Kind.BYTE_LEVEL
+    def _feed_stateful(self, token_ids: Sequence[int]) -> list[str]:
+        byte_level = self._vocabulary.kind is TokenizerKind.BYTE_LEVEL
         join = self._join_byte_level if byte_level else self._join_fallback
         pieces = []
         for token_id in token_ids:
             text = self._texts.get(token_id)
-            if text is None or self._pending or self._broken_run:
+            if text is None or self._pending or self._in_invalid_run:
                 # What is skipped or unknown does not end the character around it.
-                raw = None if token_id in self._skipped else self._vocabulary.raw.get(token_id)
+                raw = None if token_id in self._skipped_ids else self._vocabulary.raw.get(token_id)
                 text = "" if raw is None else join(token_id, raw)
             pieces.append(text)
         if self._strip_left:
             self._strip_start(pieces)
-        self._settled = not (self._pending or self._broken_run or self._strip_left)
+        self._is_stateless = not (self._pending or self._in_invalid_run or self._strip_left)
         return pieces
 
     def _join_byte_level(self, _token_id: int, raw: bytes) -> str:
@@ -188,17 +190,17 @@ class Detokenizer:
 
     def _join_fallback(self, token_id: int, raw: bytes) -> str:
         if token_id in self._vocabulary.fallback_bytes:
-            return self._extend_run(raw)
+            return self._append_run_byte(raw)
         return self.finish() + raw.decode()
 
-    def _extend_run(self, byte: bytes) -> str:
-        if self._broken_run:
+    def _append_run_byte(self, byte: bytes) -> str:
+        if self._in_invalid_run:
             return REPLACEMENT
         joined = self._pending + byte
         try:
             decoded, consumed = utf_8_decode(joined, "strict", False)
         except UnicodeDecodeError:
-            self._broken_run = True
+            self._in_invalid_run = True
             self._pending = b""
             return REPLACEMENT * len(joined)
         self._pending = joined[consumed:]
@@ -207,19 +209,19 @@ class Detokenizer:
     def _strip_start(self, pieces: list[str]) -> None:
         character = self._vocabulary.strip
         for index, piece in enumerate(pieces):
-            kept = piece
-            while kept and self._strip_left:
-                if kept[0] == character:
-                    kept = kept[1:]
+            remaining = piece
+            while remaining and self._strip_left:
+                if remaining[0] == character:
+                    remaining = remaining[1:]
                     self._strip_left -= 1
                 else:
                     self._strip_left = 0
-            pieces[index] = kept
+            pieces[index] = remaining
             if not self._strip_left:
                 return
 
 
-class Decodes(Protocol):
+class TokenDecoder(Protocol):
     """The one method of `tokenizers.Tokenizer` that decoding without a table needs."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -237,7 +239,7 @@ class StreamDetokenizer:
 
     __slots__ = ("_prefix_ids", "_prefix_text", "_skip_special", "_tokenizer", "_withheld_ids")
 
-    def __init__(self, tokenizer: Decodes, *, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._prefix_ids: list[int] = []  # the last tokens whose text was given out
@@ -268,9 +270,11 @@ class StreamDetokenizer:
         if piece:
             # Tokens without a text of their own (a lone "▁") need the older ones as context.
             context = self._prefix_ids + self._withheld_ids
-            own_text = self._decode(self._withheld_ids)
-            self._prefix_ids = self._withheld_ids if own_text else context[-WITHHELD_TOKENS_MAX:]
-            self._prefix_text = own_text or self._decode(self._prefix_ids)
+            withheld_text = self._decode(self._withheld_ids)
+            self._prefix_ids = (
+                self._withheld_ids if withheld_text else context[-WITHHELD_TOKENS_MAX:]
+            )
+            self._prefix_text = withheld_text or self._decode(self._prefix_ids)
         self._withheld_ids = []
         return piece
 
@@ -278,7 +282,7 @@ class StreamDetokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special)
 
 
-def _load(raw: str | bytes) -> dict[str, Any]:
+def _parse_spec(raw: str | bytes) -> dict[str, Any]:
     # Any: a tokenizer.json is free-form; each reader below checks the part it takes.
     try:
         spec = json.loads(raw)
@@ -294,14 +298,14 @@ def _read_decoder(spec: Any) -> _Decoder:
     # The steps work on tokens until Fuse joins them, so their order is part of what they mean.
     order = " ".join(str(step.get("type")) for step in steps)
     if re.fullmatch(r"ByteLevel( Fuse)?", order):
-        return _Decoder(Kind.BYTE_LEVEL)
+        return _Decoder(TokenizerKind.BYTE_LEVEL)
     if not re.fullmatch(r"(Replace )*ByteFallback( Fuse( Strip)?)?", order):
         raise UnsupportedTokenizer(
             f"decoder: {order} is neither ByteLevel nor Replace, ByteFallback, Fuse, Strip"
         )
     replacements = tuple(_read_replacement(step) for step in steps if step["type"] == "Replace")
     strip, strip_count = _read_strip(steps[-1]) if order.endswith("Strip") else ("", 0)
-    return _Decoder(Kind.BYTE_FALLBACK, replacements, strip, strip_count)
+    return _Decoder(TokenizerKind.BYTE_FALLBACK, replacements, strip, strip_count)
 
 
 def _decoder_steps(spec: Any) -> list[dict[str, Any]]:
@@ -369,7 +373,7 @@ def _byte_alphabet() -> dict[int, int]:
     others = sorted(set(range(256)) - set(printable))
     # Characters outside the alphabet must not pass for bytes: send them beyond Latin-1.
     outside = dict.fromkeys(others, 0xFFFD)
-    return outside | {0x100 + place: byte for place, byte in enumerate(others)}
+    return outside | {0x100 + index: byte for index, byte in enumerate(others)}
 
 
 _TO_LATIN_1 = _byte_alphabet()
@@ -386,23 +390,23 @@ def _read_bytes(
     tokens: Mapping[int, str], decoder: _Decoder
 ) -> tuple[dict[int, bytes], frozenset[int]]:
     """The bytes of every id, and the ids that are one byte of a byte-fallback tokenizer."""
-    if decoder.kind is Kind.BYTE_LEVEL:
+    if decoder.kind is TokenizerKind.BYTE_LEVEL:
         return {i: _byte_level_bytes(token) for i, token in tokens.items()}, frozenset()
     table: dict[int, bytes] = {}
-    fallback = set()
+    fallback_ids = set()
     for token_id, token in tokens.items():
         text = token
         for old, new in decoder.replacements:
             text = text.replace(old, new)
         if match := _BYTE_TOKEN.fullmatch(text):
             table[token_id] = bytes([int(match[1], 16)])
-            fallback.add(token_id)
+            fallback_ids.add(token_id)
         else:
             table[token_id] = text.encode()
-    return table, frozenset(fallback)
+    return table, frozenset(fallback_ids)
 
 
-def _whole_texts(table: Mapping[int, bytes]) -> Iterator[tuple[int, str]]:
+def _complete_texts(table: Mapping[int, bytes]) -> Iterator[tuple[int, str]]:
     for token_id, raw in table.items():
         try:
             yield token_id, raw.decode()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from frontend_svc.core.text.stop_strings import StopMachine
+from frontend_svc.core.text.stop_strings import StopStringMatcher
 
 
-class Detokenises(Protocol):
+class DetokenizerLike(Protocol):
     """Detokenizer or StreamDetokenizer."""
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
@@ -18,48 +18,49 @@ class Detokenises(Protocol):
         """What is left."""
 
 
-class TextFlow:
+class TextStream:
     """One answer's text.
 
     consumed: tokens that the answer consists of; those after a stop string do not count.
     stopped: the stop string that ended the answer, or None.
     """
 
-    __slots__ = ("_detokenizer", "_stop", "consumed", "stopped")
+    __slots__ = ("_detokenizer", "_stop_matcher", "consumed", "matched_stop")
 
-    def __init__(self, detokenizer: Detokenises, stops: Sequence[str]) -> None:
+    def __init__(self, detokenizer: DetokenizerLike, stop_strings: Sequence[str]) -> None:
         self._detokenizer = detokenizer
-        self._stop = StopMachine(stops) if stops else None
+        self._stop_matcher = StopStringMatcher(stop_strings) if stop_strings else None
         self.consumed = 0
-        self.stopped: str | None = None
+        self.matched_stop: str | None = None
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:
-        """The text each token lets out, without empty pieces; nothing once `stopped` is set."""
+        """The text each token lets out, without empty pieces; nothing once `matched_stop` is
+        set."""
         pieces = self._detokenizer.feed(token_ids)
-        stop = self._stop
+        stop = self._stop_matcher
         if stop is None:
             self.consumed += len(token_ids)
             return [piece for piece in pieces if piece]
-        out = []
+        sendable = []
         for piece in pieces:
-            if self.stopped is not None:
+            if self.matched_stop is not None:
                 break
             self.consumed += 1
-            step = stop.feed(piece)
-            if step.emit:
-                out.append(step.emit)
-            self.stopped = step.matched
-        return out
+            match_step = stop.feed(piece)
+            if match_step.emit:
+                sendable.append(match_step.emit)
+            self.matched_stop = match_step.matched
+        return sendable
 
     def finish(self) -> str:
         """The text that was held back, once no more tokens come."""
-        if self.stopped is not None:
+        if self.matched_stop is not None:
             return ""
-        rest = self._detokenizer.finish()
-        if self._stop is None:
-            return rest
-        step = self._stop.feed(rest) if rest else None
-        if step is not None and step.matched is not None:
-            self.stopped = step.matched
-            return step.emit
-        return (step.emit if step is not None else "") + self._stop.finish()
+        tail = self._detokenizer.finish()
+        if self._stop_matcher is None:
+            return tail
+        match_step = self._stop_matcher.feed(tail) if tail else None
+        if match_step is not None and match_step.matched is not None:
+            self.matched_stop = match_step.matched
+            return match_step.emit
+        return (match_step.emit if match_step is not None else "") + self._stop_matcher.finish()

@@ -29,12 +29,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # Messages, tools and template arguments are JSON from outside: Any inside is what JSON is.
-Message = Mapping[str, Any]
+TemplateMessage = Mapping[str, Any]
 
 # Joins text parts for templates that take only strings.
 PART_SEPARATOR = "\n"
 
-_PROBE = "kvmesh-probe"
+_PROBE_TEXT = "kvmesh-probe"
 _PROBE_NOW = datetime(2000, 1, 1, tzinfo=UTC)
 _RESERVED_KWARGS = ("messages", "tools", "add_generation_prompt")
 
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[TemplateMessage],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -98,23 +98,23 @@ class ChatTemplate:
         return self._render(normalise_messages(messages, self.shape), variables, now)
 
     def _render(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], now: datetime
+        self, messages: Sequence[TemplateMessage], variables: Mapping[str, Any], now: datetime
     ) -> str:
-        known = self._tokens | {"strftime_now": now.strftime} | dict(variables)
+        variables_in_scope = self._tokens | {"strftime_now": now.strftime} | dict(variables)
         try:
-            prompt = self._template.render(known, messages=messages)
+            prompt = self._template.render(variables_in_scope, messages=messages)
             prompt.encode()  # JSON can spell lone surrogates, which no tokenizer takes
             return prompt
         except jinja2.UndefinedError as error:
             raise TemplateError(f"chat template: missing value: {error.message}") from error
         except jinja2.TemplateError as error:
             raise TemplateError(f"chat template: {error.message}") from error
-        except _TEMPLATE_FAULTS as error:
+        except _TEMPLATE_EXCEPTIONS as error:
             raise TemplateError(f"chat template: {type(error).__name__}: {error}") from error
 
 
 def normalise_messages(
-    messages: Sequence[Message], shape: MessageShape | None = None
+    messages: Sequence[TemplateMessage], shape: MessageShape | None = None
 ) -> list[dict[str, Any]]:
     """Copies of `messages` in the shape a template takes (default: plain strings).
 
@@ -124,25 +124,25 @@ def normalise_messages(
     """
     shape = shape or MessageShape()
     return [
-        _normalise_message(message, f"messages[{place}]", shape)
-        for place, message in enumerate(messages)
+        _normalise_message(message, f"messages[{index}]", shape)
+        for index, message in enumerate(messages)
     ]
 
 
-def _normalise_message(message: Message, field: str, shape: MessageShape) -> dict[str, Any]:
+def _normalise_message(message: TemplateMessage, field: str, shape: MessageShape) -> dict[str, Any]:
     if not isinstance(message.get("role"), str):
         raise TemplateError(f"{field}.role: missing, or not a string")
-    normal = {key: value for key, value in message.items() if value is not None}
-    normal["content"] = _normalise_content(message.get("content"), f"{field}.content", shape)
-    if "tool_calls" in normal:
-        calls = normal["tool_calls"]
+    normalised = {key: value for key, value in message.items() if value is not None}
+    normalised["content"] = _normalise_content(message.get("content"), f"{field}.content", shape)
+    if "tool_calls" in normalised:
+        calls = normalised["tool_calls"]
         if not isinstance(calls, list):
             raise TemplateError(f"{field}.tool_calls: not a list")
-        normal["tool_calls"] = [
-            _normalise_call(call, f"{field}.tool_calls[{place}]", shape)
-            for place, call in enumerate(calls)
+        normalised["tool_calls"] = [
+            _normalise_call(call, f"{field}.tool_calls[{index}]", shape)
+            for index, call in enumerate(calls)
         ]
-    return normal
+    return normalised
 
 
 def _normalise_content(content: Any, field: str, shape: MessageShape) -> str | list[dict[str, str]]:
@@ -176,8 +176,8 @@ def _normalise_call(call: Any, field: str, shape: MessageShape) -> dict[str, Any
     if not isinstance(function, Mapping):
         raise TemplateError(f"{field}.function: missing, or not an object")
     arguments = _arguments_object(function.get("arguments"), f"{field}.function.arguments")
-    shaped = _to_json(arguments) if shape.text_arguments else arguments
-    return {**call, "function": {**function, "arguments": shaped}}
+    formatted_arguments = _to_json(arguments) if shape.text_arguments else arguments
+    return {**call, "function": {**function, "arguments": formatted_arguments}}
 
 
 def _arguments_object(arguments: Any, field: str) -> dict[str, Any]:
@@ -230,7 +230,7 @@ def _raise_exception(message: str) -> None:
 
 
 # What Python code inside a template can raise over data that does not fit it.
-_TEMPLATE_FAULTS = (
+_TEMPLATE_EXCEPTIONS = (
     TypeError,
     ValueError,
     LookupError,
@@ -239,32 +239,32 @@ _TEMPLATE_FAULTS = (
     RecursionError,
 )
 
-_Render = Callable[[Sequence[Message], Mapping[str, Any], datetime], str]
+_Render = Callable[[Sequence[TemplateMessage], Mapping[str, Any], datetime], str]
 
 
 def _probe_shape(render: _Render) -> MessageShape:
-    text = _probe(render, [{"role": "user", "content": _PROBE}])
-    part = [{"type": "text", "text": _PROBE}]
+    text = _render_probe(render, [{"role": "user", "content": _PROBE_TEXT}])
+    part = [{"type": "text", "text": _PROBE_TEXT}]
     turns = [{"role": "user", "content": part}, {"role": "assistant", "content": part}]
-    parts = _probe(render, turns)
+    parts = _render_probe(render, turns)
     # A template for strings may print a list as Python or JSON writes it: that is not support.
     printed_raw = "{'type': 'text'" in parts or '{"type": "text"' in parts
-    part_content = parts.count(_PROBE) == len(turns) and not printed_raw
+    part_content = parts.count(_PROBE_TEXT) == len(turns) and not printed_raw
     return MessageShape(
         # When neither probe says anything (a template that wants more), strings are the safe bet.
-        text_content=_PROBE in text or not part_content,
+        text_content=_PROBE_TEXT in text or not part_content,
         part_content=part_content,
-        text_arguments=_wants_text_arguments(render),
+        text_arguments=_requires_text_arguments(render),
     )
 
 
-def _wants_text_arguments(render: _Render) -> bool:
-    as_object = _probe(render, _probe_call({_PROBE: _PROBE}))
-    as_text = _probe(render, _probe_call(_to_json({_PROBE: _PROBE})))
-    return _PROBE not in as_object and _PROBE in as_text
+def _requires_text_arguments(render: _Render) -> bool:
+    as_object = _render_probe(render, _probe_call({_PROBE_TEXT: _PROBE_TEXT}))
+    as_text = _render_probe(render, _probe_call(_to_json({_PROBE_TEXT: _PROBE_TEXT})))
+    return _PROBE_TEXT not in as_object and _PROBE_TEXT in as_text
 
 
-def _probe_call(arguments: Any) -> list[Message]:
+def _probe_call(arguments: Any) -> list[TemplateMessage]:
     call = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "?"},
@@ -272,7 +272,7 @@ def _probe_call(arguments: Any) -> list[Message]:
     ]
 
 
-def _probe(render: _Render, messages: Sequence[Message]) -> str:
+def _render_probe(render: _Render, messages: Sequence[TemplateMessage]) -> str:
     try:
         return render(messages, {"tools": None, "add_generation_prompt": False}, _PROBE_NOW)
     except TemplateError:

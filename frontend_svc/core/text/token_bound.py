@@ -14,58 +14,58 @@ from collections.abc import Mapping
 from typing import Any
 
 # NFC makes of n bytes at least n/4: the worst is 7 to 2, U+1FBE U+0308 U+0301 to U+0390.
-_NFC_SHRINKS_BY = 4
-_KEEPING_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
-_BYTES = 256
+_NFC_SHRINK_FACTOR = 4
+_LOSSLESS_SPLITS = frozenset({"Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"})
+_BYTE_VALUES = 256
 
 
-def bytes_a_token_max(tokenizer_json: str | bytes) -> int | None:
+def max_bytes_per_token(tokenizer_json: str | bytes) -> int | None:
     """The most bytes of a text that one token stands for; None where that is not known.
 
     Raises ValueError where it is no JSON.
     """
     spec = json.loads(tokenizer_json)
     try:
-        return _bytes_max(spec)
+        return _max_bytes_per_token(spec)
     except (LookupError, TypeError, AttributeError):
         return None  # of a form that is not known here
 
 
 # Any: a tokenizer.json is free-form; whatever has another form than is read here has no bound.
-def _bytes_max(spec: Mapping[str, Any]) -> int | None:
+def _max_bytes_per_token(spec: Mapping[str, Any]) -> int | None:
     model, added = spec["model"], spec.get("added_tokens") or []
     vocab: Mapping[str, int] = model["vocab"]
-    shrinks_by = _shrinks_by(spec.get("normalizer"))
+    shrink_factor = _shrink_factor(spec.get("normalizer"))
     splits = _steps(spec.get("pre_tokenizer"), "pretokenizers")
     is_byte_level = any(step["type"] == "ByteLevel" for step in splits)
-    keeps_all = (
-        shrinks_by is not None
+    is_lossless = (
+        shrink_factor is not None
         and model["type"] == "BPE"
         and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and all(map(_keeps, splits))
+        and all(map(_is_lossless, splits))
         and not any(token["lstrip"] or token["rstrip"] for token in added)
-        and (_has_alphabet(vocab) if is_byte_level else _has_fallback(model, vocab))
+        and (_has_byte_alphabet(vocab) if is_byte_level else _has_byte_fallback(model, vocab))
     )
-    if shrinks_by is None or not keeps_all:
+    if shrink_factor is None or not is_lossless:
         return None
     # Byte-level pieces have a character for each byte.
-    longest = max(map(len, vocab) if is_byte_level else (len(one.encode()) for one in vocab))
-    return shrinks_by * max(longest, *(len(token["content"].encode()) for token in added), 1)
+    longest = max(map(len, vocab) if is_byte_level else (len(piece.encode()) for piece in vocab))
+    return shrink_factor * max(longest, *(len(token["content"].encode()) for token in added), 1)
 
 
-def _steps(spec: Any, parts: str) -> list[Any]:
+def _steps(spec: Any, list_key: str) -> list[Any]:
     if spec is None:
         return []
-    return list(spec[parts]) if spec["type"] == "Sequence" else [spec]
+    return list(spec[list_key]) if spec["type"] == "Sequence" else [spec]
 
 
-def _shrinks_by(normalizer: Any) -> int | None:
+def _shrink_factor(normalizer: Any) -> int | None:
     """How many times as long a text may be before it; None if there is no bound."""
-    shrinks_by = 1
+    shrink_factor = 1
     for step in _steps(normalizer, "normalizers"):
         match step:
             case {"type": "NFC"}:
-                shrinks_by *= _NFC_SHRINKS_BY
+                shrink_factor *= _NFC_SHRINK_FACTOR
             case {"type": "Prepend"}:
                 continue
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
@@ -73,26 +73,28 @@ def _shrinks_by(normalizer: Any) -> int | None:
                     return None
             case _:
                 return None
-    return shrinks_by
+    return shrink_factor
 
 
-def _keeps(step: Any) -> bool:
+def _is_lossless(step: Any) -> bool:
     """Whether a pre-tokenizer keeps all of its text."""
     match step:
         case {"type": "ByteLevel" | "Metaspace" | "Digits"}:
             return True
         case {"type": "Split", "behavior": str(behavior)}:
-            return behavior in _KEEPING_SPLITS
+            return behavior in _LOSSLESS_SPLITS
     return False
 
 
-def _has_alphabet(vocab: Mapping[str, int]) -> bool:
+def _has_byte_alphabet(vocab: Mapping[str, int]) -> bool:
     """Whether each byte has a piece of its own, written as one character."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = range(0x100, 0x100 + _BYTES - len(printable))
+    others = range(0x100, 0x100 + _BYTE_VALUES - len(printable))
     return all(chr(point) in vocab for point in (*printable, *others))
 
 
-def _has_fallback(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
+def _has_byte_fallback(model: Mapping[str, Any], vocab: Mapping[str, int]) -> bool:
     """Whether what is unknown becomes a token for each of its bytes."""
-    return bool(model["byte_fallback"]) and all(f"<0x{b:02X}>" in vocab for b in range(_BYTES))
+    return bool(model["byte_fallback"]) and all(
+        f"<0x{b:02X}>" in vocab for b in range(_BYTE_VALUES)
+    )

@@ -10,7 +10,7 @@ from common import errors
 
 
 def test_kinds_are_unique_stable_tokens() -> None:
-    kinds = [cls.kind for cls in errors.MESH_ERRORS]
+    kinds = [cls.kind for cls in errors.MESH_ERROR_CLASSES]
     assert len(set(kinds)) == len(kinds)
     assert all(re.fullmatch(r"[A-Z]+(_[A-Z]+)*", kind) for kind in kinds)
 
@@ -22,7 +22,7 @@ def test_the_list_of_classes_is_complete() -> None:
         children = todo.pop().__subclasses__()
         found += [cls for cls in children if cls.__module__ == errors.__name__]
         todo += children
-    assert set(found) == set(errors.MESH_ERRORS)
+    assert set(found) == set(errors.MESH_ERROR_CLASSES)
 
 
 def test_the_reason_is_the_kind_unless_more_is_said() -> None:
@@ -45,7 +45,7 @@ def test_an_unknown_model_is_named() -> None:
 
 
 def test_only_errors_that_another_try_may_cure_are_retryable() -> None:
-    retryable = {cls for cls in errors.MESH_ERRORS if cls.retryable}
+    retryable = {cls for cls in errors.MESH_ERROR_CLASSES if cls.retryable}
     assert retryable == {errors.Overloaded, errors.Unavailable}
     assert errors.WorkerLost(retryable=True).retryable
     assert not errors.WorkerLost(retryable=False).retryable
@@ -60,7 +60,7 @@ def test_metadata_is_a_copy_that_cannot_be_changed() -> None:
         error.metadata["limit"] = "9"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("cls", errors.MESH_ERRORS)
+@pytest.mark.parametrize("cls", errors.MESH_ERROR_CLASSES)
 def test_every_class_is_rebuilt_from_its_parts(cls: type[errors.MeshError]) -> None:
     error = cls.restore(
         "why", field="f", retry_after_s=1.5, reason="R", metadata={"k": "v"}, retryable=True

@@ -23,13 +23,13 @@ from frontend_svc.metrics import (
     Endpoint,
     FrontendMetrics,
     InflightGuard,
-    LoopHistogram,
     Metrics,
     ModelConfigCollector,
     RequestType,
+    ResilienceCollector,
+    ResilienceStats,
+    SingleThreadHistogram,
     Status,
-    Survival,
-    SurvivalCollector,
     log_buckets,
 )
 
@@ -220,7 +220,9 @@ def test_registering_twice_is_an_error_and_changes_nothing(registry: CollectorRe
 def test_a_clash_on_the_last_collector_leaves_none_of_the_others(
     registry: CollectorRegistry,
 ) -> None:
-    registry.register(LoopHistogram("nv_llm_http_service_request_duration_seconds", "x", (1.0,)))
+    registry.register(
+        SingleThreadHistogram("nv_llm_http_service_request_duration_seconds", "x", (1.0,))
+    )
     with pytest.raises(Conflict):
         Metrics().register(registry)
     assert len(list(registry.collect())) == 1
@@ -232,7 +234,7 @@ def test_the_registry_type_is_exported_and_every_registry_is_the_callers(
 ) -> None:
     from prometheus_client import REGISTRY
 
-    assert metrics_module.Registry is CollectorRegistry
+    assert metrics_module.MetricsRegistry is CollectorRegistry
     state.register(registry)
     assert "nv_llm_http_service" not in generate_latest(REGISTRY).decode()
 
@@ -410,7 +412,7 @@ async def test_a_scrape_is_the_text_of_the_given_registry_alone(
     state.register(registry)
     state.begin("m", CHAT, True).close()
     other = CollectorRegistry()
-    other.register(LoopHistogram("elsewhere", "x", (1.0,)))
+    other.register(SingleThreadHistogram("elsewhere", "x", (1.0,)))
     _, router = metrics_router(registry)
     answer = await ask(router, "/metrics")
     assert answer.status_code == 200
@@ -465,7 +467,7 @@ def test_either_family_can_be_exposed_or_both(
 def test_a_clash_in_one_family_exposes_neither(
     state: DeploymentState, registry: CollectorRegistry
 ) -> None:
-    registry.register(LoopHistogram("kvmesh_frontend_cached_tokens", "x", (1.0,)))
+    registry.register(SingleThreadHistogram("kvmesh_frontend_cached_tokens", "x", (1.0,)))
     with pytest.raises(Conflict, match="kvmesh_frontend_cached_tokens"):
         state.register(registry)
     assert len(list(registry.collect())) == 1
@@ -590,7 +592,7 @@ def test_a_loop_histogram_reads_as_prometheus_own(registry: CollectorRegistry) -
 
     bounds = (0.0, 0.5, 1.0, 10.0)
     ours, theirs = (
-        LoopHistogram("h", "same", bounds),
+        SingleThreadHistogram("h", "same", bounds),
         Histogram("h", "same", ("model",), registry=None, buckets=bounds),
     )
     for value in (0.0, 0.2, 0.5, 0.500001, 1.0, 9.0, 11.0):
@@ -626,7 +628,7 @@ def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none
             **sizes,  # type: ignore[arg-type]
         )
 
-    members = Snapshot().following(
+    members = Snapshot().next_snapshot(
         [
             worker(1, total_kv_blocks=100, context_length=4096),
             worker(2, total_kv_blocks=50, context_length=2048),
@@ -645,12 +647,15 @@ def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none
 
 
 def test_what_a_frontend_does_so_that_requests_survive_is_shown_as_it_is_at_a_scrape() -> None:
-    counts = dict.fromkeys(("retries", "retries_refused", "rerouted", "rerouted_waiting"), 0)
+    counts = dict.fromkeys(
+        ("retries", "retries_refused", "migrations_active", "migrations_waiting"), 0
+    )
     unrouted = 0
     registry = CollectorRegistry()
     registry.register(
-        SurvivalCollector(
-            lambda: Survival(lost_s=0.0, unrouted=unrouted, left_alone=1, **counts), "p"
+        ResilienceCollector(
+            lambda: ResilienceStats(stalled_s=0.0, unrouted=unrouted, excluded_workers=1, **counts),
+            "p",
         )
     )
     for unrouted in (3, 7):

@@ -3,45 +3,51 @@
 from __future__ import annotations
 
 from common.kv.events import Source
-from indexer_svc.core.budget import ASK_EVERY_S, PATIENCE_S, Budget, Verdict
+from indexer_svc.core.budget import SHRINK_GRACE_S, SHRINK_INTERVAL_S, Budget, BudgetActions
 
 BLOCKS = {Source(1): 600, Source(2): 300, Source(2, 1): 100}
 
 
 def test_below_the_budget_and_without_one_nothing_is_asked() -> None:
-    assert Budget(1000).review(0.0, 1000, BLOCKS, {}) == Verdict()
-    assert Budget(0).review(0.0, 10**12, BLOCKS, {}) == Verdict()
+    assert Budget(1000).plan_actions(0.0, 1000, BLOCKS, {}) == BudgetActions()
+    assert Budget(0).plan_actions(0.0, 10**12, BLOCKS, {}) == BudgetActions()
 
 
 def test_every_worker_is_asked_for_its_share_of_the_excess() -> None:
-    verdict = Budget(1000).review(0.0, 1800, BLOCKS, {})
-    assert verdict == Verdict(shrink={1: 300, 2: 200})
+    budget_actions = Budget(1000).plan_actions(0.0, 1800, BLOCKS, {})
+    assert budget_actions == BudgetActions(shrink={1: 300, 2: 200})
 
 
 def test_it_asks_again_only_after_a_while() -> None:
     budget = Budget(1000)
-    assert budget.review(0.0, 1800, BLOCKS, {}).shrink
-    assert budget.review(ASK_EVERY_S / 2, 1800, BLOCKS, {}) == Verdict()
-    assert budget.review(ASK_EVERY_S, 1800, BLOCKS, {}).shrink
+    assert budget.plan_actions(0.0, 1800, BLOCKS, {}).shrink
+    assert budget.plan_actions(SHRINK_INTERVAL_S / 2, 1800, BLOCKS, {}) == BudgetActions()
+    assert budget.plan_actions(SHRINK_INTERVAL_S, 1800, BLOCKS, {}).shrink
 
 
 def test_when_asking_does_not_help_the_largest_source_is_dropped_and_later_admitted() -> None:
     budget = Budget(1000)
     now = 0.0
-    while now < PATIENCE_S:
-        assert budget.review(now, 1800, BLOCKS, {}).drop is None
-        now += ASK_EVERY_S
-    assert budget.review(now, 1800, BLOCKS, {}) == Verdict(drop=Source(1))
+    while now < SHRINK_GRACE_S:
+        assert budget.plan_actions(now, 1800, BLOCKS, {}).drop is None
+        now += SHRINK_INTERVAL_S
+    assert budget.plan_actions(now, 1800, BLOCKS, {}) == BudgetActions(drop=Source(1))
     rest = {**BLOCKS, Source(1): 0}
-    assert budget.review(now + 1, 620, rest, {Source(1): 45}) == Verdict(), "81 bytes do not fit"
-    verdict = budget.review(now + 2, 620, rest, {Source(1): 44})
-    assert verdict == Verdict(admit=Source(1)), "at the 1.8 bytes a block of then"
-    assert budget.review(now + 3, 620, rest, {}) == Verdict(), "once"
+    assert budget.plan_actions(now + 1, 620, rest, {Source(1): 45}) == BudgetActions(), (
+        "81 bytes do not fit"
+    )
+    budget_actions = budget.plan_actions(now + 2, 620, rest, {Source(1): 44})
+    assert budget_actions == BudgetActions(end_load_only=Source(1)), (
+        "at the 1.8 bytes a block of then"
+    )
+    assert budget.plan_actions(now + 3, 620, rest, {}) == BudgetActions(), "once"
 
 
 def over_budget(budget: Budget) -> None:
     """Asking does not help, and the largest is dropped."""
-    verdicts = [budget.review(float(now), 1800, BLOCKS, {}) for now in range(int(PATIENCE_S) + 1)]
+    verdicts = [
+        budget.plan_actions(float(now), 1800, BLOCKS, {}) for now in range(int(SHRINK_GRACE_S) + 1)
+    ]
     assert verdicts[-1].drop == Source(1)
 
 
@@ -50,8 +56,10 @@ def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
     budget = Budget(1000)
     over_budget(budget)
     rest = {**BLOCKS, Source(1): 0}
-    assert budget.review(20.0, 0, rest, {Source(1): 600}) == Verdict()
-    assert budget.review(21.0, 0, rest, {Source(1): 10}) == Verdict(admit=Source(1))
+    assert budget.plan_actions(20.0, 0, rest, {Source(1): 600}) == BudgetActions()
+    assert budget.plan_actions(21.0, 0, rest, {Source(1): 10}) == BudgetActions(
+        end_load_only=Source(1)
+    )
 
 
 def test_a_source_that_left_or_has_come_back_by_itself_is_not_admitted() -> None:
@@ -59,5 +67,5 @@ def test_a_source_that_left_or_has_come_back_by_itself_is_not_admitted() -> None
     for blocks in ({Source(2): 300}, BLOCKS):
         budget = Budget(1000)
         over_budget(budget)
-        assert budget.review(20.0, 0, blocks, {}) == Verdict()
-        assert budget.review(21.0, 0, blocks, {}) == Verdict()
+        assert budget.plan_actions(20.0, 0, blocks, {}) == BudgetActions()
+        assert budget.plan_actions(21.0, 0, blocks, {}) == BudgetActions()

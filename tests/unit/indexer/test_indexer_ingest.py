@@ -21,7 +21,7 @@ from common.kv.events import (
 )
 from common.kv.index_feed import IndexFeed
 from common.registry.registry import MemoryRegistry, MemoryStore
-from indexer_svc.core.budget import PATIENCE_S, Budget
+from indexer_svc.core.budget import SHRINK_GRACE_S, Budget
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import SLICE_S, Ingest
 
@@ -77,8 +77,8 @@ class Bed:
         self.ingest = Ingest(IndexFeed(), Budget(budget_bytes), lambda: self.now)
         self.fleet = FleetWatch(MemoryRegistry(MemoryStore()), "mesh", lambda: self.now)
 
-    def announce(self, source: Source, sequence: int = 0) -> None:
-        self.ingest.feed.announce(PARTITION, SourceState(source, 1, sequence), self.now)
+    def register_source(self, source: Source, sequence: int = 0) -> None:
+        self.ingest.feed.register_source(PARTITION, SourceState(source, 1, sequence), self.now)
 
     async def store(self, source: Source, hashes: Hashes) -> None:
         feed = self.ingest.feed
@@ -98,7 +98,7 @@ def keys(numbers: Iterable[int]) -> Hashes:
 
 async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> None:
     bed = Bed(60_000)
-    bed.announce(A)
+    bed.register_source(A)
     for number in range(100):
         await bed.store(A, keys([number]))
     feed = bed.ingest.feed
@@ -107,7 +107,7 @@ async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> N
     assert bed.ingest.histories, "there is room for them"
     await bed.store(A, keys(range(100, 350)))
     assert bed.ingest.used_bytes > 60_000
-    await bed.ticks(2 * PATIENCE_S)
+    await bed.ticks(2 * SHRINK_GRACE_S)
     assert not bed.ingest.histories
     assert feed.status(A).state == "exact", "without them it fits"
 
@@ -117,11 +117,11 @@ async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
     bed = Bed(100_000)
     feed = bed.ingest.feed
     for source, count in ((A, 500), (B, 1000)):
-        bed.announce(source, 5)
+        bed.register_source(source, 5)
         chunk = SnapshotChunk(source, 1, 5, keys(range(1, count)), first=True)
         await bed.ingest.run(feed.load(chunk, 0.0))
     assert feed.blocks_of(A) == feed.blocks_of(B) == 0
-    for _ in range(round(PATIENCE_S) + 3):
+    for _ in range(round(SHRINK_GRACE_S) + 3):
         await bed.ticks(1)
         for source in (A, B):  # They go on, slowly.
             more = SnapshotChunk(source, 1, 5, keys([10**6 + round(bed.now)]))
@@ -136,11 +136,11 @@ async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is
     bed = Bed(30_000)
     feed = bed.ingest.feed
     for source, first in ((A, 0), (B, 1000)):
-        bed.announce(source)
+        bed.register_source(source)
         await bed.store(source, keys(range(first, first + 150 + first // 10)))
-    await bed.ticks(PATIENCE_S + 2)
+    await bed.ticks(SHRINK_GRACE_S + 2)
     assert feed.is_load_only(B)
-    bed.announce(B, 1)
+    bed.register_source(B, 1)
     chunk = SnapshotChunk(B, 1, 1, keys(range(1000, 1010)), first=True, last=True)
     await bed.ingest.run(feed.load(chunk, bed.now))
     await bed.ticks(3)
@@ -157,10 +157,10 @@ def test_masks_of_blocks_that_many_sources_share_are_counted(
     """Bytes a block; measured: 90 and 170."""
     feed, rng = IndexFeed(), np.random.default_rng(1)
     for number in range(1, sources + 1):
-        feed.announce(PARTITION, SourceState(Source(number), 1, 0), 0.0)
-    index, _ = feed.claims(Source(1))
+        feed.register_source(PARTITION, SourceState(Source(number), 1, 0), 0.0)
+    index, _ = feed.advertised(Source(1))
     for start in range(0, 4096, 16):
         for number in rng.choice(sources, sharing, replace=False):
-            _, claims = feed.claims(Source(int(number) + 1))
-            index.store(claims, keys(range(start, start + 16)))
+            _, advertised = feed.advertised(Source(int(number) + 1))
+            index.store(advertised, keys(range(start, start + 16)))
     assert low < feed.used_bytes / 4096 < high

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kv.events import (
-    NO_HASHES,
+    EMPTY_HASHES,
     Event,
     EventBatch,
     EventKind,
@@ -23,25 +23,25 @@ from common.kv.events import (
     SourceStatus,
     Tier,
 )
-from common.kv.index_feed import IndexFeed, exhaust
+from common.kv.index_feed import IndexFeed, run_all_steps
 from common.wire.kv import BATCH_BLOCKS_MAX
 from indexer_svc.core.recording import (
     LINE_BYTES_MAX,
     BrokenRecording,
-    End,
-    Entry,
-    Lost,
-    Positions,
-    Reading,
-    header,
-    line_of,
+    IndexLost,
+    RecordingEnd,
+    RecordingEntry,
+    RecordingReader,
+    SourcePositions,
+    encode_header,
+    encode_line,
     play,
 )
-from indexer_svc.core.subscriber import StatusTold
+from indexer_svc.core.subscriber import StatusUpdate
 
 SOURCE = Source(2**63 - 1, 3)
 PARTITION = Partition("m", 16, 1, 2)
-EXACT = StatusTold(SOURCE, PARTITION, SourceStatus("exact"))
+EXACT = StatusUpdate(SOURCE, PARTITION, SourceStatus("exact"))
 
 
 def array(values: Iterable[int]) -> Hashes:
@@ -60,11 +60,11 @@ def chunk(sequence: int, *values: int, first: bool = True, last: bool = True) ->
     return SnapshotChunk(SOURCE, 1, sequence, array(values), Tier.HOST, first, last)
 
 
-def written(*entries: Entry) -> list[bytes]:
-    return [header(), *(line_of(t, entry) for t, entry in enumerate(entries))]
+def written(*entries: RecordingEntry) -> list[bytes]:
+    return [encode_header(), *(encode_line(t, entry) for t, entry in enumerate(entries))]
 
 
-def facts(entry: Entry) -> object:
+def facts(entry: RecordingEntry) -> object:
     """An entry as plain values, which can be compared."""
     match entry:
         case EventBatch(source, epoch, sequence, events):
@@ -97,8 +97,8 @@ entries = st.one_of(
         st.booleans(),
         st.booleans(),
     ),
-    st.builds(StatusTold, sources, st.none() | partitions, statuses),
-    st.just(Lost()),
+    st.builds(StatusUpdate, sources, st.none() | partitions, statuses),
+    st.just(IndexLost()),
 )
 
 
@@ -106,10 +106,12 @@ entries = st.one_of(
 @pytest.mark.row("S1-22")
 @settings(max_examples=100, deadline=None)
 @given(st.lists(entries, max_size=8))
-def test_what_is_written_is_read_back_equal(told: list[Entry]) -> None:
-    reading = Reading(written(*told, End()))
+def test_what_is_written_is_read_back_equal(told: list[RecordingEntry]) -> None:
+    reading = RecordingReader(written(*told, RecordingEnd()))
     read = list(reading)
-    assert [facts(entry) for _, entry in read] == [facts(entry) for entry in [*told, End()]]
+    assert [facts(entry) for _, entry in read] == [
+        facts(entry) for entry in [*told, RecordingEnd()]
+    ]
     assert [t for t, _ in read] == list(range(len(told) + 1))
     assert (reading.has_ended, reading.is_cut) == (True, False)
     assert reading.lines_read == len(told) + 2
@@ -119,12 +121,12 @@ def test_what_is_written_is_read_back_equal(told: list[Entry]) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(entries, min_size=1, max_size=4), st.data())
 def test_a_file_cut_off_anywhere_gives_all_lines_that_are_whole(
-    told: list[Entry], data: st.DataObject
+    told: list[RecordingEntry], data: st.DataObject
 ) -> None:
     whole = b"".join(written(*told))
-    at = data.draw(st.integers(len(header()), len(whole)))
+    at = data.draw(st.integers(len(encode_header()), len(whole)))
     lines = whole[:at].splitlines(keepends=True)
-    reading = Reading(lines)
+    reading = RecordingReader(lines)
     read = list(reading)
     count = whole[:at].count(b"\n") - 1
     assert [facts(entry) for _, entry in read] == [facts(entry) for entry in told[:count]]
@@ -140,20 +142,24 @@ def test_a_file_cut_off_anywhere_gives_all_lines_that_are_whole(
         ([b"[]\n"], 1, "no JSON object"),
         ([b'{"other": 1}\n'], 1, "kvmesh_kv_events is missing"),
         ([b'{"kvmesh_kv_events": 2}\n'], 1, "what can be read is 1"),
-        ([header(), b"\0\0\0\0\n"], 2, "Expecting value"),
-        ([header(), b'{"is":"end"}\n'], 2, "t is missing"),
-        ([header(), b'{"t":true,"is":"end"}\n'], 2, "t is no number"),
-        ([header(), b'{"t":NaN,"is":"end"}\n'], 2, "t is nan"),
-        ([header(), b'{"t":5,"is":"lost"}\n', b'{"t":4,"is":"lost"}\n'], 3, "t is 4"),
-        ([header(), b'{"t":0,"is":"dance"}\n'], 2, "'dance' is not known"),
-        ([header(), b'{"t":0,"is":"end"}\n', b'{"t":0,"is":"lost"}\n'], 3, "follows the end"),
-        ([header(), b"x" * (LINE_BYTES_MAX + 1)], 2, "more than"),
-        ([header(), b"[" * 100_000 + b"\n"], 2, ""),
+        ([encode_header(), b"\0\0\0\0\n"], 2, "Expecting value"),
+        ([encode_header(), b'{"is":"end"}\n'], 2, "t is missing"),
+        ([encode_header(), b'{"t":true,"is":"end"}\n'], 2, "t is no number"),
+        ([encode_header(), b'{"t":NaN,"is":"end"}\n'], 2, "t is nan"),
+        ([encode_header(), b'{"t":5,"is":"lost"}\n', b'{"t":4,"is":"lost"}\n'], 3, "t is 4"),
+        ([encode_header(), b'{"t":0,"is":"dance"}\n'], 2, "'dance' is not known"),
+        (
+            [encode_header(), b'{"t":0,"is":"end"}\n', b'{"t":0,"is":"lost"}\n'],
+            3,
+            "follows the end",
+        ),
+        ([encode_header(), b"x" * (LINE_BYTES_MAX + 1)], 2, "more than"),
+        ([encode_header(), b"[" * 100_000 + b"\n"], 2, ""),
     ],
 )
 def test_a_line_that_is_wrong_is_named(lines: Sequence[bytes], number: int, why: str) -> None:
     with pytest.raises(BrokenRecording, match=rf"line {number}: .*{why}") as error:
-        list(Reading(lines))
+        list(RecordingReader(lines))
     assert error.value.line == number
     assert error.value.reason == "BROKEN_RECORDING"
 
@@ -178,10 +184,10 @@ def test_a_line_that_is_wrong_is_named(lines: Sequence[bytes], number: int, why:
     ],
 )
 def test_a_field_that_is_wrong_is_named_with_its_line(name: str, value: object, why: str) -> None:
-    good = json.loads(line_of(0.0, batch(1, stored(1))))
+    good = json.loads(encode_line(0.0, batch(1, stored(1))))
     line = json.dumps(good | {name: value}).encode() + b"\n"
     with pytest.raises(BrokenRecording, match=f"line 2: .*{why}"):
-        list(Reading([header(), line]))
+        list(RecordingReader([encode_header(), line]))
 
 
 def test_statuses_and_snapshots_are_checked_too() -> None:
@@ -193,15 +199,15 @@ def test_statuses_and_snapshots_are_checked_too() -> None:
         (chunk(1), "hashes", "A" * 4096 * 8 * 2, "more than 4096"),
         (chunk(1), "tier", "tape", "'tape'"),
     ):
-        facts_ = json.loads(line_of(0.0, entry)) | {name: value}
+        facts_ = json.loads(encode_line(0.0, entry)) | {name: value}
         line = json.dumps(facts_).encode() + b"\n"
         with pytest.raises(BrokenRecording, match=f"line 2: .*{why}"):
-            list(Reading([header(), line]))
+            list(RecordingReader([encode_header(), line]))
 
 
 @pytest.mark.row("S1-22")
 def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
-    story: list[Entry] = [
+    story: list[RecordingEntry] = [
         EXACT,
         chunk(4, 1, 2, first=True, last=False),
         batch(5, stored(9)),
@@ -209,10 +215,10 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
         batch(6, Event(EventKind.REMOVED, array([2]), Tier.HOST)),
     ]
     feed = IndexFeed()
-    for t, entry in Reading(written(*story, Lost())):
-        exhaust(play(feed, entry, t))
-    index, claims = feed.claims(SOURCE)
-    held = {(tier, key) for tier, part in index.chunks(claims) for key in part.tolist()}
+    for t, entry in RecordingReader(written(*story, IndexLost())):
+        run_all_steps(play(feed, entry, t))
+    index, advertised = feed.advertised(SOURCE)
+    held = {(tier, key) for tier, part in index.chunks(advertised) for key in part.tolist()}
     assert held == {(Tier.HOST, 1), (Tier.HOST, 3), (Tier.DEVICE, 9)}
     assert feed.status(SOURCE).state == "stale", "its recorder was lost"
     assert feed.position(SOURCE) == SourceState(SOURCE, 1, 6)
@@ -220,7 +226,7 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
 
 def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
     """Against the replica itself, after every entry and a loss behind it."""
-    story: list[Entry] = [
+    story: list[RecordingEntry] = [
         EXACT,
         batch(1, stored(1)),
         batch(2, stored(2)),
@@ -228,15 +234,15 @@ def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
         batch(3, stored(3)),
         chunk(2, 2, first=False, last=True),
         batch(1, stored(7), epoch=2),
-        SnapshotChunk(SOURCE, 2, 1, NO_HASHES, first=True),
+        SnapshotChunk(SOURCE, 2, 1, EMPTY_HASHES, first=True),
         batch(1, stored(8), epoch=3),
-        StatusTold(SOURCE, None, SourceStatus("gone")),
+        StatusUpdate(SOURCE, None, SourceStatus("gone")),
     ]
     for end in range(len(story) + 1):
-        positions, feed = Positions(), IndexFeed()
-        for entry in [*story[:end], Lost()]:
+        positions, feed = SourcePositions(), IndexFeed()
+        for entry in [*story[:end], IndexLost()]:
             positions.take(entry)
-            exhaust(play(feed, entry, 0.0))
+            run_all_steps(play(feed, entry, 0.0))
         told = [state for state in feed.positions() if state.sequence]
         assert positions.states() == told, f"after {end} entries"
 
@@ -245,6 +251,6 @@ def test_the_largest_batch_fits_into_a_line() -> None:
     # Of one hash each, with the longest names.
     event = Event(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
     one, two = (
-        len(line_of(0.0, EventBatch(SOURCE, 2**64 - 1, 2**64 - 1, [event] * n))) for n in (1, 2)
+        len(encode_line(0.0, EventBatch(SOURCE, 2**64 - 1, 2**64 - 1, [event] * n))) for n in (1, 2)
     )
     assert one + (two - one) * (BATCH_BLOCKS_MAX - 1) <= LINE_BYTES_MAX

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from common.kv.events import (
-    CHUNK_BLOCKS,
+    SNAPSHOT_CHUNK_BLOCKS,
     Event,
     EventBatch,
     EventKind,
@@ -20,10 +20,17 @@ from common.kv.events import (
     SourceState,
     SourceStatus,
 )
-from common.kv.index_feed import Applied, Changed, Demand, IndexFeed, Replaced, exhaust
+from common.kv.index_feed import (
+    BatchApplied,
+    IndexFeed,
+    ResendRequest,
+    SourceReplaced,
+    StatusChanged,
+    run_all_steps,
+)
 from common.kv.load import Load
-from indexer_svc.core.history import History
-from indexer_svc.core.subscriber import CaughtUp, LoadTold, StatusTold, Subscriber, Told
+from indexer_svc.core.history import BatchHistory
+from indexer_svc.core.subscriber import CaughtUp, LoadUpdate, Outbound, StatusUpdate, Subscriber
 
 PARTITION, OTHER = Partition("m", 16, 1), Partition("n", 16, 1)
 A, B, C = Source(1), Source(2), Source(3)
@@ -39,13 +46,13 @@ class Index:
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
-        self.histories: dict[Source, History] = {}
+        self.histories: dict[Source, BatchHistory] = {}
         self.subscribers: list[Subscriber] = []
         self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
         """A source that holds these blocks since its first batch."""
-        self.feed.announce(PARTITION, SourceState(source, 1, 0), 0.0)
+        self.feed.register_source(PARTITION, SourceState(source, 1, 0), 0.0)
         self.tell()
         if keys:
             self.store(source, *keys)
@@ -57,7 +64,7 @@ class Index:
         at = self.feed.position(source)
         sequence = at.sequence + 1 if epoch in (None, at.epoch) else 1
         batch = EventBatch(source, epoch or at.epoch, sequence, events)
-        exhaust(self.feed.apply(batch, 0.0))
+        run_all_steps(self.feed.apply(batch, 0.0))
         self.tell()
 
     def subscribe(self, *resume: SourceState, cap: int = CAP) -> Subscriber:
@@ -67,65 +74,65 @@ class Index:
         return subscriber
 
     def tell(self) -> None:
-        for news in self.feed.take_news():
+        for news in self.feed.take_events():
             match news:
-                case Applied(batch):
-                    self.histories.setdefault(batch.source, History()).add(batch)
+                case BatchApplied(batch):
+                    self.histories.setdefault(batch.source, BatchHistory()).add(batch)
                     for subscriber in self.subscribers:
                         subscriber.batch(batch)
-                case Replaced(source):
+                case SourceReplaced(source):
                     self.histories.pop(source, None)
                     for subscriber in self.subscribers:
-                        subscriber.replaced(source)
-                case Changed(source, partition, status):
+                        subscriber.source_replaced(source)
+                case StatusChanged(source, partition, status):
                     for subscriber in self.subscribers:
-                        subscriber.changed(source, partition, status)
+                        subscriber.status_changed(source, partition, status)
 
 
-def give(copy: IndexFeed, told: Iterable[Told]) -> None:
+def give(copy: IndexFeed, told: Iterable[Outbound]) -> None:
     for one in told:
         match one:
-            case StatusTold(source, partition, status, at):
-                copy.follow(partition, source, status, 0.0, at)
+            case StatusUpdate(source, partition, status, at):
+                copy.apply_status(partition, source, status, 0.0, at)
             case EventBatch():
-                exhaust(copy.apply(one, 0.0))
+                run_all_steps(copy.apply(one, 0.0))
             case SnapshotChunk():
-                exhaust(copy.load(one, 0.0))
+                run_all_steps(copy.load(one, 0.0))
             case _:
                 pass
 
 
-def everything(subscriber: Subscriber) -> list[Told]:
-    told: list[Told] = []
+def everything(subscriber: Subscriber) -> list[Outbound]:
+    told: list[Outbound] = []
     while subscriber.has_more:
         told += subscriber.take()
     return told
 
 
 def held(feed: IndexFeed, source: Source) -> set[int]:
-    index, claims = feed.claims(source)
-    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+    index, advertised = feed.advertised(source)
+    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
 
-def demands(copy: IndexFeed) -> list[Demand]:
-    return [news for news in copy.take_news() if isinstance(news, Demand)]
+def demands(copy: IndexFeed) -> list[ResendRequest]:
+    return [news for news in copy.take_events() if isinstance(news, ResendRequest)]
 
 
-def chunks(told: Iterable[Told]) -> list[SnapshotChunk]:
+def chunks(told: Iterable[Outbound]) -> list[SnapshotChunk]:
     return [one for one in told if isinstance(one, SnapshotChunk)]
 
 
 def test_a_newcomer_gets_each_source_in_parts_then_its_status_then_the_end() -> None:
     index = Index()
-    index.add(A, *range(1, CHUNK_BLOCKS + 10))
+    index.add(A, *range(1, SNAPSHOT_CHUNK_BLOCKS + 10))
     told = everything(index.subscribe())
     kinds = [type(one) for one in told]
-    assert kinds == [StatusTold, SnapshotChunk, SnapshotChunk, StatusTold, CaughtUp]
-    assert isinstance(told[0], StatusTold)
+    assert kinds == [StatusUpdate, SnapshotChunk, SnapshotChunk, StatusUpdate, CaughtUp]
+    assert isinstance(told[0], StatusUpdate)
     assert told[0].status.state == "gapped", "not before it is a copy"
-    assert isinstance(told[3], StatusTold)
+    assert isinstance(told[3], StatusUpdate)
     assert told[3].status.state == "exact"
-    assert [len(chunk.hashes) for chunk in chunks(told)] == [CHUNK_BLOCKS, 9]
+    assert [len(chunk.hashes) for chunk in chunks(told)] == [SNAPSHOT_CHUNK_BLOCKS, 9]
 
 
 def test_an_empty_index_is_caught_up_at_once() -> None:
@@ -136,7 +143,7 @@ def test_no_batch_of_a_source_goes_ahead_of_the_first_part_of_its_snapshot() -> 
     """A copy would see a gap, and subscribe again: under traffic for ever."""
     index, copy = Index(), IndexFeed()
     for source in (A, B, C):
-        index.add(source, *range(1, 3 * CHUNK_BLOCKS))
+        index.add(source, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     for n in range(20):
         give(copy, subscriber.take())
@@ -150,7 +157,7 @@ def test_no_batch_of_a_source_goes_ahead_of_the_first_part_of_its_snapshot() -> 
 def test_at_most_two_snapshots_are_read_at_once_and_live_batches_go_first() -> None:
     index = Index()
     for source in (A, B, C):
-        index.add(source, *range(1, 3 * CHUNK_BLOCKS))
+        index.add(source, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     subscriber.take()
     index.store(A, 10**6)
@@ -165,7 +172,7 @@ def test_who_has_all_gets_nothing_but_the_status() -> None:
     index = Index()
     index.add(A, 1, 2)
     told = everything(index.subscribe(index.feed.position(A)))
-    assert [type(one) for one in told] == [StatusTold, CaughtUp]
+    assert [type(one) for one in told] == [StatusUpdate, CaughtUp]
 
 
 def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
@@ -175,18 +182,18 @@ def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
     index.store(A, 2)
     index.store(A, 4)
     told = everything(index.subscribe(behind))
-    assert [type(one) for one in told] == [EventBatch, EventBatch, StatusTold, CaughtUp]
+    assert [type(one) for one in told] == [EventBatch, EventBatch, StatusUpdate, CaughtUp]
 
 
 def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
     """The copy has it of another partition: what it begins with there would be lost to this one."""
     copy = IndexFeed()
-    copy.follow(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
+    copy.apply_status(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
     before = EventBatch(A, 1, 1, (Event(EventKind.STORED, array([1])),))
-    exhaust(copy.apply(before, 0.0))
-    copy.lose_all(0.0, "the indexer is lost")
+    run_all_steps(copy.apply(before, 0.0))
+    copy.mark_all_disconnected(0.0, "the indexer is lost")
     index = Index()
-    index.feed.announce(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.feed.register_source(PARTITION, SourceState(A, 2, 0), 0.0)
     index.tell()
     subscriber = index.subscribe(*copy.positions())
     index.store(A, 2)
@@ -205,7 +212,7 @@ def test_who_is_behind_by_about_what_may_wait_for_it_gets_a_snapshot(cap: int) -
         index.store(A, key)
     subscriber = index.subscribe(at, cap=cap)
     told = everything(subscriber)
-    assert not subscriber.is_cut
+    assert not subscriber.is_overflowed
     assert len(chunks(told)) == 1
 
 
@@ -229,31 +236,31 @@ def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
 
 def test_a_gapped_source_is_not_sent_before_it_is_right() -> None:
     index = Index()
-    index.feed.announce(PARTITION, SourceState(A, 1, 5), 0.0)
+    index.feed.register_source(PARTITION, SourceState(A, 1, 5), 0.0)
     subscriber = index.subscribe()
-    assert [type(one) for one in everything(subscriber)] == [StatusTold, CaughtUp]
+    assert [type(one) for one in everything(subscriber)] == [StatusUpdate, CaughtUp]
     snapshot = SnapshotChunk(A, 1, 5, array([1, 2]), first=True, last=True)
-    exhaust(index.feed.load(snapshot, 0.0))
+    run_all_steps(index.feed.load(snapshot, 0.0))
     index.tell()
     told = everything(subscriber)
     assert [chunk.hashes.tolist() for chunk in chunks(told)] == [[1, 2]]
-    assert told[-1] == StatusTold(A, PARTITION, SourceStatus("exact"), (1, 5))
+    assert told[-1] == StatusUpdate(A, PARTITION, SourceStatus("exact"), (1, 5))
 
 
 def test_a_source_that_goes_while_it_is_read_is_told_to_be_gone() -> None:
     index = Index()
-    index.add(A, *range(1, 3 * CHUNK_BLOCKS))
+    index.add(A, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     subscriber.take()
     index.feed.forget(A, "left")
     index.tell()
     told = everything(subscriber)
     assert chunks(told) == []
-    assert StatusTold(A, PARTITION, SourceStatus("gone", "left")) in told
+    assert StatusUpdate(A, PARTITION, SourceStatus("gone", "left")) in told
 
 
-def states(told: Iterable[Told]) -> list[str]:
-    return [one.status.state for one in told if isinstance(one, StatusTold)]
+def states(told: Iterable[Outbound]) -> list[str]:
+    return [one.status.state for one in told if isinstance(one, StatusUpdate)]
 
 
 def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None:
@@ -264,7 +271,7 @@ def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None
     give(copy, everything(subscriber))
     assert held(copy, A) == {1, 2, 3}
     index.subscribers.clear()
-    copy.lose_all(0.0, "the stream was cut")
+    copy.mark_all_disconnected(0.0, "the stream was cut")
     index.feed.make_load_only(A, 0.0)
     index.tell()
     told = everything(index.subscribe(*copy.positions()))
@@ -283,7 +290,7 @@ def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() ->
     one.tell()
     give(copy, everything(one.subscribe()))
     assert copy.status(A).state == "degraded"
-    copy.lose_all(0.0, "it died")
+    copy.mark_all_disconnected(0.0, "it died")
     give(copy, everything(other.subscribe(*copy.positions())))
     assert copy.status(A) == SourceStatus("exact")
     assert held(copy, A) == {1, 2, 3}
@@ -291,7 +298,7 @@ def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() ->
 
 def test_a_source_that_becomes_load_only_is_told_so_once_and_sent_again_when_admitted() -> None:
     index, copy = Index(), IndexFeed()
-    index.add(A, *range(1, 3 * CHUNK_BLOCKS))
+    index.add(A, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     give(copy, subscriber.take())
     index.feed.make_load_only(A, 0.0)
@@ -303,10 +310,10 @@ def test_a_source_that_becomes_load_only_is_told_so_once_and_sent_again_when_adm
     give(copy, told)
     assert held(copy, A) == set()
     index.change(A, Event(EventKind.REMOVED, array([1])))
-    index.feed.admit(A, 0.0)
+    index.feed.end_load_only(A, 0.0)
     at = index.feed.position(A)
     snapshot = SnapshotChunk(A, at.epoch, 2, array([2, 3]), first=True, last=True)
-    exhaust(index.feed.load(snapshot, 0.0))
+    run_all_steps(index.feed.load(snapshot, 0.0))
     index.tell()
     told = everything(subscriber)
     assert "gone" not in states(told)
@@ -321,7 +328,7 @@ def test_a_source_that_begins_anew_with_nothing_is_nothing_for_the_copy_too() ->
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
-    index.feed.announce(PARTITION, SourceState(A, 2, 0), 0.0)
+    index.feed.register_source(PARTITION, SourceState(A, 2, 0), 0.0)
     index.tell()
     give(copy, everything(subscriber))
     assert copy.status(A) == SourceStatus("exact")
@@ -349,12 +356,12 @@ def test_a_copy_that_has_forgotten_a_source_learns_that_it_lacks_it() -> None:
     index.add(A, 1)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
-    index.feed.lose(A, 0.0, "its publisher's stream ended")
+    index.feed.mark_disconnected(A, 0.0, "its publisher's stream ended")
     index.tell()
     give(copy, everything(subscriber))
     copy.forget(A, "no indexer knows it")
-    copy.take_news()
-    index.feed.announce(PARTITION, index.feed.position(A), 0.0)
+    copy.take_events()
+    index.feed.register_source(PARTITION, index.feed.position(A), 0.0)
     index.tell()
     give(copy, everything(subscriber))
     assert copy.status(A).state == "gapped"
@@ -366,8 +373,8 @@ def test_only_the_latest_load_of_a_source_waits() -> None:
     subscriber = index.subscribe()
     for number in range(1000):
         subscriber.load(A, PARTITION, Load(running=number))
-    assert [one for one in everything(subscriber) if isinstance(one, LoadTold)] == [
-        LoadTold(A, Load(running=999))
+    assert [one for one in everything(subscriber) if isinstance(one, LoadUpdate)] == [
+        LoadUpdate(A, Load(running=999))
     ]
 
 
@@ -378,7 +385,7 @@ def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
     everything(subscriber)
     for start in range(0, 3000, 100):
         index.store(A, *range(start + 1, start + 101))
-    assert subscriber.is_cut
+    assert subscriber.is_overflowed
     assert not subscriber._waiting
 
 
@@ -390,16 +397,16 @@ def test_a_cap_that_not_even_all_statuses_fit_into_cuts_nobody_at_the_beginning(
         index.add(source, source.worker_id)
     subscriber = index.subscribe(cap=100)
     give(copy, everything(subscriber))
-    assert not subscriber.is_cut
+    assert not subscriber.is_overflowed
     assert {frozenset(held(copy, one)) for one in sources} == {
         frozenset([one.worker_id]) for one in sources
     }
-    copy.lose_all(0.0, "it died")
+    copy.mark_all_disconnected(0.0, "it died")
     restarted = Index()
     restarted.absent.add(1)
     subscriber = restarted.subscribe(*copy.positions(), cap=100)
     give(copy, everything(subscriber))
-    assert not subscriber.is_cut
+    assert not subscriber.is_overflowed
     assert {copy.status(one).state for one in copy.sources()} == {"stale"}
     assert len(copy.sources()) == len(sources) - 1
 
@@ -435,7 +442,7 @@ class Pair:
         self.past[source, *at] = frozenset(truth)
         batch = EventBatch(source, *at, [Event(kind, array(keys))])
         for index in self.indexes:
-            exhaust(index.feed.apply(batch, 0.0))
+            run_all_steps(index.feed.apply(batch, 0.0))
             index.tell()
 
     def turn(self, index: Index, source: Source) -> None:
@@ -444,11 +451,11 @@ class Pair:
             index.feed.make_load_only(source, 0.0)
             index.tell()
             return
-        index.feed.admit(source, 0.0)
+        index.feed.end_load_only(source, 0.0)
         index.tell()
         all_of_it = array(sorted(self.truth[source]))
         snapshot = SnapshotChunk(source, *self.at[source], all_of_it, first=True, last=True)
-        exhaust(index.feed.load(snapshot, 0.0))
+        run_all_steps(index.feed.load(snapshot, 0.0))
         index.tell()
 
 
@@ -482,13 +489,13 @@ def test_a_copy_is_never_wrong_and_right_in_the_end(
                 pair.turn(rng.choice(pair.indexes), source)
             case "again":
                 index.subscribers.remove(subscriber)
-                copy.lose_all(0.0, "the stream ended")
+                copy.mark_all_disconnected(0.0, "the stream ended")
                 index = rng.choice(pair.indexes)
                 subscriber = index.subscribe(*copy.positions())
             case _:
                 give(copy, subscriber.take(rng.choice([1, 200, 10_000])))
         for mine in copy.positions():
-            if copy.counts(mine.source):
+            if copy.is_matchable(mine.source):
                 expected = pair.past[mine.source, mine.epoch, mine.sequence]
                 assert held(copy, mine.source) == expected
         for feed in (*(one.feed for one in pair.indexes), copy):

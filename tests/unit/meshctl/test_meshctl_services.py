@@ -12,7 +12,7 @@ import pytest
 from common.runtime.config import ServiceConfig, read_config
 from frontend_svc.config import FrontendConfig
 from indexer_svc.config import IndexerConfig
-from meshctl.services import MARGIN_S, NOTICE_S, MeshOptions, ServiceSpec, mesh_services
+from meshctl.services import NOTICE_S, STOP_MARGIN_S, MeshOptions, ServiceSpec, build_service_specs
 from router_svc.config import RouterConfig
 from worker_svc.config import WorkerConfig
 
@@ -24,12 +24,12 @@ def flag(spec: ServiceSpec, name: str) -> str:
 
 
 def test_the_default_mesh_is_one_frontend_router_and_indexer_and_two_workers() -> None:
-    names = [spec.name for spec in mesh_services(MeshOptions())]
+    names = [spec.name for spec in build_service_specs(MeshOptions())]
     assert names == ["frontend-0", "router-0", "indexer-0", "worker-0", "worker-1"]
 
 
 def test_prefill_and_decode_workers_are_told_their_role() -> None:
-    specs = mesh_services(MeshOptions(workers=0, prefill=1, decode=2))
+    specs = build_service_specs(MeshOptions(workers=0, prefill=1, decode=2))
     roles = {s.name: flag(s, "--role") for s in specs if s.module == "worker_svc"}
     assert roles == {"prefill-0": "prefill", "decode-0": "decode", "decode-1": "decode"}
 
@@ -41,7 +41,7 @@ def test_services_take_exactly_the_flags_they_are_given() -> None:
         "indexer_svc": (IndexerConfig, "INDEXER"),
         "worker_svc": (WorkerConfig, "WORKER"),
     }
-    for spec in mesh_services(OPTIONS):
+    for spec in build_service_specs(OPTIONS):
         room, name = rooms[spec.module]
         config, warnings = read_config(room, name, {}, spec.args)
         assert config.notice_s == NOTICE_S
@@ -49,14 +49,14 @@ def test_services_take_exactly_the_flags_they_are_given() -> None:
 
 
 def test_frontends_take_consecutive_ports_and_any_port_each_if_none_is_given() -> None:
-    specs = mesh_services(OPTIONS)
+    specs = build_service_specs(OPTIONS)
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["8100", "8101"]
-    specs = mesh_services(replace(OPTIONS, http_port=0))
+    specs = build_service_specs(replace(OPTIONS, http_port=0))
     assert [flag(spec, "--http-port") for spec in specs[:2]] == ["0", "0"]
 
 
 def test_no_two_services_share_a_name_or_a_stable_name() -> None:
-    specs = mesh_services(OPTIONS)
+    specs = build_service_specs(OPTIONS)
     stable = []
     for spec in specs:
         with contextlib.suppress(KeyError):
@@ -66,26 +66,26 @@ def test_no_two_services_share_a_name_or_a_stable_name() -> None:
 
 
 def test_a_name_prefix_tells_the_workers_of_two_hosts_apart() -> None:
-    worker = mesh_services(replace(OPTIONS, name_prefix="host-"))[-1]
+    worker = build_service_specs(replace(OPTIONS, name_prefix="host-"))[-1]
     assert flag(worker, "--stable-name") == "host-worker-2"
 
 
 def test_who_takes_work_ends_before_who_does_it() -> None:
-    ranks = {spec.module: spec.drain_rank for spec in mesh_services(OPTIONS)}
+    ranks = {spec.module: spec.drain_rank for spec in build_service_specs(OPTIONS)}
     assert ranks["frontend_svc"] < ranks["router_svc"] < ranks["worker_svc"]
 
 
 def test_a_service_may_take_its_notice_its_drain_and_a_margin_to_end() -> None:
-    spec = mesh_services(replace(OPTIONS, drain_s=7.0))[0]
+    spec = build_service_specs(replace(OPTIONS, drain_s=7.0))[0]
     assert flag(spec, "--drain-s") == "7"
-    assert spec.drain_s == pytest.approx(float(flag(spec, "--notice-s")) + 7.0 + MARGIN_S)
+    assert spec.drain_s == pytest.approx(float(flag(spec, "--notice-s")) + 7.0 + STOP_MARGIN_S)
     assert float(flag(spec, "--notice-s")) == NOTICE_S
 
 
 def test_each_registry_gets_its_own_flags_only() -> None:
-    file = mesh_services(replace(OPTIONS, registry_path=Path("/r")))[0]
+    file = build_service_specs(replace(OPTIONS, registry_path=Path("/r")))[0]
     assert flag(file, "--registry-path") == "/r"
     assert "--consul-url" not in file.args
-    consul = mesh_services(replace(OPTIONS, registry="consul", consul_url="http://c:1"))[0]
+    consul = build_service_specs(replace(OPTIONS, registry="consul", consul_url="http://c:1"))[0]
     assert flag(consul, "--consul-url") == "http://c:1"
     assert "--registry-path" not in consul.args

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest, Overloaded, Unavailable
 from common.kv.events import Source
 from common.kv.hashing import (
-    BlockExtraInfo,
-    MmObject,
+    BlockMediaInfo,
+    MediaHash,
     PrefixHasher,
     compute_block_hash_for_seq,
     compute_seq_hashes,
@@ -25,24 +25,24 @@ from common.kv.hashing import (
     hashes_to_bytes,
 )
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.admission import Parked, QueueRules
-from router_svc.core.cost import CostKnobs
+from router_svc.core.admission import QueuedRequest, QueueSettings
+from router_svc.core.cost import CostSettings
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import (
-    EXPIRY_LOOK_S,
-    EXPIRY_S,
+    BOOKING_EXPIRY_S,
+    EXPIRY_SCAN_INTERVAL_S,
     Booking,
     BookingKey,
-    LoadBook,
-    Totals,
+    LoadTotals,
+    LoadTracker,
 )
-from router_svc.core.overlap import Standing
-from router_svc.core.policy import Rules
-from router_svc.core.query import Query, decode_charge, prefill_charge
+from router_svc.core.overlap import IndexStatus
+from router_svc.core.policy import Policy
+from router_svc.core.query import Query, bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
@@ -60,8 +60,8 @@ def booking(number: int = 0, **facts: Any) -> Booking:
     return Booking(key(number), "m", W1, **given)
 
 
-def owned() -> tuple[LoadBook, int]:
-    book = LoadBook()
+def owned() -> tuple[LoadTracker, int]:
+    book = LoadTracker()
     return book, book.open_session(FRONTEND)
 
 
@@ -80,9 +80,9 @@ def test_a_request_that_ran_longer_than_expected_weighs_nothing_but_still_counts
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.add_output_blocks(key(), 3, 0.0)
-    assert book.load(W1, 0.0) == Totals(0, 0, 1)
+    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1)
     book.add_output_blocks(key(), 1)
-    assert book.load(W1, 0.0) == Totals(0, 0, 1), "the weight stays as it was said last"
+    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as it was said last"
 
 
 def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
@@ -117,7 +117,7 @@ def test_weights_add_up_exactly_and_leave_nothing_behind(
         assert book.load(W1, 0.0).decode_blocks <= math.floor(total + 0.51)
     for number in blocks:
         book.free(key(number))
-    assert book.load(W1, 0.0) == Totals()
+    assert book.load(W1, 0.0) == LoadTotals()
     assert len(book) == 0
 
 
@@ -129,9 +129,9 @@ def test_the_weight_travels_with_the_booking() -> None:
     assert held is not None
     told = booking_from_proto(booking_to_proto(held), FRONTEND, "announced")
     assert told == held
-    elsewhere = LoadBook()
-    elsewhere.announce(told, elsewhere.open_session(FRONTEND), 0.0)
-    assert elsewhere.load(W1, 0.0) == Totals(0, 2, 1)
+    elsewhere = LoadTracker()
+    elsewhere.reregister(told, elsewhere.open_session(FRONTEND), 0.0)
+    assert elsewhere.load(W1, 0.0) == LoadTotals(0, 2, 1)
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
@@ -155,11 +155,11 @@ def test_an_announced_weight_out_of_range_is_refused_by_name(decay: float) -> No
 def test_a_booking_nobody_speaks_of_ends_after_five_minutes() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    book.expire(EXPIRY_S - 1.0)
+    book.expire(BOOKING_EXPIRY_S - 1.0)
     assert len(book) == 1
-    book.expire(EXPIRY_S + EXPIRY_LOOK_S)
+    book.expire(BOOKING_EXPIRY_S + EXPIRY_SCAN_INTERVAL_S)
     assert (len(book), book.expired) == (0, 1)
-    assert book.load(W1, EXPIRY_S) == Totals()
+    assert book.load(W1, BOOKING_EXPIRY_S) == LoadTotals()
 
 
 def test_a_booking_that_is_announced_again_lives_on() -> None:
@@ -168,23 +168,23 @@ def test_a_booking_that_is_announced_again_lives_on() -> None:
     now = 0.0
     for _ in range(10):
         now += 100.0
-        assert not book.announce(booking(), session, now), "it is nothing new"
+        assert not book.reregister(booking(), session, now), "it is nothing new"
         book.expire(now)
     assert (len(book), book.expired) == (1, 0)
-    assert book.load(W1, now) == Totals(0, 4, 1)
+    assert book.load(W1, now) == LoadTotals(0, 4, 1)
 
 
 def test_what_a_peer_holds_is_for_the_peer_to_end() -> None:
     class Peer:
-        def hold(self, key: BookingKey) -> bool:
+        def is_held(self, key: BookingKey) -> bool:
             return True
 
         def changed(self, key: BookingKey) -> None: ...
 
-    book = LoadBook()
-    book.join(Peer())
-    book.heard(booking(), 0.0)
-    book.expire(10 * EXPIRY_S)
+    book = LoadTracker()
+    book.set_peers(Peer())
+    book.receive(booking(), 0.0)
+    book.expire(10 * BOOKING_EXPIRY_S)
     assert (len(book), book.expired) == (1, 0)
 
 
@@ -216,10 +216,10 @@ def router_of(*workers: int, **options: Any) -> Router:
 def test_blocks_are_charged_where_they_are_tracked_and_not_where_they_are_not() -> None:
     query = Query("m", 100)
     for tracks, blocks in ((True, 7), (False, 0)):
-        router = router_of(1, knobs=CostKnobs(track_active_blocks=tracks))
+        router = router_of(1, cost_settings=CostSettings(track_active_blocks=tracks))
         router.decide(query, key(), 0.0, Random(0))
-        assert router.book.load(W1, 0.0) == Totals(100, blocks, 1)
-    assert decode_charge(query, 16, CostKnobs(track_active_blocks=False)) == 0
+        assert router.book.load(W1, 0.0) == LoadTotals(100, blocks, 1)
+    assert bookable_decode_blocks(query, 16, CostSettings(track_active_blocks=False)) == 0
 
 
 @pytest.mark.row("S1-104")
@@ -227,14 +227,14 @@ def test_what_is_tracked_can_be_overridden_by_one_request_and_for_it_alone() -> 
     router = router_of(1)
     untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
     router.decide(untracked, key(0), 0.0, Random(0))
-    assert router.book.load(W1, 0.0) == Totals(0, 7, 1)
+    assert router.book.load(W1, 0.0) == LoadTotals(0, 7, 1)
     router.decide(Query("m", 100), key(1), 0.0, Random(0))
-    assert router.book.load(W1, 0.0) == Totals(100, 14, 2)
+    assert router.book.load(W1, 0.0) == LoadTotals(100, 14, 2)
     reuse = RouterConfigOverride(assume_kv_reuse=True)
-    assert CostKnobs().overridden(reuse).assume_kv_reuse
+    assert CostSettings().with_override(reuse).assume_kv_reuse
     assert (
-        not CostKnobs(assume_kv_reuse=True)
-        .overridden(RouterConfigOverride(assume_kv_reuse=False))
+        not CostSettings(assume_kv_reuse=True)
+        .with_override(RouterConfigOverride(assume_kv_reuse=False))
         .assume_kv_reuse
     )
 
@@ -250,7 +250,7 @@ def test_a_booking_names_request_worker_and_charge_and_potential_loads_foretell_
     told = decision_to_proto(decision, router.fleet)
     assert (told.charged_prefill_tokens, told.charged_decode_blocks) == (100, 7)
     assert router.book.load(decision.worker, 0.0) == foretold[decision.worker]
-    assert prefill_charge(query, 0) == 100
+    assert bookable_prefill_tokens(query, 0) == 100
 
 
 # What is asked.
@@ -258,21 +258,21 @@ def test_a_booking_names_request_worker_and_charge_and_potential_loads_foretell_
 
 @pytest.mark.row("S1-65", "S1-71")
 def test_each_parameter_of_a_question_has_its_effect() -> None:
-    router = router_of(1, 2, 3, rules=Rules(queue=QueueRules(threshold=0.1)))
+    router = router_of(1, 2, 3, policy=Policy(queue=QueueSettings(threshold=0.1)))
 
-    def ask(number: int | None, **hints: Any) -> Placement | Parked:
+    def ask(number: int | None, **hints: Any) -> Placement | QueuedRequest:
         query = Query("m", 200, routing=RoutingHints(**hints))
         if number is None:
             return router.decide(query, None, 0.0, Random(0)).worker
         answer = router.admit(query, key(number), 0.0, Random(0))
-        return answer if isinstance(answer, Parked) else answer.worker
+        return answer if isinstance(answer, QueuedRequest) else answer.worker
 
     assert ask(0, allowed_worker_ids=frozenset({2})) == W2
     assert ask(1, lora_name="lora3") == Placement(3, 0)
     assert ask(None) == W1, "1 is the idle one"
     assert ask(2) == W1, "no key, no booking: it still is"
-    assert isinstance(ask(3), Parked)
-    assert isinstance(ask(4, priority_jump=9.0), Parked)
+    assert isinstance(ask(3), QueuedRequest)
+    assert isinstance(ask(4, priority_jump=9.0), QueuedRequest)
     assert [one.key for one in router.queue.heads()] == [key(4)], "it jumped ahead of the other"
     with pytest.raises(Unavailable):
         ask(5, allowed_worker_ids=frozenset({99}))
@@ -280,7 +280,7 @@ def test_each_parameter_of_a_question_has_its_effect() -> None:
     wild = Query("m", 200, override=RouterConfigOverride(router_temperature=-1.0))
     with pytest.raises(InvalidRequest, match="router_temperature"):
         router.admit(wild, key(6), 0.0, Random(0))
-    assert isinstance(router.admit(free, key(7), 0.0, Random(0)), Parked)
+    assert isinstance(router.admit(free, key(7), 0.0, Random(0)), QueuedRequest)
     assert len(router.book) == 3
 
 
@@ -291,7 +291,7 @@ class Caches:
         self.scheme = scheme
         self.held = held
 
-    def match(self, query: Query) -> Sequence[Matched]:
+    def match(self, query: Query) -> Sequence[SourceMatch]:
         assert query.hash_scheme == self.scheme
         rows = []
         for worker_id, held in self.held.items():
@@ -300,11 +300,11 @@ class Caches:
                 if name not in held:
                     break
                 depth += 1
-            rows.append(Matched(Source(worker_id, 0), depth, depth, depth))
+            rows.append(SourceMatch(Source(worker_id, 0), depth, depth, depth))
         return rows
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
 
 TOKENS = list(range(64))
@@ -313,7 +313,7 @@ XXH3 = 2  # Any number that the publishers use for their way of naming blocks.
 
 def named(image: int | None = None, lora: str | None = None) -> tuple[int, ...]:
     """The prompt's blocks by the reference's hashes, with an image in the second one."""
-    infos = [None, None if image is None else BlockExtraInfo((MmObject(image),))]
+    infos = [None, None if image is None else BlockMediaInfo((MediaHash(image),))]
     local = compute_block_hash_for_seq(TOKENS, 16, infos, lora)
     return tuple(int(name) for name in compute_seq_hashes(local))
 
@@ -360,7 +360,7 @@ def test_potential_loads_and_overlaps_know_what_media_a_prompt_has() -> None:
 
 @pytest.mark.row("S1-108")
 def test_what_the_queue_says_no_with_is_typed() -> None:
-    router = router_of(1, rules=Rules(queue=QueueRules(threshold=0.0, requests_max=1)))
+    router = router_of(1, policy=Policy(queue=QueueSettings(threshold=0.0, requests_max=1)))
     router.admit(Query("m", 10), key(0), 0.0, Random(0))
     router.admit(Query("m", 10), key(1), 0.0, Random(0))
     with pytest.raises(Overloaded):

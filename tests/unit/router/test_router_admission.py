@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.errors import Bug, InvalidRequest, MeshError, Overloaded, Unavailable
+from common.errors import InternalError, InvalidRequest, MeshError, Overloaded, Unavailable
 from common.kv.events import Source
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import (
     RouterConfigOverride,
@@ -27,28 +27,28 @@ from common.request.preprocessed import (
 )
 from router_svc.core.admission import (
     AdmissionQueue,
-    Hindrance,
-    Parked,
+    Blockers,
+    QueuedRequest,
     QueuePolicy,
-    QueueRules,
-    Spot,
-    lane_of,
-    overdue_error,
+    QueueSettings,
+    RankCapacity,
+    constraint_class_of,
+    queue_timeout_error,
 )
 from router_svc.core.busy import BusyLimits
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, Totals
-from router_svc.core.overlap import Standing
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, LoadTotals
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Outcome, Router
-from router_svc.core.selectors import SELECTORS, Choice, View, WorkerSelector
+from router_svc.core.router import AdmissionResult, Decision, Router
+from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
 from router_svc.core.sessions import SessionName
 
 FRONTEND = 7
 BATCH = 1000
-NOBODY = Hindrance(0, frozenset())
+NOBODY = Blockers(0, frozenset())
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
@@ -86,10 +86,10 @@ class Bed:
         **queue: Any,
     ) -> None:
         given = {"threshold": 1.0, **queue}
-        rules = Rules(
-            queue=QueueRules(**given), busy=busy or BusyLimits(), bypass=bypass, **more_rules
+        policy = Policy(
+            queue=QueueSettings(**given), busy=busy or BusyLimits(), bypass=bypass, **more_rules
         )
-        self.router = Router(selector or SELECTORS["least_loaded"](), rules=rules, index=index)
+        self.router = Router(selector or SELECTORS["least_loaded"](), policy=policy, index=index)
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
         self.see(*(workers or (worker(1),)))
@@ -100,13 +100,13 @@ class Bed:
 
     def admit(
         self, name: str, tokens: int = 2 * BATCH, *, level: int = 0, **hints: Any
-    ) -> Decision | Parked:
+    ) -> Decision | QueuedRequest:
         """Ask for a placement; `tokens` alone make a worker busy unless told otherwise."""
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, strict_priority=level)
         return self.ask(name, query)
 
-    def ask(self, name: str, query: Query) -> Decision | Parked:
+    def ask(self, name: str, query: Query) -> Decision | QueuedRequest:
         return self.router.admit(query, key(name), self.now, Random(0), self.session)
 
     def free(self, name: str) -> None:
@@ -115,31 +115,31 @@ class Bed:
     def serve(self) -> list[str]:
         """Let those in who need not wait; their names, in that order."""
         names = []
-        for parked, outcome in self.router.admitted(self.now, Random(0)):
+        for queued, outcome in self.router.rescan(self.now, Random(0)):
             if outcome is None:
                 continue
-            names.append(parked.key.request_id)
-            self.answers[parked.key.request_id] = outcome
+            names.append(queued.key.request_id)
+            self.answers[queued.key.request_id] = outcome
         return names
 
     def relieve(self, *worker_ids: int) -> list[str]:
         """Let those in who profit from the relief of these; their names, in that order."""
         names = []
         for worker_id in worker_ids:
-            for parked, outcome in self.router.relieved(
+            for queued, outcome in self.router.capacity_freed(
                 Placement(worker_id, 0), self.now, Random(0)
             ):
                 if outcome is not None:
-                    names.append(parked.key.request_id)
-                    self.answers[parked.key.request_id] = outcome
+                    names.append(queued.key.request_id)
+                    self.answers[queued.key.request_id] = outcome
         return names
 
-    def strays(self, control: SessionControl) -> list[Outcome]:
+    def rebound_requests(self, control: SessionControl) -> list[AdmissionResult]:
         """What becomes of those who wait where the session is bound no more."""
         session = SessionName("m", control.session_id)
-        return list(self.router.strays(session, self.now, Random(0)))
+        return list(self.router.rebound_requests(session, self.now, Random(0)))
 
-    def load(self, worker_id: int = 1) -> Totals:
+    def load(self, worker_id: int = 1) -> LoadTotals:
         return self.router.book.load(Placement(worker_id, 0), self.now)
 
     @property
@@ -147,13 +147,13 @@ class Bed:
         return len(self.router.queue)
 
 
-def placed(answer: Decision | Parked | MeshError) -> Decision:
+def placed(answer: Decision | QueuedRequest | MeshError) -> Decision:
     assert isinstance(answer, Decision), answer
     return answer
 
 
-def parked(answer: Decision | Parked) -> Parked:
-    assert isinstance(answer, Parked), "it was placed at once"
+def queued(answer: Decision | QueuedRequest) -> QueuedRequest:
+    assert isinstance(answer, QueuedRequest), "it was placed at once"
     return answer
 
 
@@ -173,7 +173,7 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
     before = (bed.load(1), bed.load(2))
-    parked(bed.admit("c", 300))
+    queued(bed.admit("c", 300))
     assert (bed.load(1), bed.load(2)) == before
     assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (1, 300, 2)
     assert bed.serve() == [], "nothing has changed"
@@ -183,7 +183,7 @@ def test_a_request_waits_while_all_its_workers_are_busy_and_books_nothing_meanwh
     decision = placed(bed.answers["c"])
     assert (decision.worker, decision.queued_s) == (Placement(2, 0), 1.5)
     assert decision.reasons[-1] == "queued for 1500 ms"
-    assert bed.load(2) == Totals(300, 19, 1)
+    assert bed.load(2) == LoadTotals(300, 19, 1)
     assert (bed.waiting, bed.router.queue.tokens) == (0, 0)
 
 
@@ -191,7 +191,7 @@ def test_a_worker_is_busy_above_the_threshold_and_not_at_it() -> None:
     bed = Bed()
     placed(bed.admit("a", BATCH))
     placed(bed.admit("b", 1))
-    parked(bed.admit("c", 1))
+    queued(bed.admit("c", 1))
 
 
 def test_a_worker_that_does_not_say_its_batch_is_never_busy_in_practice() -> None:
@@ -199,23 +199,23 @@ def test_a_worker_that_does_not_say_its_batch_is_never_busy_in_practice() -> Non
     for number in range(5):
         placed(bed.admit(f"r{number}", 2_000_000))
     placed(bed.admit("the one that crosses", 1))
-    parked(bed.admit("the next", 1))
+    queued(bed.admit("the next", 1))
 
 
 @pytest.mark.row("S1-21")
 def test_who_may_wait_for_the_same_workers_waits_behind_those_who_do() -> None:
     bed = Bed()
     placed(bed.admit("a"))
-    parked(bed.admit("b", 10))
+    queued(bed.admit("b", 10))
     bed.free("a")  # A worker has room, but nobody was let in yet.
-    parked(bed.admit("c", 10))
+    queued(bed.admit("c", 10))
     assert bed.serve() == ["b", "c"]
 
 
 def test_the_end_of_prefill_makes_room_long_before_the_answer_ends() -> None:
     bed = Bed()
     placed(bed.admit("a"))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     bed.router.book.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"]
     assert bed.load().requests == 2
@@ -224,7 +224,7 @@ def test_the_end_of_prefill_makes_room_long_before_the_answer_ends() -> None:
 def test_a_new_worker_makes_room() -> None:
     bed = Bed()
     placed(bed.admit("a"))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     bed.see(worker(1), worker(2))
     assert bed.serve() == ["b"]
     assert placed(bed.answers["b"]).worker == Placement(2, 0)
@@ -233,7 +233,7 @@ def test_a_new_worker_makes_room() -> None:
 def test_a_report_that_a_worker_is_busy_holds_requests_and_a_later_one_lets_them_in() -> None:
     bed = Bed()
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     assert bed.serve() == []
     bed.router.book.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
@@ -242,7 +242,7 @@ def test_a_report_that_a_worker_is_busy_holds_requests_and_a_later_one_lets_them
 def test_a_report_that_grew_old_holds_nobody() -> None:
     bed = Bed()
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     bed.now += 0.6
     assert bed.serve() == ["a"]
 
@@ -251,7 +251,7 @@ def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
     bed = Bed()
     told: list[Placement] = []
     fleets: list[int] = []
-    bed.router.book.relieved = told.append
+    bed.router.book.capacity_freed = told.append
     bed.router.fleet_changed = lambda: fleets.append(1)
     placed(bed.admit("a"))
     assert told == [], "a booking is no relief"
@@ -273,7 +273,7 @@ def test_a_pair_waits_for_whom_computes_the_prompt_only() -> None:
     bed = Bed(worker(1, role="prefill", **group), worker(2, role="decode", **group))
     first = placed(bed.admit("a"))
     assert (first.prefill, first.worker) == (Placement(1, 0), Placement(2, 0))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     bed.router.book.mark_prefill_done(key("a"))
     assert bed.serve() == ["b"], "decode was not asked"
 
@@ -283,7 +283,7 @@ def test_a_worker_that_was_above_a_busy_threshold_lets_in_who_waited_for_others(
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     bed.router.book.report(1, 0, Load(kv_used_blocks=90), bed.now)
     bed.router.book.report(2, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     assert bed.serve() == []
     bed.router.book.report(1, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
@@ -297,7 +297,7 @@ def test_a_worker_that_gets_room_to_serve_alone_lets_in_who_waited_for_prefill()
     bed = Bed(*workers, bypass=bypass)
     bed.router.book.report(1, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
     bed.router.book.report(2, 0, Load(kv_used_blocks=90), bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     assert bed.serve() == []
     bed.router.book.report(2, 0, Load(), bed.now)
     assert bed.serve() == ["a"]
@@ -317,17 +317,17 @@ class Counting:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         self.asked += 1
-        return Choice(candidates[0], "first")
+        return Selection(candidates[0], "first")
 
 
-def crowded(selector: WorkerSelector, lanes: int, **rules: Any) -> Bed:
+def crowded(selector: WorkerSelector, lanes: int, **policy: Any) -> Bed:
     """So many lanes wait for worker 1."""
-    bed = Bed(selector=selector, **rules)
+    bed = Bed(selector=selector, **policy)
     placed(bed.admit("a"))
     for number in range(lanes):
-        parked(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
+        queued(bed.admit(f"r{number}", allowed_worker_ids=frozenset({1, 100 + number})))
     return bed
 
 
@@ -341,7 +341,7 @@ def test_a_sweep_that_is_left_early_goes_on_and_gets_to_the_last_lane(busy: Busy
     selector.asked = 0
     looked_at: list[int] = []
     for count in (10, 10, 5):
-        part = list(islice(bed.router.admitted(bed.now, Random(0)), 10))
+        part = list(islice(bed.router.rescan(bed.now, Random(0)), 10))
         assert len(part) == count
         assert all(outcome is None for _, outcome in part)
         looked_at += [one.number for one, _ in part]
@@ -374,8 +374,8 @@ def test_whom_a_limit_kept_from_others_is_found_by_the_relief_that_lifts_it() ->
     for at in (1, 2):
         bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
     bed.router.book.report(3, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    parked(bed.admit("a", 10))
-    parked(bed.admit("b", 10, backend_instance_id=3))
+    queued(bed.admit("a", 10))
+    queued(bed.admit("b", 10, backend_instance_id=3))
     assert bed.relieve(1, 2, 3) == []
     bed.router.book.report(2, 0, Load(kv_used_blocks=40), bed.now)
     assert bed.relieve(2) == ["a"]
@@ -387,9 +387,9 @@ def test_a_rank_counts_as_relieved_when_another_of_its_worker_is() -> None:
     busy = Load(waiting=1, waiting_tokens=5000)
     bed.router.book.report(1, 1, Load(waiting=1, waiting_tokens=1500), bed.now)
     bed.router.book.report(1, 0, busy, bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     bed.router.book.report(1, 1, Load(), bed.now)
-    ((_, outcome),) = bed.router.relieved(Placement(1, 1), bed.now, Random(0))
+    ((_, outcome),) = bed.router.capacity_freed(Placement(1, 1), bed.now, Random(0))
     assert isinstance(outcome, Decision)
     assert outcome.worker == Placement(1, 1)
 
@@ -399,7 +399,7 @@ def test_who_waits_is_not_refused_because_all_are_above_a_limit_just_then() -> N
     bed = Bed(*workers, busy=BusyLimits(active_decode_blocks=0.5))
     for at in (1, 2):
         bed.router.book.report(at, 0, Load(waiting=1, waiting_tokens=5000), bed.now)
-    parked(bed.admit("a", 10))
+    queued(bed.admit("a", 10))
     for at in (1, 2):
         bed.router.book.report(at, 0, Load(kv_used_blocks=90), bed.now)
     bed.see(*workers, worker(9, model="n"))
@@ -413,26 +413,26 @@ def test_who_waits_is_not_refused_because_all_are_above_a_limit_just_then() -> N
 def test_when_to_look_again_though_nothing_happens() -> None:
     bed = Bed()
     lost = bed.router.book.open_session(8)
-    assert bed.router.wakes_at(bed.now) == math.inf
+    assert bed.router.next_wakeup_at(bed.now) == math.inf
     bed.router.admit(Query("m", 2 * BATCH), BookingKey(8, "x", 0), bed.now, Random(0), lost)
-    parked(bed.admit("a"))
-    assert bed.router.wakes_at(bed.now) == bed.now + 60.0, "its longest wait"
+    queued(bed.admit("a"))
+    assert bed.router.next_wakeup_at(bed.now) == bed.now + 60.0, "its longest wait"
     bed.router.book.end_session(lost, bed.now)
-    assert bed.router.wakes_at(bed.now) == bed.now + ORPHAN_S
+    assert bed.router.next_wakeup_at(bed.now) == bed.now + ORPHAN_S
     bed.router.book.report(1, 0, Load(), bed.now)
-    assert bed.router.wakes_at(bed.now) == bed.now + REPORT_MAX_AGE_S
+    assert bed.router.next_wakeup_at(bed.now) == bed.now + REPORT_MAX_AGE_S
 
 
 def test_nothing_is_remembered_of_those_who_have_left_the_queue() -> None:
     bed = crowded(Counting(), 30)
     for number in range(30):
         bed.router.queue.withdraw(key(f"r{number}"))
-    assert bed.router.queue.spots == []
+    assert bed.router.queue.slots == []
     many = crowded(Counting(), 30)
     for number in range(29):
         many.router.queue.withdraw(key(f"r{number}"))
-    many.router.queue.tidy()
-    assert sum(map(len, many.router.queue._at.values())) == 1
+    many.router.queue.drop_stale_slots()
+    assert sum(map(len, many.router.queue._heads_by_slot.values())) == 1
 
 
 def test_a_frontend_that_comes_makes_nobody_be_picked_for_again() -> None:
@@ -451,9 +451,9 @@ def test_a_frontend_that_comes_makes_nobody_be_picked_for_again() -> None:
 def test_a_pinned_request_waits_for_its_own_worker_and_for_no_other() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
-    parked(bed.admit("b", backend_instance_id=1))
+    queued(bed.admit("b", backend_instance_id=1))
     placed(bed.admit("c", backend_instance_id=2))
-    parked(bed.admit("d", backend_instance_id=2))
+    queued(bed.admit("d", backend_instance_id=2))
     bed.free("c")
     assert bed.serve() == ["d"], "b is first in the queue, but its worker is busy"
 
@@ -461,14 +461,14 @@ def test_a_pinned_request_waits_for_its_own_worker_and_for_no_other() -> None:
 def test_a_pinned_request_holds_up_nobody_else() -> None:
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
-    parked(bed.admit("b", backend_instance_id=1))
+    queued(bed.admit("b", backend_instance_id=1))
     assert placed(bed.admit("c", 10)).worker == Placement(2, 0)
 
 
 def test_a_session_that_waits_for_its_worker_holds_up_nobody_else() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SessionControl("s", None)))
-    parked(bed.admit("b", session_control=SessionControl("s", None)))
+    queued(bed.admit("b", session_control=SessionControl("s", None)))
     assert placed(bed.admit("c", 10)).worker != bound.worker
 
 
@@ -476,12 +476,12 @@ def test_taints_and_allow_lists_and_sessions_are_judged_by_whom_they_leave() -> 
     bed = Bed(worker(1, taints=frozenset({"big"})), worker(2), worker(3))
     tainted = RoutingConstraints(required_taints=frozenset({"big"}))
     placed(bed.admit("a", routing_constraints=tainted))
-    parked(bed.admit("b", routing_constraints=tainted))
+    queued(bed.admit("b", routing_constraints=tainted))
     placed(bed.admit("c", allowed_worker_ids=frozenset({2})))
-    parked(bed.admit("d", allowed_worker_ids=frozenset({1, 2})))
+    queued(bed.admit("d", allowed_worker_ids=frozenset({1, 2})))
     bound = placed(bed.admit("e", session_control=SessionControl("s", None)))
     assert bound.worker == Placement(3, 0)
-    parked(bed.admit("f", session_control=SessionControl("s", None)))
+    queued(bed.admit("f", session_control=SessionControl("s", None)))
     bed.free("e")
     assert bed.serve() == ["f"]
 
@@ -489,7 +489,7 @@ def test_taints_and_allow_lists_and_sessions_are_judged_by_whom_they_leave() -> 
 def test_requests_of_other_models_are_not_held_up() -> None:
     bed = Bed(worker(1), worker(2, model="n"))
     placed(bed.admit("a"))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     answer = bed.ask("c", Query("n", 10))
     assert placed(answer).worker == Placement(2, 0)
 
@@ -519,12 +519,12 @@ def test_a_soft_session_waits_for_all_who_may_serve_it_and_prefers_its_own() -> 
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
     other = 3 - bound
     placed(bed.admit("b", backend_instance_id=other))
-    parked(bed.admit("c", 10, session_control=SESSION))
+    queued(bed.admit("c", 10, session_control=SESSION))
     bed.free("b")
     assert bed.relieve(other) == ["c"]
     assert placed(bed.answers["c"]).worker == Placement(other, 0)
     placed(bed.admit("d", backend_instance_id=other))
-    parked(bed.admit("e", 10, session_control=SESSION))
+    queued(bed.admit("e", 10, session_control=SESSION))
     bed.free("d")
     bed.free("a")
     assert bed.relieve(bound, other) == ["e"]
@@ -535,9 +535,9 @@ def test_a_soft_session_stands_in_line_with_those_who_want_the_same() -> None:
     bed = Bed(worker(1), worker(2), **SOFT)
     for at in (1, 2):
         placed(bed.admit(f"fills {at}", backend_instance_id=at))
-    parked(bed.admit("first", 10))
+    queued(bed.admit("first", 10))
     bed.free("fills 1")
-    parked(bed.admit("second", 10, session_control=SESSION))
+    queued(bed.admit("second", 10, session_control=SESSION))
     assert bed.relieve(1) == ["first", "second"]
 
 
@@ -563,11 +563,11 @@ def test_a_soft_session_on_a_whole_worker_goes_to_a_pair_that_has_room() -> None
 
 
 def test_a_preferred_adapter_is_no_reason_to_wait() -> None:
-    rules: dict[str, Any] = {"lora_residency": "preferred"}
-    bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_rules=rules)
+    policy: dict[str, Any] = {"lora_residency": "preferred"}
+    bed = Bed(worker(1, loras=frozenset({"l"})), worker(2), more_rules=policy)
     assert placed(bed.admit("a", lora_name="l")).worker == Placement(1, 0)
     assert placed(bed.admit("b", lora_name="l")).worker == Placement(2, 0)
-    parked(bed.admit("c", lora_name="l"))
+    queued(bed.admit("c", lora_name="l"))
 
 
 def test_hard_sessions_of_one_worker_wait_in_one_lane_and_an_unbound_one_waits_for_all() -> None:
@@ -577,12 +577,12 @@ def test_hard_sessions_of_one_worker_wait_in_one_lane_and_an_unbound_one_waits_f
     placed(bed.admit("b", backend_instance_id=one, session_control=x))
     placed(bed.admit("fills", backend_instance_id=3 - one))
     lanes = [
-        parked(bed.admit(name, 10, session_control=SessionControl(name, None))).lane
+        queued(bed.admit(name, 10, session_control=SessionControl(name, None))).constraint_class
         for name in ("x", "y", "unbound")
     ]
     assert lanes[0] == lanes[1]
-    assert lanes[0].places == (Placement(one, 0),)
-    assert lanes[2].places == ()
+    assert lanes[0].placements == (Placement(one, 0),)
+    assert lanes[2].placements == ()
     bed.free("fills")
     assert bed.relieve(3 - one) == ["unbound"]
 
@@ -590,10 +590,10 @@ def test_hard_sessions_of_one_worker_wait_in_one_lane_and_an_unbound_one_waits_f
 def test_who_waits_for_a_worker_that_its_session_left_is_found() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
-    parked(bed.admit("b", 10, session_control=SESSION))
-    assert bed.strays(SESSION) == []
+    queued(bed.admit("b", 10, session_control=SESSION))
+    assert bed.rebound_requests(SESSION) == []
     placed(bed.admit("c", 10, backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.strays(SESSION)
+    ((one, outcome),) = bed.rebound_requests(SESSION)
     assert one.key == key("b")
     assert isinstance(outcome, Decision)
     assert outcome.worker == Placement(3 - bound, 0)
@@ -606,11 +606,14 @@ def test_a_stray_is_found_behind_one_of_another_session_too() -> None:
     placed(bed.admit("a", 10, backend_instance_id=1, session_control=SESSION))
     placed(bed.admit("b", backend_instance_id=1, session_control=other))
     asked = (("x", SESSION), ("y1", other), ("y2", other))
-    lanes = {parked(bed.admit(name, 10, session_control=control)).lane for name, control in asked}
+    lanes = {
+        queued(bed.admit(name, 10, session_control=control)).constraint_class
+        for name, control in asked
+    }
     assert len(lanes) == 1
     placed(bed.admit("c", 10, backend_instance_id=2, session_control=other))
-    assert bed.strays(SESSION) == []
-    assert [one.key.request_id for one, _ in bed.strays(other)] == ["y1", "y2"]
+    assert bed.rebound_requests(SESSION) == []
+    assert [one.key.request_id for one, _ in bed.rebound_requests(other)] == ["y1", "y2"]
     assert bed.router.book.load(Placement(2, 0), bed.now).requests == 3
     assert bed.waiting == 1
 
@@ -618,10 +621,10 @@ def test_a_stray_is_found_behind_one_of_another_session_too() -> None:
 def test_a_stray_whose_new_worker_is_busy_too_waits_there() -> None:
     bed = Bed(worker(1), worker(2))
     bound = placed(bed.admit("a", session_control=SESSION)).worker.worker_id
-    parked(bed.admit("b", 10, session_control=SESSION))
+    queued(bed.admit("b", 10, session_control=SESSION))
     placed(bed.admit("c", backend_instance_id=3 - bound, session_control=SESSION))
-    ((one, outcome),) = bed.strays(SESSION)
-    assert (outcome, one.lane.places) == (None, (Placement(3 - bound, 0),))
+    ((one, outcome),) = bed.rebound_requests(SESSION)
+    assert (outcome, one.constraint_class.placements) == (None, (Placement(3 - bound, 0),))
     bed.free("a")
     assert bed.relieve(bound) == []
     bed.free("c")
@@ -635,7 +638,7 @@ def test_a_higher_level_goes_first_however_late_it_came() -> None:
     bed = Bed()
     placed(bed.admit("a"))
     for name, level, jump in (("low", 0, 50.0), ("mid", 1, None), ("high", 2, None)):
-        parked(bed.admit(name, level=level, priority_jump=jump))
+        queued(bed.admit(name, level=level, priority_jump=jump))
         bed.now += 1.0
     order: list[str] = []
     for _ in range(3):
@@ -659,9 +662,9 @@ def test_a_level_counts_before_whatever_the_policy_says(policy: QueuePolicy) -> 
 
 def drained(policy: QueuePolicy, asked: Sequence[tuple[str, float, Query]]) -> list[str]:
     """The order in which a queue lets (name, time of asking, query) go."""
-    queue = AdmissionQueue(QueueRules(threshold=0.0, policy=policy))
+    queue = AdmissionQueue(QueueSettings(threshold=0.0, policy=policy))
     for name, at, query in asked:
-        queue.park(query, key(name), at, hindrance=NOBODY)
+        queue.enqueue(query, key(name), at, blockers=NOBODY)
     names = []
     for one in queue.heads():
         names.append(one.key.request_id)
@@ -725,15 +728,15 @@ class Held:
     def __init__(self, **blocks: int) -> None:
         self.blocks = {int(name[1:]): count for name, count in blocks.items()}
 
-    def match(self, query: Query) -> Sequence[Matched]:
+    def match(self, query: Query) -> Sequence[SourceMatch]:
         whole = len(query.prefix_hashes) // 8
         return [
-            Matched(Source(at, 0), min(held, whole), min(held, whole), min(held, whole))
+            SourceMatch(Source(at, 0), min(held, whole), min(held, whole), min(held, whole))
             for at, held in self.blocks.items()
         ]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
 
 def hashed(blocks: int) -> Query:
@@ -750,8 +753,8 @@ def test_wspt_counts_what_an_eligible_worker_has_cached(pin: int | None, first: 
         placed(bed.admit(f"fills {at}", backend_instance_id=at))
     hints = None if pin is None else RoutingHints(backend_instance_id=pin)
     # 100 blocks, of which worker 1 has 90, against 50 blocks that share no beginning with it.
-    parked(bed.ask("cached", replace(hashed(100), routing=hints)))
-    parked(bed.ask("short", replace(Query("m", 800), routing=hints)))
+    queued(bed.ask("cached", replace(hashed(100), routing=hints)))
+    queued(bed.ask("short", replace(Query("m", 800), routing=hints)))
     heads = [one.key.request_id for one in bed.router.queue.heads()]
     assert heads[0] == first
 
@@ -760,10 +763,10 @@ def test_the_best_of_all_lanes_goes_first_where_they_want_the_same_worker() -> N
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
-    parked(bed.admit("anywhere"))
+    queued(bed.admit("anywhere"))
     bed.now += 1.0
-    parked(bed.admit("pinned", backend_instance_id=1))
-    parked(bed.admit("pinned and high", backend_instance_id=1, level=1))
+    queued(bed.admit("pinned", backend_instance_id=1))
+    queued(bed.admit("pinned and high", backend_instance_id=1, level=1))
     bed.free("a")
     assert bed.serve() == ["pinned and high"]
     bed.free("pinned and high")
@@ -775,10 +778,10 @@ def test_several_are_let_in_at_once_but_each_sees_what_the_one_before_booked() -
     bed = Bed()
     placed(bed.admit("a"))
     for name in "bcde":
-        parked(bed.admit(name, 600))
+        queued(bed.admit(name, 600))
     bed.free("a")
     assert bed.serve() == ["b", "c"], "two of 600 tokens make a worker busy above 1000"
-    assert bed.load() == Totals(1200, 76, 2)
+    assert bed.load() == LoadTotals(1200, 76, 2)
 
 
 # The bounds.
@@ -797,7 +800,7 @@ def test_a_full_queue_says_which_limit_is_reached_and_when_to_come_again(
     bed = Bed(**limits)
     placed(bed.admit("a"))
     for number in range(3):
-        parked(bed.admit(f"r{number}", 200))
+        queued(bed.admit(f"r{number}", 200))
     with pytest.raises(Overloaded) as caught:
         bed.admit("too many", 200)
     error = caught.value
@@ -810,20 +813,20 @@ def test_a_full_queue_says_which_limit_is_reached_and_when_to_come_again(
     }
     assert (bed.waiting, len(bed.router.book)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
-    parked(bed.admit("now there is room", 200))
+    queued(bed.admit("now there is room", 200))
 
 
 def test_who_waited_too_long_is_turned_away_and_nobody_else() -> None:
     bed = Bed(wait_max_s=5.0)
     placed(bed.admit("a"))
-    parked(bed.admit("early"))
+    queued(bed.admit("early"))
     bed.now += 4.0
-    parked(bed.admit("late"))
+    queued(bed.admit("late"))
     bed.now += 0.9
-    assert bed.router.queue.overdue(bed.now) == []
+    assert bed.router.queue.pop_overdue(bed.now) == []
     bed.now += 0.1
-    (gone,) = bed.router.queue.overdue(bed.now)
-    error = overdue_error(gone, 5.0)
+    (gone,) = bed.router.queue.pop_overdue(bed.now)
+    error = queue_timeout_error(gone, 5.0)
     assert (gone.key, error.reason, error.retryable) == (key("early"), "QUEUE_TIMEOUT", True)
     assert (bed.waiting, bed.router.queue.tokens) == (1, 2 * BATCH)
 
@@ -831,8 +834,8 @@ def test_who_waited_too_long_is_turned_away_and_nobody_else() -> None:
 def test_a_withdrawn_request_is_gone_and_books_nothing() -> None:
     bed = Bed()
     placed(bed.admit("a"))
-    parked(bed.admit("b"))
-    parked(bed.admit("c"))
+    queued(bed.admit("b"))
+    queued(bed.admit("c"))
     assert bed.router.queue.withdraw(key("b")) is not None
     assert bed.router.queue.withdraw(key("b")) is None
     bed.free("a")
@@ -843,7 +846,7 @@ def test_a_withdrawn_request_is_gone_and_books_nothing() -> None:
 def test_the_end_of_a_session_takes_out_its_own() -> None:
     bed = Bed()
     placed(bed.admit("a"))
-    parked(bed.admit("mine"))
+    queued(bed.admit("mine"))
     other = bed.router.book.open_session(8)
     bed.router.admit(Query("m", 10), BookingKey(8, "theirs", 0), bed.now, Random(0), other)
     gone = bed.router.queue.withdraw_session(bed.session)
@@ -860,7 +863,7 @@ def test_when_the_last_worker_goes_all_who_wait_are_told_at_once_and_nothing_is_
     bed = Bed()
     placed(bed.admit("a"))
     for name in "bcd":
-        parked(bed.admit(name))
+        queued(bed.admit(name))
     bed.see()
     assert bed.serve() == ["b", "c", "d"]
     for name in "bcd":
@@ -874,9 +877,9 @@ def test_who_is_pinned_to_a_worker_that_goes_is_told_and_others_wait_on() -> Non
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
-    parked(bed.admit("pinned", backend_instance_id=1))
-    parked(bed.admit("pinned too", backend_instance_id=1))
-    parked(bed.admit("free"))
+    queued(bed.admit("pinned", backend_instance_id=1))
+    queued(bed.admit("pinned too", backend_instance_id=1))
+    queued(bed.admit("free"))
     bed.see(worker(2))
     assert bed.serve() == ["pinned", "pinned too"]
     error = bed.answers["pinned too"]
@@ -890,7 +893,7 @@ def test_a_worker_that_goes_while_a_request_waits_for_it_is_never_chosen() -> No
     bed = Bed(worker(1), worker(2))
     placed(bed.admit("a", backend_instance_id=1))
     placed(bed.admit("b", backend_instance_id=2))
-    parked(bed.admit("c"))
+    queued(bed.admit("c"))
     bed.free("a")
     bed.see(worker(2))
     assert bed.serve() == [], "the worker with room is not there any more"
@@ -909,22 +912,22 @@ class Broken:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         if self.fails:
             raise ZeroDivisionError("of no fault of ours")
-        return Choice(candidates[0], "first")
+        return Selection(candidates[0], "first")
 
 
 def test_a_selector_that_fails_on_the_parked_costs_that_request_only() -> None:
     selector = Broken()
     bed = Bed(selector=selector)
     placed(bed.admit("a"))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     bed.free("a")
     selector.fails = True
     assert bed.serve() == ["b"]
     error = bed.answers["b"]
-    assert isinstance(error, Bug)
+    assert isinstance(error, InternalError)
     assert isinstance(error.__cause__, ZeroDivisionError)
     assert (bed.waiting, len(bed.router.book)) == (0, 0)
 
@@ -939,7 +942,7 @@ def test_a_jump_that_has_no_place_in_an_order_is_refused(jump: float) -> None:
 def test_a_key_that_is_booked_gets_its_answer_though_others_wait() -> None:
     bed = Bed()
     first = placed(bed.admit("a"))
-    parked(bed.admit("b"))
+    queued(bed.admit("b"))
     assert placed(bed.admit("a")) == first
     assert (bed.waiting, len(bed.router.book)) == (1, 1)
 
@@ -971,12 +974,12 @@ _ASKED = st.lists(
 def test_the_queue_orders_like_a_sorted_list_whatever_the_lanes(
     asked: list[tuple[int, float, float | None, int, int | None]], policy: QueuePolicy
 ) -> None:
-    queue = AdmissionQueue(QueueRules(threshold=0.0, policy=policy))
+    queue = AdmissionQueue(QueueSettings(threshold=0.0, policy=policy))
     expected = []
     for number, (level, waited, jump, tokens, pin) in enumerate(asked):
         hints = RoutingHints(priority_jump=jump, backend_instance_id=pin)
         query = Query("m", tokens, routing=hints, waited_s=waited, strict_priority=level)
-        queue.park(query, key(str(number)), float(number), hindrance=NOBODY)
+        queue.enqueue(query, key(str(number)), float(number), blockers=NOBODY)
         gain, arrival = max(0.0, jump or 0.0), number - waited
         value = {"fcfs": gain - arrival, "lcfs": gain + arrival, "wspt": (1 + gain) / tokens}
         expected.append((-level, -value[policy], number))
@@ -1012,24 +1015,24 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     here = list(workers)
     by_fleet = False
 
-    relieved: dict[int, None] = {}
-    bed.router.book.relieved = lambda at: relieved.setdefault(at.worker_id)
+    capacity_freed: dict[int, None] = {}
+    bed.router.book.capacity_freed = lambda at: capacity_freed.setdefault(at.worker_id)
 
     def serve() -> None:
         # The fleet changes are for sweeps, all else for reliefs.
         nonlocal by_fleet
         names = bed.serve() if by_fleet else []
         by_fleet = False
-        while relieved:
-            at = next(iter(relieved))
-            del relieved[at]
+        while capacity_freed:
+            at = next(iter(capacity_freed))
+            del capacity_freed[at]
             names += bed.relieve(at)
         for name in names:
             assert name in asked - running - gone, "told twice, or after it was withdrawn"
             (running if isinstance(bed.answers[name], Decision) else gone).add(name)
         free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
         for head in bed.router.queue.heads():
-            pin = head.lane.worker_id
+            pin = head.constraint_class.worker_id
             assert not free_workers if pin is None else pin not in free_workers, "waits for nothing"
 
     for number, (step, arg) in enumerate(steps):
@@ -1074,36 +1077,43 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
         running.clear()
         serve()
     assert (bed.waiting, bed.router.queue.tokens, len(bed.router.book)) == (0, 0, 0)
-    assert all(bed.load(at) == Totals() for at in (1, 2, 3))
+    assert all(bed.load(at) == LoadTotals() for at in (1, 2, 3))
 
 
 def test_who_goes_to_another_lane_amid_a_relief_is_found_at_the_same_spot_again() -> None:
-    queue, spot = AdmissionQueue(QueueRules(threshold=0.0)), Spot(Placement(1, 0), "whole")
-    hindrance = Hindrance(1, frozenset({spot}))
+    queue, slot = (
+        AdmissionQueue(QueueSettings(threshold=0.0)),
+        RankCapacity(Placement(1, 0), "whole"),
+    )
+    blockers = Blockers(1, frozenset({slot}))
     query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
-    queue.park(query, key("moves"), 0.0, hindrance=hindrance)
-    bound = lane_of(query, (Placement(1, 0),))
+    queue.enqueue(query, key("moves"), 0.0, blockers=blockers)
+    bound = constraint_class_of(query, (Placement(1, 0),))
     seen = []
-    for one in queue.waiting_at(spot):
-        seen.append(one.lane)
-        queue.hinder(one, bound, hindrance)
+    for one in queue.queued_heads_at(slot):
+        seen.append(one.constraint_class)
+        queue.mark_blocked(one, bound, blockers)
     assert seen[-1] == bound, "it is looked at in its new lane too"
     assert len(seen) == 2
-    assert [one.key for one in queue.waiting_at(spot)] == [key("moves")]
+    assert [one.key for one in queue.queued_heads_at(slot)] == [key("moves")]
 
 
 def test_a_sweep_gets_to_those_behind_one_that_went_to_another_lane() -> None:
     """They were left unseen, and held up whoever came after them: simulated seed 304."""
-    queue = AdmissionQueue(QueueRules(threshold=0.0))
+    queue = AdmissionQueue(QueueSettings(threshold=0.0))
     query = Query("m", 1, routing=RoutingHints(session_control=SESSION))
-    bound = lane_of(query, (Placement(1, 0),))
+    bound = constraint_class_of(query, (Placement(1, 0),))
     for number, name in enumerate(("moves", "behind")):
-        queue.park(query, key(name), float(number), hindrance=NOBODY, lane=bound)
-    queue.unsee()
+        queue.enqueue(query, key(name), float(number), blockers=NOBODY, constraint_class=bound)
+    queue.mark_all_dirty()
     seen = []
     for one in queue.heads():
         seen.append(one.key.request_id)
-        queue.hinder(one, lane_of(one.query) if seen == ["moves"] else bound, NOBODY)
+        queue.mark_blocked(
+            one, constraint_class_of(one.query) if seen == ["moves"] else bound, NOBODY
+        )
     assert seen == ["moves", "behind"]
     order = queue.order(Query("m", 1), 9.0)
-    assert not queue.overtakes(order, "m", Spot(Placement(9, 0), "whole")), "nobody is unseen"
+    assert not queue.overtakes(order, "m", RankCapacity(Placement(9, 0), "whole")), (
+        "nobody is unseen"
+    )

@@ -16,14 +16,20 @@ from hypothesis import strategies as st
 
 from common.kv.events import Source
 from common.kv.hashing import hashes_to_bytes
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import EVENTS, IndexChoice, Overlaps, Standing, choose_index
+from router_svc.core.overlap import (
+    EVENT_INDEX_SETTINGS,
+    IndexSettings,
+    IndexStatus,
+    Overlaps,
+    derive_index_settings,
+)
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
@@ -66,7 +72,7 @@ def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None
 def test_ranks_of_one_worker_are_told_apart() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2), at(1, 1), 0.0)
-    assert index.match(prompt(1)) == [Matched(Source(1, 1), 1, 1, 1)]
+    assert index.match(prompt(1)) == [SourceMatch(Source(1, 1), 1, 1, 1)]
 
 
 @pytest.mark.parametrize("other", [{"model": "other"}, {"block_size": 32}])
@@ -160,8 +166,8 @@ def test_what_is_gone_leaves_no_trace_however_many_came_and_went() -> None:
         index.expire(now, 10)
     index.expire(1000.0, 1000)
     assert index.blocks == 0
-    assert not index._trails
-    assert not index._known
+    assert not index._entries_by_number
+    assert not index._by_partition
 
 
 # Against the naive thing: a list of all that was ever touched, the oldest first.
@@ -247,7 +253,7 @@ def test_ten_times_what_there_is_room_for_leaves_no_more_than_there_is_room_for(
         blocks = [rng.randrange(1000) for _ in range(20)]
         index.touch(prompt(*blocks), at(rng.randrange(4)), float(now))
         assert index.blocks <= 200
-        assert sum(trail.blocks for trail in index._trails.values()) == index.blocks
+        assert sum(trail.blocks for trail in index._entries_by_number.values()) == index.blocks
     assert depths(index, prompt(*blocks)) != {}, "the newest is there"
 
 
@@ -258,28 +264,28 @@ LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
 
 @pytest.mark.row("S1-42", "S1-43", "S1-45", "S1-46")
 @pytest.mark.parametrize(
-    ("credit", "has_other_use", "kv_events", "predicted_ttl_s"),
+    ("credit", "uses_overlap_elsewhere", "kv_events", "predicted_ttl_s"),
     list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [False, True], [0.0, 5.0])),
 )
 def test_the_first_rule_that_applies_chooses(
-    credit: float, has_other_use: bool, kv_events: bool, predicted_ttl_s: float
+    credit: float, uses_overlap_elsewhere: bool, kv_events: bool, predicted_ttl_s: float
 ) -> None:
-    choice = choose_index(
+    choice = derive_index_settings(
         overlap_score_credit=credit,
-        has_other_use=has_other_use,
+        uses_overlap_elsewhere=uses_overlap_elsewhere,
         kv_events=kv_events,
         limits=LIMITS,
         predicted_ttl_s=predicted_ttl_s,
     )
-    if credit == 0 and not has_other_use:
-        assert choice == IndexChoice("none", None, None, "overlap_score_credit is 0")
+    if credit == 0 and not uses_overlap_elsewhere:
+        assert choice == IndexSettings("none", None, None, "overlap_score_credit is 0")
     elif not kv_events:
-        assert choice == IndexChoice("approx", LIMITS, None, "kv_events is off")
+        assert choice == IndexSettings("approx", LIMITS, None, "kv_events is off")
     elif predicted_ttl_s:
-        assert choice == IndexChoice("events", LIMITS, replace(LIMITS, ttl_s=5.0), choice.why)
+        assert choice == IndexSettings("events", LIMITS, replace(LIMITS, ttl_s=5.0), choice.reason)
     else:
-        assert choice == IndexChoice("events", LIMITS, None, choice.why)
-    assert choice.subscribes == ((credit > 0 or has_other_use) and kv_events)
+        assert choice == IndexSettings("events", LIMITS, None, choice.reason)
+    assert choice.follows_events == ((credit > 0 or uses_overlap_elsewhere) and kv_events)
 
 
 @pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")
@@ -290,12 +296,12 @@ def test_the_knobs_of_the_configuration_reach_the_index() -> None:
         router_max_tree_size=99,
         router_prune_target_ratio=0.3,
     )
-    guesses = Overlaps(Told({}), config.index_choice).guesses
-    assert guesses is not None
-    assert guesses.limits == LIMITS
-    predictions = RouterConfig(router_predicted_ttl_secs=5.0).index_choice.predictions
-    assert predictions == ApproxLimits(ttl_s=5.0)
-    assert RouterConfig().index_choice == EVENTS
+    approximate = Overlaps(Told({}), config.index_settings).approximate
+    assert approximate is not None
+    assert approximate.limits == LIMITS
+    predicted = RouterConfig(router_predicted_ttl_secs=5.0).index_settings.predicted
+    assert predicted == ApproxLimits(ttl_s=5.0)
+    assert RouterConfig().index_settings == EVENT_INDEX_SETTINGS
 
 
 # A router that guesses.
@@ -308,12 +314,12 @@ class Told:
         self.held = held
         self.asked = 0
 
-    def match(self, query: Query) -> list[Matched]:
+    def match(self, query: Query) -> list[SourceMatch]:
         self.asked += 1
-        return [Matched(Source(worker_id), *tiers) for worker_id, tiers in self.held.items()]
+        return [SourceMatch(Source(worker_id), *tiers) for worker_id, tiers in self.held.items()]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
 
 KvIndex = Literal["events", "approx", "none"]
@@ -323,12 +329,18 @@ class Bed:
     """A router over workers that advertise what they are said to."""
 
     def __init__(
-        self, *ways: KvIndex, told: dict[int, tuple[int, int, int]] | None = None, **knobs: Any
+        self,
+        *ways: KvIndex,
+        told: dict[int, tuple[int, int, int]] | None = None,
+        **cost_settings: Any,
     ) -> None:
         self.told = Told(told or {})
-        config = RouterConfig(**knobs)
+        config = RouterConfig(**cost_settings)
         self.router = Router(
-            SELECTORS["kv"](), index=self.told, choice=config.index_choice, knobs=config.cost_knobs
+            SELECTORS["kv"](),
+            index=self.told,
+            choice=config.index_settings,
+            cost_settings=config.cost_settings,
         )
         self.workers = [
             Instance(n, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index=way)
@@ -365,7 +377,7 @@ def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
     assert again.reasons[0] == "prefix hit: 4 of 5 blocks, guessed"
     assert bed.told.asked == 0, "there is no index to ask"
     row = next(r for r in again.considered if r.placement == first.worker)
-    assert row.standing.state == "approx"
+    assert row.index_status.state == "approx"
 
 
 def test_what_is_only_asked_leaves_no_trace() -> None:
@@ -381,7 +393,7 @@ def test_beside_publishers_a_worker_that_tells_nothing_is_guessed() -> None:
     hints = replace(prompt(1, 2, 3, 4), excluded_worker_ids=frozenset({1}))
     bed.send(hints)
     assert bed.overlap(prompt(1, 2, 3, 4)) == {1: 2, 2: 4}, "what is told of the second is not so"
-    assert bed.router.overlaps.predictions is None
+    assert bed.router.overlaps.predicted is None
 
 
 def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
@@ -405,9 +417,9 @@ def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None
 def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
     """Four of a family share a long beginning, and all families come at once."""
 
-    def beginnings_computed(seed: int, **knobs: Any) -> int:
+    def beginnings_computed(seed: int, **cost_settings: Any) -> int:
         """Nothing ends and nothing is told meanwhile; each family begins once on each worker."""
-        bed = Bed("events", "events", "events", "events", **knobs)
+        bed = Bed("events", "events", "events", "events", **cost_settings)
         rng = Random(seed)
         requests = [(family, n) for family in range(8) for n in range(4)]
         rng.shuffle(requests)
@@ -430,8 +442,8 @@ def test_of_events_and_predictions_the_more_counts_on_each_tier() -> None:
         told={1: (1, 3, 9), 2: (8, 8, 8)},
         router_predicted_ttl_secs=5.0,
     )
-    bed.router.overlaps.routed(prompt(*range(4)), at(1), 0.0)
-    bed.router.overlaps.routed(prompt(*range(4)), at(2), 0.0)
+    bed.router.overlaps.record_placement(prompt(*range(4)), at(1), 0.0)
+    bed.router.overlaps.record_placement(prompt(*range(4)), at(2), 0.0)
     matches = bed.router.match(prompt(*range(4)))
     assert matches[1, 0][1:] == (4, 4, 9)
     assert matches[2, 0][1:] == (8, 8, 8)
@@ -454,7 +466,7 @@ def test_with_a_credit_of_zero_nothing_is_asked_or_remembered_and_the_reasons_sa
         assert decision.overlap_blocks == 0
         assert reasons(decision) == ["kv_index=none: overlap_score_credit is 0"]
     assert bed.told.asked == 0
-    assert (bed.router.overlaps.guesses, bed.router.overlaps.predictions) == (None, None)
+    assert (bed.router.overlaps.approximate, bed.router.overlaps.predicted) == (None, None)
     assert bed.router.match(prompt(1)) == {}, "an empty answer, never an error"
 
 
@@ -464,7 +476,7 @@ def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered
         decision = bed.send(prompt(1, 2, 3, 4))
         assert decision.overlap_blocks == 0
         assert reasons(decision) == ["kv_index=none: no candidate's cache can be known"]
-    for index in (bed.router.overlaps.guesses, bed.router.overlaps.predictions):
+    for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
         assert index.blocks == 0
 
@@ -484,7 +496,7 @@ def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> Non
         assert decision.overlap_blocks == 0
         assert reasons(decision) == ["kv_index=none: the request names no blocks"]
     assert bed.told.asked == 0
-    for index in (bed.router.overlaps.guesses, bed.router.overlaps.predictions):
+    for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
         assert index.blocks == 0
 

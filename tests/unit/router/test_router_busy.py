@@ -12,13 +12,13 @@ from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionControl
-from router_svc.core.admission import QueueRules
-from router_svc.core.busy import BusyLimits, busy_workers
-from router_svc.core.cost import DEFAULT_KNOBS
+from router_svc.core.admission import QueueSettings
+from router_svc.core.busy import BusyLimits, busy_worker_ids
+from router_svc.core.cost import DEFAULT_COST_SETTINGS
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import BookingKey, Totals
-from router_svc.core.placement import Ask
-from router_svc.core.policy import Rules
+from router_svc.core.load_tracker import BookingKey, LoadTotals
+from router_svc.core.placement import PlacementRequest
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
@@ -37,8 +37,8 @@ def worker(worker_id: int, **facts: Any) -> Instance:
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
-def router_of(limits: BusyLimits, *workers: Instance, **rules: Any) -> Router:
-    router = Router(SELECTORS["least_loaded"](), rules=Rules(busy=limits, **rules))
+def router_of(limits: BusyLimits, *workers: Instance, **policy: Any) -> Router:
+    router = Router(SELECTORS["least_loaded"](), policy=Policy(busy=limits, **policy))
     router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
     return router
 
@@ -55,25 +55,29 @@ def report(router: Router, worker_id: int, rank: int = 0, **load: int) -> None:
 @pytest.mark.parametrize(
     ("limits", "at", "above"),
     [
-        (BusyLimits(active_decode_blocks=0.5), Totals(0, 50, 1), Totals(0, 51, 1)),
-        (BusyLimits(active_prefill_tokens=700), Totals(700, 0, 1), Totals(701, 0, 1)),
-        (BusyLimits(active_prefill_tokens_frac=2.5), Totals(2500, 0, 1), Totals(2501, 0, 1)),
-        (BusyLimits(active_prefill_tokens=0), Totals(0, 99, 9), Totals(1, 0, 0)),
+        (BusyLimits(active_decode_blocks=0.5), LoadTotals(0, 50, 1), LoadTotals(0, 51, 1)),
+        (BusyLimits(active_prefill_tokens=700), LoadTotals(700, 0, 1), LoadTotals(701, 0, 1)),
+        (
+            BusyLimits(active_prefill_tokens_frac=2.5),
+            LoadTotals(2500, 0, 1),
+            LoadTotals(2501, 0, 1),
+        ),
+        (BusyLimits(active_prefill_tokens=0), LoadTotals(0, 99, 9), LoadTotals(1, 0, 0)),
     ],
 )
 def test_a_rank_is_busy_above_a_limit_and_not_at_it(
-    limits: BusyLimits, at: Totals, above: Totals
+    limits: BusyLimits, at: LoadTotals, above: LoadTotals
 ) -> None:
     candidate = Candidate(Placement(1, 0), worker(1))
-    assert not limits.exceeded(candidate, at, "whole")
-    assert limits.exceeded(candidate, above, "whole")
+    assert not limits.is_exceeded(candidate, at, "whole")
+    assert limits.is_exceeded(candidate, above, "whole")
 
 
 def test_where_a_query_could_go_reads_each_load_a_few_times_however_many_ranks_a_worker_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     workers = [worker(i, dp_size=16) for i in range(1, 9)]
-    queue = QueueRules(threshold=1.0)
+    queue = QueueSettings(threshold=1.0)
     router = router_of(BusyLimits(active_decode_blocks=0.5), *workers, queue=queue)
     for number in (1, 2):
         for rank in range(16):
@@ -81,43 +85,45 @@ def test_where_a_query_could_go_reads_each_load_a_few_times_however_many_ranks_a
     read: list[Placement] = []
     load = router.book.load
 
-    def counted(at: Placement, now: float) -> Totals:
+    def counted(at: Placement, now: float) -> LoadTotals:
         read.append(at)
         return load(at, now)
 
     monkeypatch.setattr(router.book, "load", counted)
-    spots = router.room.spots(Ask(Query("m", 10), DEFAULT_KNOBS, {}, 0.0, Random(0)), None)
-    assert {spot.placement.worker_id for spot in spots} == {1, 2}
-    assert len(spots) == 2 * 16
+    slots = router.capacity.slots(
+        PlacementRequest(Query("m", 10), DEFAULT_COST_SETTINGS, {}, 0.0, Random(0)), None
+    )
+    assert {slot.placement.worker_id for slot in slots} == {1, 2}
+    assert len(slots) == 2 * 16
     assert max(Counter(read).values()) <= 3
 
 
 def test_a_share_of_something_unknown_is_no_limit() -> None:
     silent = worker(1, total_kv_blocks=None, max_num_batched_tokens=None)
     limits = BusyLimits(active_decode_blocks=0.1, active_prefill_tokens_frac=0.1)
-    load = Totals(10**9, 10**9, 1)
-    assert not limits.exceeded(Candidate(Placement(1, 0), silent), load, "whole")
+    load = LoadTotals(10**9, 10**9, 1)
+    assert not limits.is_exceeded(Candidate(Placement(1, 0), silent), load, "whole")
 
 
 def test_each_leg_is_judged_by_what_it_uses() -> None:
     limits = BusyLimits(active_decode_blocks=0.5, active_prefill_tokens=100)
     candidate = Candidate(Placement(1, 0), worker(1))
-    computes, holds = Totals(101, 0, 1), Totals(0, 51, 1)
-    assert limits.exceeded(candidate, computes, "prefill")
-    assert not limits.exceeded(candidate, holds, "prefill")
-    assert limits.exceeded(candidate, holds, "decode")
-    assert not limits.exceeded(candidate, computes, "decode")
+    computes, holds = LoadTotals(101, 0, 1), LoadTotals(0, 51, 1)
+    assert limits.is_exceeded(candidate, computes, "prefill")
+    assert not limits.is_exceeded(candidate, holds, "prefill")
+    assert limits.is_exceeded(candidate, holds, "decode")
+    assert not limits.is_exceeded(candidate, computes, "decode")
 
 
 def test_a_worker_is_busy_when_each_of_its_ranks_is() -> None:
     two = worker(1, dp_size=2)
     ranks = [Candidate(Placement(1, rank), two) for rank in (0, 1)]
-    loads = {Placement(1, 0): Totals(0, 99, 1), Placement(1, 1): Totals(0, 10, 1)}
+    loads = {Placement(1, 0): LoadTotals(0, 99, 1), Placement(1, 1): LoadTotals(0, 10, 1)}
     limits = BusyLimits(active_decode_blocks=0.5)
-    assert busy_workers(ranks, loads.__getitem__, limits, "whole") == frozenset()
-    loads[Placement(1, 1)] = Totals(0, 51, 1)
-    assert busy_workers(ranks, loads.__getitem__, limits, "whole") == {1}
-    assert busy_workers(ranks, loads.__getitem__, BusyLimits(), "whole") == frozenset()
+    assert busy_worker_ids(ranks, loads.__getitem__, limits, "whole") == frozenset()
+    loads[Placement(1, 1)] = LoadTotals(0, 51, 1)
+    assert busy_worker_ids(ranks, loads.__getitem__, limits, "whole") == {1}
+    assert busy_worker_ids(ranks, loads.__getitem__, BusyLimits(), "whole") == frozenset()
 
 
 def test_a_busy_worker_gets_nothing_and_the_explanation_says_why() -> None:
@@ -126,9 +132,9 @@ def test_a_busy_worker_gets_nothing_and_the_explanation_says_why() -> None:
     report(router, 2, kv_used_blocks=50, running=5)
     decision = router.preview(Query("m", 10), 0.0, Random(0))
     assert decision.worker == Placement(2, 0)
-    (left_out,) = [row for row in decision.considered if row.excluded_why]
+    (left_out,) = [row for row in decision.considered if row.excluded_reason]
     assert left_out.placement == Placement(1, 0)
-    assert left_out.excluded_why == "busy: above a configured threshold"
+    assert left_out.excluded_reason == "busy: above a configured threshold"
 
 
 def test_where_all_are_busy_callers_are_told_to_come_again_and_nothing_is_booked() -> None:

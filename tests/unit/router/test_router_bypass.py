@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from common.errors import Unavailable
 from common.kv.events import Source
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints, SessionControl
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Standing
-from router_svc.core.pairing import BYPASSES, NO_BYPASS, Bypass
-from router_svc.core.policy import Rules
+from router_svc.core.overlap import IndexStatus
+from router_svc.core.pairing import BYPASS_REASONS, NO_BYPASS, Bypass
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
@@ -30,7 +30,7 @@ SHORT = Bypass(policy="isl_bounding")
 
 
 def isl(prompt: int, cached: int, **facts: Any) -> str:
-    return Bypass(policy="isl_bounding", **facts).why(prompt, cached, False)
+    return Bypass(policy="isl_bounding", **facts).cause(prompt, cached, False)
 
 
 # The formulas.
@@ -90,15 +90,15 @@ def test_each_policy_asks_its_own_question() -> None:
         "prefill_load": ("", "prefill_busy", "prefill_busy"),
         "isl_or_load": ("short_prompt", "prefill_busy", "short_prompt"),
     }
-    for policy, expected in table.items():
-        rules = Bypass(policy=policy, prefill_busy_threshold=1.0)  # type: ignore[arg-type]
-        got = rules.why(100, 96, False), rules.why(100, 0, True), rules.why(100, 96, True)
-        assert got == expected, policy
-    assert {why for row in table.values() for why in row} == {"", *BYPASSES}
+    for name, expected in table.items():
+        policy = Bypass(policy=name, prefill_busy_threshold=1.0)  # type: ignore[arg-type]
+        got = policy.cause(100, 96, False), policy.cause(100, 0, True), policy.cause(100, 96, True)
+        assert got == expected, name
+    assert {cause for row in table.values() for cause in row} == {"", *BYPASS_REASONS}
 
 
 @pytest.mark.parametrize(
-    ("held", "own", "total", "threshold", "has_room"),
+    ("held", "own", "total", "threshold", "has_capacity"),
     [
         (50, 30, 100, 0.8, True),
         (51, 30, 100, 0.8, False),
@@ -108,9 +108,9 @@ def test_each_policy_asks_its_own_question() -> None:
     ],
 )
 def test_the_gate_at_decode_counts_the_request_itself(
-    held: int, own: int, total: int | None, threshold: float | None, has_room: bool
+    held: int, own: int, total: int | None, threshold: float | None, has_capacity: bool
 ) -> None:
-    assert Bypass(decode_busy_threshold=threshold).has_room(held, own, total) is has_room
+    assert Bypass(decode_busy_threshold=threshold).has_capacity(held, own, total) is has_capacity
 
 
 # The router.
@@ -122,11 +122,11 @@ class Depths:
     def __init__(self, depths: dict[int, int]) -> None:
         self.depths = depths
 
-    def match(self, query: Query) -> list[Matched]:
-        return [Matched(Source(w), d, d, d) for w, d in self.depths.items()]
+    def match(self, query: Query) -> list[SourceMatch]:
+        return [SourceMatch(Source(w), d, d, d) for w, d in self.depths.items()]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
 
 
 def worker(worker_id: int, role: str, **facts: Any) -> Instance:
@@ -158,8 +158,8 @@ class Bed:
         selector: str = "kv",
         **bypass: Any,
     ):
-        rules = Rules(bypass=Bypass(**{"policy": "isl_bounding", **bypass}))
-        self.router = Router(SELECTORS[selector](), index=Depths(cached or {}), rules=rules)
+        policy = Policy(bypass=Bypass(**{"policy": "isl_bounding", **bypass}))
+        self.router = Router(SELECTORS[selector](), index=Depths(cached or {}), policy=policy)
         self.router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
         self.number = 0
 
@@ -192,7 +192,7 @@ def test_a_prompt_that_is_cached_at_prefill_only_is_split() -> None:
 
 def test_it_is_off_by_default() -> None:
     assert NO_BYPASS.policy == "off"
-    assert Rules().bypass == NO_BYPASS
+    assert Policy().bypass == NO_BYPASS
     decision = Bed(P1, D11, cached={11: 100}, policy="off").place()
     assert decision.prefill == Placement(1, 0)
 
@@ -299,8 +299,8 @@ def test_without_a_pair_there_is_nothing_to_bypass() -> None:
 
 @pytest.mark.parametrize("selector", sorted(set(SELECTORS) - {"direct"}))
 def test_every_selector_bypasses(selector: str) -> None:
-    rules = Rules(bypass=Bypass(policy="prefill_load", prefill_busy_threshold=0.0))
-    router = Router(SELECTORS[selector](), rules=rules)
+    policy = Policy(bypass=Bypass(policy="prefill_load", prefill_busy_threshold=0.0))
+    router = Router(SELECTORS[selector](), policy=policy)
     router.update(Snapshot(1, {i.id: i for i in (P1, D11)}), 0.0)
     router.book.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
     assert router.decide(QUERY, None, 0.0, Random(0)).bypass == "prefill_busy"

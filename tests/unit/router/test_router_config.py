@@ -13,8 +13,8 @@ from common.registry.registry import MemoryRegistry, MemoryStore
 from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig, load_selector
-from router_svc.core.cost import DEFAULT_KNOBS
-from router_svc.core.selectors import SELECTORS, LeastLoaded
+from router_svc.core.cost import DEFAULT_COST_SETTINGS
+from router_svc.core.selectors import SELECTORS, LeastLoadedSelector
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_every_built_in_selector_can_be_configured(name: str) -> None:
 
 @pytest.mark.row("S1-40")
 def test_a_selector_of_ones_own_is_named_by_import_path(plugin: ModuleType) -> None:
-    class Mine(LeastLoaded):
+    class Mine(LeastLoadedSelector):
         name = "mine"
 
     plugin.make = Mine  # type: ignore[attr-defined]  # The module is made up here.
@@ -87,8 +87,8 @@ def test_a_factory_that_makes_no_selector_is_named(
 async def test_a_factory_runs_once_a_process(plugin: ModuleType) -> None:
     made = []
 
-    def make() -> LeastLoaded:
-        made.append(LeastLoaded())
+    def make() -> LeastLoadedSelector:
+        made.append(LeastLoadedSelector())
         return made[-1]
 
     plugin.make = make  # type: ignore[attr-defined]  # The module is made up here.
@@ -100,10 +100,13 @@ async def test_a_factory_runs_once_a_process(plugin: ModuleType) -> None:
 
 @pytest.mark.row("S1-14")
 def test_knobs_of_the_cost_have_the_defaults_of_the_cost_and_reach_it() -> None:
-    assert read().cost_knobs == DEFAULT_KNOBS
+    assert read().cost_settings == DEFAULT_COST_SETTINGS
     config = read("--overlap-score-credit", "0.5", "--assume-kv-reuse", "--router-temperature=2")
-    assert config.cost_knobs == replace(
-        DEFAULT_KNOBS, overlap_score_credit=0.5, assume_kv_reuse=True, router_temperature=2.0
+    assert config.cost_settings == replace(
+        DEFAULT_COST_SETTINGS,
+        overlap_score_credit=0.5,
+        assume_kv_reuse=True,
+        router_temperature=2.0,
     )
 
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, MeshError, NotFound, Unavailable
 from common.kv.events import Source
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.adapters import GONE_MAX, Adapters
-from router_svc.core.fleet import MODEL_MEMORY_S, Placement
+from router_svc.core.adapters import RECENTLY_REMOVED_MAX, AdapterResidency
+from router_svc.core.fleet import GONE_MODEL_TTL_S, Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Standing
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import TransferDomain
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
@@ -42,8 +42,8 @@ def worker(worker_id: int, role: str = "aggregated", *taints: str, **facts: Any)
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
-def router_of(*workers: Instance, selector: str = "kv", **rules: Any) -> Router:
-    router = Router(SELECTORS[selector](), rules=Rules(**rules))
+def router_of(*workers: Instance, selector: str = "kv", **policy: Any) -> Router:
+    router = Router(SELECTORS[selector](), policy=Policy(**policy))
     router.update(Snapshot(1, {i.id: i for i in workers}), 0.0)
     return router
 
@@ -146,7 +146,7 @@ def test_a_required_domain_holds_under_load_and_says_whom_it_left_out() -> None:
     load_decode(router, 11, 50)
     decision = ask(router, prefill_worker_id=1)
     assert decision.worker.worker_id == 11
-    why = {row.placement.worker_id: row.excluded_why for row in decision.considered}
+    why = {row.placement.worker_id: row.excluded_reason for row in decision.considered}
     assert why[12] == why[13] == "in another transfer group or domain than prefill"
 
 
@@ -316,25 +316,25 @@ def test_an_adapter_comes_and_goes_with_its_worker() -> None:
 
 
 def test_an_adapter_is_missed_for_a_minute_and_then_unknown() -> None:
-    adapters = Adapters()
+    adapters = AdapterResidency()
     query = replace(QUERY, routing=RoutingHints(lora_name="fr"))
     adapters.update([worker(1, loras=FR)], 0.0)
     adapters.check(query, 1.0)
     adapters.update([worker(1)], 10.0)
     with pytest.raises(Unavailable):
-        adapters.check(query, 10.0 + MODEL_MEMORY_S - 0.01)
+        adapters.check(query, 10.0 + GONE_MODEL_TTL_S - 0.01)
     with pytest.raises(NotFound):
-        adapters.check(query, 10.0 + MODEL_MEMORY_S)
+        adapters.check(query, 10.0 + GONE_MODEL_TTL_S)
     with pytest.raises(NotFound):
         adapters.check(replace(query, model="other"), 10.0)
 
 
 def test_adapters_that_left_are_not_remembered_without_bound() -> None:
-    adapters = Adapters()
-    many = frozenset(f"a{n:05}" for n in range(GONE_MAX + 10))
+    adapters = AdapterResidency()
+    many = frozenset(f"a{n:05}" for n in range(RECENTLY_REMOVED_MAX + 10))
     adapters.update([worker(1, loras=many)], 0.0)
     adapters.update([worker(1)], 1.0)
-    assert len(adapters._gone) == GONE_MAX
+    assert len(adapters._recently_removed) == RECENTLY_REMOVED_MAX
 
 
 # Allow-lists and pins.
@@ -387,11 +387,11 @@ def test_a_pinned_worker_that_is_not_there_is_named() -> None:
 class Stale:
     """An index that still knows a worker which has left."""
 
-    def match(self, query: Query) -> list[Matched]:
-        return [Matched(Source(2), 10, 10, 10)]
+    def match(self, query: Query) -> list[SourceMatch]:
+        return [SourceMatch(Source(2), 10, 10, 10)]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
 
 
 @pytest.mark.row("S1-107")

@@ -15,19 +15,19 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest
 from common.kv.events import Source
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
-from router_svc.core.cost import DEFAULT_KNOBS, CostKnobs, draw
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, draw_index
 from router_svc.core.eligibility import Leg
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadBook
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.recent_prefill import RecentMisses
-from router_svc.core.selectors import Kv, Matches, Scored, View, price
+from router_svc.core.recent_prefill import RecentPrefill
+from router_svc.core.selectors import KvSelector, Matches, ScoredCandidate, View, score_candidates
 
 B = 16
-PLAIN = CostKnobs(decode_active_request_weight=0.0, recent_miss_weight=0.0)
+PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)
 
 
 def candidate(worker_id: int, **facts: Any) -> Candidate:
@@ -36,9 +36,9 @@ def candidate(worker_id: int, **facts: Any) -> Candidate:
     return Candidate(Placement(worker_id, 0), instance)
 
 
-def loaded(*loads: tuple[int, int, int]) -> LoadBook:
+def loaded(*loads: tuple[int, int, int]) -> LoadTracker:
     """A book whose worker 1, 2, … reports (queued tokens, blocks, requests)."""
-    book = LoadBook()
+    book = LoadTracker()
     for worker_id, (tokens, blocks, requests) in enumerate(loads, 1):
         load = Load(waiting_tokens=tokens, kv_used_blocks=blocks, running=requests)
         book.report(worker_id, 0, load, 0.0)
@@ -48,25 +48,25 @@ def loaded(*loads: tuple[int, int, int]) -> LoadBook:
 def holding(**depths: int) -> Matches:
     """w1=3: worker 1 holds three leading blocks on its device."""
     return {
-        Placement(int(name[1:]), 0): Matched(Source(int(name[1:])), depth, depth, depth)
+        Placement(int(name[1:]), 0): SourceMatch(Source(int(name[1:])), depth, depth, depth)
         for name, depth in depths.items()
     }
 
 
 def prices(
     blocks: int,
-    book: LoadBook,
+    book: LoadTracker,
     *,
     workers: int,
     matches: Matches | None = None,
-    knobs: CostKnobs = PLAIN,
+    cost_settings: CostSettings = PLAIN,
     leg: Leg = "whole",
-    misses: RecentMisses | None = None,
+    misses: RecentPrefill | None = None,
     routing: RoutingHints | None = None,
-) -> Sequence[Scored]:
+) -> Sequence[ScoredCandidate]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
-    view = View(book, 0.0, None, matches or {}, leg, knobs, misses)
-    return price(query, [candidate(n) for n in range(1, workers + 1)], view)
+    view = View(book, 0.0, None, matches or {}, leg, cost_settings, misses)
+    return score_candidates(query, [candidate(n) for n in range(1, workers + 1)], view)
 
 
 def costs(*args: Any, **facts: Any) -> list[float]:
@@ -87,73 +87,87 @@ def test_ten_cached_blocks_are_worth_ten_blocks_of_decode() -> None:
 
 
 def test_the_credit_stops_at_the_work_there_is() -> None:
-    knobs = CostKnobs(
+    cost_settings = CostSettings(
         overlap_score_credit=5.0, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
-    (one,) = prices(4, loaded((0, 0, 0)), workers=1, matches=holding(w1=4), knobs=knobs)
+    (one,) = prices(
+        4, loaded((0, 0, 0)), workers=1, matches=holding(w1=4), cost_settings=cost_settings
+    )
     assert one.terms is not None
     assert (one.terms.prefill, one.terms.overlap_credit, one.cost) == (0.0, 20.0, 4.0)
 
 
 def test_a_decay_of_one_halves_the_credit_at_one_request_of_excess() -> None:
-    knobs = CostKnobs(
+    cost_settings = CostSettings(
         overlap_score_credit_decay=1.0, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
     book = loaded((8 * B, 0, 0), (0, 0, 0))
-    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), knobs=knobs)
+    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), cost_settings=cost_settings)
     assert busy.terms is not None
     assert busy.terms.overlap_credit == 4.0
-    untracked = CostKnobs(overlap_score_credit_decay=1.0, track_prefill_tokens=False)
-    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), knobs=untracked)
+    untracked = CostSettings(overlap_score_credit_decay=1.0, track_prefill_tokens=False)
+    busy, _ = prices(8, book, workers=2, matches=holding(w1=8), cost_settings=untracked)
     assert busy.terms is not None
     assert busy.terms.overlap_credit == 8.0
 
 
 def test_lower_tiers_earn_their_own_credit_for_what_the_device_lacks() -> None:
-    matches: Matches = {Placement(1, 0): Matched(Source(1), 4, 6, 10)}
+    matches: Matches = {Placement(1, 0): SourceMatch(Source(1), 4, 6, 10)}
     (one,) = prices(16, loaded((0, 0, 0)), workers=1, matches=matches)
     assert one.terms is not None
     assert one.terms.overlap_credit == 4 + 0.75 * 2 + 0.25 * 4
 
 
 def test_requests_weigh_as_configured_and_taints_multiply() -> None:
-    knobs = CostKnobs(decode_active_request_weight=2.0, recent_miss_weight=0.0)
+    cost_settings = CostSettings(decode_active_request_weight=2.0, recent_miss_weight=0.0)
     likes = RoutingConstraints(required_taints=frozenset(), preferred_taints={"fast": 1.0})
     query = Query("m", 4 * B, routing=RoutingHints(routing_constraints=likes))
-    view = View(loaded((0, 0, 3), (0, 0, 3)), 0.0, knobs=knobs)
-    plain, fast = price(query, [candidate(1), candidate(2, taints=frozenset({"fast"}))], view)
+    view = View(loaded((0, 0, 3), (0, 0, 3)), 0.0, cost_settings=cost_settings)
+    plain, fast = score_candidates(
+        query, [candidate(1), candidate(2, taints=frozenset({"fast"}))], view
+    )
     assert plain.cost == 4 + 4 + 2 * 4
     assert fast.cost == pytest.approx(plain.cost * math.exp(-math.tanh(1.0)))
 
 
 def test_the_decode_leg_pays_for_load_alone() -> None:
-    knobs = DEFAULT_KNOBS.for_decode_leg()
+    cost_settings = DEFAULT_COST_SETTINGS.for_decode_leg()
     book = loaded((500 * B, 0, 0), (0, 5, 1))
-    missed = RecentMisses(60.0)
+    missed = RecentPrefill(60.0)
     missed.add(Placement(1, 0), 100, 0.0)
     first, second = costs(
-        8, book, workers=2, matches=holding(w2=8), knobs=knobs, leg="decode", misses=missed
+        8,
+        book,
+        workers=2,
+        matches=holding(w2=8),
+        cost_settings=cost_settings,
+        leg="decode",
+        misses=missed,
     )
     assert (first, second) == (8 + 1, 8 + 5 + 2)
 
 
 def test_reuse_counts_cached_blocks_as_held_already_as_far_as_any_are() -> None:
-    knobs = CostKnobs(
+    cost_settings = CostSettings(
         assume_kv_reuse=True, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
     book = loaded((0, 3, 0), (0, 100, 0))
-    idle, busy = prices(8, book, workers=2, matches=holding(w1=8, w2=8), knobs=knobs)
+    idle, busy = prices(
+        8, book, workers=2, matches=holding(w1=8, w2=8), cost_settings=cost_settings
+    )
     assert idle.terms is not None
     assert busy.terms is not None
     assert (idle.terms.decode, busy.terms.decode) == (8.0, 100.0)
 
 
 def test_recent_misses_weigh_in_blocks_when_few_and_at_most_as_the_request() -> None:
-    missed = RecentMisses(60.0)
+    missed = RecentPrefill(60.0)
     missed.add(Placement(1, 0), 1.0, 0.0)
     missed.add(Placement(2, 0), 1e6, 0.0)
-    knobs = CostKnobs(decode_active_request_weight=0.0)
-    one, two, none = prices(100, loaded((0, 0, 0)), workers=3, knobs=knobs, misses=missed)
+    cost_settings = CostSettings(decode_active_request_weight=0.0)
+    one, two, none = prices(
+        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, misses=missed
+    )
     assert one.terms is not None
     assert two.terms is not None
     assert none.terms is not None
@@ -186,7 +200,7 @@ def test_costs_are_the_formula_and_the_sum_of_their_terms(
     weight: float,
     leg: Leg,
 ) -> None:
-    knobs = CostKnobs(
+    cost_settings = CostSettings(
         overlap_score_credit=credit,
         overlap_score_credit_decay=decay,
         prefill_load_scale=scale,
@@ -195,7 +209,14 @@ def test_costs_are_the_formula_and_the_sum_of_their_terms(
     )
     held = [min(depth, blocks) for depth in depths[: len(loads)]]
     matches = holding(**{f"w{n}": depth for n, depth in enumerate(held, 1) if depth})
-    got = prices(blocks, loaded(*loads), workers=len(loads), matches=matches, knobs=knobs, leg=leg)
+    got = prices(
+        blocks,
+        loaded(*loads),
+        workers=len(loads),
+        matches=matches,
+        cost_settings=cost_settings,
+        leg=leg,
+    )
     least = min(tokens for tokens, _, _ in loads)
     for one, (tokens, used, requests), depth in zip(got, loads, held, strict=True):
         excess = (tokens - least) / B / blocks if blocks else 0.0
@@ -221,8 +242,8 @@ def test_a_request_overrides_the_knobs_it_names() -> None:
         assume_kv_reuse=True,
         track_prefill_tokens=False,
     )
-    knobs = CostKnobs(decode_active_request_weight=3.0).overridden(override)
-    assert knobs == CostKnobs(
+    cost_settings = CostSettings(decode_active_request_weight=3.0).with_override(override)
+    assert cost_settings == CostSettings(
         overlap_score_credit=0.5,
         prefill_load_scale=2.0,
         router_temperature=0.25,
@@ -230,13 +251,13 @@ def test_a_request_overrides_the_knobs_it_names() -> None:
         track_prefill_tokens=False,
         decode_active_request_weight=3.0,
     )
-    assert DEFAULT_KNOBS.overridden(None) is DEFAULT_KNOBS
+    assert DEFAULT_COST_SETTINGS.with_override(None) is DEFAULT_COST_SETTINGS
 
 
 def test_the_older_name_sets_the_scale_and_its_zero_clears_the_credit() -> None:
-    legacy = DEFAULT_KNOBS.overridden(RouterConfigOverride(overlap_score_weight=2.0))
+    legacy = DEFAULT_COST_SETTINGS.with_override(RouterConfigOverride(overlap_score_weight=2.0))
     assert (legacy.prefill_load_scale, legacy.overlap_score_credit) == (2.0, 1.0)
-    zero = DEFAULT_KNOBS.overridden(RouterConfigOverride(overlap_score_weight=0.0))
+    zero = DEFAULT_COST_SETTINGS.with_override(RouterConfigOverride(overlap_score_weight=0.0))
     assert (zero.prefill_load_scale, zero.overlap_score_credit) == (0.0, 0.0)
 
 
@@ -257,7 +278,7 @@ def test_an_override_out_of_range_is_refused_by_name(
     override: RouterConfigOverride, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        DEFAULT_KNOBS.overridden(override)
+        DEFAULT_COST_SETTINGS.with_override(override)
     assert refused.value.field == f"query.config_override.{field}"
 
 
@@ -270,24 +291,26 @@ def test_an_override_out_of_range_is_refused_by_name(
     u=st.floats(0, 1, exclude_max=True),
 )
 def test_a_draw_is_one_of_them(given_costs: list[float], temperature: float, u: float) -> None:
-    assert 0 <= draw(given_costs, temperature, u) < len(given_costs)
+    assert 0 <= draw_index(given_costs, temperature, u) < len(given_costs)
 
 
 def test_a_draw_prefers_the_cheap_the_more_the_colder_it_is() -> None:
     rng = Random(1)
-    warm = Counter(draw([0.0, 5.0, 10.0], 1.0, rng.random()) for _ in range(2000))
+    warm = Counter(draw_index([0.0, 5.0, 10.0], 1.0, rng.random()) for _ in range(2000))
     assert warm[0] > warm[1] > warm[2] > 200
-    cold = Counter(draw([0.0, 5.0, 10.0], 0.05, rng.random()) for _ in range(2000))
+    cold = Counter(draw_index([0.0, 5.0, 10.0], 0.05, rng.random()) for _ in range(2000))
     assert cold[0] > 1990
-    even = Counter(draw([3.0, 3.0], 0.05, rng.random()) for _ in range(2000))
+    even = Counter(draw_index([3.0, 3.0], 0.05, rng.random()) for _ in range(2000))
     assert 900 < even[0] < 1100
 
 
 def test_a_temperature_makes_the_selector_draw() -> None:
-    knobs = CostKnobs(router_temperature=1.0, recent_miss_weight=0.0)
-    view = View(loaded((0, 10, 0), (0, 0, 0)), 0.0, knobs=knobs)
+    cost_settings = CostSettings(router_temperature=1.0, recent_miss_weight=0.0)
+    view = View(loaded((0, 10, 0), (0, 0, 0)), 0.0, cost_settings=cost_settings)
     candidates = [candidate(1), candidate(2)]
-    choices = [Kv().select(Query("m", B), candidates, view, Random(seed)) for seed in range(200)]
+    choices = [
+        KvSelector().select(Query("m", B), candidates, view, Random(seed)) for seed in range(200)
+    ]
     drawn = Counter(choice.candidate.placement.worker_id for choice in choices)
     assert drawn[2] > drawn[1] > 20
     assert "temperature" in choices[0].reason
@@ -310,23 +333,23 @@ def test_a_prediction_is_whole_blocks_and_never_the_last_token(
 
 
 def test_misses_halve_in_each_half_life_and_add_up() -> None:
-    missed = RecentMisses(10.0)
+    missed = RecentPrefill(10.0)
     one, two, other = Placement(1, 0), Placement(2, 0), Placement(3, 0)
-    assert missed.read([one], 0.0) == [0.0]
+    assert missed.blocks_of([one], 0.0) == [0.0]
     missed.add(one, 8.0, 0.0)
     missed.add(two, 1.0, 10.0)
     missed.add(one, 1.0, 20.0)
-    assert missed.read([one, two, other], 20.0) == pytest.approx([3.0, 0.5, 0.0])
+    assert missed.blocks_of([one, two, other], 20.0) == pytest.approx([3.0, 0.5, 0.0])
     missed.forget(1)
     assert len(missed) == 1
 
 
 @given(gaps=st.lists(st.floats(0, 1e5), min_size=1, max_size=20))
 def test_misses_stay_right_over_any_time(gaps: list[float]) -> None:
-    missed, at, plain, now = RecentMisses(10.0), Placement(1, 0), 0.0, 0.0
+    missed, at, plain, now = RecentPrefill(10.0), Placement(1, 0), 0.0, 0.0
     for gap in gaps:
         now += gap
         plain = plain * 2.0 ** -(gap / 10.0) + 5.0
         missed.add(at, 5.0, now)
-        assert missed.read([at], now) == pytest.approx([plain], rel=1e-6)
-    assert missed.read([at], now + 1e9) == pytest.approx([0.0], abs=1e-9)
+        assert missed.blocks_of([at], now) == pytest.approx([plain], rel=1e-6)
+    assert missed.blocks_of([at], now + 1e9) == pytest.approx([0.0], abs=1e-9)

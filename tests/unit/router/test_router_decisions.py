@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import Bug, Conflict, InvalidRequest, MeshError, Overloaded
+from common.errors import Conflict, InternalError, InvalidRequest, MeshError, Overloaded
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from kvmesh.router.v1 import router_pb2
-from router_svc.core.admission import Parked, QueueRules
+from router_svc.core.admission import QueuedRequest, QueueSettings
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
 from router_svc.core.placement import SELECTOR_FAILED
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.router import Decision, Router
-from router_svc.core.selectors import SELECTORS, Choice, LeastLoaded, WorkerSelector
-from router_svc.core.sessions import Binding, Bond, SessionName, ToldBond
-from router_svc.decisions import PART, SLICE, Decisions
-from router_svc.hashing import Hashers
+from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
+from router_svc.core.sessions import SessionName, SessionPlacement, SessionRecord, SessionUpdate
+from router_svc.decisions import LOOP_TIME_DIVISOR, REQUESTS_PER_SLICE, Decisions
+from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
 from router_svc.tracing import DecisionSpans
 
@@ -78,12 +78,12 @@ class NoGpu(InvalidRequest):
     kind = "NO_GPU"
 
 
-class Moody(LeastLoaded):
+class Moody(LeastLoadedSelector):
     """Somebody's selector: raises `mood` while there is one."""
 
     mood: Exception | None = None
 
-    def select(self, *args: Any) -> Choice:
+    def select(self, *args: Any) -> Selection:
         if self.mood is not None:
             raise self.mood
         return super().select(*args)
@@ -92,12 +92,12 @@ class Moody(LeastLoaded):
 class Desk:
     """Decisions on one worker that is busy above BATCH tokens."""
 
-    def __init__(self, selector: WorkerSelector | None = None, **rules: Any) -> None:
+    def __init__(self, selector: WorkerSelector | None = None, **policy: Any) -> None:
         self.now = 100.0
         self.answers: dict[str, Decision | MeshError] = {}
         self.router = Router(
             selector or SELECTORS["least_loaded"](),
-            rules=Rules(queue=QueueRules(threshold=1.0), **rules),
+            policy=Policy(queue=QueueSettings(threshold=1.0), **policy),
         )
         self.see(BATCH)
         self.session = self.router.book.open_session(7)
@@ -106,7 +106,7 @@ class Desk:
             self.router,
             self.metrics,
             rng=Random(0),
-            hashers=Hashers(b""),
+            hasher_cache=HasherCache(b""),
             spans=DecisionSpans(),
             clock=lambda: self.now,
         )
@@ -120,22 +120,22 @@ class Desk:
         }
         self.router.update(Snapshot(1, workers), self.now)
 
-    def hear(self, bond: Bond) -> None:
-        self.router.affinity.heard(ToldBond(bond, 0.0), self.now)
+    def hear(self, record: SessionRecord) -> None:
+        self.router.affinity.receive(SessionUpdate(record, 0.0), self.now)
 
-    def ask(
+    def submit(
         self,
         name: str,
         session: int | None = None,
-        lane: int = 0,
+        constraint_class: int = 0,
         *,
         session_id: str = "",
         pin: int = 0,
         tokens: int = TOO_MUCH,
-    ) -> Decision | Parked:
+    ) -> Decision | QueuedRequest:
         message = router_pb2.Query(model="m", total_tokens=tokens)
-        if lane:
-            message.excluded_worker_ids.append(1000 + lane)
+        if constraint_class:
+            message.excluded_worker_ids.append(1000 + constraint_class)
         if session_id:
             message.routing.session_control.session_id = session_id
         if pin:
@@ -146,7 +146,7 @@ class Desk:
         def answer(outcome: Decision | MeshError) -> None:
             self.answers[name] = outcome
 
-        return self.decisions.ask(message, key, session, "", answer)
+        return self.decisions.submit(message, key, session, "", answer)
 
 
 @pytest.fixture
@@ -162,15 +162,15 @@ def test_an_orphan_that_is_freed_lets_in_the_next_and_leaves_no_turn_over(
 ) -> None:
     desk = Desk()
     lost = desk.router.book.open_session(8)
-    desk.ask("lost", lost)
+    desk.submit("lost", lost)
     for name in ("first", "second"):
-        assert isinstance(desk.ask(name), Parked)
+        assert isinstance(desk.submit(name), QueuedRequest)
     desk.router.book.end_session(lost, desk.now)
     desk.now += ORPHAN_S
     if is_expired_first:
         desk.router.expire(desk.now)
         assert len(loop.due) == 1
-    desk.decisions.serve_parked()
+    desk.decisions.serve_queue()
     assert list(desk.answers) == ["first"]
     assert loop.due == []
 
@@ -185,15 +185,15 @@ def test_who_fails_when_its_turn_comes_is_answered_and_the_router_goes_on(
 ) -> None:
     selector = Moody()
     desk = Desk(selector)
-    desk.ask("first")
-    assert isinstance(desk.ask("a"), Parked)
+    desk.submit("first")
+    assert isinstance(desk.submit("a"), QueuedRequest)
     desk.router.book.free(BookingKey(7, "first", 0))
     selector.mood = mood
-    desk.decisions.serve_parked()
+    desk.decisions.serve_queue()
     selector.mood = None
     answer = desk.answers["a"]
-    assert answer is mood or isinstance(answer, Bug)
-    assert isinstance(desk.ask("next"), Decision)
+    assert answer is mood or isinstance(answer, InternalError)
+    assert isinstance(desk.submit("next"), Decision)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "when its turn comes"])
@@ -202,8 +202,8 @@ def test_what_a_selector_raises_is_logged_once_with_where_it_did_so(
 ) -> None:
     selector, mood = Moody(), KeyError("gpus")
     desk = Desk(selector)
-    desk.ask("first")
-    assert not waits or isinstance(desk.ask("a"), Parked)
+    desk.submit("first")
+    assert not waits or isinstance(desk.submit("a"), QueuedRequest)
     desk.router.book.free(BookingKey(7, "first", 0))
     selector.mood = mood
     with capture_logs() as lines:
@@ -211,15 +211,15 @@ def test_what_a_selector_raises_is_logged_once_with_where_it_did_so(
             loop.run()
             answer = desk.answers["a"]
         else:
-            with pytest.raises(Bug) as raised:
-                desk.ask("a")
+            with pytest.raises(InternalError) as raised:
+                desk.submit("a")
             answer = raised.value
-    assert isinstance(answer, Bug)
+    assert isinstance(answer, InternalError)
     assert (answer.reason, answer.retryable) == (SELECTOR_FAILED, True)
     (line,) = lines
     assert line["exc_info"] is mood
     assert mood.__traceback__ is not None
-    assert line["why"] == "the selector 'least_loaded' failed: it raised KeyError"
+    assert line["reason"] == "the selector 'least_loaded' failed: it raised KeyError"
     counted = {"selector": selector.name, "outcome": "bug"}
     assert desk.metrics.registry.get_sample_value("kvmesh_router_decisions_total", counted) == 1
 
@@ -244,7 +244,7 @@ def test_errors_that_nobody_knows_are_counted_as_others(
     desk = Desk(selector)
     selector.mood = mood
     with pytest.raises(type(mood)):
-        desk.ask("a")
+        desk.submit("a")
     if sample == "decisions":
         labels = {"selector": selector.name, **labels}
     name = f"kvmesh_router_{sample}_total"
@@ -260,12 +260,12 @@ def test_who_waited_is_answered_also_when_the_answer_cannot_be_measured(
 
     selector = Moody()
     desk = Desk(selector)
-    desk.ask("first")
-    assert isinstance(desk.ask("a"), Parked)
+    desk.submit("first")
+    assert isinstance(desk.submit("a"), QueuedRequest)
     monkeypatch.setattr(Metrics, "decided", fail)
     desk.router.book.free(BookingKey(7, "first", 0))
     selector.mood = mood
-    desk.decisions.serve_parked()
+    desk.decisions.serve_queue()
     assert isinstance(desk.answers["a"], Decision if mood is None else NoGpu)
 
 
@@ -273,13 +273,13 @@ def test_who_must_wait_on_is_looked_at_in_slices_and_a_relief_meanwhile_is_not_l
     loop: HandLoop,
 ) -> None:
     desk = Desk()
-    desk.ask("a")
-    for number in range(SLICE + 1):
-        assert isinstance(desk.ask(f"r{number}", lane=number + 1), Parked)
+    desk.submit("a")
+    for number in range(REQUESTS_PER_SLICE + 1):
+        assert isinstance(desk.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
     desk.see(BATCH + 1)
     loop.run()
     assert desk.answers == {}
-    assert loop.due == [loop.now + PART - 1], "one lane is left"
+    assert loop.due == [loop.now + LOOP_TIME_DIVISOR - 1], "one lane is left"
     desk.router.book.free(BookingKey(7, "a", 0))
     loop.run()
     assert list(desk.answers) == ["r0"], "the best of all, not the one that the sweep had left"
@@ -292,8 +292,8 @@ def test_who_must_wait_on_is_looked_at_in_slices_and_a_relief_meanwhile_is_not_l
 
 def test_a_relief_that_helps_nobody_wakes_nobody(loop: HandLoop) -> None:
     desk = Desk()
-    desk.ask("a")
-    desk.ask("b")
+    desk.submit("a")
+    desk.submit("b")
     desk.router.book.report(2, 0, Load(), desk.now)
     assert loop.due == [], "nobody waits for that worker"
     desk.router.book.report(1, 0, Load(), desk.now)
@@ -307,7 +307,7 @@ def test_a_report_that_grows_old_is_noticed_when_it_does_not_at_the_next_tick(
 ) -> None:
     desk = Desk()
     desk.router.book.report(1, 0, Load(waiting=1, waiting_tokens=TOO_MUCH), desk.now)
-    assert isinstance(desk.ask("a"), Parked)
+    assert isinstance(desk.submit("a"), QueuedRequest)
     (alarm,) = loop.alarms
     assert alarm.when == pytest.approx(REPORT_MAX_AGE_S)
     desk.now += REPORT_MAX_AGE_S + 0.001
@@ -319,7 +319,7 @@ def test_an_alarm_that_rings_too_early_is_set_again(loop: HandLoop) -> None:
     desk = Desk()
     busy = Load(waiting=1, waiting_tokens=TOO_MUCH)
     desk.router.book.report(1, 0, busy, desk.now)
-    desk.ask("a")
+    desk.submit("a")
     desk.now += 0.1
     desk.router.book.report(1, 0, busy, desk.now)
     loop.run()
@@ -333,9 +333,9 @@ def test_an_alarm_that_rings_too_early_is_set_again(loop: HandLoop) -> None:
 
 def test_the_longest_wait_ends_by_itself(loop: HandLoop) -> None:
     desk = Desk()
-    desk.ask("a")
-    desk.ask("b")
-    wait_s = desk.router.queue.rules.wait_max_s
+    desk.submit("a")
+    desk.submit("b")
+    wait_s = desk.router.queue.policy.wait_max_s
     (alarm,) = loop.alarms
     assert alarm.when == wait_s
     desk.now += wait_s
@@ -345,9 +345,9 @@ def test_the_longest_wait_ends_by_itself(loop: HandLoop) -> None:
 
 def test_a_sweep_in_slices_ends_where_nothing_was_relieved(loop: HandLoop) -> None:
     desk = Desk()
-    desk.ask("a")
-    for number in range(SLICE + 1):
-        desk.ask(f"r{number}", lane=number + 1)
+    desk.submit("a")
+    for number in range(REQUESTS_PER_SLICE + 1):
+        desk.submit(f"r{number}", constraint_class=number + 1)
     desk.see(BATCH + 1)
     loop.run()
     loop.run()
@@ -364,15 +364,15 @@ def test_reliefs_do_not_keep_a_sweep_from_those_who_hold_others_up(loop: HandLoo
     here = {id: workers[id] for id in (1, 2)}
     desk.router.update(Snapshot(2, here), desk.now)
     for name in ("a", "b"):
-        assert isinstance(desk.ask(name), Decision)
+        assert isinstance(desk.submit(name), Decision)
     pinned = router_pb2.Query(model="m", total_tokens=TOO_MUCH)
     pinned.routing.backend_instance_id = 2
     for number in range(2):
         key = BookingKey(7, f"pinned{number}", 0)
-        waits = desk.decisions.ask(pinned, key, desk.session, "", lambda outcome: None)
-        assert isinstance(waits, Parked)
-    for number in range(2 * SLICE):
-        assert isinstance(desk.ask(f"r{number}", lane=number + 1), Parked)
+        waits = desk.decisions.submit(pinned, key, desk.session, "", lambda outcome: None)
+        assert isinstance(waits, QueuedRequest)
+    for number in range(2 * REQUESTS_PER_SLICE):
+        assert isinstance(desk.submit(f"r{number}", constraint_class=number + 1), QueuedRequest)
     desk.router.update(Snapshot(3, workers), desk.now)
     booked = {b.key.request_id: b.worker.worker_id for b in desk.router.book}
     (free,) = (name for name, worker_id in booked.items() if worker_id == 1)
@@ -390,9 +390,11 @@ LATER = 2**50  # Than any revision by the time of day.
 @pytest.mark.parametrize(
     "move",
     [
-        lambda desk: desk.ask("c", session_id="s", pin=2, tokens=1),
-        lambda desk: desk.hear(Bond(S, Binding(Placement(2, 0)), LATER, BookingKey(9, "c", 0))),
-        lambda desk: desk.hear(Bond(S, None, LATER, BookingKey(9, "c", 0))),
+        lambda desk: desk.submit("c", session_id="s", pin=2, tokens=1),
+        lambda desk: desk.hear(
+            SessionRecord(S, SessionPlacement(Placement(2, 0)), LATER, BookingKey(9, "c", 0))
+        ),
+        lambda desk: desk.hear(SessionRecord(S, None, LATER, BookingKey(9, "c", 0))),
     ],
     ids=["by another request", "by another router", "closed by another router"],
 )
@@ -401,15 +403,15 @@ def test_who_waits_where_its_session_was_bound_before_is_let_in_without_a_tick(
 ) -> None:
     desk = Desk()
     desk.see(BATCH, 1, 2)
-    assert isinstance(desk.ask("a", session_id="s", pin=1), Decision)
-    for number in range(SLICE + 1):
-        assert isinstance(desk.ask(f"b{number}", session_id="s", tokens=1), Parked)
+    assert isinstance(desk.submit("a", session_id="s", pin=1), Decision)
+    for number in range(REQUESTS_PER_SLICE + 1):
+        assert isinstance(desk.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
     assert loop.due == []
     move(desk)
     for _ in range(2):
         loop.run()
     workers = [a.worker.worker_id for a in desk.answers.values() if isinstance(a, Decision)]
-    assert workers == [2] * (SLICE + 1)
+    assert workers == [2] * (REQUESTS_PER_SLICE + 1)
     assert loop.due == []
 
 
@@ -418,17 +420,19 @@ def test_sessions_that_move_all_the_time_do_not_keep_a_relief_from_the_others(
 ) -> None:
     desk = Desk()
     desk.see(BATCH, 1, 2, 3)
-    assert isinstance(desk.ask("a", session_id="s", pin=2, tokens=1), Decision)
+    assert isinstance(desk.submit("a", session_id="s", pin=2, tokens=1), Decision)
     for at in (2, 3):
-        assert isinstance(desk.ask(f"fills {at}", pin=at), Decision)
-    for number in range(SLICE + 1):
-        assert isinstance(desk.ask(f"b{number}", session_id="s", tokens=1), Parked)
-    assert isinstance(desk.ask("first", pin=1), Decision)
-    assert isinstance(desk.ask("pinned", pin=1), Parked)
+        assert isinstance(desk.submit(f"fills {at}", pin=at), Decision)
+    for number in range(REQUESTS_PER_SLICE + 1):
+        assert isinstance(desk.submit(f"b{number}", session_id="s", tokens=1), QueuedRequest)
+    assert isinstance(desk.submit("first", pin=1), Decision)
+    assert isinstance(desk.submit("pinned", pin=1), QueuedRequest)
     desk.router.book.free(BookingKey(7, "first", 0))
     for turn in range(2):
-        bond = Bond(S, Binding(Placement(3 - turn, 0)), LATER + turn, BookingKey(9, "c", 0))
-        desk.hear(bond)
+        record = SessionRecord(
+            S, SessionPlacement(Placement(3 - turn, 0)), LATER + turn, BookingKey(9, "c", 0)
+        )
+        desk.hear(record)
         loop.run()
     assert list(desk.answers) == ["pinned"]
 
@@ -438,9 +442,9 @@ def test_a_session_that_is_forgotten_while_somebody_waits_for_its_worker_binds_i
 ) -> None:
     desk = Desk(session_ttl_s=5.0)
     desk.see(BATCH, 1, 2)
-    assert isinstance(desk.ask("a", session_id="s", pin=1, tokens=1), Decision)
-    assert isinstance(desk.ask("fills", pin=1), Decision)
-    assert isinstance(desk.ask("b", session_id="s"), Parked)
+    assert isinstance(desk.submit("a", session_id="s", pin=1, tokens=1), Decision)
+    assert isinstance(desk.submit("fills", pin=1), Decision)
+    assert isinstance(desk.submit("b", session_id="s"), QueuedRequest)
     desk.router.book.free(BookingKey(7, "a", 0))
     desk.router.expire(desk.now)
     loop.run()
@@ -457,14 +461,14 @@ def test_what_a_superseded_session_asked_waits_no_more_and_what_it_asks_is_refus
     loop: HandLoop,
 ) -> None:
     desk = Desk()
-    desk.ask("a")
+    desk.submit("a")
     book = desk.router.book
     desk.session = book.open_session(8, generation=1)
-    assert isinstance(desk.ask("old", desk.session), Parked)
-    book.superseded(SessionHello(8, 2), desk.now)
+    assert isinstance(desk.submit("old", desk.session), QueuedRequest)
+    book.supersede_sessions(SessionHello(8, 2), desk.now)
     assert len(desk.router.queue) == 0
     with pytest.raises(Conflict) as refused:
-        desk.ask("late", desk.session)
+        desk.submit("late", desk.session)
     assert refused.value.reason == "SUPERSEDED"
     assert desk.answers == {}, "nobody listens there"
     book.end_session(desk.session, desk.now)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.registry.instances import Instance, Snapshot
-from router_svc.core.fleet import MODEL_MEMORY_S, Fleet, Placement
+from router_svc.core.fleet import GONE_MODEL_TTL_S, Fleet, Placement
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
@@ -62,20 +62,20 @@ def test_a_worker_that_left_is_no_candidate_after_one_snapshot() -> None:
 
 def test_a_model_is_remembered_for_a_while_after_its_last_worker_left() -> None:
     fleet = Fleet()
-    assert not fleet.knows("m", 0.0)
+    assert not fleet.is_known_model("m", 0.0)
     fleet.update(seen(worker(1)), 0.0)
     fleet.update(seen(), 10.0)
     assert fleet.models == frozenset()
-    assert fleet.knows("m", 10.0 + MODEL_MEMORY_S - 1)
-    assert not fleet.knows("m", 10.0 + MODEL_MEMORY_S)
+    assert fleet.is_known_model("m", 10.0 + GONE_MODEL_TTL_S - 1)
+    assert not fleet.is_known_model("m", 10.0 + GONE_MODEL_TTL_S)
 
 
 def test_models_that_left_are_not_remembered_without_bound() -> None:
     fleet = Fleet()
     for number in range(1500):
         fleet.update(seen(worker(1, model=f"m{number}")), 0.0)
-    assert not fleet.knows("m0", 0.0)
-    assert fleet.knows("m1498", 0.0)
+    assert not fleet.is_known_model("m0", 0.0)
+    assert fleet.is_known_model("m1498", 0.0)
 
 
 def test_the_ranks_of_a_worker_are_those_of_the_newest_snapshot() -> None:

@@ -16,7 +16,7 @@ from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import RoundRobin
+from router_svc.core.selectors import RoundRobinSelector
 from router_svc.fleet_watch import FleetWatch
 
 
@@ -58,12 +58,12 @@ class _Script:
 
 
 async def workers_after(registry: FlakyRegistry, until: Callable[[Router], bool]) -> Router:
-    router = Router(RoundRobin())
+    router = Router(RoundRobinSelector())
     watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
     task = asyncio.create_task(watch.run())
     try:
         async with asyncio.timeout(20):
-            while not (watch.first_seen.is_set() and until(router)):
+            while not (watch.first_snapshot.is_set() and until(router)):
                 assert not task.done()
                 await asyncio.sleep(0)
     finally:
@@ -81,14 +81,14 @@ def ids(router: Router) -> list[int]:
 async def test_every_snapshot_reaches_the_router() -> None:
     registry = FlakyRegistry([seen(1, 1), seen(2, 1, 2), seen(3, 2)])
     router = await workers_after(registry, lambda r: ids(r) == [2])
-    assert router.fleet.was_seen
+    assert router.fleet.has_snapshot
 
 
 @pytest.mark.row("S1-39")
 async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry_module, "FOLLOW_PAUSE_S", 0.001)
+    monkeypatch.setattr(registry_module, "WATCH_RETRY_DELAY_S", 0.001)
     registry = FlakyRegistry(
         [Unavailable("lost")],
         [seen(1, 1), OSError("lost as well")],
@@ -108,13 +108,13 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
 
 async def test_an_empty_namespace_is_a_fleet_that_was_seen() -> None:
     router = await workers_after(FlakyRegistry([Snapshot(1)]), lambda r: True)
-    assert router.fleet.was_seen
+    assert router.fleet.has_snapshot
     assert ids(router) == []
 
 
 @pytest.mark.parametrize("later", [[], [seen(1, 1)]], ids=["for good", "at first"])
 async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snapshot]) -> None:
-    router = Router(RoundRobin())
+    router = Router(RoundRobinSelector())
     registry = FlakyRegistry([Snapshot(), *later])
     watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
     task = asyncio.create_task(watch.run())
@@ -123,7 +123,7 @@ async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snaps
     task.cancel()
     await asyncio.wait([task])
     assert registry.opened == 1, "it was asked"
-    assert watch.first_seen.is_set() == router.fleet.was_seen == bool(later)
+    assert watch.first_snapshot.is_set() == router.fleet.has_snapshot == bool(later)
     if not later:
         with pytest.raises(Unavailable) as refused:
             router.decide(Query("m", 100), None, 0.0, Random(0))

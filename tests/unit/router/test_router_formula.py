@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 
 from common.kv.events import Source
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride
-from router_svc.core.cost import CostKnobs, draw
+from router_svc.core.cost import CostSettings, draw_index
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadBook
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
-from router_svc.core.selectors import Kv, Scored, View, price
+from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
 
 B = 16
-PLAIN = CostKnobs(decode_active_request_weight=0.0, recent_miss_weight=0.0)
+PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)
 NOBODY = (0, 0, 0)
 
 
@@ -33,22 +33,22 @@ def priced(
     blocks: int,
     *ranks: tuple[tuple[int, int, int], tuple[int, int, int]],
     leg: Any = "whole",
-    **knobs: Any,
-) -> Sequence[Scored]:
+    **cost_settings: Any,
+) -> Sequence[ScoredCandidate]:
     """One worker for each (load, held): load is queued tokens, blocks, requests; held are leading
     blocks on the device, on the host and on disk, cumulative.
     """
-    book, matches, members = LoadBook(), {}, []
+    book, matches, members = LoadTracker(), {}, []
     for number, ((tokens, used, requests), held) in enumerate(ranks, 1):
         report = Load(waiting_tokens=tokens, kv_used_blocks=used, running=requests)
         book.report(number, 0, report, 0.0)
-        matches[number, 0] = Matched(Source(number), *held)
+        matches[number, 0] = SourceMatch(Source(number), *held)
         instance = Instance(
             number, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index="events"
         )
         members.append(Candidate(Placement(number, 0), instance))
-    view = View(book, 0.0, None, matches, leg, replace(PLAIN, **knobs))
-    return price(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
+    view = View(book, 0.0, None, matches, leg, replace(PLAIN, **cost_settings))
+    return score_candidates(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
 
 
 def cost(*args: Any, **facts: Any) -> float:
@@ -77,7 +77,7 @@ def test_two_blocks_cost_what_the_documentation_says(facts: Any, expected: float
 
 
 @pytest.mark.parametrize(
-    ("knobs", "expected"),
+    ("cost_settings", "expected"),
     [
         ({}, 4.0 + 6 + 8),
         ({"prefill_load_scale": 3.0}, 3 * 4.0 + 6 + 8),
@@ -88,19 +88,19 @@ def test_two_blocks_cost_what_the_documentation_says(facts: Any, expected: float
         ({"assume_kv_reuse": True}, 4.0 + 6 + 8 - 6),
     ],
 )
-def test_each_knob_moves_its_own_term(knobs: dict[str, Any], expected: float) -> None:
+def test_each_knob_moves_its_own_term(cost_settings: dict[str, Any], expected: float) -> None:
     """8 blocks, of which 6 are held, on a rank with 2 queued blocks, 6 held ones and 5 requests."""
-    assert cost(8, ((tokens(2), 6, 5), (6, 6, 6)), **knobs) == expected
+    assert cost(8, ((tokens(2), 6, 5), (6, 6, 6)), **cost_settings) == expected
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.5, 1.0, 4.0])
 def test_the_older_weight_gives_the_older_formula(weight: float) -> None:
     """weight * (prefill blocks - overlap) + decode blocks."""
     override = RouterConfigOverride(overlap_score_weight=weight)
-    knobs = PLAIN.overridden(override)
+    cost_settings = PLAIN.with_override(override)
     facts = {
-        "prefill_load_scale": knobs.prefill_load_scale,
-        "overlap_score_credit": knobs.overlap_score_credit,
+        "prefill_load_scale": cost_settings.prefill_load_scale,
+        "overlap_score_credit": cost_settings.overlap_score_credit,
     }
     assert cost(8, ((tokens(2), 6, 0), (6, 6, 6)), **facts) == weight * (10 - 6) + 14
 
@@ -145,15 +145,17 @@ LOAD = st.tuples(st.integers(0, 9999), st.integers(0, 999), st.integers(0, 50))
 def test_more_cache_never_costs_more_and_more_load_never_less(
     load: tuple[int, int, int], depth: int, more: int, decay: float, leg: str
 ) -> None:
-    knobs = {"overlap_score_credit_decay": decay, "decode_active_request_weight": 1.0}
+    cost_settings = {"overlap_score_credit_decay": decay, "decode_active_request_weight": 1.0}
     other = (NOBODY, NOBODY)
     held = (depth, depth, depth)
-    base = cost(40, (load, held), other, leg=leg, **knobs)
+    base = cost(40, (load, held), other, leg=leg, **cost_settings)
     warmer = min(40, depth + more)
-    assert cost(40, (load, (warmer, warmer, warmer)), other, leg=leg, **knobs) <= base + 1e-9
+    assert (
+        cost(40, (load, (warmer, warmer, warmer)), other, leg=leg, **cost_settings) <= base + 1e-9
+    )
     for term in range(3):
         busier = tuple(value + more * (term == at) for at, value in enumerate(load))
-        assert cost(40, (busier, held), other, leg=leg, **knobs) >= base - 1e-9
+        assert cost(40, (busier, held), other, leg=leg, **cost_settings) >= base - 1e-9
 
 
 @settings(max_examples=60, deadline=None)
@@ -177,7 +179,7 @@ def test_more_on_a_faster_tier_never_costs_more(held: list[int], more: list[int]
 )
 def test_a_draw_is_the_inverse_of_the_softmax_of_normalised_costs(u: float, index: int) -> None:
     """Costs 10, 20, 15 scale to 0, 1, 0.5: weights 1, 1/e, 1/sqrt(e), shares 0.5065, 0.1863, …"""
-    assert draw([10.0, 20.0, 15.0], 1.0, u) == index
+    assert draw_index([10.0, 20.0, 15.0], 1.0, u) == index
 
 
 @given(
@@ -190,24 +192,24 @@ def test_a_draw_is_the_inverse_of_the_softmax_of_normalised_costs(u: float, inde
 def test_a_draw_does_not_depend_on_the_unit_of_the_costs(
     costs: list[int], shift: int, scale: float, temperature: float, u: float
 ) -> None:
-    plain = draw([float(c) for c in costs], temperature, u)
-    assert draw([c * scale for c in costs], temperature, u) == plain
-    assert draw([float(c + shift) for c in costs], temperature, u) == plain
+    plain = draw_index([float(c) for c in costs], temperature, u)
+    assert draw_index([c * scale for c in costs], temperature, u) == plain
+    assert draw_index([float(c + shift) for c in costs], temperature, u) == plain
 
 
 @pytest.mark.parametrize(("u", "index"), [(0.0, 0), (0.249, 0), (0.25, 1), (0.75, 3), (0.999, 3)])
 def test_equal_costs_are_drawn_equally(u: float, index: int) -> None:
-    assert draw([7.0] * 4, 0.001, u) == index
+    assert draw_index([7.0] * 4, 0.001, u) == index
 
 
 def chosen(seed: int, temperature: float, *used: int) -> int:
-    book, members = LoadBook(), []
+    book, members = LoadTracker(), []
     for number, blocks in enumerate(used, 1):
         book.report(number, 0, Load(kv_used_blocks=blocks), 0.0)
         instance = Instance(number, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B)
         members.append(Candidate(Placement(number, 0), instance))
-    view = View(book, 0.0, knobs=replace(PLAIN, router_temperature=temperature))
-    choice = Kv().select(Query("m", B), members, view, Random(seed))
+    view = View(book, 0.0, cost_settings=replace(PLAIN, router_temperature=temperature))
+    choice = KvSelector().select(Query("m", B), members, view, Random(seed))
     return choice.candidate.placement.worker_id
 
 

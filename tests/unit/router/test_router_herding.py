@@ -8,9 +8,9 @@ from random import Random
 import pytest
 
 from common.registry.instances import Instance, Snapshot
-from router_svc.core.load_tracker import BookingKey, LoadBook
+from router_svc.core.load_tracker import BookingKey, LoadTracker
 from router_svc.core.query import Query
-from router_svc.core.replication import Replica, Telling
+from router_svc.core.replication import OutboundSync, Replica
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 
@@ -34,11 +34,11 @@ class World:
 
     def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
         self.rng = Random(seed)
-        books = [LoadBook() for _ in range(routers)]
+        books = [LoadTracker() for _ in range(routers)]
         replicas = [Replica(book) for book in books]
         self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
         self.sessions = [book.open_session(FRONTEND) for book in books]
-        self.tellings: list[tuple[Telling, Replica, int, int]] = []
+        self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
         facts = {"model": "m", "block_size": 16}
         instances = {
             n: Instance(n, "n", "worker", "", "127.0.0.1:1", **facts)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ class World:
             router.update(Snapshot(1, instances), 0.0)
         if synced:
             self.tellings = [
-                (one.tell(), other, number, other.joined(number))
+                (one.open_outbound(), other, number, other.stream_opened(number))
                 for number, one in enumerate(replicas, 1)
                 for other in replicas
                 if other is not one
@@ -67,8 +67,8 @@ class World:
                 self.routers[router].book.free(key)
             if now - synced_at >= SYNC_S:
                 synced_at = now
-                for telling, hearer, sender, stream in self.tellings:
-                    hearer.take(sender, stream, telling.frame(now), now)
+                for outbound, hearer, sender, stream in self.tellings:
+                    hearer.apply_frame(sender, stream, outbound.frame(now), now)
             waited_s += self.place(number, now)
         return waited_s / REQUESTS
 

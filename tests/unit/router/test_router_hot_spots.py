@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from common.kv.events import Source
 from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
-from router_svc.core.cost import CostKnobs
+from router_svc.core.cost import CostSettings
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Standing
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
@@ -34,17 +34,17 @@ class Caches:
     def __init__(self) -> None:
         self.held: dict[int, set[int]] = {}
 
-    def match(self, query: Query) -> list[Matched]:
+    def match(self, query: Query) -> list[SourceMatch]:
         chain = hashes_from_bytes(query.prefix_hashes).tolist()
         rows = []
         for worker_id, held in self.held.items():
             depth = next((n for n, block in enumerate(chain) if block not in held), len(chain))
             if depth:
-                rows.append(Matched(Source(worker_id), depth, depth, depth))
+                rows.append(SourceMatch(Source(worker_id), depth, depth, depth))
         return rows
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
 
     def keep(self, worker_id: int, query: Query) -> None:
         held = self.held.setdefault(worker_id, set())
@@ -54,9 +54,11 @@ class Caches:
 class Fleet:
     """A router over `workers` of them; requests stay until they are ended."""
 
-    def __init__(self, workers: int, **knobs: Any) -> None:
+    def __init__(self, workers: int, **cost_settings: Any) -> None:
         self.caches = Caches()
-        self.router = Router(SELECTORS["kv"](), index=self.caches, knobs=CostKnobs(**knobs))
+        self.router = Router(
+            SELECTORS["kv"](), index=self.caches, cost_settings=CostSettings(**cost_settings)
+        )
         members = [
             Instance(
                 n, "mesh", "worker", "", "127.0.0.1:1", model="m", block_size=B, kv_index="events"

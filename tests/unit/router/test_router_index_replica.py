@@ -14,7 +14,7 @@ import router_svc.index_replica
 from common.errors import MeshError, Unavailable
 from common.kv.events import Event, EventBatch, EventKind, Hashes, Partition, Source
 from common.kv.hashing import hashes_to_bytes
-from common.kv.index_feed import STALE_S, STEP_BLOCKS
+from common.kv.index_feed import STALE_GRACE_S, STEP_BLOCKS_MAX
 from common.kv.load import Load
 from common.registry.instances import Instance
 from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
@@ -22,7 +22,7 @@ from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
 from router_svc.core.fleet import Placement
 from router_svc.core.query import Query
-from router_svc.index_replica import FORGET_S, SILENT_S, IndexReplica, Subscription
+from router_svc.index_replica import SILENCE_TIMEOUT_S, STALE_FORGET_S, IndexReplica, Subscription
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)
@@ -132,7 +132,7 @@ class Bed:
             self.loads.pop()
 
     def state(self, source: Source) -> str:
-        return self.replica.standing(Placement(*source), self.now).state
+        return self.replica.index_status(Placement(*source), self.now).state
 
 
 def load_of(source: Source, **facts: int) -> pb.SubscribeResponse:
@@ -248,17 +248,17 @@ async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) ->
     bed.indexers = []
     await bed.feed(None)
     await until(lambda: bed.state(ONE) == "stale", "the source is stale")
-    bed.now += STALE_S - 0.1
+    bed.now += STALE_GRACE_S - 0.1
     bed.replica.tick(bed.now)
     assert bed.depth(blocks) == 4
     bed.now += 0.2
     bed.replica.tick(bed.now)
     assert bed.depth(blocks) == 0
-    standing = bed.replica.standing(Placement(1, 0), bed.now)
-    assert standing.state == "stale"
-    assert "counts no more" in standing.reason
-    assert standing.age_s == pytest.approx(STALE_S + 0.1)
-    bed.now += FORGET_S
+    index_status = bed.replica.index_status(Placement(1, 0), bed.now)
+    assert index_status.state == "stale"
+    assert "counts no more" in index_status.reason
+    assert index_status.age_s == pytest.approx(STALE_GRACE_S + 0.1)
+    bed.now += STALE_FORGET_S
     bed.replica.tick(bed.now)
     assert bed.state(ONE) == "none"
     assert bed.replica.feed.sources() == []
@@ -294,7 +294,7 @@ async def test_loads_go_to_the_load_book(bed: Bed) -> None:
 
 async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
     await bed.feed(told(ONE))
-    bed.now += SILENT_S + 0.1
+    bed.now += SILENCE_TIMEOUT_S + 0.1
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
@@ -305,7 +305,7 @@ async def test_an_indexer_that_takes_the_call_and_never_speaks_is_left(bed: Bed)
     await bed.feed(None)
     await until(lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2, "it subscribes elsewhere")
     assert bed.state(ONE) == "stale"
-    bed.now += SILENT_S + 0.1
+    bed.now += SILENCE_TIMEOUT_S + 0.1
     await until(lambda: len(bed.fake.calls) == 3, "and elsewhere again")
 
 
@@ -313,7 +313,7 @@ async def test_what_it_forgot_by_itself_it_asks_for_when_its_publisher_is_back(b
     """The indexer took it for exact, and so did the router, with nothing in it."""
     blocks = chain(3)
     await bed.feed(told(ONE), stored(ONE, 1, blocks), told(ONE, "stale", caught_up=True))
-    bed.now += FORGET_S + 0.1
+    bed.now += STALE_FORGET_S + 0.1
     await until(lambda: bed.state(ONE) == "none", "it is forgotten")
     assert len(bed.fake.calls) == 1
     bed.fake.messages.put_nowait(told(ONE, sequence=1))
@@ -331,7 +331,7 @@ async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed
     await bed.feed(told(ONE, "gapped"), load_of(ONE, running=3))
     assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
     assert bed.depth(chain(2)) == 0
-    bed.now += SILENT_S + 0.1
+    bed.now += SILENCE_TIMEOUT_S + 0.1
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
     assert bed.fake.calls[1][1].loads_only
 
@@ -342,7 +342,7 @@ async def test_who_wants_events_does_not_ask_for_loads_only(bed: Bed) -> None:
 
 async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
     await bed.feed(told(ONE, "stale", caught_up=True))
-    bed.now += SILENT_S * 10
+    bed.now += SILENCE_TIMEOUT_S * 10
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert len(bed.fake.calls) == 1
@@ -394,7 +394,7 @@ async def test_decisions_run_while_a_large_batch_is_applied(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.index_replica, "SLICE_S", 0.0)
-    blocks = chain(STEP_BLOCKS * 20)
+    blocks = chain(STEP_BLOCKS_MAX * 20)
     await bed.feed(told(ONE))
     bed.fake.messages.put_nowait(stored(ONE, 1, blocks))
     depths: list[int] = []
@@ -432,7 +432,7 @@ async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) ->
 
 async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
     bed = Bed(())
-    assert bed.replica.standing(Placement(1, 0), 0.0).reason == "no indexer was heard yet"
+    assert bed.replica.index_status(Placement(1, 0), 0.0).reason == "no indexer was heard yet"
     task = asyncio.create_task(bed.replica.run())
     await asyncio.sleep(0)
     assert bed.fake.calls == []

@@ -18,8 +18,8 @@ from router_svc.core.load_tracker import (
     REPORT_MAX_AGE_S,
     Booking,
     BookingKey,
-    LoadBook,
-    Totals,
+    LoadTotals,
+    LoadTracker,
 )
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -35,8 +35,8 @@ def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
     return Booking(key(name), "m", worker, None, **given)
 
 
-def owned() -> tuple[LoadBook, int]:
-    book = LoadBook()
+def owned() -> tuple[LoadTracker, int]:
+    book = LoadTracker()
     return book, book.open_session(FRONTEND)
 
 
@@ -44,9 +44,9 @@ def owned() -> tuple[LoadBook, int]:
 def test_a_booking_weighs_on_its_worker_and_rank_only() -> None:
     book, session = owned()
     assert book.book(booking(), session, 0.0)
-    assert book.load(W1, 0.0) == Totals(100, 7, 1)
-    assert book.load(Placement(1, 1), 0.0) == Totals()
-    assert book.load(W2, 0.0) == Totals()
+    assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
+    assert book.load(Placement(1, 1), 0.0) == LoadTotals()
+    assert book.load(W2, 0.0) == LoadTotals()
 
 
 def test_the_same_key_is_booked_once() -> None:
@@ -54,7 +54,7 @@ def test_the_same_key_is_booked_once() -> None:
     book.book(booking(), session, 0.0)
     assert not book.book(booking(worker=W2), session, 0.0)
     assert len(book) == 1
-    assert book.load(W1, 0.0) == Totals(100, 7, 1)
+    assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
 def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
@@ -72,7 +72,7 @@ def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
     book.book(booking("b"), session, 0.0)
     assert book.mark_prefill_done(key("a"))
     assert book.mark_prefill_done(key("a"))
-    assert book.load(W1, 0.0) == Totals(100, 14, 2)
+    assert book.load(W1, 0.0) == LoadTotals(100, 14, 2)
     held = book.get(key("a"))
     assert held is not None
     assert (held.prefill_tokens, held.revision) == (0, 2)
@@ -85,7 +85,7 @@ def test_free_returns_everything_and_a_second_one_is_told() -> None:
     book.book(booking(), session, 0.0)
     assert book.free(key())
     assert not book.free(key())
-    assert book.load(W1, 0.0) == Totals()
+    assert book.load(W1, 0.0) == LoadTotals()
     assert len(book) == 0
 
 
@@ -101,14 +101,14 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
     assert held is not None
     assert (held.decode_blocks, held.revision) == (8, 3)
     book.free(key())
-    assert book.load(W1, 0.0) == Totals()
+    assert book.load(W1, 0.0) == LoadTotals()
     assert not book.add_output_blocks(key(), 1)
 
 
 def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
     book, session = owned()
     told: list[Placement] = []
-    book.relieved = told.append
+    book.capacity_freed = told.append
     split = replace(booking(), prefill=W2)
     book.book(split, session, 0.0)
     book.add_output_blocks(key(), 3)
@@ -119,7 +119,7 @@ def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
     book.add_output_blocks(key(), 1, 0.5)
     book.add_output_blocks(key(), 1, 0.5)
     assert told == [W2, W1], "its blocks weigh less, and then no less"
-    book.announce(replace(split, revision=9), session, 0.0)
+    book.reregister(replace(split, revision=9), session, 0.0)
     book.free(key())
     assert set(told[2:]) == {W1, W2}
 
@@ -130,35 +130,35 @@ def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
     book.book(booking(), session, 0.0)
     with pytest.raises(InvalidRequest):
         book.add_output_blocks(key(), blocks, decay)
-    assert book.load(W1, 0.0) == Totals(100, 7, 1)
+    assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
 def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
     book, session = owned()
     book.book(replace(booking(), prefill=W2), session, 0.0)
-    assert book.load(W1, 0.0) == Totals(0, 7, 1)
-    assert book.load(W2, 0.0) == Totals(100, 0, 1)
+    assert book.load(W1, 0.0) == LoadTotals(0, 7, 1)
+    assert book.load(W2, 0.0) == LoadTotals(100, 0, 1)
     book.mark_prefill_done(key())
-    assert book.load(W2, 0.0) == Totals()
+    assert book.load(W2, 0.0) == LoadTotals()
     book.free(key())
-    assert book.load(W1, 0.0) == Totals()
+    assert book.load(W1, 0.0) == LoadTotals()
 
 
 def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    assert not book.announce(booking(worker=W2), session, 0.0), "as old as ours"
-    assert book.announce(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
-    assert book.load(W1, 0.0) == Totals()
-    assert book.load(W2, 0.0) == Totals(0, 7, 1)
-    assert not book.announce(booking(revision=1), session, 0.0)
-    assert book.load(W2, 0.0) == Totals(0, 7, 1)
+    assert not book.reregister(booking(worker=W2), session, 0.0), "as old as ours"
+    assert book.reregister(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
+    assert book.load(W1, 0.0) == LoadTotals()
+    assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
+    assert not book.reregister(booking(revision=1), session, 0.0)
+    assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
 
 
 def test_an_announced_booking_without_prefill_tokens_has_its_prefill_behind_it() -> None:
     book, session = owned()
-    book.announce(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
-    assert book.load(W2, 0.0) == Totals()
+    book.reregister(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
+    assert book.load(W2, 0.0) == LoadTotals()
     book.mark_prefill_done(key())
     held = book.get(key())
     assert held is not None
@@ -174,7 +174,7 @@ def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None
     assert book.expire(10.0 + ORPHAN_S - 0.01) == 0
     assert book.load(W1, 12.0).requests == 2
     assert book.expire(10.0 + ORPHAN_S) == 2
-    assert book.load(W1, 13.0) == Totals()
+    assert book.load(W1, 13.0) == LoadTotals()
     assert (len(book), book.orphan_count) == (0, 0)
 
 
@@ -183,7 +183,7 @@ def test_an_announcement_adopts_an_orphan() -> None:
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
     book.end_session(session, 10.0)
-    book.announce(booking("a"), book.open_session(FRONTEND), 10.2)
+    book.reregister(booking("a"), book.open_session(FRONTEND), 10.2)
     assert book.orphan_count == 1
     assert book.expire(20.0) == 1
     assert [b.key for b in book] == [key("a")]
@@ -203,7 +203,7 @@ def test_the_end_of_an_older_session_leaves_what_a_newer_one_has_adopted() -> No
     book.book(booking("a"), old, 0.0)
     book.book(booking("b"), old, 0.0)
     new = book.open_session(FRONTEND)
-    book.announce(booking("a"), new, 1.0)
+    book.reregister(booking("a"), new, 1.0)
     assert book.end_session(old, 1.5) == 1
     book.expire(10.0)
     assert [b.key for b in book] == [key("a")]
@@ -214,7 +214,7 @@ def test_an_orphan_adopted_and_orphaned_again_gets_a_new_deadline() -> None:
     book.book(booking(), session, 0.0)
     book.end_session(session, 10.0)
     again = book.open_session(FRONTEND)
-    book.announce(booking(), again, 11.0)
+    book.reregister(booking(), again, 11.0)
     book.end_session(again, 12.0)
     assert book.expire(13.5) == 0
     assert book.expire(15.0) == 1
@@ -225,7 +225,7 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
     book.book(booking(), session, 0.0)
     book.end_session(session, 1.0)
     assert book.frontend_left(FRONTEND) == 1
-    assert book.load(W1, 1.0) == Totals()
+    assert book.load(W1, 1.0) == LoadTotals()
 
 
 def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> None:
@@ -234,7 +234,7 @@ def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> No
     assert book.frontend_left(FRONTEND) == 0, "the stream is the better witness"
     assert book.load(W1, 1.0).requests == 1
     book.end_session(session, 2.0)
-    assert book.load(W1, 2.0) == Totals()
+    assert book.load(W1, 2.0) == LoadTotals()
 
 
 def test_a_frontend_that_came_back_keeps_its_orphans() -> None:
@@ -247,7 +247,7 @@ def test_a_frontend_that_came_back_keeps_its_orphans() -> None:
 
 
 def test_a_booking_without_session_belongs_to_the_newest_one_or_is_an_orphan() -> None:
-    book = LoadBook()
+    book = LoadTracker()
     book.book(booking("a"), None, 0.0)
     assert book.orphan_count == 1
     session = book.open_session(FRONTEND)
@@ -258,14 +258,14 @@ def test_a_booking_without_session_belongs_to_the_newest_one_or_is_an_orphan() -
 
 
 def test_a_full_book_refuses_and_changes_nothing() -> None:
-    book = LoadBook(bookings_max=1)
+    book = LoadTracker(bookings_max=1)
     session = book.open_session(FRONTEND)
     book.book(booking("a"), session, 0.0)
     with pytest.raises(Overloaded) as refused:
         book.book(booking("b"), session, 0.0)
     assert refused.value.reason == "BOOK_FULL"
     with pytest.raises(Overloaded):
-        book.announce(booking("b"), session, 0.0)
+        book.reregister(booking("b"), session, 0.0)
     assert not book.book(booking("a"), session, 0.0), "what is there is still found"
     assert book.load(W1, 0.0).requests == 1
 
@@ -281,20 +281,20 @@ def test_a_report_counts_together_with_the_bookings_newer_than_it() -> None:
     book, session = owned()
     book.book(booking("old"), session, 0.0)
     book.report(1, 0, Load(running=3, waiting=1, waiting_tokens=500, kv_used_blocks=50), 1.0)
-    assert book.load(W1, 1.0) == Totals(500, 50, 4)
+    assert book.load(W1, 1.0) == LoadTotals(500, 50, 4)
     book.book(booking("new"), session, 1.0)
-    assert book.load(W1, 1.1) == Totals(600, 57, 5)
+    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5)
     book.free(key("old"))
-    assert book.load(W1, 1.1) == Totals(600, 57, 5), "what the report counted is not taken away"
+    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5), "what the report counted is not taken away"
     book.free(key("new"))
-    assert book.load(W1, 1.1) == Totals(500, 50, 4)
+    assert book.load(W1, 1.1) == LoadTotals(500, 50, 4)
 
 
 def test_the_estimate_is_never_below_the_bookings() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.report(1, 0, Load(), 1.0)
-    assert book.load(W1, 1.0) == Totals(100, 7, 1)
+    assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
 def test_an_old_report_counts_nothing() -> None:
@@ -302,7 +302,7 @@ def test_an_old_report_counts_nothing() -> None:
     book.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     book.book(booking(), session, 1.0)
     assert book.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
-    assert book.load(W1, 1.01 + REPORT_MAX_AGE_S) == Totals(100, 7, 1)
+    assert book.load(W1, 1.01 + REPORT_MAX_AGE_S) == LoadTotals(100, 7, 1)
     assert book.report_age_s(W1, 2.0) == 1.0
     assert book.report_age_s(W2, 2.0) is None
 
@@ -314,17 +314,17 @@ def test_a_worker_that_left_takes_its_report_with_it() -> None:
     book.book(booking(worker=W2), session, 1.0)
     book.worker_left(1)
     book.worker_left(2)
-    assert book.load(W1, 1.0) == Totals()
-    assert book.load(W2, 1.0) == Totals(100, 7, 1)
+    assert book.load(W1, 1.0) == LoadTotals()
+    assert book.load(W2, 1.0) == LoadTotals(100, 7, 1)
     book.free(key())
-    assert book.load(W2, 1.0) == Totals()
+    assert book.load(W2, 1.0) == LoadTotals()
 
 
 def test_a_booking_of_a_worker_that_blinked_still_counts() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.worker_left(1)
-    assert book.load(W1, 1.0) == Totals(100, 7, 1)
+    assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
 KEYS = [BookingKey(frontend, name, 0) for frontend in (7, 8) for name in "abc"]
@@ -336,7 +336,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.book = LoadBook()
+        self.book = LoadTracker()
         self.now = 0.0
         self.sessions: dict[int, int] = {}
 
@@ -375,7 +375,7 @@ class BookMachine(RuleBasedStateMachine):
         announced: bool,
     ) -> None:
         booking = Booking(key, "m", worker, prefill, tokens, blocks, revision)
-        add = self.book.announce if announced else self.book.book
+        add = self.book.reregister if announced else self.book.book
         before = self.book.get(key)
         new = add(booking, self.session_of(key.frontend_id), self.now)
         assert self.book.get(key) == (booking if new else before)
@@ -434,7 +434,7 @@ class BookMachine(RuleBasedStateMachine):
             self.book.free(key)
         assert len(self.book) == self.book.orphan_count == 0
         for place in PLACES:
-            assert self.book.load(place, self.now + 100) == Totals()
+            assert self.book.load(place, self.now + 100) == LoadTotals()
 
 
 TestBookMachine = pytest.mark.slow(BookMachine.TestCase)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.kv.events import Source
 from common.kv.load import Load
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadBook, Totals
-from router_svc.core.overlap import Standing
-from router_svc.core.pairing import ROOM_MAX, bootstrap_room
+from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.overlap import IndexStatus
+from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
@@ -35,11 +35,11 @@ class Depths:
     def __init__(self, depths: dict[int, int]) -> None:
         self.depths = depths
 
-    def match(self, query: Query) -> list[Matched]:
-        return [Matched(Source(w), d, d, d) for w, d in self.depths.items()]
+    def match(self, query: Query) -> list[SourceMatch]:
+        return [SourceMatch(Source(w), d, d, d) for w, d in self.depths.items()]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact")
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact")
 
 
 def worker(worker_id: int, role: str, **facts: Any) -> Instance:
@@ -78,8 +78,8 @@ def hinted(**hints: Any) -> dict[str, Any]:
     return {"routing": RoutingHints(**hints)}
 
 
-def loads(router: Router, now: float = 0.0) -> dict[Placement, Totals]:
-    return {r.placement: r.load for r in router.loads("", now) if r.load != Totals()}
+def loads(router: Router, now: float = 0.0) -> dict[Placement, LoadTotals]:
+    return {r.placement: r.load for r in router.loads("", now) if r.load != LoadTotals()}
 
 
 def refusal(router: Router, **changes: Any) -> MeshError:
@@ -109,12 +109,12 @@ def test_each_leg_is_charged_on_its_worker_and_prefill_ends_before_decode() -> N
     router = router_of(depths={1: 4})
     decision = place(router)
     assert loads(router) == {
-        P1: Totals(160 - 64, 0, 1),
-        decision.worker: Totals(0, 10, 1),
+        P1: LoadTotals(160 - 64, 0, 1),
+        decision.worker: LoadTotals(0, 10, 1),
     }
     assert router.book.mark_prefill_done(key())
     assert router.book.mark_prefill_done(key())
-    assert loads(router) == {decision.worker: Totals(0, 10, 1)}
+    assert loads(router) == {decision.worker: LoadTotals(0, 10, 1)}
     assert router.book.free(key())
     assert loads(router) == {}
 
@@ -133,7 +133,7 @@ def test_bookings_spread_both_legs() -> None:
 def test_a_room_names_its_rank_and_fits_63_bits(seed: int, dp_size: int, rank: int) -> None:
     rank %= dp_size
     room = bootstrap_room(Random(seed), dp_size, rank)
-    assert 0 <= room <= ROOM_MAX
+    assert 0 <= room <= BOOTSTRAP_ROOM_MAX
     assert room % dp_size == rank
 
 
@@ -144,7 +144,7 @@ def test_the_largest_rooms_stay_in_range() -> None:
 
     for dp_size in (1, 2, 3, 7, 64):
         for rank in range(dp_size):
-            assert bootstrap_room(Most(), dp_size, rank) <= ROOM_MAX
+            assert bootstrap_room(Most(), dp_size, rank) <= BOOTSTRAP_ROOM_MAX
 
 
 def test_a_pair_meets_at_the_prefill_workers_rank_in_a_room_of_its_own() -> None:
@@ -192,9 +192,9 @@ def test_a_pair_never_crosses_transfer_groups() -> None:
         decision = place(router, number)
         assert (decision.prefill, decision.worker) in {(P1, D1), (P2, D2)}
     preview = router.preview(QUERY, 0.0, Random(0))
-    lost = [row for row in preview.considered if row.excluded_why]
+    lost = [row for row in preview.considered if row.excluded_reason]
     assert [row.leg for row in lost] == ["decode"]
-    assert "another transfer group" in lost[0].excluded_why
+    assert "another transfer group" in lost[0].excluded_reason
 
 
 def test_a_prefill_worker_without_partner_is_not_considered() -> None:
@@ -301,7 +301,7 @@ def test_without_prefill_workers_a_decode_worker_that_can_prefill_does_both() ->
     assert (decision.worker, decision.prefill, decision.bootstrap) == (D1, None, None)
     assert decision.fallback == "no_prefill_worker"
     assert "aggregated fallback: no prefill worker" in decision.reasons
-    assert loads(router) == {D1: Totals(160, 10, 1)}
+    assert loads(router) == {D1: LoadTotals(160, 10, 1)}
 
 
 def test_a_local_prefill_counts_the_cache_of_the_decode_worker() -> None:
@@ -365,13 +365,13 @@ def test_an_announced_pair_is_charged_on_both_workers_until_prefill_is_done() ->
     router = router_of()
     book = router.book
     session = book.open_session(FRONTEND)
-    assert book.announce(announced(), session, 0.0)
-    assert loads(router) == {P1: Totals(160, 0, 1), D1: Totals(0, 10, 1)}
-    assert not book.announce(announced(), session, 0.0), "no newer"
-    assert book.announce(announced(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
-    assert loads(router) == {D1: Totals(0, 12, 1)}
-    assert not book.announce(announced(revision=2), session, 0.0), "older"
-    assert loads(router) == {D1: Totals(0, 12, 1)}
+    assert book.reregister(announced(), session, 0.0)
+    assert loads(router) == {P1: LoadTotals(160, 0, 1), D1: LoadTotals(0, 10, 1)}
+    assert not book.reregister(announced(), session, 0.0), "no newer"
+    assert book.reregister(announced(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
+    assert loads(router) == {D1: LoadTotals(0, 12, 1)}
+    assert not book.reregister(announced(revision=2), session, 0.0), "older"
+    assert loads(router) == {D1: LoadTotals(0, 12, 1)}
     book.free(key())
     assert loads(router) == {}
 
@@ -385,7 +385,7 @@ def test_an_orphaned_pair_weighs_on_both_for_three_seconds() -> None:
     successor = router.book.open_session(FRONTEND)
     held = router.book.get(key())
     assert held is not None
-    router.book.announce(held, successor, 3.95)
+    router.book.reregister(held, successor, 3.95)
     assert set(loads(router, 9.0)) == {decision.prefill, decision.worker}, "adopted"
     router.book.end_session(successor, 10.0)
     assert loads(router, 10.0 + ORPHAN_S) == {}
@@ -393,7 +393,7 @@ def test_an_orphaned_pair_weighs_on_both_for_three_seconds() -> None:
 
 def test_asking_again_for_an_announced_pair_gives_its_workers_and_one_fresh_room() -> None:
     router = router_of()
-    router.book.announce(announced(), None, 0.0)
+    router.book.reregister(announced(), None, 0.0)
     first = router.decide(QUERY, key(), 0.0, Random(1))
     assert (first.prefill, first.worker) == (P1, D1)
     assert first.bootstrap is not None
@@ -421,7 +421,7 @@ def test_explanations_show_both_legs_each_cheapest_first() -> None:
     assert rows[0].terms.overlap_credit == 4
     assert rows[2].terms is not None
     assert rows[2].terms.prefill == 0
-    assert [row.standing.state for row in rows] == ["exact"] * 4
+    assert [row.index_status.state for row in rows] == ["exact"] * 4
 
 
 @pytest.mark.row("S1-86")
@@ -429,19 +429,19 @@ def test_potential_loads_charge_each_half_its_leg() -> None:
     router = router_of(depths={1: 4})
     rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
     assert rows == {
-        P1: Totals(96, 0, 1),
-        P2: Totals(160, 0, 1),
-        D1: Totals(0, 10, 1),
-        D2: Totals(0, 10, 1),
+        P1: LoadTotals(96, 0, 1),
+        P2: LoadTotals(160, 0, 1),
+        D1: LoadTotals(0, 10, 1),
+        D2: LoadTotals(0, 10, 1),
     }
     alone = router_of(worker(11, "decode", local_prefill=True))
-    assert [r.load for r in alone.potential_loads(QUERY, 0.0)] == [Totals(160, 10, 1)]
+    assert [r.load for r in alone.potential_loads(QUERY, 0.0)] == [LoadTotals(160, 10, 1)]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 25))
 def test_after_all_frees_both_sides_are_at_zero(seed: int, count: int) -> None:
     rng = Random(seed)
-    router = router_of(book=LoadBook(100), depths={1: 3, 2: 7})
+    router = router_of(book=LoadTracker(100), depths={1: 3, 2: 7})
     for number in range(count):
         router.decide(QUERY, key(number), 0.0, rng)
         if rng.random() < 0.5:
@@ -451,7 +451,7 @@ def test_after_all_frees_both_sides_are_at_zero(seed: int, count: int) -> None:
         if rng.random() < 0.2:
             held = router.book.get(key(number))
             assert held is not None
-            router.book.announce(replace(held, revision=held.revision + 1), None, 0.0)
+            router.book.reregister(replace(held, revision=held.revision + 1), None, 0.0)
     for number in range(count):
         assert router.book.free(key(number))
     assert loads(router) == {}

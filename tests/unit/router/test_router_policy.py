@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 
-from common.errors import Bug
+from common.errors import InternalError
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import MemoryRegistry, MemoryStore
@@ -18,14 +18,14 @@ from common.request.preprocessed import RouterConfigOverride, RoutingHints, Sess
 from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.cost import CostKnobs
+from router_svc.core.cost import CostSettings
 from router_svc.core.fleet import Candidate
 from router_svc.core.load_tracker import BookingKey
 from router_svc.core.pairing import Bypass, TransferDomain
-from router_svc.core.policy import DEFAULT_RULES, Rules
+from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Router
-from router_svc.core.selectors import SELECTORS, Choice, View
+from router_svc.core.selectors import SELECTORS, Selection, View
 from router_svc.metrics import Metrics
 
 PLUGIN = '''
@@ -38,10 +38,10 @@ class OnlyTwo:
         self.asked = 0
 
     def select(self, query, candidates, view, rng):
-        from router_svc.core.selectors import Choice
+        from router_svc.core.selectors import Selection
 
         self.asked += 1
-        return Choice([c for c in candidates if c.placement.worker_id == 2][0], "always two")
+        return Selection([c for c in candidates if c.placement.worker_id == 2][0], "always two")
 '''
 
 
@@ -58,7 +58,7 @@ def worker(worker_id: int, **facts: Any) -> Instance:
 
 
 def test_what_is_not_configured_is_as_the_rules_say() -> None:
-    assert read().rules == DEFAULT_RULES == Rules()
+    assert read().policy == DEFAULT_POLICY == Policy()
 
 
 def test_every_rule_can_be_configured() -> None:
@@ -75,7 +75,7 @@ def test_every_rule_can_be_configured() -> None:
         "--bypass-prefill-busy-threshold=2",
         "--bypass-decode-busy-threshold=0.9",
     )
-    assert config.rules == Rules(
+    assert config.policy == Policy(
         session_ttl_s=5.0,
         session_mode="soft",
         lora_residency="preferred",
@@ -88,7 +88,7 @@ def test_every_rule_can_be_configured() -> None:
             decode_busy_threshold=0.9,
         ),
     )
-    assert read("--kv-transfer-domain=zone").rules.domain == TransferDomain("zone")
+    assert read("--kv-transfer-domain=zone").policy.domain == TransferDomain("zone")
 
 
 @pytest.mark.row("S1-102")
@@ -130,20 +130,20 @@ def test_a_policy_by_load_needs_to_know_what_busy_is(policy: str) -> None:
     (problem,) = refused.value.problems
     assert "bypass_prefill_busy_threshold" in problem.replace("-", "_")
     assert policy in problem
-    rules = read(f"--bypass-policy={policy}", "--queue-threshold=3").rules
-    assert rules.bypass.prefill_busy_threshold == 3.0
+    settings = read(f"--bypass-policy={policy}", "--queue-threshold=3").policy
+    assert settings.bypass.prefill_busy_threshold == 3.0
     own = read(
         f"--bypass-policy={policy}", "--queue-threshold=3", "--bypass-prefill-busy-threshold=0"
     )
-    assert own.rules.bypass.prefill_busy_threshold == 0.0
+    assert own.policy.bypass.prefill_busy_threshold == 0.0
 
 
 @pytest.mark.row("S1-14")
 def test_a_router_is_configured_and_each_request_may_override_it() -> None:
     config = read("--overlap-score-credit=0.5", "--router-temperature=0.25")
-    assert config.cost_knobs == CostKnobs(overlap_score_credit=0.5, router_temperature=0.25)
+    assert config.cost_settings == CostSettings(overlap_score_credit=0.5, router_temperature=0.25)
     own = RouterConfigOverride(overlap_score_credit=2.0, assume_kv_reuse=True)
-    assert config.cost_knobs.overridden(own) == CostKnobs(
+    assert config.cost_settings.with_override(own) == CostSettings(
         overlap_score_credit=2.0, router_temperature=0.25, assume_kv_reuse=True
     )
 
@@ -183,7 +183,7 @@ async def test_a_selector_is_asked_among_the_eligible_only(plugin: str) -> None:
     hints = RoutingHints(allowed_worker_ids=frozenset({2, 3}))
     assert router.decide(Query("m", routing=hints), None, 0.0, Random(0)).worker.worker_id == 2
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
-    with pytest.raises(Bug, match="only-two") as caught:
+    with pytest.raises(InternalError, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
     assert isinstance(caught.value.__cause__, IndexError), "it looks for worker 2"
 
@@ -210,8 +210,8 @@ class Favourite:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        return Choice(candidates[0], "first")
+    ) -> Selection:
+        return Selection(candidates[0], "first")
 
 
 def samples(metrics: Metrics) -> dict[str, float]:
@@ -222,7 +222,7 @@ def samples(metrics: Metrics) -> dict[str, float]:
 
 def test_bypasses_and_sessions_are_counted() -> None:
     bypass = Bypass(policy="prefill_load", prefill_busy_threshold=0.0)
-    router = Router(Favourite(), rules=Rules(bypass=bypass))
+    router = Router(Favourite(), policy=Policy(bypass=bypass))
     members = (
         worker(1, role="prefill", local_prefill=False, max_num_batched_tokens=10),
         worker(11, role="decode"),
@@ -245,7 +245,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
 
 def test_rules_are_there_for_every_built_in_selector() -> None:
     for name, make in SELECTORS.items():
-        router = Router(make(), rules=Rules(lora_residency="required"))
+        router = Router(make(), policy=Policy(lora_residency="required"))
         router.update(Snapshot(1, {1: worker(1), 2: worker(2, loras=frozenset({"fr"}))}), 0.0)
         hints = RoutingHints(lora_name="fr", backend_instance_id=2 if name == "direct" else None)
         chosen = router.decide(Query("m", 9, routing=hints), None, 0.0, Random(0))

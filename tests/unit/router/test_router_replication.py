@@ -12,15 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from common.errors import Overloaded
 from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadBook, Totals
+from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadTotals, LoadTracker
 from router_svc.core.replication import (
-    BEHIND_MAX,
+    BACKLOG_MAX,
     DIGEST_S,
-    FRAME_MAX,
+    FRAME_ENTRIES_MAX,
     Digest,
     Frame,
+    OutboundSync,
     Replica,
-    Telling,
     fingerprint,
 )
 
@@ -41,7 +41,7 @@ class Peer:
 
     def __init__(self, router_id: int) -> None:
         self.id = router_id
-        self.book = LoadBook()
+        self.book = LoadTracker()
         self.replica = Replica(self.book)
         self.links: dict[int, Link] = {}
         self.is_alive = True
@@ -55,28 +55,28 @@ class Link:
 
     def __init__(self, sender: Peer, hearer: Peer) -> None:
         self.sender, self.hearer = sender, hearer
-        self.telling: Telling = sender.replica.tell()
-        self.stream = hearer.replica.joined(sender.id)
+        self.outbound: OutboundSync = sender.replica.open_outbound()
+        self.stream = hearer.replica.stream_opened(sender.id)
 
     def step(self, now: float, *, is_lost: bool = False) -> Frame:
-        frame = self.telling.frame(now)
+        frame = self.outbound.frame(now)
         if not is_lost:
-            self.sender.replica.answered(self.hearer.id, now)
-        if not is_lost and self.hearer.replica.take(self.sender.id, self.stream, frame, now):
-            self.telling.tell_all()
+            self.sender.replica.peer_responded(self.hearer.id, now)
+        if not is_lost and self.hearer.replica.apply_frame(self.sender.id, self.stream, frame, now):
+            self.outbound.request_full_sync()
         return frame
 
     def flush(self, now: float) -> None:
         for _ in range(1000):
             self.step(now)
-            if self.telling.due_in(now) > 0:
+            if self.outbound.seconds_until_due(now) > 0:
                 return
         raise AssertionError("it never has told everything")
 
     def close(self, now: float) -> None:
-        self.sender.replica.told(self.telling)
-        self.sender.replica.unanswered(self.hearer.id)
-        self.hearer.replica.left(self.sender.id, self.stream, now)
+        self.sender.replica.told(self.outbound)
+        self.sender.replica.peer_stream_ended(self.hearer.id)
+        self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
 
 
 def pair() -> tuple[Peer, Peer, Link]:
@@ -92,15 +92,15 @@ def test_a_peer_counts_what_was_booked_elsewhere() -> None:
     one.book.book(booking("b", W2), session, 0.0)
     link.step(0.0)
     assert two.held() == one.held()
-    assert two.book.load(W1, 0.0) == Totals(100, 0, 1)
+    assert two.book.load(W1, 0.0) == LoadTotals(100, 0, 1)
     assert two.book.orphan_count == 0
     one.book.mark_prefill_done(key("a"))
     one.book.add_output_blocks(key("a"), 3)
     one.book.free(key("b"))
     link.step(0.0)
     assert two.held() == one.held()
-    assert two.book.load(W1, 0.0) == Totals(0, 3, 1)
-    assert two.book.load(W2, 0.0) == Totals()
+    assert two.book.load(W1, 0.0) == LoadTotals(0, 3, 1)
+    assert two.book.load(W2, 0.0) == LoadTotals()
 
 
 def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
@@ -146,17 +146,17 @@ def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
 def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
-    for n in range(2 * FRAME_MAX):
+    for n in range(2 * FRAME_ENTRIES_MAX):
         one.book.book(booking(f"{n}"), session, 0.0)
     first = link.step(0.0)
     assert (first.begins_all, first.ends_all, first.digest) == (True, False, 0)
     one.book.free(key("0"))
-    one.book.free(key(f"{FRAME_MAX}"))
+    one.book.free(key(f"{FRAME_ENTRIES_MAX}"))
     one.book.book(booking("new"), session, 0.0)
     frames = [first]
-    while link.telling.due_in(0.0) == 0:
+    while link.outbound.seconds_until_due(0.0) == 0:
         frames.append(link.step(0.0))
-    assert max(len(f.upserts) + len(f.removals) for f in frames) == FRAME_MAX
+    assert max(len(f.upserts) + len(f.removals) for f in frames) == FRAME_ENTRIES_MAX
     assert [f.ends_all for f in frames].count(True) == 1
     assert [f.sequence for f in frames] == list(range(1, len(frames) + 1))
     assert two.held() == one.held()
@@ -170,11 +170,11 @@ def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again()
         one.book.book(booking(name), session, 0.0)
     link.flush(0.0)
     # As if a bug of ours had lost an upsert and a removal: no sequence tells of that.
-    two.replica._claims[1].digest.discard(key("a"))
-    del two.replica._claims[1].bookings[key("a")]
-    two.book.ended(key("a"))
+    two.replica._peer_states[1].digest.discard(key("a"))
+    del two.replica._peer_states[1].bookings[key("a")]
+    two.book.booking_ended(key("a"))
     one.book.free(key("b"))
-    link.telling._changed.clear()
+    link.outbound._changed_bookings.clear()
     assert link.step(0.5).digest == 0, "not due yet"
     assert two.held().keys() == {key("b"), key("c")}
     assert link.step(DIGEST_S).digest != 0
@@ -202,10 +202,10 @@ def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
 def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
-    for n in range(3 * FRAME_MAX):
+    for n in range(3 * FRAME_ENTRIES_MAX):
         one.book.book(booking(f"{n}"), session, 0.0)
     link.flush(0.0)
-    link.telling.tell_all()
+    link.outbound.request_full_sync()
     link.step(0.1)
     link.step(0.1, is_lost=True)
     link.step(0.1)
@@ -221,7 +221,7 @@ def test_what_was_said_before_is_not_taken_twice() -> None:
     told = link.step(0.0)
     one.book.free(key())
     link.step(0.1)
-    assert not two.replica.take(1, link.stream, told, 0.2)
+    assert not two.replica.apply_frame(1, link.stream, told, 0.2)
     assert two.held() == {}
 
 
@@ -230,12 +230,12 @@ def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
     link.flush(0.0)
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("last"), session, 0.0)
-    for n in range(BEHIND_MAX + 1):
-        link.telling.changed(key(f"{n}"))
-    assert len(link.telling._changed) <= BEHIND_MAX
-    for n in range(BEHIND_MAX + 1):
-        link.telling.changed(key(f"{n}"))
-    assert len(link.telling._changed) <= BEHIND_MAX
+    for n in range(BACKLOG_MAX + 1):
+        link.outbound.changed(key(f"{n}"))
+    assert len(link.outbound._changed_bookings) <= BACKLOG_MAX
+    for n in range(BACKLOG_MAX + 1):
+        link.outbound.changed(key(f"{n}"))
+    assert len(link.outbound._changed_bookings) <= BACKLOG_MAX
     frame = link.step(0.0)
     assert frame.begins_all
     assert [b.key for b in frame.upserts] == [key("last")]
@@ -250,7 +250,7 @@ def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
     assert two.book.load(W1, 10.0).requests == 1
     assert two.book.expire(10.0 + ORPHAN_S - 0.01) == 0
     assert two.book.expire(10.0 + ORPHAN_S) == 1
-    assert two.book.load(W1, 14.0) == Totals()
+    assert two.book.load(W1, 14.0) == LoadTotals()
 
 
 def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
@@ -275,7 +275,7 @@ def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
     link.flush(0.0)
     back.flush(0.0)
     one.book.end_session(session, 1.0)
-    assert two.book.announce(booking(), two.book.open_session(FRONTEND), 1.1) is False
+    assert two.book.reregister(booking(), two.book.open_session(FRONTEND), 1.1) is False
     assert two.book.own(key()) is not None
     back.step(1.1)
     assert one.book.orphan_count == 0
@@ -293,7 +293,7 @@ def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
     link.flush(0.0)
-    two.book.announce(booking(), two.book.open_session(FRONTEND), 1.0)
+    two.book.reregister(booking(), two.book.open_session(FRONTEND), 1.0)
     back.flush(1.0)
     assert one.book.own(key()) is not None, "its session is still open"
     one.book.end_session(session, 1.1)
@@ -318,19 +318,19 @@ def test_the_highest_revision_wins_between_routers() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
-    two.book.announce(booking(worker=W2, revision=3), two.book.open_session(FRONTEND), 0.0)
+    two.book.reregister(booking(worker=W2, revision=3), two.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
     assert two.book.get(key()) == booking(worker=W2, revision=3)
     Link(two, one).flush(0.0)
     assert one.book.get(key()) == booking(worker=W2, revision=3)
-    assert one.book.load(W1, 0.0) == Totals()
+    assert one.book.load(W1, 0.0) == LoadTotals()
 
 
 def test_what_two_peers_claim_stays_until_neither_does() -> None:
     one, two, link = pair()
     three = Peer(3)
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
-    three.book.announce(booking(), three.book.open_session(FRONTEND), 0.0)
+    three.book.reregister(booking(), three.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
     other = Link(three, two)
     other.flush(0.0)
@@ -348,11 +348,11 @@ def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(an
     one.book.book(booking(), one.book.open_session(FRONTEND, 1), 0.0)
     to_three.flush(0.0)
     two = Peer(2)
-    two.book.announce(booking(), two.book.open_session(FRONTEND, 2), 1.0)
+    two.book.reregister(booking(), two.book.open_session(FRONTEND, 2), 1.0)
     Link(two, one).flush(1.0)
     assert one.book.own(key()) is None
     if anew:
-        to_three.telling.tell_all()
+        to_three.outbound.request_full_sync()
     to_three.flush(1.0)
     assert three.held().keys() == {key()}
     assert three.book.orphan_count == 1
@@ -366,7 +366,7 @@ def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> No
     to_one = Link(two, one)
     two.book.end_session(session, 0.9)
     to_two.flush(0.9)
-    one.book.announce(booking(), one.book.open_session(FRONTEND, 2), 0.95)
+    one.book.reregister(booking(), one.book.open_session(FRONTEND, 2), 0.95)
     one.book.free(key())
     to_one.step(0.96)
     frame = to_two.step(0.97)
@@ -393,7 +393,7 @@ def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
     one.book.book(booking("a"), session, 0.0)
     one.book.book(booking("b"), session, 0.0)
     for part in one.replica.snapshot():
-        two.replica.heard_snapshot(1, part, 0.0)
+        two.replica.receive_snapshot(1, part, 0.0)
     assert two.held() == one.held()
     assert two.book.orphan_count == 2
     assert not any(map(two.book.own, two.book.keys()))
@@ -409,7 +409,7 @@ def started(router_id: int, *peers: Peer, now: float) -> Peer:
     newcomer = Peer(router_id)
     for peer in peers:
         for part in peer.replica.snapshot():
-            newcomer.replica.heard_snapshot(peer.id, part, now)
+            newcomer.replica.receive_snapshot(peer.id, part, now)
     return newcomer
 
 
@@ -424,7 +424,7 @@ def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> No
     newcomer = started(4, survivor, now=1.1)
     assert newcomer.held() == survivor.held()
     assert newcomer.held().keys() == {key("told"), key("own")}
-    survivor.book.announce(booking("told"), survivor.book.open_session(FRONTEND), 1.2)
+    survivor.book.reregister(booking("told"), survivor.book.open_session(FRONTEND), 1.2)
     Link(survivor, newcomer).flush(1.2)
     newcomer.book.expire(1.1 + ORPHAN_S)
     assert newcomer.held().keys() == {key("told"), key("own")}
@@ -470,7 +470,7 @@ def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> N
     one.book.book(booking(), session, 0.0)
     link.flush(0.0)
     gone = booking("gone")
-    two.replica.heard_snapshot(1, [gone], 0.0)
+    two.replica.receive_snapshot(1, [gone], 0.0)
     back = Link(two, one)
     for second in range(1 + round(ORPHAN_S)):
         back.step(float(second))
@@ -484,7 +484,7 @@ def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_i
     newcomer = started(2, peer, now=0.0)
     to_peer = Link(newcomer, peer)
     session = newcomer.book.open_session(FRONTEND)
-    newcomer.book.announce(booking(), session, 0.5)
+    newcomer.book.reregister(booking(), session, 0.5)
     newcomer.book.end_session(session, 1.0)
     for tenths in range(10, 50):
         to_peer.step(tenths / 10)
@@ -501,19 +501,19 @@ def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
         assert one.book.add_output_blocks(key(), 2, fraction)
         link.step(0.1)
         assert two.held() == one.held()
-        assert two.book.load(W1, 0.1) == one.book.load(W1, 0.1) == Totals(0, weight, 1)
+        assert two.book.load(W1, 0.1) == one.book.load(W1, 0.1) == LoadTotals(0, weight, 1)
     # And they stay so for whoever has the booking next, and for one that starts.
     held = one.book.get(key())
     assert held is not None
     assert (held.decode_blocks, held.decay, held.revision) == (10, 0.125, 4)
-    two.book.announce(held, two.book.open_session(FRONTEND), 0.2)
+    two.book.reregister(held, two.book.open_session(FRONTEND), 0.2)
     one.book.end_session(session, 0.2)
     back.flush(0.2)
     assert two.book.add_output_blocks(key(), 6, 0.0625)
     back.step(0.3)
     three = started(3, one, now=0.3)
     loads = [each.book.load(W1, 0.3) for each in (one, two, three)]
-    assert loads == [Totals(0, 1, 1)] * 3
+    assert loads == [LoadTotals(0, 1, 1)] * 3
     assert one.held() == two.held() == three.held()
 
 
@@ -541,7 +541,7 @@ def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() 
 def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
     one, two, link = pair()
     over: list[int] = []
-    two.book.session_over = over.append
+    two.book.on_session_superseded = over.append
     known = two.book.open_session(FRONTEND, generation=1)
     one.book.open_session(FRONTEND, generation=3)
     for second in range(3):
@@ -549,7 +549,7 @@ def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
     assert over == [known], "it is told each second, and asked nothing more than once"
     late = two.book.open_session(FRONTEND, generation=2)
     assert two.book.is_superseded(late)
-    two.book.announce(booking(), late, 3.0)
+    two.book.reregister(booking(), late, 3.0)
     assert two.book.orphan_count == 1, "whoever has the later session may not have heard of it"
     for session in (known, late):
         two.book.end_session(session, 3.0)
@@ -561,11 +561,11 @@ def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
     one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
     link.flush(0.0)
     session = two.book.open_session(FRONTEND, generation=2)
-    assert two.book.announce(booking(worker=W2), session, 0.1)
+    assert two.book.reregister(booking(worker=W2), session, 0.1)
     assert [b.worker for b in two.book] == [W2]
     # Frames of a session that has ended, read late.
     older = two.book.open_session(FRONTEND, generation=1)
-    assert not two.book.announce(booking(worker=W1), older, 0.2)
+    assert not two.book.reregister(booking(worker=W1), older, 0.2)
     two.book.end_session(older, 0.3)
     assert two.book.orphan_count == 0
 
@@ -582,9 +582,9 @@ def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() ->
     for peer, session in sessions:  # The frontend asked again, and left both.
         peer.book.book(booking(), session, 0.0)
         peer.book.end_session(session, 0.1)
-    crossing = link.telling.frame(0.1), back.telling.frame(0.1)
-    two.replica.take(1, link.stream, crossing[0], 0.1)
-    one.replica.take(2, back.stream, crossing[1], 0.1)
+    crossing = link.outbound.frame(0.1), back.outbound.frame(0.1)
+    two.replica.apply_frame(1, link.stream, crossing[0], 0.1)
+    one.replica.apply_frame(2, back.stream, crossing[1], 0.1)
     link.step(0.2)
     back.step(0.2)
     assert one.held().keys() == two.held().keys() == {key()}
@@ -605,7 +605,7 @@ def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_he
     first.flush(0.0)
     one.book.end_session(session, 0.1)
     again = two.book.open_session(FRONTEND, generation=2)
-    two.book.announce(booking(), again, 0.1)
+    two.book.reregister(booking(), again, 0.1)
     back.flush(0.1)
     assert one.book.own(key()) is None
     first.flush(0.1)
@@ -624,7 +624,7 @@ def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> N
     one.book.book(booking(), one.book.open_session(FRONTEND, generation=1), 0.0)
     link.flush(0.0)
     said = booking(prefill_tokens=0, decode_blocks=3, revision=3)  # Not all of it was read.
-    two.book.announce(said, two.book.open_session(FRONTEND, generation=2), 0.1)
+    two.book.reregister(said, two.book.open_session(FRONTEND, generation=2), 0.1)
     back.flush(0.1)
     assert not one.book.mark_prefill_done(key())
     assert not one.book.add_output_blocks(key(), 3)
@@ -635,7 +635,7 @@ def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> N
 
 def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
     one, two = Peer(1), Peer(2)
-    two.book = LoadBook(bookings_max=1)
+    two.book = LoadTracker(bookings_max=1)
     two.replica = Replica(two.book)
     session = one.book.open_session(FRONTEND)
     for name in "abc":
@@ -644,7 +644,7 @@ def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
     link.flush(0.0)
     assert (len(two.book), two.replica.refused, two.replica.resends) == (1, 2, 0)
     with pytest.raises(Overloaded):
-        two.book.heard(booking("d"), 0.0)
+        two.book.receive(booking("d"), 0.0)
     for name in "abc":
         one.book.free(key(name))
     link.step(0.1)
@@ -684,7 +684,7 @@ class Client:
     def __init__(self, frontend_id: int) -> None:
         self.id = frontend_id
         self.held: dict[BookingKey, Booking] = {}
-        self.unanswered: list[BookingKey] = []
+        self.peer_stream_ended: list[BookingKey] = []
         self.router: Peer | None = None
         self.session = self.generation = 0
         self.forgotten: list[tuple[Peer, int]] = []
@@ -727,8 +727,8 @@ class RoutersMachine(RuleBasedStateMachine):
         session = router.book.open_session(client.id, client.generation, self.now)
         client.router, client.session = router, session
         for held in client.held.values():
-            router.book.announce(held, client.session, self.now)
-        for one in client.unanswered:
+            router.book.reregister(held, client.session, self.now)
+        for one in client.peer_stream_ended:
             router.book.book(Booking(one, "m", worker, None, 10, 2), client.session, self.now)
 
     @rule(
@@ -756,13 +756,13 @@ class RoutersMachine(RuleBasedStateMachine):
             self.last_name += 1
             new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
             client.router.book.book(new, client.session, self.now)
-            client.unanswered.append(new.key)
+            client.peer_stream_ended.append(new.key)
 
     @rule(frontend=st.sampled_from(FRONTENDS))
     def answer(self, frontend: int) -> None:
         client = self.clients[frontend]
-        if client.unanswered and client.router is not None and client.router.is_alive:
-            one = client.unanswered.pop()
+        if client.peer_stream_ended and client.router is not None and client.router.is_alive:
+            one = client.peer_stream_ended.pop()
             booked = client.router.book.get(one)
             assert booked is not None, "nobody but its frontend may end it"
             client.held[one] = replace(booked, generation=0)
@@ -865,7 +865,7 @@ class RoutersMachine(RuleBasedStateMachine):
                     for link in router.links.values():
                         link.flush(self.now)
         for client in self.clients.values():
-            while client.unanswered:
+            while client.peer_stream_ended:
                 self.answer(client.id)
         truth = {one: held for client in self.clients.values() for one, held in client.held.items()}
         for router in self.living():
@@ -882,7 +882,7 @@ class RoutersMachine(RuleBasedStateMachine):
                 client.router.book.free(one)
         self.rest()
         for router in self.living():
-            assert router.book.load(W1, self.now) == Totals()
+            assert router.book.load(W1, self.now) == LoadTotals()
 
 
 TestRouters = pytest.mark.slow(RoutersMachine.TestCase)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import (
-    Bug,
+    InternalError,
     InvalidRequest,
     Overloaded,
     Unavailable,
@@ -21,17 +21,17 @@ from common.errors import (
     Unsupported,
 )
 from common.kv.events import Source
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
-from router_svc.core.cost import CostKnobs
+from router_svc.core.cost import CostSettings
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import ORPHAN_S, BookingKey, LoadBook, Totals
-from router_svc.core.overlap import Standing
+from router_svc.core.load_tracker import ORPHAN_S, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.query import Query
 from router_svc.core.router import CONSIDERED_MAX, Router
-from router_svc.core.selectors import SELECTORS, Choice, View, WorkerSelector, price
+from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector, score_candidates
 
 FRONTEND = 7
 QUERY = Query("m", total_tokens=100)
@@ -64,9 +64,9 @@ def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) ->
     return router.decide(query, key(number), now, Random(number)).worker.worker_id
 
 
-def total(router: Router, now: float = 0.0) -> Totals:
+def total(router: Router, now: float = 0.0) -> LoadTotals:
     rows = [row.load for row in router.loads("", now)]
-    return Totals(
+    return LoadTotals(
         sum(r.prefill_tokens for r in rows),
         sum(r.decode_blocks for r in rows),
         sum(r.requests for r in rows),
@@ -79,11 +79,11 @@ class FakeIndex:
     def __init__(self, depths: dict[int, int]) -> None:
         self.depths = depths
 
-    def match(self, query: Query) -> list[Matched]:
-        return [Matched(Source(w), d, d, d) for w, d in self.depths.items() if d]
+    def match(self, query: Query) -> list[SourceMatch]:
+        return [SourceMatch(Source(w), d, d, d) for w, d in self.depths.items() if d]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
 
 class Always:
@@ -97,10 +97,10 @@ class Always:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         self.asked.append((query, candidates))
         mine = [c for c in candidates if c.placement.worker_id == self.worker_id]
-        return Choice((mine or list(candidates))[0], "my favourite")
+        return Selection((mine or list(candidates))[0], "my favourite")
 
 
 @pytest.mark.row("S1-40")
@@ -124,7 +124,7 @@ class Broken(Always):
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
+    ) -> Selection:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer  # type: ignore[return-value]
@@ -133,7 +133,7 @@ class Broken(Always):
 @pytest.mark.parametrize(
     ("answer", "why"),
     [
-        (Choice(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
+        (Selection(Candidate(Placement(99, 0), worker(99)), "?"), "it chose no candidate"),
         (None, "it raised AttributeError"),
         (KeyError("gpus"), "it raised KeyError"),
     ],
@@ -143,7 +143,7 @@ def test_a_selector_that_fails_is_named_with_why_and_books_nothing(
     answer: object, why: str
 ) -> None:
     router = router_of(selector=Broken(answer))
-    with pytest.raises(Bug) as caught:
+    with pytest.raises(InternalError) as caught:
         book(router, 1)
     error = caught.value
     assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
@@ -184,7 +184,7 @@ def test_a_thousand_interleaved_decisions_double_and_lose_nothing() -> None:
         }
     for number in live:
         assert router.book.free(key(number))
-    assert total(router) == Totals()
+    assert total(router) == LoadTotals()
     assert len(router.book) == 0
 
 
@@ -204,7 +204,7 @@ def test_the_same_key_gets_the_same_answer_and_one_booking() -> None:
     load = total(router)
     for seed in range(10):
         assert router.decide(QUERY, key(), 1.0, Random(seed)) == first
-    assert total(router) == load == Totals(100, 7, 1)
+    assert total(router) == load == LoadTotals(100, 7, 1)
 
 
 def test_the_same_key_gets_another_worker_when_its_own_is_gone() -> None:
@@ -212,7 +212,7 @@ def test_the_same_key_gets_another_worker_when_its_own_is_gone() -> None:
     first = book(router, 0)
     router.update(seen(worker(3 - first)), 1.0)
     assert book(router, 0) == 3 - first
-    assert total(router) == Totals(100, 7, 1)
+    assert total(router) == LoadTotals(100, 7, 1)
 
 
 def test_an_adopted_booking_is_answered_with_its_worker() -> None:
@@ -221,7 +221,7 @@ def test_an_adopted_booking_is_answered_with_its_worker() -> None:
     held = router.book.get(key())
     assert held is not None
     successor = router_of()
-    successor.book.announce(held, None, 0.0)
+    successor.book.reregister(held, None, 0.0)
     answer = successor.decide(QUERY, key(), 0.0, Random(1))
     assert (answer.worker, answer.reasons) == (booked.worker, ("booked before",))
 
@@ -232,7 +232,7 @@ def test_a_decision_without_key_books_nothing() -> None:
     before = total(router)
     router.decide(QUERY, None, 0.0, Random(0))
     router.preview(QUERY, 0.0, Random(0))
-    assert total(router) == before == Totals()
+    assert total(router) == before == LoadTotals()
 
 
 def test_round_robin_goes_on_without_bookings_but_a_preview_does_not_move_it() -> None:
@@ -305,7 +305,7 @@ def test_a_query_that_contradicts_itself_is_refused_by_field(query: Query, field
 def test_a_booking_charges_all_tokens_of_the_prompt_and_whole_blocks() -> None:
     router = router_of(worker(1))
     book(router, 0)
-    assert total(router) == Totals(100, 7, 1), "100 tokens are 7 blocks of 16"
+    assert total(router) == LoadTotals(100, 7, 1), "100 tokens are 7 blocks of 16"
 
 
 def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -> None:
@@ -313,14 +313,14 @@ def test_cached_blocks_are_not_charged_and_the_last_token_is_always_computed() -
     query = Query("m", 64, bytes(32), 1, 16)
     decision = router.decide(query, key(), 0.0, Random(0))
     assert (decision.overlap_blocks, decision.predicted_cached_tokens) == (4, 48)
-    assert total(router) == Totals(16, 4, 1)
+    assert total(router) == LoadTotals(16, 4, 1)
 
 
 def test_prefill_is_not_charged_where_the_request_says_so() -> None:
     router = router_of(worker(1))
     override = RouterConfigOverride(track_prefill_tokens=False)
     router.decide(replace(QUERY, override=override), key(), 0.0, Random(0))
-    assert total(router) == Totals(0, 7, 1)
+    assert total(router) == LoadTotals(0, 7, 1)
 
 
 @pytest.mark.row("S1-86")
@@ -331,9 +331,9 @@ def test_potential_loads_have_one_row_a_rank_with_the_request_on_it() -> None:
     )
     rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
     assert rows == {
-        Placement(1, 0): Totals(100, 7, 1),
-        Placement(1, 1): Totals(200, 14, 2),
-        Placement(2, 0): Totals(100, 7, 1),
+        Placement(1, 0): LoadTotals(100, 7, 1),
+        Placement(1, 1): LoadTotals(200, 14, 2),
+        Placement(2, 0): LoadTotals(100, 7, 1),
     }
 
 
@@ -354,7 +354,7 @@ def test_bookings_of_a_departed_worker_weigh_on_nobody() -> None:
     router = router_of(worker(1))
     book(router, 0)
     router.update(seen(worker(2)), 1.0)
-    assert total(router) == Totals()
+    assert total(router) == LoadTotals()
     assert router.book.free(key(0)), "its frontend still ends it"
 
 
@@ -364,7 +364,7 @@ def test_orphans_weigh_for_three_seconds_and_then_no_more() -> None:
     router.decide(QUERY, key(), 0.0, Random(0), session)
     router.book.end_session(session, 1.0)
     assert total(router, 1.0 + ORPHAN_S - 0.1).requests == 1
-    assert total(router, 1.0 + ORPHAN_S) == Totals()
+    assert total(router, 1.0 + ORPHAN_S) == LoadTotals()
 
 
 def test_a_decision_no_longer_sees_orphans_whose_time_is_over() -> None:
@@ -385,7 +385,7 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans() -> None:
     router.decide(QUERY, key(), 0.0, Random(0), session)
     router.book.end_session(session, 1.0)
     router.update(seen(worker(1)), 1.1)
-    assert total(router, 1.1) == Totals()
+    assert total(router, 1.1) == LoadTotals()
 
 
 def test_decisions_are_explained_with_all_candidates_cheapest_first() -> None:
@@ -397,10 +397,10 @@ def test_decisions_are_explained_with_all_candidates_cheapest_first() -> None:
     assert [row.cost for row in rows[:-1]] == sorted(row.cost or 0 for row in rows[:-1])
     assert rows[0].placement == preview.worker
     assert rows[1].placement.worker_id == busy
-    assert rows[1].load == Totals(100, 7, 1)
+    assert rows[1].load == LoadTotals(100, 7, 1)
     assert rows[-1].placement.worker_id == busy % 3 + 1
     assert rows[-1].cost is None
-    assert "failed" in rows[-1].excluded_why
+    assert "failed" in rows[-1].excluded_reason
 
 
 def test_candidates_without_a_price_are_explained_as_well() -> None:
@@ -431,8 +431,8 @@ def test_a_remembered_decision_keeps_the_chosen_one_and_a_bounded_number_of_othe
 
 @pytest.mark.parametrize("selector", ["kv", "least_loaded", "power_of_two"])
 def test_the_price_of_the_chosen_one_is_remembered_wherever_it_stands(selector: str) -> None:
-    hot = CostKnobs(router_temperature=5.0 if selector == "kv" else 0.0)
-    router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, knobs=hot)
+    hot = CostSettings(router_temperature=5.0 if selector == "kv" else 0.0)
+    router = router_of(*(worker(n) for n in range(1, 41)), selector=selector, cost_settings=hot)
     ranks = set()
     for number in range(60):
         decision = router.decide(QUERY, key(number), 0.0, Random(number))
@@ -453,14 +453,14 @@ def test_who_has_no_price_is_remembered_the_chosen_one_first() -> None:
         rows = decision.considered
         assert len({row.placement for row in rows}) == CONSIDERED_MAX
         assert rows[0].placement == decision.worker
-        assert not any(row.cost or row.excluded_why for row in rows)
+        assert not any(row.cost or row.excluded_reason for row in rows)
 
 
 def test_who_was_left_out_is_remembered_with_the_reason_where_there_is_room() -> None:
     router = router_of(worker(1), worker(2), worker(3), selector="round_robin")
     query = replace(QUERY, excluded_worker_ids=frozenset({1}))
     rows = router.decide(query, key(0), 0.0, Random(0)).considered
-    assert [(r.placement.worker_id, r.cost, bool(r.excluded_why)) for r in rows] == [
+    assert [(r.placement.worker_id, r.cost, bool(r.excluded_reason)) for r in rows] == [
         (2, None, False),
         (3, None, False),
         (1, None, True),
@@ -474,8 +474,8 @@ class Narrow:
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
-    ) -> Choice:
-        return Choice(candidates[-1], "just so", price(query, candidates[:-1], view))
+    ) -> Selection:
+        return Selection(candidates[-1], "just so", score_candidates(query, candidates[:-1], view))
 
 
 def test_a_chosen_one_without_a_price_is_remembered_among_those_that_have_one() -> None:
@@ -525,7 +525,7 @@ def test_a_shared_cache_that_counts_nothing_is_what_there_is() -> None:
     seed=st.integers(0, 2**32),
 )
 def test_after_all_frees_every_load_is_zero(tokens: list[int], selector: str, seed: int) -> None:
-    router = router_of(worker(1, dp_size=2), worker(2), selector=selector, book=LoadBook(100))
+    router = router_of(worker(1, dp_size=2), worker(2), selector=selector, book=LoadTracker(100))
     rng = Random(seed)
     for number, count in enumerate(tokens):
         query = Query("m", count)
@@ -539,4 +539,4 @@ def test_after_all_frees_every_load_is_zero(tokens: list[int], selector: str, se
     for number in range(len(tokens)):
         assert router.book.free(key(number))
         assert not router.book.free(key(number))
-    assert total(router) == Totals()
+    assert total(router) == LoadTotals()

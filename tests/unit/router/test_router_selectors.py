@@ -16,7 +16,7 @@ from common.registry.instances import Instance
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from router_svc.core.eligibility import eligible
 from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import Booking, BookingKey, LoadBook, Totals
+from router_svc.core.load_tracker import Booking, BookingKey, LoadTotals, LoadTracker
 from router_svc.core.query import Query
 from router_svc.core.selectors import (
     SELECTORS,
@@ -37,9 +37,9 @@ def candidate(worker_id: int, dp_rank: int = 0, taints: frozenset[str] = frozens
 FOUR = [candidate(n) for n in (1, 2, 3, 4)]
 
 
-def busy(*workers: int, tokens: int = 160) -> LoadBook:
+def busy(*workers: int, tokens: int = 160) -> LoadTracker:
     """A book with one booking for each mention of a worker."""
-    book = LoadBook()
+    book = LoadTracker()
     session = book.open_session(7)
     for number, worker in enumerate(workers):
         key = BookingKey(7, f"r{number}", 0)
@@ -49,7 +49,7 @@ def busy(*workers: int, tokens: int = 160) -> LoadBook:
 
 def chosen(
     name: str,
-    book: LoadBook,
+    book: LoadTracker,
     *,
     candidates: list[Candidate] = FOUR,
     query: Query | None = None,
@@ -74,7 +74,7 @@ def workers(placements: list[Placement]) -> list[int]:
 
 
 def test_round_robin_takes_each_in_turn_and_survives_departures() -> None:
-    book = LoadBook()
+    book = LoadTracker()
     assert chosen("round_robin", book) == 1
     assert chosen("round_robin", book, last=Placement(1, 0)) == 2
     assert chosen("round_robin", book, last=Placement(4, 0)) == 1
@@ -116,7 +116,7 @@ def test_power_of_two_with_one_candidate_takes_it() -> None:
 @pytest.mark.row("S1-20")
 def test_direct_refuses_what_has_no_pin() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        chosen("direct", LoadBook())
+        chosen("direct", LoadTracker())
     assert refused.value.reason == "PIN_REQUIRED"
     assert chosen("direct", busy(3), candidates=[FOUR[2]], query=hinted(decode_worker_id=3)) == 3
 
@@ -131,7 +131,7 @@ def test_every_selector_takes_a_pinned_worker_and_says_its_name(name: str) -> No
 
 
 def test_the_cost_is_in_blocks_and_a_request_counts_one() -> None:
-    assert load_cost(Totals(prefill_tokens=32, decode_blocks=5, requests=2), 16, 1.0) == 10.0
+    assert load_cost(LoadTotals(prefill_tokens=32, decode_blocks=5, requests=2), 16, 1.0) == 10.0
 
 
 def test_a_preferred_taint_makes_a_worker_cheaper_within_bounds() -> None:

@@ -18,19 +18,19 @@ from common.errors import MeshError, Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
-from router_svc.core.admission import NO_QUEUE, Parked, QueueRules
+from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
 from router_svc.core.busy import NO_LIMITS, BusyLimits
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
 from router_svc.core.pairing import NO_BYPASS, Bypass
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
 
 BATCH = 1000
 LIMITS = BusyLimits(active_prefill_tokens=500)
-QUEUE = QueueRules(threshold=1.0)
+QUEUE = QueueSettings(threshold=1.0)
 
 
 def worker(worker_id: int, role: str, **facts: Any) -> Instance:
@@ -58,11 +58,11 @@ class Bed:
         self,
         *workers: Instance,
         busy: BusyLimits = NO_LIMITS,
-        queue: QueueRules = NO_QUEUE,
+        queue: QueueSettings = NO_QUEUE,
         bypass: Bypass = NO_BYPASS,
     ) -> None:
-        rules = Rules(busy=busy, queue=queue, bypass=bypass)
-        self.router = Router(SELECTORS["kv"](), rules=rules)
+        policy = Policy(busy=busy, queue=queue, bypass=bypass)
+        self.router = Router(SELECTORS["kv"](), policy=policy)
         self.router.update(Snapshot(1, {w.id: w for w in workers}), 0.0)
         self.count = 0
 
@@ -80,7 +80,7 @@ class Bed:
 
     def admit(
         self, tokens: int = 100, excluded: Iterable[int] = (), **hints: Any
-    ) -> Decision | Parked:
+    ) -> Decision | QueuedRequest:
         self.count += 1
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, excluded_worker_ids=frozenset(excluded))
@@ -93,11 +93,11 @@ class Bed:
         return answer
 
     def serve(self) -> list[Decision | MeshError]:
-        outcomes = self.router.admitted(0.0, Random(0))
+        outcomes = self.router.rescan(0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
     def relieve(self, worker_id: int) -> list[Decision | MeshError]:
-        outcomes = self.router.relieved(Placement(worker_id, 0), 0.0, Random(0))
+        outcomes = self.router.capacity_freed(Placement(worker_id, 0), 0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
 
@@ -228,7 +228,7 @@ def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> N
     bed = Bed(PREFILL, twin, lonely, REMOTE, busy=LIMITS)
     bed.crowd(5)
     rows = bed.router.preview(Query("m", 100), 0.0, Random(0)).considered
-    why = {row.placement.worker_id: row.excluded_why for row in rows}
+    why = {row.placement.worker_id: row.excluded_reason for row in rows}
     assert why[5] == "busy: above a configured threshold"
     assert why[4] == "has no partner to send its cache to"
 
@@ -242,8 +242,8 @@ def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> N
 def test_prefill_above_its_limit_is_bypassed_where_load_is_a_reason(
     policy: Any, bypass: str
 ) -> None:
-    rules = Bypass(policy=policy, prefill_busy_threshold=100.0)
-    bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=rules)
+    policy = Bypass(policy=policy, prefill_busy_threshold=100.0)
+    bed = Bed(PREFILL, DECODE, busy=LIMITS, bypass=policy)
     assert bed.place().bypass == ""
     bed.crowd(1)
     decision = bed.place()
@@ -251,8 +251,8 @@ def test_prefill_above_its_limit_is_bypassed_where_load_is_a_reason(
 
 
 def test_prefill_that_lets_requests_wait_is_bypassed_whatever_the_threshold_of_the_bypass() -> None:
-    rules = Bypass(policy="prefill_load", prefill_busy_threshold=100.0)
-    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=rules)
+    policy = Bypass(policy="prefill_load", prefill_busy_threshold=100.0)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=policy)
     bed.crowd(1)
     decision = bed.place()
     assert (legs(decision), decision.bypass) == ((2, None), "prefill_busy")
@@ -266,12 +266,12 @@ def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others()
     bed.report(4, kv_used_blocks=400, running=1, waiting_tokens=BATCH, waiting=300)
     decision = bed.place()
     assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
-    assert [(row.placement.worker_id, row.excluded_why) for row in decision.considered] == [
+    assert [(row.placement.worker_id, row.excluded_reason) for row in decision.considered] == [
         (4, ""),
         (2, "its KV blocks leave no room by the gate of the bypass"),
     ]
     bed.crowd(4)
-    assert isinstance(bed.admit(), Parked), "who has room is behind the gate"
+    assert isinstance(bed.admit(), QueuedRequest), "who has room is behind the gate"
 
 
 def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worker() -> None:
@@ -280,12 +280,12 @@ def test_who_is_behind_the_gate_does_not_open_the_way_to_a_full_aggregated_worke
     bed.crowd(1)
     bed.report(2, kv_used_blocks=900)
     bed.report(3, waiting=1, waiting_tokens=BATCH + 1)
-    assert isinstance(bed.admit(), Parked)
+    assert isinstance(bed.admit(), QueuedRequest)
 
 
 def test_a_bypass_to_a_full_worker_is_none_where_the_pair_has_room() -> None:
-    rules = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1)
-    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=rules)
+    policy = Bypass(policy="isl_bounding", eff_isl_ratio_threshold=1.1)
+    bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=policy)
     assert bed.place().bypass == "short_prompt"
     bed.crowd(2)
     assert legs(bed.place()) == (2, 1)
@@ -302,12 +302,12 @@ def test_nobody_waits_for_prefill_while_an_aggregated_worker_has_room() -> None:
 
 
 def test_who_waits_for_several_ways_goes_by_the_first_that_has_room() -> None:
-    for relieved, expected in ((1, (2, 1)), (3, (3, None))):
+    for capacity_freed, expected in ((1, (2, 1)), (3, (3, None))):
         bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
         bed.crowd(1, 3)
-        assert isinstance(bed.admit(), Parked)
+        assert isinstance(bed.admit(), QueuedRequest)
         assert bed.serve() == []
-        bed.calm(relieved)
+        bed.calm(capacity_freed)
         (outcome,) = bed.serve()
         assert isinstance(outcome, Decision)
         assert legs(outcome) == expected
@@ -316,16 +316,16 @@ def test_who_waits_for_several_ways_goes_by_the_first_that_has_room() -> None:
 def test_who_comes_behind_others_waits_for_every_way_too() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1, 3)
-    assert isinstance(bed.admit(), Parked)
+    assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
-    assert isinstance(bed.admit(), Parked), "somebody waits already"
+    assert isinstance(bed.admit(), QueuedRequest), "somebody waits already"
     assert [legs(d) for d in bed.serve() if isinstance(d, Decision)] == [(3, None), (3, None)]
 
 
 def test_a_decode_worker_that_could_prefill_is_no_way_round_a_queue_for_prefill() -> None:
     bed = Bed(PREFILL, DECODE, queue=QUEUE)
     bed.crowd(1)
-    assert isinstance(bed.admit(), Parked)
+    assert isinstance(bed.admit(), QueuedRequest)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_s
     gate = Bypass(policy="prefill_load", decode_busy_threshold=0.5)
     bed = Bed(*workers, queue=QUEUE, bypass=gate)
     bed.report(2, kv_used_blocks=600, waiting_tokens=5 * BATCH)
-    assert isinstance(bed.admit(excluded=excluded), Parked)
+    assert isinstance(bed.admit(excluded=excluded), QueuedRequest)
     bed.report(2, kv_used_blocks=600)
     (outcome,) = bed.relieve(2)
     assert isinstance(outcome, Decision)
@@ -355,7 +355,7 @@ def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None
     bed = Bed(PREFILL, DECODE, queue=QUEUE, bypass=gate)
     bed.crowd(1)
     bed.report(2, kv_used_blocks=600)
-    assert isinstance(bed.admit(), Parked)
+    assert isinstance(bed.admit(), QueuedRequest)
     assert bed.relieve(2) == []
     bed.report(2, kv_used_blocks=400)
     (outcome,) = bed.relieve(2)
@@ -366,14 +366,14 @@ def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None
 def test_a_pinned_decode_worker_waits_for_its_prefill_and_goes_nowhere_else() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE)
     bed.crowd(1)
-    assert isinstance(bed.admit(decode_worker_id=2), Parked)
+    assert isinstance(bed.admit(decode_worker_id=2), QueuedRequest)
 
 
 def test_a_way_above_its_limit_is_not_waited_for_but_one_that_is_full_is() -> None:
     bed = Bed(PREFILL, REMOTE, WHOLE, queue=QUEUE, busy=BusyLimits(active_prefill_tokens=6 * BATCH))
     bed.report(1, waiting=1, waiting_tokens=9 * BATCH)
     bed.crowd(3)
-    assert isinstance(bed.admit(), Parked)
+    assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
     (outcome,) = bed.serve()
     assert isinstance(outcome, Decision)
@@ -405,7 +405,7 @@ def test_a_request_is_turned_away_or_parked_only_where_no_way_is_left(
     pair = {1, 2} <= here and 1 in idle
     alone = 2 in idle and (1 not in here or closes)
     can = pair or 3 in idle or alone
-    answer: Decision | Parked | MeshError
+    answer: Decision | QueuedRequest | MeshError
     try:
         answer = bed.admit()
     except MeshError as error:
@@ -415,7 +415,7 @@ def test_a_request_is_turned_away_or_parked_only_where_no_way_is_left(
     elif here == {1}:
         assert isinstance(answer, Unavailable)
     else:
-        assert isinstance(answer, Overloaded if closes else Parked)
+        assert isinstance(answer, Overloaded if closes else QueuedRequest)
 
 
 _GATES = st.builds(

@@ -21,18 +21,18 @@ from common.request.preprocessed import (
 )
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import Booking, BookingKey
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
-    BOND_BYTES,
-    Affinity,
-    Binding,
-    Bond,
+    RECORD_OVERHEAD_BYTES,
+    SessionAffinity,
+    SessionConstraint,
     SessionName,
-    Stay,
-    ToldBond,
+    SessionPlacement,
+    SessionRecord,
+    SessionUpdate,
 )
 
 FRONTEND = 7
@@ -57,9 +57,9 @@ PAIRS = (
 class Bed:
     """A router with a clock; workers can leave, and every request has an id of its own."""
 
-    def __init__(self, *workers: Instance, selector: str = "least_loaded", **rules: Any) -> None:
-        rules = {"session_ttl_s": TTL_S, **rules}
-        self.router = Router(SELECTORS[selector](), rules=Rules(**rules))
+    def __init__(self, *workers: Instance, selector: str = "least_loaded", **policy: Any) -> None:
+        policy = {"session_ttl_s": TTL_S, **policy}
+        self.router = Router(SELECTORS[selector](), policy=Policy(**policy))
         self.now = 0.0
         self.number = 0
         self.see(*(workers or FOUR))
@@ -222,8 +222,8 @@ def test_a_request_under_way_keeps_its_session_whatever_the_time() -> None:
     assert booking is not None
     for _ in range(10):
         bed.wait(TTL_S)
-        bed.router.book.announce(booking, None, bed.now)  # As a frontend that lives renews it.
-    assert (len(bed.router.affinity), bed.router.affinity.active) == (1, 1)
+        bed.router.book.reregister(booking, None, bed.now)  # As a frontend that lives renews it.
+    assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 1)
     assert bed.place().worker == first.worker
 
 
@@ -232,7 +232,7 @@ def test_a_session_whose_frontend_died_comes_to_rest_with_its_orphans() -> None:
     bed.place()  # Without a session of its frontend, it is an orphan for three seconds.
     bed.wait(10.0)
     assert len(bed.router.book) == 0
-    assert (len(bed.router.affinity), bed.router.affinity.active) == (1, 0)
+    assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 0)
     bed.wait(TTL_S)
     assert len(bed.router.affinity) == 0
 
@@ -245,10 +245,10 @@ def test_a_session_is_idle_when_the_last_of_its_bookings_ended() -> None:
     bed.place()
     bed.router.book.free(first)
     bed.wait(TICK_S)
-    assert bed.router.affinity.active == 1
+    assert bed.router.affinity.active_count == 1
     bed.end()
     bed.wait(TICK_S)
-    assert (len(bed.router.affinity), bed.router.affinity.active) == (1, 0)
+    assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 0)
 
 
 # What undoes it.
@@ -420,35 +420,43 @@ def test_a_name_that_is_none_is_refused(name: str) -> None:
     assert refused.value.field == "query.routing.session_control.session_id"
 
 
-def stay_of(affinity: Affinity, session: str = "s", action: SessionAction | None = None) -> Stay:
+def stay_of(
+    affinity: SessionAffinity, session: str = "s", action: SessionAction | None = None
+) -> SessionConstraint:
     hints = RoutingHints(session_control=SessionControl(session, action))
-    stay = affinity.stay(Query("m", routing=hints), lambda at: True)
-    assert stay is not None
-    return stay
+    session_constraint = affinity.session_constraint(Query("m", routing=hints), lambda at: True)
+    assert session_constraint is not None
+    return session_constraint
 
 
-def use(affinity: Affinity, session: str, worker_id: int, number: int, now: float) -> Booking:
+def use(
+    affinity: SessionAffinity, session: str, worker_id: int, number: int, now: float
+) -> Booking:
     """A request of the session is placed there, or where the session is bound."""
-    stay = stay_of(affinity, session)
-    at = Placement(worker_id, 0) if stay.binding is None else stay.binding.worker
+    session_constraint = stay_of(affinity, session)
+    at = (
+        Placement(worker_id, 0)
+        if session_constraint.session_placement is None
+        else session_constraint.session_placement.worker
+    )
     key = BookingKey(1, f"r{number}", 0)
-    bond = stay.bond(at, None, key)
-    assert bond is not None
-    booking = Booking(key, "m", at, session_id=session, session_revision=bond.revision)
-    affinity.began(booking)
-    affinity.booked(bond, now)
+    record = session_constraint.record(at, None, key)
+    assert record is not None
+    booking = Booking(key, "m", at, session_id=session, session_revision=record.revision)
+    affinity.booking_began(booking)
+    affinity.record_booking(record, now)
     return booking
 
 
 def test_bonds_are_bounded_and_the_one_idle_longest_makes_room() -> None:
-    affinity = Affinity(TTL_S, bonds_max=3)
+    affinity = SessionAffinity(TTL_S, records_max=3)
     for at, name in enumerate("abc"):
         booking = use(affinity, name, at, at, float(at))
         if name != "a":
-            affinity.ended(booking, is_own=True)
+            affinity.booking_ended(booking, is_own=True)
             affinity.expire(float(at))
     use(affinity, "d", 9, 9, 6.0)
-    bound = {name for name in "abcd" if stay_of(affinity, name).binding is not None}
+    bound = {name for name in "abcd" if stay_of(affinity, name).session_placement is not None}
     assert bound == {"a", "c", "d"}
     assert (len(affinity), affinity.evicted) == (3, 1)
     for number, name in enumerate("efg"):
@@ -457,34 +465,39 @@ def test_bonds_are_bounded_and_the_one_idle_longest_makes_room() -> None:
 
 
 def test_closed_sessions_make_room_first() -> None:
-    affinity = Affinity(TTL_S, bonds_max=3)
+    affinity = SessionAffinity(TTL_S, records_max=3)
     for number, name in enumerate("abc"):
-        affinity.ended(use(affinity, name, 1, number, 0.0), is_own=True)
+        affinity.booking_ended(use(affinity, name, 1, number, 0.0), is_own=True)
     affinity.expire(1.0)
-    bond = stay_of(affinity, "c", SessionAction.CLOSE).bond(Placement(1, 0), None, KEY)
-    assert bond is not None
-    affinity.booked(bond, 2.0)
+    record = stay_of(affinity, "c", SessionAction.CLOSE).record(Placement(1, 0), None, KEY)
+    assert record is not None
+    affinity.record_booking(record, 2.0)
     use(affinity, "d", 1, 9, 3.0)
     assert {str(name.session_id) for name in affinity.sessions()} == {"a", "b", "d"}
 
 
 def test_bonds_are_bounded_in_bytes() -> None:
-    affinity = Affinity(TTL_S, bytes_max=10 * (BOND_BYTES + 1100))
+    affinity = SessionAffinity(TTL_S, bytes_max=10 * (RECORD_OVERHEAD_BYTES + 1100))
     for number in range(100):
         use(affinity, f"{number:03}" + "\u20ac" * 253, 1, number, 0.0)
-    assert affinity.size <= 10 * (BOND_BYTES + 1100)
+    assert affinity.size <= 10 * (RECORD_OVERHEAD_BYTES + 1100)
     assert 9 <= len(affinity) <= 19
-    assert affinity.size == sum(bond.size for bond in affinity._bonds.values())
+    assert affinity.size == sum(record.size for record in affinity._records.values())
 
 
 def test_many_that_are_used_over_and_over_leave_nothing_behind() -> None:
-    affinity = Affinity(TTL_S)
+    affinity = SessionAffinity(TTL_S)
     for number in range(2000):
-        affinity.ended(use(affinity, f"{number % 3}", 1, number, number / 10), is_own=True)
+        affinity.booking_ended(use(affinity, f"{number % 3}", 1, number, number / 10), is_own=True)
         affinity.expire(number / 10)
-    assert len(affinity._by_idle) <= 2 * 3 + 64
+    assert len(affinity._idle_heap) <= 2 * 3 + 64
     affinity.expire(1000.0)
-    assert (len(affinity), affinity.size, affinity._live, affinity._idle) == (0, 0, {}, {})
+    assert (len(affinity), affinity.size, affinity._live_bookings, affinity._idle_since) == (
+        0,
+        0,
+        {},
+        {},
+    )
 
 
 # Between routers.
@@ -493,75 +506,75 @@ KEY = BookingKey(1, "r", 0)
 NAME = SessionName("m", "s")
 
 
-def bond(revision: int, worker_id: int | None, request: str = "r") -> Bond:
-    binding = None if worker_id is None else Binding(Placement(worker_id, 0))
-    return Bond(NAME, binding, revision, BookingKey(1, request, 0))
+def record(revision: int, worker_id: int | None, request: str = "r") -> SessionRecord:
+    session_placement = None if worker_id is None else SessionPlacement(Placement(worker_id, 0))
+    return SessionRecord(NAME, session_placement, revision, BookingKey(1, request, 0))
 
 
 BONDS = st.builds(
-    bond, st.integers(1, 3), st.sampled_from([None, 1, 2]), st.sampled_from(["a", "b"])
+    record, st.integers(1, 3), st.sampled_from([None, 1, 2]), st.sampled_from(["a", "b"])
 )
 
 
 @settings(max_examples=100, deadline=None)
 @given(told=st.lists(st.tuples(BONDS, st.floats(0.0, TTL_S - 2)), min_size=1), data=st.data())
 def test_whatever_the_order_in_which_routers_hear_of_bonds_they_keep_the_same_one(
-    told: list[tuple[Bond, float]], data: st.DataObject
+    told: list[tuple[SessionRecord, float]], data: st.DataObject
 ) -> None:
-    kept = set[Bond]()
+    kept = set[SessionRecord]()
     for _ in range(3):
-        affinity = Affinity(TTL_S)
+        affinity = SessionAffinity(TTL_S)
         order = data.draw(st.permutations(told))
         for each, idle_s in [*order, *order[:2]]:
-            affinity.heard(ToldBond(each, idle_s), 0.0)
+            affinity.receive(SessionUpdate(each, idle_s), 0.0)
         what = affinity.told(NAME, 0.0)
         assert what is not None
         assert what.idle_s == pytest.approx(min(idle_s for _, idle_s in told))
-        kept.add(what.bond)
+        kept.add(what.record)
     assert len(kept) == 1
     (best,) = kept
     assert best.revision == max(each.revision for each, _ in told)
 
 
 def test_who_hears_of_a_bond_that_does_not_win_tells_its_own() -> None:
-    affinity = Affinity(TTL_S)
+    affinity = SessionAffinity(TTL_S)
     told: list[SessionName] = []
     affinity.changed = told.append
-    affinity.heard(ToldBond(bond(2, 1), 0.0), 0.0)
-    affinity.heard(ToldBond(bond(2, 1), 0.0), 0.0)
+    affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
+    affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
     assert told == [], "peers tell everybody themselves"
-    affinity.heard(ToldBond(bond(1, 2), 0.0), 0.0)
+    affinity.receive(SessionUpdate(record(1, 2), 0.0), 0.0)
     assert told == [NAME]
-    affinity.heard(ToldBond(bond(3, 2), 0.0), 0.0)
+    affinity.receive(SessionUpdate(record(3, 2), 0.0), 0.0)
     assert told == [NAME]
 
 
 def test_a_use_anywhere_starts_the_time_anew() -> None:
-    affinity = Affinity(TTL_S)
-    affinity.heard(ToldBond(bond(1, 1), 50.0), 0.0)
-    affinity.heard(ToldBond(bond(1, 1), 5.0), 5.0)
-    affinity.heard(ToldBond(bond(1, 1), 40.0), 5.0)
+    affinity = SessionAffinity(TTL_S)
+    affinity.receive(SessionUpdate(record(1, 1), 50.0), 0.0)
+    affinity.receive(SessionUpdate(record(1, 1), 5.0), 5.0)
+    affinity.receive(SessionUpdate(record(1, 1), 40.0), 5.0)
     assert affinity.expire(TTL_S - 0.01) == 0
     assert affinity.expire(TTL_S) == 1
 
 
 def test_what_a_peer_remembers_longer_than_we_would_is_not_taken_up() -> None:
-    affinity = Affinity(TTL_S)
-    affinity.heard(ToldBond(bond(1, 1), TTL_S), 0.0)
+    affinity = SessionAffinity(TTL_S)
+    affinity.receive(SessionUpdate(record(1, 1), TTL_S), 0.0)
     assert affinity.sessions() == []
-    none_kept = Affinity(0.0)
-    none_kept.heard(ToldBond(bond(1, 1), 0.0), 0.0)
+    none_kept = SessionAffinity(0.0)
+    none_kept.receive(SessionUpdate(record(1, 1), 0.0), 0.0)
     assert none_kept.sessions() == []
 
 
 def test_a_closed_session_is_not_brought_back_by_who_has_not_heard_of_it() -> None:
-    affinity = Affinity(TTL_S)
-    affinity.heard(ToldBond(bond(1, 1), 0.0), 0.0)
-    affinity.heard(ToldBond(bond(2, None), 0.0), 1.0)
+    affinity = SessionAffinity(TTL_S)
+    affinity.receive(SessionUpdate(record(1, 1), 0.0), 0.0)
+    affinity.receive(SessionUpdate(record(2, None), 0.0), 1.0)
     assert (len(affinity), len(affinity.sessions())) == (0, 1)
-    affinity.heard(ToldBond(bond(1, 1), 0.0), 2.0)
-    assert stay_of(affinity).binding is None
-    again = stay_of(affinity).bond(Placement(3, 0), None, KEY)
+    affinity.receive(SessionUpdate(record(1, 1), 0.0), 2.0)
+    assert stay_of(affinity).session_placement is None
+    again = stay_of(affinity).record(Placement(3, 0), None, KEY)
     assert again is not None
     assert again.revision == 3, "a new binding beats the closing"
     assert stay_of(affinity).outcome(Placement(3, 0)) == "bound"
@@ -571,33 +584,33 @@ def test_a_closed_session_is_not_brought_back_by_who_has_not_heard_of_it() -> No
 
 def test_a_new_binding_beats_one_that_was_forgotten_here_and_is_remembered_elsewhere() -> None:
     """It counted from 1 again, and lost to the older: simulated seed 1322."""
-    affinity = Affinity(TTL_S, epoch_s=1000.0)
-    first = stay_of(affinity).bond(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
+    affinity = SessionAffinity(TTL_S, epoch_s=1000.0)
+    first = stay_of(affinity).record(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
     assert first is not None
-    affinity.booked(first, 0.0)
+    affinity.record_booking(first, 0.0)
     affinity.expire(TTL_S)
     later = BookingKey(1, "z", 0)
-    anew = stay_of(affinity).bond(Placement(2, 0), None, later, affinity.revision_min(TTL_S))
+    anew = stay_of(affinity).record(Placement(2, 0), None, later, affinity.revision_min(TTL_S))
     assert anew is not None
-    assert anew.beats(first)
-    affinity.booked(anew, TTL_S)
+    assert anew.supersedes(first)
+    affinity.record_booking(anew, TTL_S)
     # A clock that is behind does not make it older.
-    moved = stay_of(affinity).bond(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
+    moved = stay_of(affinity).record(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
     assert moved is not None
-    assert moved.beats(anew)
+    assert moved.supersedes(anew)
 
 
 def test_who_opens_a_session_binds_it_anew_also_where_it_was() -> None:
     """It kept the old bond, which lost to one made elsewhere since: simulated seed 1789."""
-    affinity = Affinity(TTL_S)
-    affinity.heard(ToldBond(bond(3, 1), 0.0), 0.0)
+    affinity = SessionAffinity(TTL_S)
+    affinity.receive(SessionUpdate(record(3, 1), 0.0), 0.0)
     control = SessionControl("s", SessionAction.OPEN)
     query = Query("m", 1, routing=RoutingHints(session_control=control))
-    stay = affinity.stay(query, lambda at: True)
-    assert stay is not None
-    anew = stay.bond(Placement(1, 0), None, KEY)
+    session_constraint = affinity.session_constraint(query, lambda at: True)
+    assert session_constraint is not None
+    anew = session_constraint.record(Placement(1, 0), None, KEY)
     assert anew is not None
-    assert (anew.revision, anew.binding) == (4, Binding(Placement(1, 0)))
+    assert (anew.revision, anew.session_placement) == (4, SessionPlacement(Placement(1, 0)))
 
 
 def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
@@ -605,10 +618,10 @@ def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
     session = bed.router.book.open_session(FRONTEND)
     held = Booking(bed.key, "m", Placement(3, 0), session_id="s", session_revision=2)
     older = replace(held, key=BookingKey(FRONTEND, "x", 0), worker=Placement(1, 0))
-    bed.router.announce(held, session, 0.0)
-    bed.router.announce(replace(older, session_revision=1), session, 0.0)
+    bed.router.reregister(held, session, 0.0)
+    bed.router.reregister(replace(older, session_revision=1), session, 0.0)
     assert bed.one().worker == Placement(3, 0), "the later binding counts"
-    assert bed.router.affinity.active == 1
+    assert bed.router.affinity.active_count == 1
     bed.router.book.free(held.key)
     bed.router.book.free(older.key)
     bed.wait(TTL_S - 1.0)
@@ -620,7 +633,7 @@ def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
 def test_an_announced_booking_of_an_adapter_teaches_the_session_of_that() -> None:
     bed = Bed(*(worker(n, loras=frozenset({"french"})) for n in (1, 2, 3, 4)))
     held = Booking(bed.key, "m", Placement(3, 0), None, session_id="s", session_revision=2)
-    bed.router.announce(replace(held, lora_name="french"), None, 0.0)
+    bed.router.reregister(replace(held, lora_name="french"), None, 0.0)
     assert bed.router.affinity.sessions() == [SessionName("m", "s", "french")]
     assert bed.one(lora_name="french").worker == Placement(3, 0)
 
@@ -633,28 +646,28 @@ def test_a_request_that_outlives_its_closed_session_does_not_bring_it_back() -> 
     assert held is not None
     bed.one(action=SessionAction.CLOSE)
     bed.wait(2 * TTL_S)
-    bed.router.announce(held, session, bed.now)  # As frontends do now and then.
+    bed.router.reregister(held, session, bed.now)  # As frontends do now and then.
     assert bed.router.affinity.sessions() == []
 
 
 def test_an_announced_booking_of_no_session_teaches_nothing() -> None:
     bed = Bed()
-    bed.router.announce(Booking(bed.key, "m", Placement(3, 0)), None, 0.0)
+    bed.router.reregister(Booking(bed.key, "m", Placement(3, 0)), None, 0.0)
     assert bed.router.affinity.sessions() == []
 
 
 def test_a_booking_says_by_which_binding_it_stays() -> None:
     bed = Bed()
     assert bed.place().session_revision == 1
-    booked = bed.router.book.get(bed.key)
-    assert booked is not None
-    assert (booked.session_id, booked.session_revision) == ("s", 1)
+    record_booking = bed.router.book.get(bed.key)
+    assert record_booking is not None
+    assert (record_booking.session_id, record_booking.session_revision) == ("s", 1)
     assert bed.place().session_revision == 1
     assert bed.place(action=SessionAction.OPEN).session_revision in (1, 2)
     assert bed.place(action=SessionAction.CLOSE).session_revision == 0
-    booked = bed.router.book.get(bed.key)
-    assert booked is not None
-    assert booked.session_id == "", "it does not keep what it closed"
+    record_booking = bed.router.book.get(bed.key)
+    assert record_booking is not None
+    assert record_booking.session_id == "", "it does not keep what it closed"
 
 
 class Naive(RuleBasedStateMachine):
@@ -662,7 +675,7 @@ class Naive(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.affinity = Affinity(10.0)
+        self.affinity = SessionAffinity(10.0)
         self.now = 0.0
         self.live: dict[str, Booking] = {}
         self.at: dict[str, int] = {}
@@ -683,15 +696,17 @@ class Naive(RuleBasedStateMachine):
     def end(self, which: int) -> None:
         booking = self.live.pop(sorted(self.live)[which % len(self.live)])
         self.ended_at[booking.session_id] = self.now
-        self.affinity.ended(booking, is_own=True)
+        self.affinity.booking_ended(booking, is_own=True)
 
     @rule(session=st.sampled_from("abc"))
     def close(self, session: str) -> None:
         self.tick(0.0)
         key = BookingKey(1, "close", 0)
-        bond = stay_of(self.affinity, session, SessionAction.CLOSE).bond(Placement(1, 0), None, key)
-        if bond is not None:
-            self.affinity.booked(bond, self.now)
+        record = stay_of(self.affinity, session, SessionAction.CLOSE).record(
+            Placement(1, 0), None, key
+        )
+        if record is not None:
+            self.affinity.record_booking(record, self.now)
         self.at.pop(session, None)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 5.0, 9.0, 10.0]))
@@ -703,13 +718,13 @@ class Naive(RuleBasedStateMachine):
     def a_session_is_bound_while_it_lives_and_ten_seconds_more(self) -> None:
         live = {booking.session_id for booking in self.live.values()}
         for session, worker_id in self.at.items():
-            binding = stay_of(self.affinity, session).binding
+            session_placement = stay_of(self.affinity, session).session_placement
             if session in live or self.now - self.ended_at[session] < 10.0:
-                assert binding is not None
-            if binding is not None:
-                assert binding.worker.worker_id == worker_id
+                assert session_placement is not None
+            if session_placement is not None:
+                assert session_placement.worker.worker_id == worker_id
         assert len(self.affinity) <= len(self.at)
-        assert self.affinity.active >= len(live & self.at.keys())
+        assert self.affinity.active_count >= len(live & self.at.keys())
 
 
 TestNaive = pytest.mark.slow(Naive.TestCase)
@@ -741,7 +756,7 @@ def test_a_session_leaves_its_worker_only_if_that_is_gone_or_failed(events: list
                     continue
                 live.append(bed.key)
                 chosen = at[session] = decision.worker.worker_id
-                if names.binding is not None and before in present - failed:
+                if names.session_placement is not None and before in present - failed:
                     assert (chosen, decision.affinity) == (before, "kept")
                 assert chosen in present - failed
             case "leave" | "join" as kind, worker_id:

@@ -15,25 +15,25 @@ from common.request.preprocessed import RoutingHints, SessionAction, SessionCont
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.policy import Rules
+from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.replication import BEHIND_MAX, FRAME_MAX, Replica, Telling
+from router_svc.core.replication import BACKLOG_MAX, FRAME_ENTRIES_MAX, OutboundSync, Replica
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
-    Affinity,
     AffinityMode,
-    Binding,
-    Bond,
+    SessionAffinity,
     SessionName,
-    ToldBond,
+    SessionPlacement,
+    SessionRecord,
+    SessionUpdate,
 )
 from router_svc.proto import (
-    bond_from_proto,
-    bond_to_proto,
     booking_from_proto,
     booking_to_proto,
     frame_from_proto,
+    session_record_from_proto,
+    session_record_to_proto,
     snapshot_from_proto,
 )
 
@@ -53,8 +53,8 @@ class Peer:
 
     def __init__(self, router_id: int, mode: AffinityMode = "hard") -> None:
         self.id = router_id
-        rules = Rules(session_ttl_s=TTL_S, session_mode=mode)
-        self.router = Router(SELECTORS["random"](), rules=rules)
+        policy = Policy(session_ttl_s=TTL_S, session_mode=mode)
+        self.router = Router(SELECTORS["random"](), policy=policy)
         self.replica = Replica(self.router.book, affinity=self.router.affinity)
         self.see(*WORKERS)
         self.frontend = FRONTEND + router_id
@@ -83,14 +83,14 @@ class Peer:
     def end(self, number: int) -> None:
         self.router.book.free(self.key(number))
 
-    def at(self, session: str = "s") -> Binding | None:
+    def at(self, session: str = "s") -> SessionPlacement | None:
         told = self.router.affinity.told(SessionName("m", session), 0.0)
-        return None if told is None else told.bond.binding
+        return None if told is None else told.record.session_placement
 
-    def bonds(self) -> dict[SessionName, Bond]:
+    def session_records(self) -> dict[SessionName, SessionRecord]:
         affinity = self.router.affinity
         told = (affinity.told(name, 0.0) for name in affinity.sessions())
-        return {one.bond.session: one.bond for one in told if one is not None}
+        return {one.record.session: one.record for one in told if one is not None}
 
 
 class Link:
@@ -98,26 +98,26 @@ class Link:
 
     def __init__(self, sender: Peer, hearer: Peer) -> None:
         self.sender, self.hearer = sender, hearer
-        self.telling: Telling = sender.replica.tell()
-        self.stream = hearer.replica.joined(sender.id)
+        self.outbound: OutboundSync = sender.replica.open_outbound()
+        self.stream = hearer.replica.stream_opened(sender.id)
 
     def step(self, now: float, *, is_lost: bool = False) -> None:
-        frame = self.telling.frame(now)
-        if not is_lost and self.hearer.replica.take(self.sender.id, self.stream, frame, now):
-            self.telling.tell_all()
+        frame = self.outbound.frame(now)
+        if not is_lost and self.hearer.replica.apply_frame(self.sender.id, self.stream, frame, now):
+            self.outbound.request_full_sync()
 
     def flush(self, now: float) -> bool:
         """Whether there was anything to tell."""
         steps = 0
-        while self.telling.due_in(now) == 0:
+        while self.outbound.seconds_until_due(now) == 0:
             self.step(now)
             steps += 1
             assert steps < 100, "it never has told everything"
         return steps > 0
 
     def close(self, now: float) -> None:
-        self.sender.replica.told(self.telling)
-        self.hearer.replica.left(self.sender.id, self.stream, now)
+        self.sender.replica.told(self.outbound)
+        self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
 
 
 def mesh(count: int = 2, **facts: Any) -> list[Peer]:
@@ -161,7 +161,7 @@ def test_a_session_lives_while_a_request_runs_through_another_router() -> None:
     settle([one, two], 0.0)
     for now in range(0, 600, 50):
         two.router.expire(float(now))
-    assert two.router.affinity.active == 1
+    assert two.router.affinity.active_count == 1
     one.end(1)
     settle([one, two], 600.0)
     two.router.expire(600.0)
@@ -208,18 +208,18 @@ def test_open_and_close_and_workers_that_go_are_told() -> None:
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 def test_a_router_that_joins_hears_of_all_sessions_before_it_serves(mode: AffinityMode) -> None:
     one = Peer(1, mode)
-    count = 2 * FRAME_MAX + 5
+    count = 2 * FRAME_ENTRIES_MAX + 5
     for number in range(count):
         one.place(number, 0.0, f"s{number}")
         if number % 2:
             one.end(number)
     one.router.expire(1.0)
     late = Peer(2, mode)
-    parts = list(one.replica.snapshot_bonds(31.0))
-    assert max(map(len, parts)) == FRAME_MAX
+    parts = list(one.replica.snapshot_session_records(31.0))
+    assert max(map(len, parts)) == FRAME_ENTRIES_MAX
     for part in parts:
-        late.replica.heard_snapshot(1, (), 100.0, part)
-    assert late.bonds() == one.bonds()
+        late.replica.receive_snapshot(1, (), 100.0, part)
+    assert late.session_records() == one.session_records()
     assert late.place(9999, 100.0, "s1").worker == one.place(9999, 31.0, "s1").worker
     late.router.expire(100.0 + TTL_S - 30.0)
     assert len(late.router.affinity) < count, "what was idle there counts here"
@@ -233,24 +233,24 @@ def test_everything_is_told_again_when_a_stream_is_opened_anew_or_a_frame_was_lo
     one.out[2].step(0.0, is_lost=True)
     one.place(3, 0.0, "u")
     settle([one, two], 0.0)
-    assert two.bonds().keys() == one.bonds().keys()
+    assert two.session_records().keys() == one.session_records().keys()
     fresh = Peer(2)
     one.out[2].close(0.0)
     one.out[2] = Link(one, fresh)
     settle([one], 0.0)
-    assert fresh.bonds() == one.bonds()
+    assert fresh.session_records() == one.session_records()
 
 
 @pytest.mark.slow
 def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
     one, two = mesh()
     settle([one, two], 0.0)
-    telling = one.out[2].telling
-    for number in range(2 * BEHIND_MAX + 1):
-        telling.session_changed(SessionName("m", f"{number}"))
-    assert telling.frame(0.0).begins_all
-    telling.session_changed(SessionName("m", "x"))
-    assert len(telling._sessions) <= 1
+    outbound = one.out[2].outbound
+    for number in range(2 * BACKLOG_MAX + 1):
+        outbound.session_changed(SessionName("m", f"{number}"))
+    assert outbound.frame(0.0).begins_all
+    outbound.session_changed(SessionName("m", "x"))
+    assert len(outbound._changed_sessions) <= 1
 
 
 EVENT = st.one_of(
@@ -315,8 +315,11 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
         for link in peer.out.values():
             link.step(now)
     settle(peers, now)
-    bonds = [peer.bonds() for peer in peers]
-    bound = [{n: b for n, b in some.items() if b.binding is not None} for some in bonds]
+    session_records = [peer.session_records() for peer in peers]
+    bound = [
+        {n: b for n, b in some.items() if b.session_placement is not None}
+        for some in session_records
+    ]
     # What only some have forgotten by now is idle; used once more, it is known to all.
     for name in {name for some in bound for name in some}:
         known = {some[name] for some in bound if name in some}
@@ -332,23 +335,25 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
 
 
 @pytest.mark.parametrize(
-    "bond",
+    "record",
     [
-        Bond(SessionName("m", "s"), Binding(Placement(1, 2)), 3, BookingKey(4, "r", 5)),
-        Bond(
+        SessionRecord(
+            SessionName("m", "s"), SessionPlacement(Placement(1, 2)), 3, BookingKey(4, "r", 5)
+        ),
+        SessionRecord(
             SessionName("m", "\u20ac", "french"),
-            Binding(Placement(1, 2), Placement(6, 0)),
+            SessionPlacement(Placement(1, 2), Placement(6, 0)),
             1,
             BookingKey(4, "r", 0),
         ),
-        Bond(SessionName("m", "s"), None, 2, BookingKey(4, "r", 0)),
+        SessionRecord(SessionName("m", "s"), None, 2, BookingKey(4, "r", 0)),
     ],
     ids=["whole", "pair", "closed"],
 )
-def test_bonds_survive_the_wire(bond: Bond) -> None:
-    message = bond_to_proto(ToldBond(bond, 1.5))
+def test_bonds_survive_the_wire(record: SessionRecord) -> None:
+    message = session_record_to_proto(SessionUpdate(record, 1.5))
     again = pb.SessionBinding.FromString(message.SerializeToString())
-    assert bond_from_proto(again, "bindings") == ToldBond(bond, 1.5)
+    assert session_record_from_proto(again, "bindings") == SessionUpdate(record, 1.5)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +369,7 @@ def test_bonds_survive_the_wire(bond: Bond) -> None:
 )
 def test_a_bond_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        bond_from_proto(bound(**wrong), "bindings")
+        session_record_from_proto(bound(**wrong), "bindings")
     assert refused.value.field == field
 
 
@@ -428,7 +433,7 @@ def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_t
     nameless = pb.Booking(frontend_id=FRONTEND)
     good, other = announced(), announced(key=pb.BookingKey(request_id="other"))
     peer = Peer(2)
-    stream = peer.replica.joined(1)
+    stream = peer.replica.stream_opened(1)
     first = frame_from_proto(
         pb.SyncRequest(
             sequence=1,
@@ -446,20 +451,22 @@ def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_t
         "removals.key.request_id",
         "released.key.request_id",
     ]
-    assert [error.field for error in first.refused_bonds] == [
+    assert [error.field for error in first.refused_session_records] == [
         "bindings.model",
         "bindings.revision",
     ]
-    assert not peer.replica.take(1, stream, first, 0.0)
+    assert not peer.replica.apply_frame(1, stream, first, 0.0)
     assert {booking.key.request_id for booking in peer.router.book} == {"r", "other"}
-    assert peer.at() == Binding(Placement(1, 0))
+    assert peer.at() == SessionPlacement(Placement(1, 0))
     assert peer.replica.refused == 6
     # Its digest has what was refused; to tell that again each second is of no use.
     later = pb.SyncRequest(sequence=2, removals=[good], digest=1)
-    assert not peer.replica.take(1, stream, frame_from_proto(later), 1.0)
+    assert not peer.replica.apply_frame(1, stream, frame_from_proto(later), 1.0)
     assert {booking.key.request_id for booking in peer.router.book} == {"other"}
     anew = pb.SyncRequest(sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1)
-    assert peer.replica.take(1, stream, frame_from_proto(anew), 2.0), "nothing was refused since"
+    assert peer.replica.apply_frame(1, stream, frame_from_proto(anew), 2.0), (
+        "nothing was refused since"
+    )
 
 
 def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken() -> None:
@@ -467,36 +474,38 @@ def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken()
         snapshot=[announced(model=""), announced()],
         snapshot_bindings=[bound(session_id=""), bound()],
     )
-    bookings, bonds, refused = snapshot_from_proto(message)
+    bookings, session_records, refused = snapshot_from_proto(message)
     assert [booking.key.request_id for booking in bookings] == ["r"]
-    assert [told.bond.session for told in bonds] == [SessionName("m", "s")]
+    assert [told.record.session for told in session_records] == [SessionName("m", "s")]
     assert [error.field for error in refused] == ["snapshot.model", "snapshot_bindings.session_id"]
 
 
 def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
     peer = Peer(2)
-    stream = peer.replica.joined(1)
+    stream = peer.replica.stream_opened(1)
     told = pb.SyncRequest(
         sequence=1, begins_all=True, ends_all=True, bindings=[bound(revision=2**64 - 1)]
     )
     frame = frame_from_proto(told)
-    assert [error.field for error in frame.refused_bonds] == ["bindings.revision"]
-    peer.replica.take(1, stream, frame, 0.0)
+    assert [error.field for error in frame.refused_session_records] == ["bindings.revision"]
+    peer.replica.apply_frame(1, stream, frame, 0.0)
     assert peer.replica.refused == 1
-    assert peer.replica.take(1, stream, frame_from_proto(pb.SyncRequest(sequence=2, digest=1)), 1.0)
+    assert peer.replica.apply_frame(
+        1, stream, frame_from_proto(pb.SyncRequest(sequence=2, digest=1)), 1.0
+    )
 
 
 def test_what_a_clock_gone_mad_bound_is_outgrown_by_who_knows_of_it() -> None:
-    mad = Affinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
+    mad = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
     told = bound(revision=mad.revision_min(0.0))
     one, two = mesh()
     for peer in one, two:
         frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[told]))
-        peer.replica.take(9, peer.replica.joined(9), frame, 0.0)
-        assert peer.at() == Binding(Placement(1, 0))
+        peer.replica.apply_frame(9, peer.replica.stream_opened(9), frame, 0.0)
+        assert peer.at() == SessionPlacement(Placement(1, 0))
     for peer in one, two:
         peer.see(*(worker for worker in WORKERS if worker.id != 1))
     moved = one.place(1, 0.0)
     settle([one, two], 0.0)
     assert two.place(2, 0.0).worker == moved.worker
-    assert two.at() == Binding(moved.worker)
+    assert two.at() == SessionPlacement(moved.worker)

@@ -12,7 +12,7 @@ import pytest
 from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
-from router_svc.core.admission import NO_QUEUE, QueueRules
+from router_svc.core.admission import NO_QUEUE, QueueSettings
 from router_svc.core.busy import NO_LIMITS, BusyLimits
 
 ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
@@ -87,9 +87,9 @@ def test_a_knob_that_another_one_makes_idle_is_refused(knobs: dict[str, Any], na
 
 
 def test_queue_and_thresholds_are_off_until_they_are_set_and_then_as_set() -> None:
-    rules = RouterConfig().rules
-    assert (rules.queue, rules.busy) == (NO_QUEUE, NO_LIMITS)
-    rules = RouterConfig(
+    policy = RouterConfig().policy
+    assert (policy.queue, policy.busy) == (NO_QUEUE, NO_LIMITS)
+    policy = RouterConfig(
         queue_threshold=2.0,
         queue_policy="wspt",
         queue_requests_max=10,
@@ -98,11 +98,11 @@ def test_queue_and_thresholds_are_off_until_they_are_set_and_then_as_set() -> No
         active_decode_blocks_threshold=0.9,
         active_prefill_tokens_threshold=5,
         active_prefill_tokens_threshold_frac=1.5,
-    ).rules
-    assert rules.queue == QueueRules(
+    ).policy
+    assert policy.queue == QueueSettings(
         threshold=2.0, policy="wspt", requests_max=10, tokens_max=99, wait_max_s=3.0
     )
-    assert rules.busy == BusyLimits(
+    assert policy.busy == BusyLimits(
         active_decode_blocks=0.9, active_prefill_tokens=5, active_prefill_tokens_frac=1.5
     )
 

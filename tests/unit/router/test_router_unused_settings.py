@@ -10,16 +10,16 @@ import pytest
 
 from common.errors import Unsupported
 from common.kv.events import Source
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
-from router_svc.core.admission import Parked
-from router_svc.core.cost import CostKnobs
+from router_svc.core.admission import QueuedRequest
+from router_svc.core.cost import CostSettings
 from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import BookingKey
-from router_svc.core.overlap import Standing
+from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
@@ -68,9 +68,11 @@ IDLE: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("knobs", "name"), IDLE)
-def test_what_would_do_nothing_is_named_with_the_reason(knobs: dict[str, Any], name: str) -> None:
-    (problem,) = RouterConfig(**knobs).problems()
+@pytest.mark.parametrize(("cost_settings", "name"), IDLE)
+def test_what_would_do_nothing_is_named_with_the_reason(
+    cost_settings: dict[str, Any], name: str
+) -> None:
+    (problem,) = RouterConfig(**cost_settings).problems()
     assert problem.startswith(f"{name}: ")
     assert len(problem) > len(name) + 20
 
@@ -92,7 +94,7 @@ def test_a_place_is_no_domain() -> None:
 
 def test_every_cost_knob_is_tried_here() -> None:
     tracked = {"track_prefill_tokens", "track_active_blocks"}
-    assert COST_KNOBS.keys() | tracked == {spec.name for spec in fields(CostKnobs)}
+    assert COST_KNOBS.keys() | tracked == {spec.name for spec in fields(CostSettings)}
 
 
 @pytest.mark.parametrize("name", COST_KNOBS)
@@ -113,7 +115,7 @@ def test_defaults_fit_every_selector_and_so_does_following_no_caches(selector: s
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "cost_settings",
     [
         {"bypass_policy": "isl_or_load", "bypass_eff_isl_threshold": 1,
          "bypass_prefill_busy_threshold": 1.0, "bypass_decode_busy_threshold": 0.5},
@@ -128,8 +130,8 @@ def test_defaults_fit_every_selector_and_so_does_following_no_caches(selector: s
         {"session_affinity_mode": "soft"},
     ],
 )  # fmt: skip
-def test_what_does_something_is_not_refused(knobs: dict[str, Any]) -> None:
-    assert RouterConfig(**knobs).problems() == []
+def test_what_does_something_is_not_refused(cost_settings: dict[str, Any]) -> None:
+    assert RouterConfig(**cost_settings).problems() == []
 
 
 def test_every_knob_with_a_default_alone_is_fine_as_it_is() -> None:
@@ -157,11 +159,11 @@ class Held:
     def __init__(self, **held: tuple[int, int, int]) -> None:
         self.held = {int(name[1:]): tiers for name, tiers in held.items()}
 
-    def match(self, query: Query) -> list[Matched]:
-        return [Matched(Source(at), *tiers) for at, tiers in self.held.items()]
+    def match(self, query: Query) -> list[SourceMatch]:
+        return [SourceMatch(Source(at), *tiers) for at, tiers in self.held.items()]
 
-    def standing(self, placement: Placement, now: float) -> Standing:
-        return Standing("exact", "", 0.0)
+    def index_status(self, placement: Placement, now: float) -> IndexStatus:
+        return IndexStatus("exact", "", 0.0)
 
 
 def worker(worker_id: int, **facts: Any) -> Instance:
@@ -175,15 +177,15 @@ def worker(worker_id: int, **facts: Any) -> Instance:
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
-def built(held: Held, *workers: Instance, **knobs: Any) -> Router:
-    config = RouterConfig(**knobs)
+def built(held: Held, *workers: Instance, **cost_settings: Any) -> Router:
+    config = RouterConfig(**cost_settings)
     assert config.problems() == []
     router = Router(
         SELECTORS["kv"](),
         index=held,
-        choice=config.index_choice,
-        knobs=config.cost_knobs,
-        rules=config.rules,
+        choice=config.index_settings,
+        cost_settings=config.cost_settings,
+        policy=config.policy,
     )
     router.update(Snapshot(1, {w.id: w for w in workers or (worker(1), worker(2))}), 0.0)
     return router
@@ -197,29 +199,31 @@ def chosen(router: Router, query: Query) -> set[int]:
     return {router.preview(query, 0.0, Random(n)).worker.worker_id for n in range(12)}
 
 
-@pytest.mark.parametrize("knobs", OTHER_USES)
+@pytest.mark.parametrize("cost_settings", OTHER_USES)
 def test_a_credit_of_zero_keeps_the_index_while_another_knob_asks_for_it(
-    knobs: dict[str, Any],
+    cost_settings: dict[str, Any],
 ) -> None:
-    choice = RouterConfig(overlap_score_credit=0.0, **knobs).index_choice
-    assert (choice.kind, choice.subscribes) == ("events", True)
-    guessing = RouterConfig(overlap_score_credit=0.0, kv_events=False, **knobs).index_choice
+    choice = RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings
+    assert (choice.kind, choice.follows_events) == ("events", True)
+    guessing = RouterConfig(
+        overlap_score_credit=0.0, kv_events=False, **cost_settings
+    ).index_settings
     assert guessing.kind == "approx"
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "cost_settings",
     [{}, {"host_cache_hit_weight": 0.0}, {"bypass_policy": "off"}, {"queue_threshold": 1.0}],
 )
-def test_a_credit_of_zero_alone_follows_nothing(knobs: dict[str, Any]) -> None:
-    assert RouterConfig(overlap_score_credit=0.0, **knobs).index_choice.kind == "none"
+def test_a_credit_of_zero_alone_follows_nothing(cost_settings: dict[str, Any]) -> None:
+    assert RouterConfig(overlap_score_credit=0.0, **cost_settings).index_settings.kind == "none"
 
 
 def test_predictions_stay_with_an_index_that_a_credit_of_zero_keeps() -> None:
     config = RouterConfig(
         overlap_score_credit=0.0, bypass_policy="isl_bounding", router_predicted_ttl_secs=5.0
     )
-    assert config.index_choice.predictions is not None
+    assert config.index_settings.predicted is not None
 
 
 def test_what_lower_tiers_hold_counts_though_the_device_does_not() -> None:
@@ -247,7 +251,7 @@ def test_wspt_goes_by_what_is_cached_though_the_credit_is_zero() -> None:
     rng = Random(0)
     router.admit(Query("m", 2000), BookingKey(7, "fills", 0), 0.0, rng)
     for name, query in (("short", Query("m", 50 * B)), ("cached", hashed(100))):
-        assert isinstance(router.admit(query, BookingKey(7, name, 0), 0.0, rng), Parked)
+        assert isinstance(router.admit(query, BookingKey(7, name, 0), 0.0, rng), QueuedRequest)
     assert next(router.queue.heads()).key.request_id == "cached"
 
 

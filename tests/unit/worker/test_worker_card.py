@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 from common.registry.card import Artifact, ModelCard
 from common.runtime.config import ConfigError, read_config
-from worker_svc.card import card_of, differences, missing_files, vocab_size_of
+from worker_svc.card import build_card, card_differences, find_missing_files, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR
 
-CARD = card_of(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))
+CARD = build_card(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))
 
 
 def with_tokenizer(value: Any) -> ModelCard:
@@ -29,11 +29,11 @@ def with_tokenizer(value: Any) -> ModelCard:
 def test_a_folder_without_what_a_card_needs_is_refused_by_the_name_of_the_file(
     tmp_path: Path,
 ) -> None:
-    assert missing_files(SIM_MODEL_DIR) == []
-    assert missing_files(tmp_path) == ["tokenizer.json", "tokenizer_config.json"]
+    assert find_missing_files(SIM_MODEL_DIR) == []
+    assert find_missing_files(tmp_path) == ["tokenizer.json", "tokenizer_config.json"]
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InvalidRequest, match=r"has no tokenizer_config\.json") as refused:
-        card_of(tmp_path, EngineConfig("m"))
+        build_card(tmp_path, EngineConfig("m"))
     assert refused.value.field == "model_path"
     with pytest.raises(ConfigError) as bad:
         read_config(WorkerConfig, "WORKER", {}, ["--model-path", str(tmp_path)])
@@ -60,40 +60,40 @@ def test_more_sequences_than_a_step_has_tokens_are_refused_with_the_configuratio
 def test_cards_that_differ_say_in_which_fields_and_whose_flags_these_are(
     change: dict[str, Any], says: str
 ) -> None:
-    assert differences(replace(CARD, **change), CARD) == [says]
-    assert differences(CARD, CARD) == []
+    assert card_differences(replace(CARD, **change), CARD) == [says]
+    assert card_differences(CARD, CARD) == []
 
 
 def test_kinds_and_files_that_differ_are_named_without_their_content() -> None:
-    chat = card_of(SIM_MODEL_DIR, EngineConfig("m", kv_cache_block_size=16), ["chat"])
+    chat = build_card(SIM_MODEL_DIR, EngineConfig("m", kv_cache_block_size=16), ["chat"])
     other = replace(chat, artifacts=with_tokenizer({}).artifacts, context_length=64)
-    found = differences(other, CARD)
+    found = card_differences(other, CARD)
     assert "model_type (--serve) chat, not chat,completions" in found
     files = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
     assert found[1:] == [f"another {name} (--model-path)" for name in files]
 
 
 def test_bytes_that_travel_apart_make_no_difference() -> None:
-    assert differences(CARD.without_inline(), CARD) == []
+    assert card_differences(CARD.without_inline_bytes(), CARD) == []
 
 
 def test_the_vocabulary_is_as_large_as_its_largest_id_says() -> None:
     tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
-    assert vocab_size_of(CARD) == max(tokenizer.get_vocab().values()) + 1
+    assert read_vocab_size(CARD) == max(tokenizer.get_vocab().values()) + 1
     gap = {"model": {"vocab": {"a": 0, "b": 90}}, "added_tokens": [{"id": 5, "content": "c"}]}
-    assert vocab_size_of(with_tokenizer(gap)) == 91
+    assert read_vocab_size(with_tokenizer(gap)) == 91
     added = {"model": {"vocab": [["a", -1.0], ["b", -2.0]]}, "added_tokens": [{"id": 7}]}
-    assert vocab_size_of(with_tokenizer(added)) == 8
-    assert vocab_size_of(with_tokenizer({"model": {"vocab": [["a", 0.0]]}})) == 1
+    assert read_vocab_size(with_tokenizer(added)) == 8
+    assert read_vocab_size(with_tokenizer({"model": {"vocab": [["a", 0.0]]}})) == 1
 
 
 @pytest.mark.parametrize(
     "raw", [b"", b"[", [], {}, {"model": 1}, {"model": {"vocab": None}}, {"model": {"vocab": {}}}]
 )
 def test_of_an_odd_tokenizer_the_vocabulary_is_not_known(raw: Any) -> None:
-    assert vocab_size_of(with_tokenizer(raw)) is None
+    assert read_vocab_size(with_tokenizer(raw)) is None
 
 
 def test_a_file_that_travels_apart_says_nothing_of_the_vocabulary() -> None:
-    assert vocab_size_of(CARD.without_inline()) is None
-    assert vocab_size_of(replace(CARD, artifacts={})) is None
+    assert read_vocab_size(CARD.without_inline_bytes()) is None
+    assert read_vocab_size(replace(CARD, artifacts={})) is None

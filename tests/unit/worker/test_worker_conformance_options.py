@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from common.runtime.config import flag_of
+from common.runtime.config import flag_name
 from worker_svc.conformance.__main__ import main
-from worker_svc.conformance.bench import Limits
+from worker_svc.conformance.bench import TimeLimits
 
 
 def test_help_says_of_every_option_what_it_is_for(
@@ -21,7 +21,7 @@ def test_help_says_of_every_option_what_it_is_for(
     told = {line[1].split()[0]: line[-1].strip() for line in lines if len(line) > 2 and line[1]}
     assert told.keys() == {
         *("MODULE:ENGINE", "-h,", "--arg"),
-        *(flag_of(limit.name) for limit in fields(Limits)),
+        *(flag_name(limit.name) for limit in fields(TimeLimits)),
     }
     assert all(len(text) > 20 for text in told.values()), told
     assert told["--stop-s"].endswith("(default 0.25)")

@@ -7,7 +7,8 @@ speaks to them, and our event loop. What a request means is in `sglang_options`,
 - Its signal handlers would take SIGTERM from our lifecycle and kill the process tree on SIGQUIT, as
   which a dying scheduler announces itself. So the tokenizer manager's loop is started here, without
   them, and SIGQUIT is ours. A scheduler that dies without a word is seen by its process's end. In
-  both cases all requests fail at once with a retryable WorkerLost, and `died` raises it.
+  both cases all requests fail at once with a retryable WorkerLost, and `wait_for_failure` raises
+  it.
 - `Engine.shutdown` kills every child of the process and leaves requests waiting for ever: they are
   ended first, and a worker has no children but SGLang's.
 - The scheduler aborts every request whose id *begins* with the given one, so ids here are of equal
@@ -61,34 +62,34 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sglang.kv_events import Endpoints, KvReader
+from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.sampling import (
-    FAKE_BOOTSTRAP_HOST,
-    Answer,
-    Call,
-    Facts,
+    NO_PARTNER_HOST,
+    EngineProperties,
     MinTokens,
-    call_of,
-    invalid,
-    kv_index_of,
-    kv_silence_of,
-    load_of,
-    page_size_of,
+    OutputConverter,
+    SglangRequest,
+    build_sglang_request,
+    count_waiting_for_pages,
+    find_kv_events_off_reason,
+    model_kv_index,
+    resolve_page_size,
     server_arguments,
-    waiting_for_pages,
+    to_invalid_request,
+    to_load,
 )
-from worker_svc.engines.sglang.starvation import DecodeQueue
-from worker_svc.engines.sim.transfer import Limits, no_blocks
-from worker_svc.kv_events.normalizer import Duplicates, KvRules, KvSink
+from worker_svc.engines.sglang.starvation import StarvationDetector
+from worker_svc.engines.sim.transfer import HandoffTimeouts, no_blocks_error
+from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
-LOADS_EVERY_S: Final = 0.1
-PROGRESS_EVERY_S: Final = 5.0
-WARM_UP_S: Final = 120.0
+LOAD_INTERVAL_S: Final = 0.1
+PROGRESS_INTERVAL_S: Final = 5.0
+WARM_UP_TIMEOUT_S: Final = 120.0
 # How long transfers in flight may take at the end.
-DRAIN_S: Final = 4.0
+DRAIN_TIMEOUT_S: Final = 4.0
 # How long a start that was given up may take to end, once its processes are gone.
-GIVE_UP_S: Final = 8.0
+ABANDON_LAUNCH_TIMEOUT_S: Final = 8.0
 # Of each file of weights, what is read to tell models apart: at its beginning and at its end.
 _SAMPLED_BYTES: Final = 1 << 16
 
@@ -136,29 +137,29 @@ class SglangEngine:
         """Raises InvalidRequest for arguments that the worker itself can judge."""
         self.config = config
         self.counters: Counter[str] = Counter()
-        self.kv_rules = KvRules(
+        self.kv_event_format = KvEventFormat(
             config.block_size,
-            page_size_of(config.engine_args, config.block_size),
+            resolve_page_size(config.engine_args, config.block_size),
             # A block is in the radix tree or not; it is reported when it enters and when it leaves.
-            Duplicates.IDEMPOTENT,
+            DuplicatePolicy.IDEMPOTENT,
             tiers=3 if config.engine_args.get("enable_hierarchical_cache") else 1,
         )
-        self.kv_silence = "the engine has not started"
-        self._facts = Facts()
-        self._endpoints: Endpoints | None = None
+        self.kv_events_off_reason = "the engine has not started"
+        self._properties = EngineProperties()
+        self._endpoints: KvEventEndpoints | None = None
         # Any: SGLang's Engine, which has no types that are known here.
         self._engine: Any = None
         self._launch: asyncio.Future[Any] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
-        self._lost: asyncio.Future[WorkerLost] | None = None
+        self._engine_failure: asyncio.Future[WorkerLost] | None = None
         self._sentinels: list[int] = []
-        self._min_tokens = ""
-        self._last_rid = 0
-        self._chunks: Counter[int] = Counter()
+        self._min_tokens_processor = ""
+        self._last_request_number = 0
+        self._chunk_counts: Counter[int] = Counter()
         self._loads: tuple[Load, ...] = ()
-        self._loads_read = asyncio.Event()
-        self._limits = Limits(partner_s=config.handoff_timeout_s)
-        self._decode_queue = DecodeQueue(self._limits.blocks_s)
+        self._loads_updated = asyncio.Event()
+        self._timeouts = HandoffTimeouts(partner_timeout_s=config.handoff_timeout_s)
+        self._decode_queue = StarvationDetector(self._timeouts.blocks_timeout_s)
         self._starved: set[str] = set()
         self._is_closed = False
 
@@ -170,12 +171,12 @@ class SglangEngine:
         if self._launch is not None:
             raise Conflict("the engine was started before")
         loop = asyncio.get_running_loop()
-        self._lost = loop.create_future()
-        loop.add_signal_handler(signal.SIGQUIT, self._lose, "a process of SGLang's failed")
+        self._engine_failure = loop.create_future()
+        loop.add_signal_handler(signal.SIGQUIT, self._fail_engine, "a process of SGLang's failed")
         if self.config.model_path is None:
             await make_tiny_model(self.config.model_dir)
         self._launch = loop.run_in_executor(None, self._launch_engine)
-        progress = asyncio.create_task(_tell_progress(worker_id), name="sglang start progress")
+        progress = asyncio.create_task(_log_progress(worker_id), name="sglang start progress")
         try:
             self._engine = await asyncio.shield(self._launch)
         except MeshError:
@@ -186,11 +187,11 @@ class SglangEngine:
             raise Unavailable(f"SGLang did not start: {error}") from error
         finally:
             progress.cancel()
-        self._own_loop(loop)
+        self._attach_to_loop(loop)
         resolved: dict[str, Any] = self._engine.server_args.resolved_dict()
-        self._facts = self._read_facts(resolved)
+        self._properties = self._read_properties(resolved)
         await self._warm_up()
-        return await self._describe(resolved)
+        return await self._build_engine_config(resolved)
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -202,15 +203,15 @@ class SglangEngine:
         """
         try:
             self._check_alive()
-            call = call_of(request, self._facts, ctx.priority)
+            sglang_request = build_sglang_request(request, self._properties, ctx.priority)
         except MeshError:
             self.counters["rejected"] += 1
             raise
         self.counters["accepted"] += 1
         outcome = "closed"
-        answer = Answer(call, self._facts, len(request.token_ids))
+        converter = OutputConverter(sglang_request, self._properties, len(request.token_ids))
         try:
-            async for output in self._answer(call, answer, ctx):
+            async for output in self._stream_outputs(sglang_request, converter, ctx):
                 if output.finish_reason is not None:
                     outcome = "cancelled" if ctx.is_stopped else "finished"
                 yield output
@@ -220,53 +221,57 @@ class SglangEngine:
         finally:
             self.counters[outcome] += 1
 
-    async def _answer(
-        self, call: Call, answer: Answer, ctx: GenerateContext
+    async def _stream_outputs(
+        self, sglang_request: SglangRequest, converter: OutputConverter, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         if ctx.is_stopped:
-            yield chunk.cancelled().with_usage(answer.usage())
+            yield chunk.cancelled().with_usage(converter.usage())
             return
         rid = self._new_rid(ctx.id)
-        watch = asyncio.ensure_future(ctx.stopped())
-        watch.add_done_callback(lambda done: None if done.cancelled() else self._abort(rid))
+        stop_waiter = asyncio.ensure_future(ctx.stopped())
+        stop_waiter.add_done_callback(lambda done: None if done.cancelled() else self._abort(rid))
         if self.config.role == "decode":
-            rank = 0 if self._facts.dp_size == 1 else call.arguments["routed_dp_rank"]
+            rank = (
+                0 if self._properties.dp_size == 1 else sglang_request.arguments["routed_dp_rank"]
+            )
             self._decode_queue.open(rid, rank, time.monotonic())
         try:
-            async with aclosing(await self._open(call, rid)) as stream:
-                async for out in stream:
+            async with aclosing(await self._start_generation(sglang_request, rid)) as stream:
+                async for raw_output in stream:
                     self._decode_queue.close(rid, time.monotonic())
-                    self._chunks[out["meta_info"].get("dp_rank") or 0] += 1
-                    output = answer.take(out)
+                    self._chunk_counts[raw_output["meta_info"].get("dp_rank") or 0] += 1
+                    output = converter.convert(raw_output)
                     if output is not None:
                         yield output
         except MeshError:
-            if self._lost is not None and self._lost.done():
-                raise self._lost.result() from None
-            if not watch.done():
-                if rid in self._starved and not answer.delivered:
-                    raise no_blocks(self._limits) from None
+            if self._engine_failure is not None and self._engine_failure.done():
+                raise self._engine_failure.result() from None
+            if not stop_waiter.done():
+                if rid in self._starved and not converter.delivered:
+                    raise no_blocks_error(self._timeouts) from None
                 raise
-            yield chunk.cancelled().with_usage(answer.usage())
+            yield chunk.cancelled().with_usage(converter.usage())
         except ValueError as error:
-            raise invalid(error) from error
+            raise to_invalid_request(error) from error
         finally:
-            watch.cancel()
+            stop_waiter.cancel()
             self._decode_queue.close(rid, time.monotonic())
             self._starved.discard(rid)
 
-    async def _open(self, call: Call, rid: str) -> AsyncGenerator[dict[str, Any], None]:
-        more: dict[str, Any] = {}
-        if call.needs_min_tokens:
-            more["custom_logit_processor"] = self._min_tokens
+    async def _start_generation(
+        self, sglang_request: SglangRequest, rid: str
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        processor_arguments: dict[str, Any] = {}
+        if sglang_request.needs_min_tokens:
+            processor_arguments["custom_logit_processor"] = self._min_tokens_processor
         stream: AsyncGenerator[dict[str, Any], None] = await self._engine.async_generate(
-            **call.arguments, **more, rid=rid, stream=True
+            **sglang_request.arguments, **processor_arguments, rid=rid, stream=True
         )
         return stream
 
     def _new_rid(self, request_id: str) -> str:
-        self._last_rid += 1
-        return f"{self._last_rid:016x}-{request_id[:64]}"
+        self._last_request_number += 1
+        return f"{self._last_request_number:016x}-{request_id[:64]}"
 
     def _abort(self, rid: str) -> None:
         if self._engine is not None and not self._is_closed:
@@ -278,9 +283,9 @@ class SglangEngine:
     async def drain(self) -> None:
         """Waits until no handoff is open, at most DRAIN_S."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S):
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
                 while any(load.rooms_open for load in self._loads):
-                    await self._loads_read.wait()
+                    await self._loads_updated.wait()
 
     async def cleanup(self) -> None:
         """Ends SGLang and all its processes. Idempotent, and fit for a start that failed."""
@@ -291,37 +296,37 @@ class SglangEngine:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._lose("the engine was shut down")
+        self._fail_engine("the engine was shut down")
         loop = asyncio.get_running_loop()
-        self._unwatch(loop)
+        self._remove_process_watchers(loop)
         if self._engine is not None:
             await asyncio.to_thread(self._engine.shutdown)
         elif self._launch is not None:
-            await self._give_up_launch(self._launch)
+            await self._abandon_launch(self._launch)
         # Last: what dies of it may still send one.
         loop.remove_signal_handler(signal.SIGQUIT)
 
-    async def _give_up_launch(self, launch: asyncio.Future[Any]) -> None:
-        until = time.monotonic() + GIVE_UP_S
+    async def _abandon_launch(self, launch: asyncio.Future[Any]) -> None:
+        deadline = time.monotonic() + ABANDON_LAUNCH_TIMEOUT_S
         while True:
             await asyncio.to_thread(_kill_children)
-            if launch.done() or time.monotonic() > until:
+            if launch.done() or time.monotonic() > deadline:
                 return
-            await asyncio.sleep(LOADS_EVERY_S)
+            await asyncio.sleep(LOAD_INTERVAL_S)
 
-    async def died(self) -> None:
+    async def wait_for_failure(self) -> None:
         """Waits until SGLang dies of itself, then raises WorkerLost."""
-        assert self._lost is not None, "called after the start"
-        raise await asyncio.shield(self._lost)
+        assert self._engine_failure is not None, "called after the start"
+        raise await asyncio.shield(self._engine_failure)
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         """From now on the sink is told what the cache holds, beginning with what it holds now."""
         if self._endpoints is None:
             return
-        for rank in range(self._facts.dp_size):
-            reader = KvReader(rank, self._endpoints, sink)
+        for rank in range(self._properties.dp_size):
+            reader = KvEventReader(rank, self._endpoints, sink)
             task = asyncio.create_task(reader.run(), name=f"sglang kv events {rank}")
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(self._on_task_done)
             self._tasks.append(task)
 
     def loads(self) -> Sequence[Load]:
@@ -343,7 +348,7 @@ class SglangEngine:
 
     def _launch_engine(self) -> Any:
         """Runs in a thread: imports take seconds, the start up to minutes."""
-        with _process_kept():
+        with _preserve_process_state():
             # A CUDA machine has no need of the platform package, and SGLang no choice without.
             import torch  # type: ignore[import-not-found]
             from sglang.srt.entrypoints.engine import (  # type: ignore[import-not-found] # noqa: TID251
@@ -355,20 +360,20 @@ class SglangEngine:
 
             level = str(self.config.engine_args.get("log_level", "error")).upper()
             logging.getLogger("sglang").setLevel(level)
-            self._min_tokens = CustomLogitProcessor.to_str.__func__(MinTokens)
+            self._min_tokens_processor = CustomLogitProcessor.to_str.__func__(MinTokens)
             arguments = server_arguments(
                 self.config.role,
                 self.config.engine_args,
                 is_cpu=not torch.cuda.is_available(),
                 block_size=self.config.block_size,
-                owned=self._owned_arguments(),
+                adapter_arguments=self._adapter_arguments(),
             )
             self._set_environment()
             return Engine(**arguments)
 
-    def _owned_arguments(self) -> dict[str, Any]:
+    def _adapter_arguments(self) -> dict[str, Any]:
         config = self.config
-        owned: dict[str, Any] = {
+        adapter_arguments: dict[str, Any] = {
             "model_path": str(config.model_dir),
             "skip_tokenizer_init": True,
             "host": config.host,
@@ -376,18 +381,18 @@ class SglangEngine:
             "enable_custom_logit_processor": True,
         }
         if config.context_length is not None:
-            owned["context_length"] = config.context_length
+            adapter_arguments["context_length"] = config.context_length
         ranks = int(config.engine_args.get("dp_size", 1))
         # In a row: one for the rendezvous, then two a rank for its events.
         port = free_ports(1 + 2 * ranks)
         if config.kv_events:
-            self._endpoints = Endpoints(port + 1, port + 1 + ranks)
-            owned["kv_events_config"] = self._endpoints.config()
+            self._endpoints = KvEventEndpoints(port + 1, port + 1 + ranks)
+            adapter_arguments["kv_events_config"] = self._endpoints.config()
         if config.role != "aggregated":
-            owned["disaggregation_mode"] = config.role
+            adapter_arguments["disaggregation_mode"] = config.role
         if config.role == "prefill":
-            owned["disaggregation_bootstrap_port"] = config.bootstrap_port or port
-        return owned
+            adapter_arguments["disaggregation_bootstrap_port"] = config.bootstrap_port or port
+        return adapter_arguments
 
     def _set_environment(self) -> None:
         """SGLang reads these from the process's environment, and has a door to it of its own."""
@@ -410,27 +415,27 @@ class SglangEngine:
     def _bootstrap_host(self) -> str:
         return self.config.advertise_host or self.config.host
 
-    def _own_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _attach_to_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Does what the first request would do, without the signal handlers that come with it."""
         manager = self._engine.tokenizer_manager
         manager.event_loop = loop
         reader = loop.create_task(manager.handle_loop(), name="sglang outputs")
-        self._tasks = [reader, loop.create_task(self._follow_loads(), name="sglang loads")]
+        self._tasks = [reader, loop.create_task(self._poll_loads(), name="sglang loads")]
         for task in self._tasks:
-            task.add_done_callback(self._task_ended)
+            task.add_done_callback(self._on_task_done)
         for process in multiprocessing.active_children():
             self._sentinels.append(process.sentinel)
-            loop.add_reader(process.sentinel, self._lose, f"its process {process.pid} ended")
+            loop.add_reader(process.sentinel, self._fail_engine, f"its process {process.pid} ended")
 
-    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+    def _on_task_done(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
             log.error("sglang_task_failed", task=task.get_name(), exc_info=task.exception())
-            self._lose(f"{task.get_name()} cannot be read any more")
+            self._fail_engine(f"{task.get_name()} cannot be read any more")
 
-    def _read_facts(self, resolved: Mapping[str, Any]) -> Facts:
+    def _read_properties(self, resolved: Mapping[str, Any]) -> EngineProperties:
         manager = self._engine.tokenizer_manager
         model = manager.model_config
-        return Facts(
+        return EngineProperties(
             role=self.config.role,
             vocab_size=model.vocab_size,
             context_length=model.context_len,
@@ -447,32 +452,36 @@ class SglangEngine:
         arguments: dict[str, Any] = {"input_ids": [0], "sampling_params": sampling, "priority": 0}
         if self.config.role != "aggregated":
             arguments |= {
-                "bootstrap_host": FAKE_BOOTSTRAP_HOST,
+                "bootstrap_host": NO_PARTNER_HOST,
                 "bootstrap_port": 0,
                 "bootstrap_room": 0,
             }
         try:
-            async with asyncio.timeout(WARM_UP_S):
-                stream = await self._open(Call(arguments), self._new_rid("warm-up"))
+            async with asyncio.timeout(WARM_UP_TIMEOUT_S):
+                stream = await self._start_generation(
+                    SglangRequest(arguments), self._new_rid("warm-up")
+                )
                 async with aclosing(stream):
                     async for _ in stream:
                         self._check_alive()
         except TimeoutError:
-            raise Unavailable(f"SGLang did not answer within {WARM_UP_S} s") from None
+            raise Unavailable(f"SGLang did not answer within {WARM_UP_TIMEOUT_S} s") from None
         self._check_alive()
 
-    async def _describe(self, resolved: Mapping[str, Any]) -> EngineConfig:
+    async def _build_engine_config(self, resolved: Mapping[str, Any]) -> EngineConfig:
         from sglang.srt.configs.hybrid_arch import (  # type: ignore[import-not-found] # noqa: TID251
             mambaish_config,
         )
 
         config, model = self.config, self._engine.tokenizer_manager.model_config
         await self._read_loads()
-        index, reason = kv_index_of(
+        kv_index, reason = model_kv_index(
             is_hybrid=bool(model.is_hybrid_swa) or mambaish_config(model) is not None,
             is_speculative=bool(resolved.get("speculative_algorithm")),
         )
-        self.kv_silence = kv_silence_of(config.role, resolved, kv_events=config.kv_events)
+        self.kv_events_off_reason = find_kv_events_off_reason(
+            config.role, resolved, kv_events=config.kv_events
+        )
         chunked = resolved.get("chunked_prefill_size") or 0
         is_prefill = config.role == "prefill"
         return EngineConfig(
@@ -487,10 +496,10 @@ class SglangEngine:
             bootstrap_port=resolved["disaggregation_bootstrap_port"] if is_prefill else None,
             transfer_group=config.transfer_group or await self._transfer_group(resolved),
             local_prefill=config.role == "aggregated",
-            loras=self._facts.loras,
-            kv_index=index,
+            loras=self._properties.loras,
+            kv_index=kv_index,
             kv_index_reason=reason,
-            dp_size=self._facts.dp_size,
+            dp_size=self._properties.dp_size,
         )
 
     def _max_num_seqs(self) -> int | None:
@@ -516,21 +525,21 @@ class SglangEngine:
     def _check_alive(self) -> None:
         if self._engine is None:
             raise Unavailable("the engine has not started")
-        if self._lost is not None and self._lost.done():
-            raise self._lost.result()
+        if self._engine_failure is not None and self._engine_failure.done():
+            raise self._engine_failure.result()
 
-    def _lose(self, why: str) -> None:
+    def _fail_engine(self, reason: str) -> None:
         """SGLang is gone: whoever waits for it hears so now. Idempotent."""
-        if self._lost is None or self._lost.done():
+        if self._engine_failure is None or self._engine_failure.done():
             return
         if not self._is_closed:
-            log.error("sglang_lost", why=why)
-        self._lost.set_result(WorkerLost(f"the engine is gone: {why}", retryable=True))
-        self._unwatch(asyncio.get_running_loop())
+            log.error("sglang_lost", reason=reason)
+        self._engine_failure.set_result(WorkerLost(f"the engine is gone: {reason}", retryable=True))
+        self._remove_process_watchers(asyncio.get_running_loop())
         if self._engine is not None:
-            self._end_requests()
+            self._abort_requests()
 
-    def _end_requests(self) -> None:
+    def _abort_requests(self) -> None:
         """Through SGLang's own way of ending a request that its scheduler gave up."""
         from sglang.srt.managers.io_struct import (  # type: ignore[import-not-found] # noqa: TID251
             AbortReq,
@@ -540,30 +549,31 @@ class SglangEngine:
         for rid in tuple(manager.rid_to_state):
             manager._handle_abort_req(AbortReq(rid=rid, abort_message="the engine is gone"))
 
-    def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _remove_process_watchers(self, loop: asyncio.AbstractEventLoop) -> None:
         """A process that has ended would be told of for ever."""
         while self._sentinels:
             loop.remove_reader(self._sentinels.pop())
 
     # Load.
 
-    async def _follow_loads(self) -> None:
+    async def _poll_loads(self) -> None:
         while True:
             await self._read_loads()
-            self._loads_read.set()
-            self._loads_read.clear()
-            await asyncio.sleep(LOADS_EVERY_S)
+            self._loads_updated.set()
+            self._loads_updated.clear()
+            await asyncio.sleep(LOAD_INTERVAL_S)
 
     async def _read_loads(self) -> None:
         reader = self._engine.tokenizer_manager.load_snapshot_reader
         snapshots = await asyncio.to_thread(reader.read_all)
         self._loads = tuple(
-            load_of(one, self.config.block_size, self._chunks[one.dp_rank]) for one in snapshots
+            to_load(one, self.config.block_size, self._chunk_counts[one.dp_rank])
+            for one in snapshots
         )
-        now, clock = time.monotonic(), time.time()
+        now, unix_now = time.monotonic(), time.time()
         for one in snapshots:
-            waiting, age = waiting_for_pages(one), clock - one.timestamp
-            for rid in self._decode_queue.starved(one.dp_rank, waiting, age, now):
+            waiting, age = count_waiting_for_pages(one), unix_now - one.timestamp
+            for rid in self._decode_queue.find_starved(one.dp_rank, waiting, age, now):
                 if rid not in self._starved:
                     self._starved.add(rid)
                     self._abort(rid)
@@ -581,15 +591,15 @@ async def make_tiny_model(folder: Path) -> None:
         raise Unavailable("the tiny model could not be built; the log says why")
 
 
-async def _tell_progress(worker_id: int) -> None:
+async def _log_progress(worker_id: int) -> None:
     started = time.monotonic()
     while True:
-        await asyncio.sleep(PROGRESS_EVERY_S)
+        await asyncio.sleep(PROGRESS_INTERVAL_S)
         log.info("sglang_starting", worker_id=worker_id, s=round(time.monotonic() - started, 1))
 
 
 @contextlib.contextmanager
-def _process_kept() -> Iterator[None]:
+def _preserve_process_state() -> Iterator[None]:
     """Puts back what SGLang replaces: the root logger's handlers, asyncio's policy."""
     root, policy = logging.getLogger(), asyncio.get_event_loop_policy()
     handlers, level = root.handlers[:], root.level

@@ -39,7 +39,7 @@ import zmq.asyncio
 from common.kv.events import Tier
 from worker_svc.kv_events.normalizer import (
     ExternalEvent,
-    KvSink,
+    KvEventSink,
     PagesCleared,
     PagesRemoved,
     PagesStored,
@@ -47,21 +47,21 @@ from worker_svc.kv_events.normalizer import (
 
 TOPIC: Final = "kv-events"
 # Batches that SGLang keeps for replay. As many may wait here: those beyond can be had again.
-KEPT_BATCHES: Final = 10_000
+BUFFERED_BATCHES: Final = 10_000
 # Messages that a socket takes before it drops any, by default; a shorter answer is whole.
-SENDS_MIN: Final = 1_000
+SOCKET_QUEUE_MIN: Final = 1_000
 # After so much silence the end is asked for again.
-QUIET_S: Final = 1.0
+IDLE_S: Final = 1.0
 # Silence at which an answer is given up. SGLang looks for requests between batches, at least every
 # 0.1 s.
-REPLAY_S: Final = 5.0
+REPLAY_TIMEOUT_S: Final = 5.0
 # An engine that goes away takes the requests with it that it has not answered: they are made again.
-REPLAY_TRIES: Final = 2
+REPLAY_ATTEMPTS_MAX: Final = 2
 # Work after which the loop gets its turn: batches that have arrived already are taken without one.
-TURN_S: Final = 0.002
+YIELD_INTERVAL_S: Final = 0.002
 # Pages of an event that are taken at once: two milliseconds or three. A prompt may have a hundred
 # times as many, where pages have one token.
-PART_PAGES: Final = 1024
+PAGES_PER_PART_MAX: Final = 1024
 
 _SEQ_BYTES: Final = 8
 _TIERS: Final[Mapping[str | None, Tier]] = {
@@ -92,7 +92,7 @@ log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoints:
+class KvEventEndpoints:
     """Where rank r publishes: port + r, and serves replays: replay_port + r; on loopback.
 
     replay_port None: the engine keeps nothing, so that whatever does not arrive is a loss.
@@ -110,58 +110,58 @@ class Endpoints:
                 "format": "dynamo",
                 "topic": TOPIC,
                 "bind": True,
-                "endpoint": _tcp(self.port),
-                "replay_endpoint": _tcp(self.replay_port),
-                "buffer_steps": KEPT_BATCHES,
+                "endpoint": _tcp_address(self.port),
+                "replay_endpoint": _tcp_address(self.replay_port),
+                "buffer_steps": BUFFERED_BATCHES,
             }
         )
 
 
-def _tcp(port: int) -> str:
+def _tcp_address(port: int) -> str:
     return f"tcp://127.0.0.1:{port}"
 
 
-class _Answer(Enum):
+class _ReplayResult(Enum):
     """What came of a request for replay: all there is, a part, or what another engine has kept."""
 
-    WHOLE = auto()
-    CUT = auto()
-    OF_ANOTHER = auto()
+    COMPLETE = auto()
+    TRUNCATED = auto()
+    OTHER_ENGINE = auto()
 
 
-class _Turns:
+class _LoopYielder:
     """Gives the loop its turn once TURN_S has passed since the last."""
 
     def __init__(self) -> None:
         self._now = asyncio.get_running_loop().time
-        self._began = self._now()
+        self._slice_started_at = self._now()
 
-    async def give(self) -> None:
+    async def yield_if_due(self) -> None:
         """Call it after each piece of work."""
-        if self._now() - self._began > TURN_S:
+        if self._now() - self._slice_started_at > YIELD_INTERVAL_S:
             await asyncio.sleep(0)
-            self._began = self._now()
+            self._slice_started_at = self._now()
 
 
-class KvReader:
+class KvEventReader:
     """Follows one rank for ever.
 
     counts: batches, replayed (of them), gaps, losses, malformed, resets, replays that were cut or
     unanswered (from some batch on).
     """
 
-    def __init__(self, rank: int, endpoints: Endpoints, sink: KvSink) -> None:
+    def __init__(self, rank: int, endpoints: KvEventEndpoints, sink: KvEventSink) -> None:
         self.counts: Counter[str] = Counter()
         self._rank = rank
-        self._endpoint = _tcp(endpoints.port + rank)
+        self._endpoint = _tcp_address(endpoints.port + rank)
         self._replay_endpoint = (
-            None if endpoints.replay_port is None else _tcp(endpoints.replay_port + rank)
+            None if endpoints.replay_port is None else _tcp_address(endpoints.replay_port + rank)
         )
         self._sink = sink
-        self._next = 0
+        self._next_seq = 0
         # The batch taken last, by which the engine is known again.
-        self._last = b""
-        self._turns = _Turns()
+        self._last_payload = b""
+        self._yielder = _LoopYielder()
         self._decode = msgspec.msgpack.Decoder().decode
 
     async def run(self) -> None:
@@ -170,132 +170,139 @@ class KvReader:
             try:
                 await self._read()
             except Exception as error:
-                log.exception("kv_reader_failed", dp_rank=self._rank, next=self._next)
-                self._lose(f"reading failed: {error!r}")
-            await asyncio.sleep(QUIET_S)
+                log.exception("kv_reader_failed", dp_rank=self._rank, next=self._next_seq)
+                self._report_loss(f"reading failed: {error!r}")
+            await asyncio.sleep(IDLE_S)
 
     async def _read(self) -> None:
         with (
             zmq.asyncio.Context() as context,
-            context.socket(zmq.SUB) as live,
-            live.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED) as monitor,
+            context.socket(zmq.SUB) as subscriber,
+            subscriber.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED) as monitor,
         ):
-            live.set(zmq.LINGER, 0)
-            live.set(zmq.RCVHWM, KEPT_BATCHES)
-            live.connect(self._endpoint)
-            live.subscribe(TOPIC.encode())
+            subscriber.set(zmq.LINGER, 0)
+            subscriber.set(zmq.RCVHWM, BUFFERED_BATCHES)
+            subscriber.connect(self._endpoint)
+            subscriber.subscribe(TOPIC.encode())
             try:
                 while True:
-                    await self._replay(context, 1)
-                    await self._follow(context, live, monitor)
+                    await self._repair_gap(context, 1)
+                    await self._read_live_batches(context, subscriber, monitor)
             finally:
-                live.disable_monitor()
+                subscriber.disable_monitor()
 
-    async def _follow(
-        self, context: zmq.asyncio.Context, live: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket
+    async def _read_live_batches(
+        self,
+        context: zmq.asyncio.Context,
+        subscriber: zmq.asyncio.Socket,
+        monitor: zmq.asyncio.Socket,
     ) -> None:
         """Takes what comes, until it is quiet."""
-        while await live.poll(QUIET_S * 1000):
-            _, number, payload = await live.recv_multipart()
+        while await subscriber.poll(IDLE_S * 1000):
+            _, number, payload = await subscriber.recv_multipart()
             seq = int.from_bytes(number, "big")
-            is_new_connection = await _drained(monitor)
-            self.counts["gaps"] += seq > self._next
-            if is_new_connection or seq > self._next:
-                is_proven = await self._replay(context, REPLAY_TRIES)
-                if is_new_connection and not is_proven and self._next:
-                    self._lose("nothing shows that it is the same engine")
-                    self._next = seq
+            is_new_connection = await _has_reconnected(monitor)
+            self.counts["gaps"] += seq > self._next_seq
+            if is_new_connection or seq > self._next_seq:
+                is_same_engine = await self._repair_gap(context, REPLAY_ATTEMPTS_MAX)
+                if is_new_connection and not is_same_engine and self._next_seq:
+                    self._report_loss("nothing shows that it is the same engine")
+                    self._next_seq = seq
             await self._accept(seq, payload)
 
-    async def _replay(self, context: zmq.asyncio.Context, tries: int) -> bool:
+    async def _repair_gap(self, context: zmq.asyncio.Context, attempts_left: int) -> bool:
         """Takes what the engine has kept from the next batch on; or all, if it has begun anew.
 
         False when it does not answer.
         """
         if self._replay_endpoint is None:
             return False
-        while tries:
-            before = self._next
+        while attempts_left:
+            next_at_start = self._next_seq
             try:
-                match await self._ask(context, self._replay_endpoint):
-                    case _Answer.WHOLE:
+                match await self._request_replay(context, self._replay_endpoint):
+                    case _ReplayResult.COMPLETE:
                         return True
-                    case _Answer.OF_ANOTHER:
-                        self._begin_anew()
-                    case _Answer.CUT:
+                    case _ReplayResult.OTHER_ENGINE:
+                        self._reset()
+                    case _ReplayResult.TRUNCATED:
                         self.counts["cut"] += 1
             except TimeoutError:
                 self.counts["unanswered"] += 1
-                log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next)
-                tries -= self._next == before
+                log.warning("kv_replay_timed_out", dp_rank=self._rank, next=self._next_seq)
+                attempts_left -= self._next_seq == next_at_start
         return False
 
-    async def _ask(self, context: zmq.asyncio.Context, endpoint: str) -> _Answer:
+    async def _request_replay(self, context: zmq.asyncio.Context, endpoint: str) -> _ReplayResult:
         """One replay, from the batch taken last on. Raises TimeoutError once nothing more comes.
 
         Of another engine's nothing is taken. Cut is an answer only behind something new.
         """
-        had = self._next
-        is_known = had == 0
+        next_at_request = self._next_seq
+        is_verified = next_at_request == 0
         # A socket each time: what a request that timed out still brings must not end the next one.
         with context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 0)
-            dealer.set(zmq.RCVHWM, KEPT_BATCHES)
+            dealer.set(zmq.RCVHWM, BUFFERED_BATCHES)
             dealer.connect(endpoint)
-            first = max(0, had - 1)
+            first = max(0, next_at_request - 1)
             await dealer.send_multipart([b"", first.to_bytes(_SEQ_BYTES, "big")])
             while True:
-                async with asyncio.timeout(REPLAY_S):
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     *_, number, payload = await dealer.recv_multipart()
                 seq = int.from_bytes(number, "big", signed=True)
-                if seq < 0 and not is_known:
-                    return _Answer.OF_ANOTHER
+                if seq < 0 and not is_verified:
+                    return _ReplayResult.OTHER_ENGINE
                 if seq < 0:
-                    return _Answer.CUT if self._next - first >= SENDS_MIN else _Answer.WHOLE
-                if not is_known:
-                    if seq == first and payload != self._last:
-                        return _Answer.OF_ANOTHER
-                    is_known = True
+                    return (
+                        _ReplayResult.TRUNCATED
+                        if self._next_seq - first >= SOCKET_QUEUE_MIN
+                        else _ReplayResult.COMPLETE
+                    )
+                if not is_verified:
+                    if seq == first and payload != self._last_payload:
+                        return _ReplayResult.OTHER_ENGINE
+                    is_verified = True
                     if seq > first:
                         # The ring is past it: nothing shows whose batches these are.
-                        self._lose(f"batches from {first} on are kept no more")
-                        self._next = seq
-                if seq > self._next > had:
-                    return _Answer.CUT
-                self.counts["replayed"] += seq >= self._next
+                        self._report_loss(f"batches from {first} on are kept no more")
+                        self._next_seq = seq
+                if seq > self._next_seq > next_at_request:
+                    return _ReplayResult.TRUNCATED
+                self.counts["replayed"] += seq >= self._next_seq
                 await self._accept(seq, payload)
 
-    def _begin_anew(self) -> None:
-        log.warning("kv_engine_began_anew", dp_rank=self._rank, had=self._next)
+    def _reset(self) -> None:
+        log.warning("kv_engine_began_anew", dp_rank=self._rank, next_at_request=self._next_seq)
         self.counts["resets"] += 1
-        self._next, self._last = 0, b""
+        self._next_seq, self._last_payload = 0, b""
         self._sink.reset(self._rank)
 
     async def _accept(self, seq: int, payload: bytes) -> None:
-        await self._turns.give()
-        if seq < self._next:
+        await self._yielder.yield_if_due()
+        if seq < self._next_seq:
             return
-        if seq > self._next:
-            self._lose(f"batches {self._next} to {seq - 1} are kept no more")
-        self._next, self._last = seq + 1, payload
+        if seq > self._next_seq:
+            self._report_loss(f"batches {self._next_seq} to {seq - 1} are kept no more")
+        self._next_seq, self._last_payload = seq + 1, payload
         self.counts["batches"] += 1
         try:
-            events = list(external_events(self._decode(payload)[1], self._rank))
+            events = list(parse_events(self._decode(payload)[1], self._rank))
         except (msgspec.DecodeError, LookupError, TypeError, ValueError, OverflowError) as error:
             self.counts["malformed"] += 1
-            self._lose(f"batch {seq} is malformed: {error!r}")
+            self._report_loss(f"batch {seq} is malformed: {error!r}")
             return
         for event in events:
-            for part in _in_parts(event):
+            for part in _split_event(event):
                 self._sink.take([part])
-                await self._turns.give()
+                await self._yielder.yield_if_due()
 
-    def _lose(self, why: str) -> None:
+    def _report_loss(self, reason: str) -> None:
         self.counts["losses"] += 1
-        self._sink.lose(self._rank, why)
+        self._sink.record_loss(self._rank, reason)
 
 
-async def _drained(monitor: zmq.asyncio.Socket) -> bool:
+async def _has_reconnected(monitor: zmq.asyncio.Socket) -> bool:
     """Whether the connection has changed since the last call."""
     has_changed = False
     # What comes over a connection comes after the event that tells of it.
@@ -305,31 +312,31 @@ async def _drained(monitor: zmq.asyncio.Socket) -> bool:
     return has_changed
 
 
-def _in_parts(event: ExternalEvent) -> Iterator[ExternalEvent]:
+def _split_event(event: ExternalEvent) -> Iterator[ExternalEvent]:
     """The event, or several that mean the same, of at most PART_PAGES pages each."""
-    if isinstance(event, PagesCleared) or len(event.hashes) <= PART_PAGES:
+    if isinstance(event, PagesCleared) or len(event.hashes) <= PAGES_PER_PART_MAX:
         yield event
         return
-    for start in range(0, len(event.hashes), PART_PAGES):
-        end = start + PART_PAGES
+    for start in range(0, len(event.hashes), PAGES_PER_PART_MAX):
+        end = start + PAGES_PER_PART_MAX
         hashes = event.hashes[start:end]
         if isinstance(event, PagesRemoved):
             yield replace(event, hashes=hashes)
             continue
-        width = len(event.token_ids) // len(event.hashes)
+        tokens_per_page = len(event.token_ids) // len(event.hashes)
         yield replace(
             event,
             hashes=hashes,
             parent=event.hashes[start - 1] if start else event.parent,
-            token_ids=event.token_ids[start * width : end * width],
+            token_ids=event.token_ids[start * tokens_per_page : end * tokens_per_page],
         )
 
 
 # Any: what an engine says, unpacked.
-def external_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
+def parse_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]:
     """Our events for an engine's. Raises LookupError, TypeError or ValueError for what is none."""
     for one in events:
-        event = one if isinstance(one, Mapping) else _fields_of(one)
+        event = one if isinstance(one, Mapping) else _event_fields(one)
         match event["type"]:
             case "BlockStored":
                 yield PagesStored(
@@ -339,8 +346,8 @@ def external_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]
                     event["block_size"],
                     tier=_TIERS[event.get("medium")],
                     rank=rank,
-                    lora=_lora_of(event),
-                    salt=_salt_of(event),
+                    lora=_read_lora(event),
+                    salt=_read_salt(event),
                 )
             case "BlockRemoved":
                 yield PagesRemoved(
@@ -352,10 +359,10 @@ def external_events(events: Sequence[Any], rank: int) -> Iterator[ExternalEvent]
                 raise ValueError(f"unknown event {other!r}")
 
 
-def _fields_of(event: Sequence[Any]) -> Mapping[str, Any]:
-    kind, *values = event
+def _event_fields(event: Sequence[Any]) -> Mapping[str, Any]:
+    event_type, *values = event
     # What is left out at the end has its default; what is there beyond is not for us.
-    return {"type": kind, **dict(zip(_FIELDS[kind], values, strict=False))}
+    return {"type": event_type, **dict(zip(_FIELDS[event_type], values, strict=False))}
 
 
 def _hash(value: int | bytes | None) -> int | None:
@@ -366,7 +373,7 @@ def _hashes(values: Sequence[int | bytes]) -> Sequence[int]:
     return [int.from_bytes(v[-8:], "big") if isinstance(v, bytes) else v for v in values]
 
 
-def _lora_of(event: Mapping[str, Any]) -> str | None:
+def _read_lora(event: Mapping[str, Any]) -> str | None:
     """None: it is of an adapter that the event does not name."""
     name: str | None = event.get("lora_name")
     if not name and event.get("lora_id") is not None:
@@ -374,7 +381,7 @@ def _lora_of(event: Mapping[str, Any]) -> str | None:
     return name or ""
 
 
-def _salt_of(event: Mapping[str, Any]) -> str | None:
+def _read_salt(event: Mapping[str, Any]) -> str | None:
     """None: blocks are told apart by keys (images, salts) which are not to be read from outside."""
     if any(event.get("extra_keys") or ()):
         return None

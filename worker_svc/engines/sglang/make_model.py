@@ -26,13 +26,13 @@ TINY_MODEL_DIR: Final = Path(".run/models/tiny")
 CONTEXT_LENGTH: Final = 4096  # tokens
 
 _LAYERS: Final = 2
-_HIDDEN: Final = 64
-_HEADS: Final = 4
+_HIDDEN_SIZE: Final = 64
+_ATTENTION_HEADS: Final = 4
 _KV_HEADS: Final = 2
-_HEAD: Final = _HIDDEN // _HEADS
-_INNER: Final = 128
+_HEAD_DIM: Final = _HIDDEN_SIZE // _ATTENTION_HEADS
+_INTERMEDIATE_SIZE: Final = 128
 # Wide enough for the likeliest token to stand out, so that greedy answers are stable.
-_STD: Final = 0.2
+_INIT_STD: Final = 0.2
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 
@@ -65,12 +65,14 @@ def _write(folder: Path, seed: int) -> None:
     write_sim_model(folder)
     (folder / "sim.json").unlink()
     tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
-    _dump(folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": CONTEXT_LENGTH})
+    _write_json(
+        folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": CONTEXT_LENGTH}
+    )
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
     # Every id that the model can say must be one that the tokenizer knows.
     config = model_config(len(vocabulary), eos)
-    _dump(folder / "config.json", config)
+    _write_json(folder / "config.json", config)
     weights = folder / "model.safetensors"
     save_file(random_weights(len(vocabulary), seed), weights)
     weights.chmod(0o644)
@@ -82,12 +84,12 @@ def model_config(vocab_size: int, eos_token_id: list[int]) -> dict[str, Any]:
         "architectures": ["Qwen2ForCausalLM"],
         "eos_token_id": eos_token_id,
         "hidden_act": "silu",
-        "hidden_size": _HIDDEN,
-        "initializer_range": _STD,
-        "intermediate_size": _INNER,
+        "hidden_size": _HIDDEN_SIZE,
+        "initializer_range": _INIT_STD,
+        "intermediate_size": _INTERMEDIATE_SIZE,
         "max_position_embeddings": CONTEXT_LENGTH,
         "model_type": "qwen2",
-        "num_attention_heads": _HEADS,
+        "num_attention_heads": _ATTENTION_HEADS,
         "num_hidden_layers": _LAYERS,
         "num_key_value_heads": _KV_HEADS,
         "rms_norm_eps": 1e-6,
@@ -105,30 +107,30 @@ def random_weights(vocab_size: int, seed: int) -> Weights:
         name: (
             np.ones(shape, np.float32)
             if name.endswith("norm.weight")
-            else rng.normal(0.0, _STD, shape).astype(np.float32)
+            else rng.normal(0.0, _INIT_STD, shape).astype(np.float32)
         )
         for name, shape in _shapes(vocab_size)
     }
 
 
 def _shapes(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (vocab_size, _HIDDEN)
+    yield "model.embed_tokens.weight", (vocab_size, _HIDDEN_SIZE)
     for index in range(_LAYERS):
         layer = f"model.layers.{index}"
-        yield f"{layer}.input_layernorm.weight", (_HIDDEN,)
-        for name, heads in (("q", _HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
-            yield f"{layer}.self_attn.{name}_proj.weight", (heads * _HEAD, _HIDDEN)
-            yield f"{layer}.self_attn.{name}_proj.bias", (heads * _HEAD,)
-        yield f"{layer}.self_attn.o_proj.weight", (_HIDDEN, _HEADS * _HEAD)
-        yield f"{layer}.post_attention_layernorm.weight", (_HIDDEN,)
-        yield f"{layer}.mlp.gate_proj.weight", (_INNER, _HIDDEN)
-        yield f"{layer}.mlp.up_proj.weight", (_INNER, _HIDDEN)
-        yield f"{layer}.mlp.down_proj.weight", (_HIDDEN, _INNER)
-    yield "model.norm.weight", (_HIDDEN,)
-    yield "lm_head.weight", (vocab_size, _HIDDEN)
+        yield f"{layer}.input_layernorm.weight", (_HIDDEN_SIZE,)
+        for name, heads in (("q", _ATTENTION_HEADS), ("k", _KV_HEADS), ("v", _KV_HEADS)):
+            yield f"{layer}.self_attn.{name}_proj.weight", (heads * _HEAD_DIM, _HIDDEN_SIZE)
+            yield f"{layer}.self_attn.{name}_proj.bias", (heads * _HEAD_DIM,)
+        yield f"{layer}.self_attn.o_proj.weight", (_HIDDEN_SIZE, _ATTENTION_HEADS * _HEAD_DIM)
+        yield f"{layer}.post_attention_layernorm.weight", (_HIDDEN_SIZE,)
+        yield f"{layer}.mlp.gate_proj.weight", (_INTERMEDIATE_SIZE, _HIDDEN_SIZE)
+        yield f"{layer}.mlp.up_proj.weight", (_INTERMEDIATE_SIZE, _HIDDEN_SIZE)
+        yield f"{layer}.mlp.down_proj.weight", (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)
+    yield "model.norm.weight", (_HIDDEN_SIZE,)
+    yield "lm_head.weight", (vocab_size, _HIDDEN_SIZE)
 
 
-def _dump(path: Path, value: object) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n")
 
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 from common.errors import (
-    Bug,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -48,12 +48,12 @@ from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
 from worker_svc.engines.sim.transfer import PEER_LOST
 
 # A leg with this partner waits for nobody and hands nothing over: SGLang's own word for it.
-FAKE_BOOTSTRAP_HOST: Final = "2.2.2.2"
+NO_PARTNER_HOST: Final = "2.2.2.2"
 # What OpenAI reports where the logarithm of zero would stand.
 LOGPROB_MIN: Final = -9999.0
 
 # Field -> SGLang's sampling parameter; a field that is not set leaves SGLang's neutral default.
-SAMPLING: Final[Mapping[str, str]] = MappingProxyType(
+SAMPLING_PARAMETERS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "temperature": "temperature",
         "top_p": "top_p",
@@ -64,17 +64,17 @@ SAMPLING: Final[Mapping[str, str]] = MappingProxyType(
         "repetition_penalty": "repetition_penalty",
     }
 )
-_FIELD_OF: Final[Mapping[str, str]] = MappingProxyType(
-    {name: f"sampling_options.{one}" for one, name in SAMPLING.items()}
+_REQUEST_FIELDS: Final[Mapping[str, str]] = MappingProxyType(
+    {name: f"sampling_options.{one}" for one, name in SAMPLING_PARAMETERS.items()}
     | {
         "logit_bias": "sampling_options.logit_bias",
         "sampling_seed": "sampling_options.seed",
         "max_new_tokens": "stop_conditions.max_tokens",
     }
 )
-HONOURED: Final = frozenset(
+SUPPORTED_FIELDS: Final = frozenset(
     {
-        *(f"sampling_options.{name}" for name in SAMPLING),
+        *(f"sampling_options.{name}" for name in SAMPLING_PARAMETERS),
         "sampling_options.logit_bias",
         "sampling_options.seed",  # see `_check_seed`
         "stop_conditions.max_tokens",
@@ -92,14 +92,14 @@ HONOURED: Final = frozenset(
         "routing.lora_name",  # see `_check_routing`
     }
 )
-_HANDOFF: Final = frozenset({"bootstrap_info", "prefill_result"})
+_HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 # Any, here and below: SGLang's arguments and answers are plain JSON-like values of many types.
 Arguments = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class EngineProperties:
     """What a started SGLang is, as far as requests must fit it.
 
     max_input_tokens: a prompt must be shorter. eos_ids: of the model. loras: adapters that are
@@ -117,7 +117,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopToken:
     """How a token ends an answer. is_visible: the token is the answer's last one."""
 
     reason: FinishReason
@@ -125,7 +125,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SglangRequest:
     """One request to SGLang.
 
     arguments: keyword arguments of `async_generate`, all but `rid`, `stream` and the processor.
@@ -133,24 +133,26 @@ class Call:
     """
 
     arguments: Arguments
-    stops: Mapping[int, Stop] = field(default_factory=dict)
+    stop_tokens: Mapping[int, StopToken] = field(default_factory=dict)
     logprobs: int | None = None
     needs_min_tokens: bool = False
     bootstrap: BootstrapInfo | None = None
 
 
-def call_of(request: PreprocessedRequest, facts: Facts, priority: int | None = None) -> Call:
+def build_sglang_request(
+    request: PreprocessedRequest, properties: EngineProperties, priority: int | None = None
+) -> SglangRequest:
     """The call that honours the request. priority: used where the request itself has none.
 
     Raises Unsupported, InvalidRequest and PromptTooLong, naming the field.
     """
-    _check_supported(request, facts)
-    rank, priority, lora = _check_routing(request, facts, priority)
-    _check_prompt(request, facts)
-    stops = _stops(request, facts)
+    _check_supported(request, properties)
+    rank, priority, lora = _check_routing(request, properties, priority)
+    _check_prompt(request, properties)
+    stop_tokens = _stop_tokens(request, properties)
     arguments: dict[str, Any] = {
         "input_ids": request.token_ids.tolist(),
-        "sampling_params": _sampling(request, facts, stops),
+        "sampling_params": _sampling(request, properties, stop_tokens),
         # SGLang puts those without a priority behind all others; here 0 is in the middle.
         "priority": priority or 0,
         "routed_dp_rank": rank,
@@ -159,7 +161,7 @@ def call_of(request: PreprocessedRequest, facts: Facts, priority: int | None = N
     logprobs = request.output_options.logprobs
     if logprobs is not None:
         arguments |= {"return_logprob": True, "top_logprobs_num": logprobs}
-    bootstrap = _bootstrap(request, facts)
+    bootstrap = _bootstrap(request, properties)
     if bootstrap is not None:
         arguments |= {
             "bootstrap_host": bootstrap.bootstrap_host,
@@ -167,17 +169,21 @@ def call_of(request: PreprocessedRequest, facts: Facts, priority: int | None = N
             "bootstrap_room": bootstrap.bootstrap_room,
         }
     needs_min_tokens = "custom_params" in arguments["sampling_params"]
-    return Call(arguments, stops, logprobs, needs_min_tokens, bootstrap)
+    return SglangRequest(arguments, stop_tokens, logprobs, needs_min_tokens, bootstrap)
 
 
-def _check_supported(request: PreprocessedRequest, facts: Facts) -> None:
-    honoured = HONOURED | _HANDOFF if facts.role != "aggregated" or request.is_probe else HONOURED
-    refused = unsupported_fields(request, honoured)
-    if refused:
-        also = f" (nor are {', '.join(refused[1:])})" if refused[1:] else ""
-        raise Unsupported(refused[0], f"the SGLang engine has no such thing{also}")
+def _check_supported(request: PreprocessedRequest, properties: EngineProperties) -> None:
+    supported = (
+        SUPPORTED_FIELDS | _HANDOFF_FIELDS
+        if properties.role != "aggregated" or request.is_probe
+        else SUPPORTED_FIELDS
+    )
+    unsupported = unsupported_fields(request, supported)
+    if unsupported:
+        others_text = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
+        raise Unsupported(unsupported[0], f"the SGLang engine has no such thing{others_text}")
     options = request.sampling_options
-    if options.seed is not None and not facts.is_deterministic and options.temperature != 0:
+    if options.seed is not None and not properties.is_deterministic and options.temperature != 0:
         raise Unsupported(
             "sampling_options.seed",
             "answers repeat at temperature 0 only, or with SGLang's deterministic inference",
@@ -185,66 +191,71 @@ def _check_supported(request: PreprocessedRequest, facts: Facts) -> None:
 
 
 def _check_routing(
-    request: PreprocessedRequest, facts: Facts, priority: int | None
+    request: PreprocessedRequest, properties: EngineProperties, priority: int | None
 ) -> tuple[int | None, int | None, str | None]:
     """Rank, priority and adapter."""
     routing = request.routing
     if routing is None:
         return None, priority, None
-    if routing.dp_rank is not None and routing.dp_rank >= facts.dp_size:
+    if routing.dp_rank is not None and routing.dp_rank >= properties.dp_size:
         raise InvalidRequest(
-            f"this worker has ranks 0 to {facts.dp_size - 1}, not {routing.dp_rank}",
+            f"this worker has ranks 0 to {properties.dp_size - 1}, not {routing.dp_rank}",
             "routing.dp_rank",
         )
     lora = routing.lora_name or None
-    if lora is not None and lora not in facts.loras:
+    if lora is not None and lora not in properties.loras:
         raise Unsupported("routing.lora_name", f"the adapter {lora!r} is not loaded here")
-    rank = routing.dp_rank if facts.dp_size > 1 else None
+    rank = routing.dp_rank if properties.dp_size > 1 else None
     return rank, priority if routing.priority is None else routing.priority, lora
 
 
-def _check_prompt(request: PreprocessedRequest, facts: Facts) -> None:
+def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) -> None:
     tokens = len(request.token_ids)
     if tokens == 0:
         raise InvalidRequest("token_ids must not be empty", "token_ids")
-    if tokens >= facts.max_input_tokens:
+    if tokens >= properties.max_input_tokens:
         raise PromptTooLong(
-            f"the prompt has {tokens} tokens; fewer than {facts.max_input_tokens} fit this worker",
+            f"the prompt has {tokens} tokens; fewer than {properties.max_input_tokens} "
+            "fit this worker",
             field="token_ids",
         )
     # SGLang looks them up unchecked, and an index out of range ends its process.
     largest = int(request.token_ids.array.max())
-    if largest >= facts.vocab_size:
+    if largest >= properties.vocab_size:
         raise InvalidRequest(
-            f"token_ids has the id {largest}; the model has {facts.vocab_size}", "token_ids"
+            f"token_ids has the id {largest}; the model has {properties.vocab_size}", "token_ids"
         )
 
 
-def _stops(request: PreprocessedRequest, facts: Facts) -> dict[int, Stop]:
+def _stop_tokens(
+    request: PreprocessedRequest, properties: EngineProperties
+) -> dict[int, StopToken]:
     """EOS wins over hidden, since frontends merge EOS into the hidden ids; visible over both."""
     stop = request.stop_conditions
     if stop.ignore_eos:
         return {}
-    stops = dict.fromkeys(stop.stop_token_ids_hidden, Stop(FinishReason.STOP))
-    stops |= dict.fromkeys((*facts.eos_ids, *request.eos_token_ids), Stop(FinishReason.EOS))
-    return stops | dict.fromkeys(
-        stop.stop_token_ids_visible, Stop(FinishReason.STOP, is_visible=True)
+    stop_tokens = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(FinishReason.STOP))
+    stop_tokens |= dict.fromkeys(
+        (*properties.eos_ids, *request.eos_token_ids), StopToken(FinishReason.EOS)
+    )
+    return stop_tokens | dict.fromkeys(
+        stop.stop_token_ids_visible, StopToken(FinishReason.STOP, is_visible=True)
     )
 
 
 def _sampling(
-    request: PreprocessedRequest, facts: Facts, stops: Mapping[int, Stop]
+    request: PreprocessedRequest, properties: EngineProperties, stop_tokens: Mapping[int, StopToken]
 ) -> dict[str, Any]:
     options = request.sampling_options
-    room = facts.context_length - len(request.token_ids)
+    room = properties.context_length - len(request.token_ids)
     sampling: dict[str, Any] = {
         name: value
-        for one, name in SAMPLING.items()
+        for one, name in SAMPLING_PARAMETERS.items()
         if (value := getattr(options, one)) is not None
     }
     if sampling.get("top_k") == 0:
         sampling["top_k"] = -1
-    if options.seed is not None and facts.is_deterministic:
+    if options.seed is not None and properties.is_deterministic:
         sampling["sampling_seed"] = options.seed
     if options.logit_bias:
         sampling["logit_bias"] = {str(one): bias for one, bias in options.logit_bias.items()}
@@ -254,10 +265,10 @@ def _sampling(
     sampling["max_new_tokens"] = _max_tokens(stop, room)
     if stop.ignore_eos:
         sampling["ignore_eos"] = True
-    elif stops:
-        sampling["stop_token_ids"] = sorted(stops)
-    if stop.min_tokens and stops:
-        sampling["custom_params"] = {"min_tokens": stop.min_tokens, "stop_ids": sorted(stops)}
+    elif stop_tokens:
+        sampling["stop_token_ids"] = sorted(stop_tokens)
+    if stop.min_tokens and stop_tokens:
+        sampling["custom_params"] = {"min_tokens": stop.min_tokens, "stop_ids": sorted(stop_tokens)}
     return sampling
 
 
@@ -267,24 +278,24 @@ def _max_tokens(stop: StopConditions, room: int) -> int:
     return room if stop.max_tokens is None else min(stop.max_tokens, room)
 
 
-def _bootstrap(request: PreprocessedRequest, facts: Facts) -> BootstrapInfo | None:
-    if facts.role == "aggregated":
+def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> BootstrapInfo | None:
+    if properties.role == "aggregated":
         return None
     if request.is_probe:
-        return BootstrapInfo(FAKE_BOOTSTRAP_HOST, 0, 0)
+        return BootstrapInfo(NO_PARTNER_HOST, 0, 0)
     if request.bootstrap_info is None:
         raise InvalidRequest(
-            f"a {facts.role} worker takes requests with a bootstrap rendezvous only",
+            f"a {properties.role} worker takes requests with a bootstrap rendezvous only",
             "bootstrap_info",
-            reason="NO_LOCAL_PREFILL" if facts.role == "decode" else None,
+            reason="NO_LOCAL_PREFILL" if properties.role == "decode" else None,
         )
     return request.bootstrap_info
 
 
-def invalid(error: ValueError) -> InvalidRequest:
+def to_invalid_request(error: ValueError) -> InvalidRequest:
     """What SGLang refused a request with; its messages begin with the parameter's name."""
     message = str(error)
-    return InvalidRequest(message, _FIELD_OF.get(message.split(" ", 1)[0]))
+    return InvalidRequest(message, _REQUEST_FIELDS.get(message.split(" ", 1)[0]))
 
 
 class MinTokens:
@@ -302,35 +313,37 @@ class MinTokens:
         return logits
 
 
-class Answer:
+class OutputConverter:
     """One request's answer, from SGLang's cumulative chunks to ours, which say what is new."""
 
-    def __init__(self, call: Call, facts: Facts, prompt_tokens: int) -> None:
+    def __init__(
+        self, sglang_request: SglangRequest, properties: EngineProperties, prompt_tokens: int
+    ) -> None:
         self.delivered = 0
-        self._call = call
-        self._facts = facts
+        self._sglang_request = sglang_request
+        self._properties = properties
         self._prompt_tokens = prompt_tokens
         self._cached_tokens = 0
 
-    def take(self, out: Arguments) -> LLMEngineOutput | None:
+    def convert(self, raw_output: Arguments) -> LLMEngineOutput | None:
         """What a chunk of SGLang's adds; None for nothing. Raises what the request failed with.
 
         SGLang gives the same, growing list each time, so what is passed on is copied out of it.
         """
-        meta = out["meta_info"]
+        meta = raw_output["meta_info"]
         self._cached_tokens = meta.get("cached_tokens") or self._cached_tokens
-        finish = meta["finish_reason"]
-        if finish is not None and finish["type"] == "abort":
-            raise aborted(finish, self._facts)
-        start, ids = self.delivered, out["output_ids"]
-        stop = None if finish is None else self._stop(finish)
+        finish_info = meta["finish_reason"]
+        if finish_info is not None and finish_info["type"] == "abort":
+            raise abort_error(finish_info, self._properties)
+        start, ids = self.delivered, raw_output["output_ids"]
+        stop = None if finish_info is None else self._match_stop(finish_info)
         end = len(ids) - (stop is not None and not stop.is_visible)
         self.delivered = max(start, end)
         tokens = tuple(ids[start:end])
-        if finish is None and not tokens:
+        if finish_info is None and not tokens:
             return None
         chunk = LLMEngineOutput(token_ids=tokens, logprobs=self._logprobs(meta, start, end))
-        return chunk if finish is None else self._ended(chunk, finish, stop)
+        return chunk if finish_info is None else self._final_output(chunk, finish_info, stop)
 
     def usage(self) -> CompletionUsage:
         """The counts so far."""
@@ -338,24 +351,26 @@ class Answer:
         counts = usage(self._prompt_tokens, self.delivered)
         return replace(counts, prompt_tokens_details=details)
 
-    def _stop(self, finish: Arguments) -> Stop | None:
-        if finish["type"] != "stop":
+    def _match_stop(self, finish_info: Arguments) -> StopToken | None:
+        if finish_info["type"] != "stop":
             return None
-        match finish.get("matched"):
-            case int(matched) | [*_, int(matched)]:
-                return self._call.stops.get(matched, Stop(FinishReason.EOS))
+        match finish_info.get("matched"):
+            case int(stop_token_id) | [*_, int(stop_token_id)]:
+                return self._sglang_request.stop_tokens.get(
+                    stop_token_id, StopToken(FinishReason.EOS)
+                )
             case other:  # SGLang was given no strings to match, and names this one itself
-                raise Bug(f"the engine computed nonsense: {other}")
+                raise InternalError(f"the engine computed nonsense: {other}")
 
-    def _ended(
-        self, chunk: LLMEngineOutput, finish: Arguments, stop: Stop | None
+    def _final_output(
+        self, chunk: LLMEngineOutput, finish_info: Arguments, stop: StopToken | None
     ) -> LLMEngineOutput:
-        matched = finish.get("matched")
-        room = self._call.bootstrap
+        stop_token_id = finish_info.get("matched")
+        room = self._sglang_request.bootstrap
         return replace(
             chunk,
             finish_reason=FinishReason.LENGTH if stop is None else stop.reason,
-            stop_reason=matched if stop is not None and stop.is_visible else None,
+            stop_reason=stop_token_id if stop is not None and stop.is_visible else None,
             completion_usage=self.usage(),
             disaggregated_params=(
                 {
@@ -363,50 +378,52 @@ class Answer:
                     "bootstrap_port": room.bootstrap_port,
                     "bootstrap_room": room.bootstrap_room,
                 }
-                if room is not None and self._facts.role == "prefill"
+                if room is not None and self._properties.role == "prefill"
                 else None
             ),
         )
 
     def _logprobs(self, meta: Arguments, start: int, end: int) -> Sequence[TokenLogprob]:
-        if self._call.logprobs is None:
+        if self._sglang_request.logprobs is None:
             return ()
         tokens = meta["output_token_logprobs"][start:end]
-        tops: Iterable[Any] = ()
-        if self._call.logprobs:
-            tops = meta["output_top_logprobs"][start:end]
+        top_logprobs: Iterable[Any] = ()
+        if self._sglang_request.logprobs:
+            top_logprobs = meta["output_top_logprobs"][start:end]
         return [
-            TokenLogprob(token, _finite(value), _alternatives(top))
-            for (value, token, _), top in zip(tokens, [*tops] or [()] * len(tokens), strict=True)
+            TokenLogprob(token, _clamp_logprob(value), _alternatives(top))
+            for (value, token, _), top in zip(
+                tokens, [*top_logprobs] or [()] * len(tokens), strict=True
+            )
         ]
 
 
 def _alternatives(top: Iterable[Any]) -> tuple[TopLogprob, ...]:
-    return tuple(TopLogprob(token, _finite(value)) for value, token, _ in top or ())
+    return tuple(TopLogprob(token, _clamp_logprob(value)) for value, token, _ in top or ())
 
 
-def _finite(value: float | None) -> float:
+def _clamp_logprob(value: float | None) -> float:
     return LOGPROB_MIN if value is None else max(LOGPROB_MIN, value)
 
 
-def aborted(finish: Arguments, facts: Facts) -> MeshError:
+def abort_error(finish_info: Arguments, properties: EngineProperties) -> MeshError:
     """What it means that SGLang aborted a request which nobody here gave up."""
-    message = finish.get("message") or "the engine gave the request up"
-    match finish.get("status_code"):
+    message = finish_info.get("message") or "the engine gave the request up"
+    match finish_info.get("status_code"):
         case 400:
             return InvalidRequest(message)
         case 503:
             return Overloaded(None, message)
         case None:
             return WorkerLost(message, retryable=True)
-        case _ if facts.role != "aggregated":
+        case _ if properties.role != "aggregated":
             # Bootstrap or transfer failed: most often the other side is gone.
             return WorkerLost(message, retryable=True, reason=PEER_LOST)
         case status:
-            return Bug(f"the engine failed with status {status}: {message}")
+            return InternalError(f"the engine failed with status {status}: {message}")
 
 
-class Handoffs(Protocol):
+class HandoffQueues(Protocol):
     """Queues of a rank that hands KV over; see SGLang's `DisaggregationMetrics`."""
 
     prefill_bootstrap_queue_reqs: int
@@ -415,13 +432,13 @@ class Handoffs(Protocol):
     decode_transfer_queue_reqs: int
 
 
-class Queues(Protocol):
+class QueueMetrics(Protocol):
     """See SGLang's `QueueMetrics`. prealloc_ready: decode legs that wait for KV pages only."""
 
     prealloc_ready: int
 
 
-class Snapshot(Protocol):
+class LoadSnapshot(Protocol):
     """What is read of SGLang's `LoadSnapshot`. timestamp: when it was taken, in Unix seconds."""
 
     timestamp: float
@@ -432,11 +449,11 @@ class Snapshot(Protocol):
     num_used_tokens: int
     max_total_num_tokens: int
     total_prefill_uncached_tokens: int
-    disaggregation: Handoffs | None
-    queues: Queues | None
+    disaggregation: HandoffQueues | None
+    queues: QueueMetrics | None
 
 
-def load_of(snapshot: Snapshot, block_size: int, chunks: int) -> Load:
+def to_load(snapshot: LoadSnapshot, block_size: int, chunks: int) -> Load:
     """One rank's load.
 
     chunks: what this rank has sent so far. The step is chunks + prompt tokens computed: SGLang does
@@ -460,13 +477,13 @@ def load_of(snapshot: Snapshot, block_size: int, chunks: int) -> Load:
     )
 
 
-def waiting_for_pages(snapshot: Snapshot) -> int:
+def count_waiting_for_pages(snapshot: LoadSnapshot) -> int:
     """Decode legs of one rank that wait for KV pages."""
     return 0 if snapshot.queues is None else snapshot.queues.prealloc_ready
 
 
 # Arguments that the adapter depends on; the operator's may not name them.
-OWNED: Final = frozenset(
+RESERVED_ARGUMENTS: Final = frozenset(
     {
         "model_path",
         "served_model_name",
@@ -488,7 +505,7 @@ OWNED: Final = frozenset(
     }
 )
 # Torch's own operators, and a pool that any machine has room for.
-_CPU: Final[Arguments] = MappingProxyType(
+_CPU_ARGUMENTS: Final[Arguments] = MappingProxyType(
     {
         "device": "cpu",
         "attention_backend": "torch_native",
@@ -504,15 +521,15 @@ _CPU: Final[Arguments] = MappingProxyType(
 )
 
 
-def page_size_of(extra: Arguments, block_size: int) -> int:
+def resolve_page_size(operator_arguments: Arguments, block_size: int) -> int:
     """Tokens a page, once the operator's arguments are found good.
 
     Raises InvalidRequest naming an argument that is not the operator's to set, or pages that do
     not fill blocks.
     """
-    for name in sorted(OWNED & extra.keys()):
+    for name in sorted(RESERVED_ARGUMENTS & operator_arguments.keys()):
         raise InvalidRequest(f"{name} is set by the worker itself", f"engine_args.{name}")
-    page = extra.get("page_size", block_size)
+    page = operator_arguments.get("page_size", block_size)
     if type(page) is not int or page < 1 or block_size % page:
         raise InvalidRequest(
             f"pages of {page} tokens do not divide routing blocks of {block_size}",
@@ -523,17 +540,18 @@ def page_size_of(extra: Arguments, block_size: int) -> int:
 
 def server_arguments(
     role: Role,
-    extra: Arguments,
+    operator_arguments: Arguments,
     *,
     is_cpu: bool,
     block_size: int,
-    owned: Arguments,
+    adapter_arguments: Arguments,
 ) -> dict[str, Any]:
-    """All arguments SGLang is started with: the defaults here, `extra` over them, then `owned`.
+    """All arguments SGLang is started with: the defaults here, `operator_arguments` over them,
+    then `adapter_arguments`.
 
-    Raises InvalidRequest as `page_size_of`.
+    Raises InvalidRequest as `resolve_page_size`.
     """
-    page_size_of(extra, block_size)
+    resolve_page_size(operator_arguments, block_size)
     arguments: dict[str, Any] = {
         "log_level": "error",
         "page_size": block_size,
@@ -543,16 +561,16 @@ def server_arguments(
         "load_snapshot_publish_interval": 4,
     }
     if is_cpu:
-        arguments |= _CPU
+        arguments |= _CPU_ARGUMENTS
         if role != "aggregated":
             arguments["disaggregation_transfer_backend"] = "mooncake_tcp"
         if role == "decode":
             arguments["disaggregation_decode_retraction_backup"] = "cpu_tensor"
-    arguments |= extra
-    return {**arguments, **owned}
+    arguments |= operator_arguments
+    return {**arguments, **adapter_arguments}
 
 
-def kv_index_of(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
+def model_kv_index(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
     """`EngineConfig.kv_index` and its reason, as the model has it: on all workers the same."""
     if is_hybrid:
         return "none", "a sliding window or recurrent state: a cached prefix need not be usable"
@@ -561,7 +579,7 @@ def kv_index_of(*, is_hybrid: bool, is_speculative: bool) -> tuple[str, str]:
     return "events", ""
 
 
-def kv_silence_of(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
+def find_kv_events_off_reason(role: Role, resolved: Arguments, *, kv_events: bool) -> str:
     """Why a worker reports nothing although the model's prefixes could be shared; "": it does."""
     if role == "decode" and not resolved.get("disaggregation_decode_enable_radix_cache"):
         return "a decode worker keeps no prefixes"

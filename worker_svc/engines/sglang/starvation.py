@@ -11,7 +11,7 @@ from math import inf
 from typing import Final
 
 # How old a count may be, and how long an engine may count a leg that has ended.
-OLD_S: Final = 1.0
+COUNT_AGE_MAX_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,11 @@ class _Leg:
     opened_at: float
 
 
-class DecodeQueue:
+class StarvationDetector:
     """The legs of which nothing was heard yet. blocks_s: how long one may wait for blocks."""
 
-    def __init__(self, blocks_s: float) -> None:
-        self._blocks_s = blocks_s
+    def __init__(self, blocks_timeout_s: float) -> None:
+        self._blocks_timeout_s = blocks_timeout_s
         self._legs: dict[str, _Leg] = {}
         # By rank, when a leg was last closed.
         self._closed_at: dict[int | None, float] = {}
@@ -39,21 +39,24 @@ class DecodeQueue:
         if leg is not None:
             self._closed_at[leg.rank] = now
 
-    def starved(self, rank: int, waiting: int, age: float, now: float) -> list[str]:
+    def find_starved(self, rank: int, waiting: int, age: float, now: float) -> list[str]:
         """Legs that have waited for blocks for too long.
 
         waiting: how many of the rank's legs did, `age` seconds ago.
         """
-        if not waiting or not 0 <= age < OLD_S:
+        if not waiting or not 0 <= age < COUNT_AGE_MAX_S:
             return []
-        at, ranks = now - age, (rank, None)
-        if at - max(self._closed_at.get(one, -inf) for one in ranks) < OLD_S:
+        counted_at, ranks = now - age, (rank, None)
+        if (
+            counted_at - max(self._closed_at.get(queue_rank, -inf) for queue_rank in ranks)
+            < COUNT_AGE_MAX_S
+        ):
             return []
         legs = {
-            leg_id: at - leg.opened_at
+            leg_id: counted_at - leg.opened_at
             for leg_id, leg in self._legs.items()
-            if leg.rank in ranks and leg.opened_at <= at
+            if leg.rank in ranks and leg.opened_at <= counted_at
         }
         if waiting < len(legs):
             return []
-        return [leg_id for leg_id, waited in legs.items() if waited >= self._blocks_s]
+        return [leg_id for leg_id, waited in legs.items() if waited >= self._blocks_timeout_s]

@@ -1,7 +1,7 @@
 """The paged KV cache of the simulated engine: who holds which block, and what is cached. Pure.
 
 A full block may have a *name*, the prefix hash of all tokens up to its end; then whoever starts
-with the same tokens can share it. Whoever uses blocks has a `Holding`: all blocks of its prefix,
+with the same tokens can share it. Whoever uses blocks has a `BlockTable`: all blocks of its prefix,
 in order. A block that nobody holds is free when it has no name, and *idle* when it has one: idle
 blocks are the prefix cache, reused by the next hit or evicted when room is needed.
 
@@ -23,7 +23,8 @@ Pages. Every block lies on a page of memory, which remembers what was last writt
 computes a block writes its stamp there (`fill`); a transfer from another worker writes what it
 pleases, wherever it was once told to (`write`), as RDMA does: nobody asks whether the page still
 belongs to the block it was meant for. So a page that was given back while somebody still writes to
-it spoils the block that lies there next. `is_intact`, `settle` and `take_damaged` compare what a
+it spoils the block that lies there next. `is_intact`, `verify_received` and `take_corrupt_blocks`
+compare what a
 page holds with what its block expects; `corrupt_pages` counts the blocks they found spoilt.
 """
 
@@ -70,9 +71,9 @@ class Block:
 
     page: int
     stamp: int
-    holders: int = 1
+    ref_count: int = 1
     is_filled: bool = False
-    is_damaged: bool = False
+    is_corrupt: bool = False
     name: int | None = None
     # Not shown: it would show the whole prefix.
     parent: Block | None = field(default=None, repr=False)
@@ -80,7 +81,7 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class BlockTable:
     """The blocks of one sequence or transfer, in order of the prefix; the first `named` have names.
 
     reused: how many were found in the cache. is_sealed: no further block gets a name.
@@ -88,7 +89,7 @@ class Holding:
 
     blocks: list[Block] = field(default_factory=list)
     named: int = 0
-    reused: int = 0
+    reused_count: int = 0
     is_sealed: bool = False
 
 
@@ -101,8 +102,16 @@ class BlockManager:
     """
 
     __slots__ = (
-        *("_by_name", "_contents", "_free", "_idle", "_last_stamp", "_owners", "_touched"),
-        *("_transfers", "block_size", "corrupt_pages", "events", "total_blocks"),
+        *(
+            "_block_by_name",
+            "_page_contents",
+            "_free_pages",
+            "_idle_blocks",
+            "_last_stamp",
+            "_page_owners",
+            "_written_pages",
+        ),
+        *("_pinned_tables", "block_size", "corrupt_pages", "events", "total_blocks"),
     )
 
     def __init__(self, total_blocks: int, block_size: int) -> None:
@@ -113,18 +122,18 @@ class BlockManager:
         self.events: list[KvEvent] = []
         self.corrupt_pages = 0
         # Free pages; the last is taken first, so that what writes too late is found out.
-        self._free = list(range(total_blocks))
+        self._free_pages = list(range(total_blocks))
         # What each page holds, and which block lies there.
-        self._contents = [0] * total_blocks
-        self._owners: list[Block | None] = [None] * total_blocks
+        self._page_contents = [0] * total_blocks
+        self._page_owners: list[Block | None] = [None] * total_blocks
         # Stamps of blocks that are computed here: -1, -2, ...; those of transfers are not negative.
         self._last_stamp = 0
-        # Pages that transfers wrote to since the last `take_damaged`.
-        self._touched: set[int] = set()
-        self._by_name: dict[int, Block] = {}
+        # Pages that transfers wrote to since the last `take_corrupt_blocks`.
+        self._written_pages: set[int] = set()
+        self._block_by_name: dict[int, Block] = {}
         # Idle blocks in the order in which they became idle; a dict, for its order.
-        self._idle: dict[Block, None] = {}
-        self._transfers: set[Holding] = set()
+        self._idle_blocks: dict[Block, None] = {}
+        self._pinned_tables: set[BlockTable] = set()
 
     @property
     def used_blocks(self) -> int:
@@ -134,21 +143,21 @@ class BlockManager:
     @property
     def available_blocks(self) -> int:
         """Blocks that can be had, free or by eviction."""
-        return len(self._free) + len(self._idle)
+        return len(self._free_pages) + len(self._idle_blocks)
 
     @property
     def cached_blocks(self) -> int:
         """Named blocks, held or idle."""
-        return len(self._by_name)
+        return len(self._block_by_name)
 
     @property
     def open_transfers(self) -> int:
         """Pins not yet undone."""
-        return len(self._transfers)
+        return len(self._pinned_tables)
 
     def names(self) -> list[int]:
         """All names, parents before children."""
-        return list(self._by_name)
+        return list(self._block_by_name)
 
     def take_events(self) -> list[KvEvent]:
         """The events since the last call, in order."""
@@ -157,91 +166,93 @@ class BlockManager:
 
     def match(self, names: Sequence[int]) -> int:
         """How many leading blocks of this prefix are cached."""
-        return len(self._matched(names, len(names)))
+        return len(self._cached_prefix(names, len(names)))
 
-    def admit(self, names: Sequence[int], tokens: int) -> Holding | None:
+    def admit(self, names: Sequence[int], tokens: int) -> BlockTable | None:
         """A holding for `tokens` tokens that reuses what is cached of `names`; None without room.
 
         At least the last token is left to compute, so at most (tokens - 1) // block_size blocks are
         reused. Nothing changes where None is returned.
         """
         assert tokens >= 1, "nobody needs blocks for nothing"
-        shared = self._matched(names, min(len(names), (tokens - 1) // self.block_size))
-        idle = sum(not block.holders for block in shared)
+        shared = self._cached_prefix(names, min(len(names), (tokens - 1) // self.block_size))
+        idle = sum(not block.ref_count for block in shared)
         missing = self._blocks_for(tokens) - len(shared)
-        if missing > len(self._free) + len(self._idle) - idle:
+        if missing > len(self._free_pages) + len(self._idle_blocks) - idle:
             return None
         for block in shared:
-            self._hold(block)
-        holding = Holding(list(shared), named=len(shared), reused=len(shared))
-        self._add_blocks(holding, missing)
-        return holding
+            self._add_ref(block)
+        block_table = BlockTable(list(shared), named=len(shared), reused_count=len(shared))
+        self._add_blocks(block_table, missing)
+        return block_table
 
-    def grow(self, holding: Holding, tokens: int) -> bool:
+    def grow(self, block_table: BlockTable, tokens: int) -> bool:
         """Makes the holding large enough for `tokens` tokens; False, unchanged, without room."""
-        missing = self._blocks_for(tokens) - len(holding.blocks)
-        if missing > len(self._free) + len(self._idle):
+        missing = self._blocks_for(tokens) - len(block_table.blocks)
+        if missing > len(self._free_pages) + len(self._idle_blocks):
             return False
-        self._add_blocks(holding, missing)
+        self._add_blocks(block_table, missing)
         return True
 
     def name(
-        self, holding: Holding, names: Sequence[int], token_ids: bytes, lora_name: str = ""
+        self, block_table: BlockTable, names: Sequence[int], token_ids: bytes, lora_name: str = ""
     ) -> None:
         """Names the next len(names) blocks of the holding, which are full now.
 
         token_ids: what is in them, as in `BlocksStored`. A block whose name is taken is given back
         for the one that has it; where a transfer holds it, it and those after it stay private.
         """
-        assert holding.named + len(names) <= len(holding.blocks), "only held blocks are named"
+        assert block_table.named + len(names) <= len(block_table.blocks), (
+            "only held blocks are named"
+        )
         assert len(token_ids) == 4 * self.block_size * len(names), "named blocks are full"
         run: list[int] = []
         run_start = 0
         for index, name in enumerate(names):
-            if holding.is_sealed:
+            if block_table.is_sealed:
                 break
-            if self._name_next(holding, name):
+            if self._name_next(block_table, name):
                 run_start = run_start if run else index
                 run.append(name)
             else:
-                self._stored(run, run_start, token_ids, lora_name)
+                self._emit_stored(run, run_start, token_ids, lora_name)
                 run = []
-        self._stored(run, run_start, token_ids, lora_name)
+        self._emit_stored(run, run_start, token_ids, lora_name)
 
-    def release(self, holding: Holding) -> None:
+    def release(self, block_table: BlockTable) -> None:
         """Gives all blocks of the holding back; it is empty afterwards."""
-        assert holding not in self._transfers, "a transfer's blocks are given back by unpin"
-        self._give_back(holding)
+        assert block_table not in self._pinned_tables, "a transfer's blocks are given back by unpin"
+        self._release_blocks(block_table)
 
-    def pin(self, holding: Holding) -> Holding:
+    def pin(self, block_table: BlockTable) -> BlockTable:
         """Another holding of the same blocks, for a transfer that reads or writes them.
 
         They stay where they are until `unpin`, whatever becomes of the first holding.
         """
-        for block in holding.blocks:
-            self._hold(block)
-        transfer = Holding(list(holding.blocks), named=holding.named, is_sealed=True)
-        self._transfers.add(transfer)
+        for block in block_table.blocks:
+            self._add_ref(block)
+        transfer = BlockTable(list(block_table.blocks), named=block_table.named, is_sealed=True)
+        self._pinned_tables.add(transfer)
         return transfer
 
-    def unpin(self, transfer: Holding) -> None:
+    def unpin(self, transfer: BlockTable) -> None:
         """Ends a transfer's hold."""
-        assert transfer in self._transfers, "a pin is undone once"
-        self._transfers.remove(transfer)
-        self._give_back(transfer)
+        assert transfer in self._pinned_tables, "a pin is undone once"
+        self._pinned_tables.remove(transfer)
+        self._release_blocks(transfer)
 
-    def fill(self, holding: Holding, first: int, stop: int) -> None:
+    def fill(self, block_table: BlockTable, first: int, stop: int) -> None:
         """Blocks first..stop-1 of the holding are written, from their beginnings, by their owner.
 
         What is appended to a block later changes nothing: it neither spoils nor repairs the rest.
         """
-        for block in holding.blocks[first:stop]:
+        for block in block_table.blocks[first:stop]:
             block.is_filled = True
-            self._contents[block.page] = block.stamp
+            self._page_contents[block.page] = block.stamp
 
-    def expect(self, holding: Holding, stamps: Sequence[int]) -> None:
+    def expect_stamps(self, block_table: BlockTable, stamps: Sequence[int]) -> None:
         """A transfer is going to write the first len(stamps) blocks, which are private."""
-        for block, stamp in zip(holding.blocks, stamps, strict=False):
+        for block, stamp in zip(block_table.blocks, stamps, strict=False):
             assert block.name is None, "cached blocks are never written again"
             assert stamp >= 0, "negative stamps are those of blocks computed here"
             block.stamp = stamp
@@ -250,160 +261,166 @@ class BlockManager:
         """Another worker writes to a page, whoever has it now. Raises IndexError for no page."""
         if page < 0:
             raise IndexError(f"there is no page {page}")
-        self._contents[page] = stamp
-        self._touched.add(page)
+        self._page_contents[page] = stamp
+        self._written_pages.add(page)
 
     def read(self, block: Block) -> int:
         """What is on the block's page."""
-        return self._contents[block.page]
+        return self._page_contents[block.page]
 
-    def is_intact(self, holding: Holding, first: int, stop: int) -> bool:
+    def is_intact(self, block_table: BlockTable, first: int, stop: int) -> bool:
         """Whether the pages of blocks first..stop-1 hold what they should; counts the rest."""
-        return sum(map(self._is_spoilt, holding.blocks[first:stop])) == 0
+        return sum(map(self._is_corrupt, block_table.blocks[first:stop])) == 0
 
-    def settle(self, holding: Holding, count: int) -> bool:
+    def verify_received(self, block_table: BlockTable, count: int) -> bool:
         """A transfer has filled the first `count` blocks; whether with what was expected."""
-        for block in holding.blocks[:count]:
+        for block in block_table.blocks[:count]:
             block.is_filled = True
-        return self.is_intact(holding, 0, count)
+        return self.is_intact(block_table, 0, count)
 
-    def take_damaged(self) -> set[Block]:
+    def take_corrupt_blocks(self) -> set[Block]:
         """The blocks that transfers have spoilt since the last call; counts them."""
-        if not self._touched:
+        if not self._written_pages:
             return set()
-        touched, self._touched = self._touched, set()
-        owners = (self._owners[page] for page in touched)
-        return {block for block in owners if block is not None and self._is_spoilt(block)}
+        touched, self._written_pages = self._written_pages, set()
+        owners = (self._page_owners[page] for page in touched)
+        return {block for block in owners if block is not None and self._is_corrupt(block)}
 
     def flush(self) -> int:
         """Evicts all idle blocks; how many. Held ones keep their names."""
-        evicted = len(self._idle)
+        evicted = len(self._idle_blocks)
         self._evict(evicted)
         return evicted
 
     def check(self) -> None:
         """Asserts the invariants; takes time in proportion to the cache, so meant for tests."""
-        assert len(self._free) == len(set(self._free)), "a page is free once"
-        assert all(self._owners[page] is None for page in self._free), "free pages have no owner"
-        for page, owner in enumerate(self._owners):
+        assert len(self._free_pages) == len(set(self._free_pages)), "a page is free once"
+        assert all(self._page_owners[page] is None for page in self._free_pages), (
+            "free pages have no owner"
+        )
+        for page, owner in enumerate(self._page_owners):
             assert owner is None or owner.page == page, "a block lies on the page it owns"
-        assert self._owners.count(None) == len(self._free), "a page is free or has an owner"
+        assert self._page_owners.count(None) == len(self._free_pages), (
+            "a page is free or has an owner"
+        )
         children: dict[Block, int] = {}
-        for name, block in self._by_name.items():
+        for name, block in self._block_by_name.items():
             assert block.name == name, "the index and the block agree"
-            assert (block in self._idle) == (block.holders == 0), "idle means that nobody holds it"
+            assert (block in self._idle_blocks) == (block.ref_count == 0), (
+                "idle means that nobody holds it"
+            )
             if block.parent is not None:
                 assert block.parent.name is not None, "the parent of a cached block is cached"
-                assert self._by_name[block.parent.name] is block.parent
+                assert self._block_by_name[block.parent.name] is block.parent
                 children[block.parent] = children.get(block.parent, 0) + 1
-        for block in self._by_name.values():
+        for block in self._block_by_name.values():
             assert block.children == children.get(block, 0), "children are counted"
-        assert set(self._idle) <= set(self._by_name.values()), "idle blocks have names"
+        assert set(self._idle_blocks) <= set(self._block_by_name.values()), "idle blocks have names"
         seen: set[Block] = set()
-        for block in self._idle:
+        for block in self._idle_blocks:
             assert block.parent is None or block.parent not in seen, "children are evicted first"
             seen.add(block)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def _matched(self, names: Sequence[int], limit: int) -> list[Block]:
+    def _cached_prefix(self, names: Sequence[int], limit: int) -> list[Block]:
         matched: list[Block] = []
         parent: Block | None = None
         for index in range(limit):
-            block = self._by_name.get(names[index])
+            block = self._block_by_name.get(names[index])
             if block is None or block.parent is not parent:
                 break
             matched.append(block)
             parent = block
         return matched
 
-    def _hold(self, block: Block) -> None:
-        if block.holders == 0:
-            del self._idle[block]
-        block.holders += 1
+    def _add_ref(self, block: Block) -> None:
+        if block.ref_count == 0:
+            del self._idle_blocks[block]
+        block.ref_count += 1
 
-    def _add_blocks(self, holding: Holding, count: int) -> None:
-        if count > len(self._free):
-            self._evict(count - len(self._free))
+    def _add_blocks(self, block_table: BlockTable, count: int) -> None:
+        if count > len(self._free_pages):
+            self._evict(count - len(self._free_pages))
         for _ in range(count):
-            page = self._free.pop()
+            page = self._free_pages.pop()
             self._last_stamp -= 1
-            block = self._owners[page] = Block(page, self._last_stamp)
-            holding.blocks.append(block)
+            block = self._page_owners[page] = Block(page, self._last_stamp)
+            block_table.blocks.append(block)
 
-    def _free_page(self, block: Block) -> None:
-        self._owners[block.page] = None
-        self._free.append(block.page)
+    def _return_page(self, block: Block) -> None:
+        self._page_owners[block.page] = None
+        self._free_pages.append(block.page)
 
-    def _is_spoilt(self, block: Block) -> bool:
-        if not block.is_filled or self._contents[block.page] == block.stamp:
+    def _is_corrupt(self, block: Block) -> bool:
+        if not block.is_filled or self._page_contents[block.page] == block.stamp:
             return False
-        if not block.is_damaged:
-            block.is_damaged = True
+        if not block.is_corrupt:
+            block.is_corrupt = True
             self.corrupt_pages += 1
         return True
 
     def _evict(self, count: int) -> None:
         removed: list[int] = []
         for _ in range(count):
-            block = next(iter(self._idle))
-            assert block.holders == 0, "only idle blocks are evicted"
+            block = next(iter(self._idle_blocks))
+            assert block.ref_count == 0, "only idle blocks are evicted"
             assert block.children == 0, "a parent is never evicted before its child"
             assert block.name is not None, "idle blocks have names"
-            del self._idle[block]
-            del self._by_name[block.name]
+            del self._idle_blocks[block]
+            del self._block_by_name[block.name]
             if block.parent is not None:
                 block.parent.children -= 1
             removed.append(block.name)
-            self._free_page(block)
+            self._return_page(block)
         if removed:
             self.events.append(BlocksRemoved(tuple(removed)))
 
-    def _name_next(self, holding: Holding, name: int) -> bool:
+    def _name_next(self, block_table: BlockTable, name: int) -> bool:
         """Names the holding's next block; whether that brought a new name into the cache."""
-        index = holding.named
-        block = holding.blocks[index]
-        parent = holding.blocks[index - 1] if index else None
-        taken = self._by_name.get(name)
+        index = block_table.named
+        block = block_table.blocks[index]
+        parent = block_table.blocks[index - 1] if index else None
+        existing = self._block_by_name.get(name)
         assert block.name is None, "a block is named once"
-        if taken is None:
+        if existing is None:
             block.name, block.parent = name, parent
-            self._by_name[name] = block
+            self._block_by_name[name] = block
             if parent is not None:
                 parent.children += 1
-            holding.named += 1
+            block_table.named += 1
             return True
         # A transfer that goes on holding the block would hold its children without their parent.
-        if taken.parent is not parent or block.holders > 1:
-            holding.is_sealed = True
+        if existing.parent is not parent or block.ref_count > 1:
+            block_table.is_sealed = True
             return False
-        self._hold(taken)
-        holding.blocks[index] = taken
-        self._drop(block)
-        holding.named += 1
+        self._add_ref(existing)
+        block_table.blocks[index] = existing
+        self._drop_ref(block)
+        block_table.named += 1
         return False
 
-    def _stored(self, run: list[int], start: int, token_ids: bytes, lora_name: str) -> None:
+    def _emit_stored(self, run: list[int], start: int, token_ids: bytes, lora_name: str) -> None:
         if not run:
             return
-        first = self._by_name[run[0]]
+        first = self._block_by_name[run[0]]
         parent = None if first.parent is None else first.parent.name
-        bytes_each = 4 * self.block_size
-        content = token_ids[start * bytes_each : (start + len(run)) * bytes_each]
+        block_bytes = 4 * self.block_size
+        content = token_ids[start * block_bytes : (start + len(run)) * block_bytes]
         self.events.append(BlocksStored(tuple(run), parent, content, lora_name))
 
-    def _give_back(self, holding: Holding) -> None:
-        while holding.blocks:
-            self._drop(holding.blocks.pop())
-        holding.named = 0
+    def _release_blocks(self, block_table: BlockTable) -> None:
+        while block_table.blocks:
+            self._drop_ref(block_table.blocks.pop())
+        block_table.named = 0
 
-    def _drop(self, block: Block) -> None:
-        assert block.holders > 0, "a block is given back as often as it was taken"
-        block.holders -= 1
-        if block.holders:
+    def _drop_ref(self, block: Block) -> None:
+        assert block.ref_count > 0, "a block is given back as often as it was taken"
+        block.ref_count -= 1
+        if block.ref_count:
             return
         if block.name is None:
-            self._free_page(block)
+            self._return_page(block)
         else:
-            self._idle[block] = None
+            self._idle_blocks[block] = None

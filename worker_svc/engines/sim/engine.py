@@ -37,8 +37,8 @@ from typing import Any, Final
 import structlog
 
 from common.errors import (
-    Bug,
     Conflict,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -71,26 +71,33 @@ from worker_svc.engines.sim.block_manager import (
     BlockManager,
     BlocksRemoved,
     BlocksStored,
-    Holding,
+    BlockTable,
     KvEvent,
 )
-from worker_svc.engines.sim.scheduler import End, Job, SimScheduler, SimSequence, Step, Stop
+from worker_svc.engines.sim.scheduler import (
+    EndReason,
+    Job,
+    SimScheduler,
+    SimSequence,
+    Step,
+    StopToken,
+)
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import DEFAULT_EOS_ONE_IN, Truth
-from worker_svc.engines.sim.transfer import DecodeRoom, Done, page_stamps
+from worker_svc.engines.sim.token_oracle import DEFAULT_EOS_ONE_IN, TokenOracle
+from worker_svc.engines.sim.transfer import DecodeMachine, Done, page_stamps
 from worker_svc.engines.sim.transfer_server import (
-    DecodeSide,
-    Handoffs,
+    DecodeHandoff,
+    HandoffManager,
     Network,
-    PrefillSide,
+    PrefillHandoff,
     SimHandoffConfig,
     TcpNetwork,
 )
 from worker_svc.kv_events.normalizer import (
-    Duplicates,
+    DuplicatePolicy,
     ExternalEvent,
-    KvRules,
-    KvSink,
+    KvEventFormat,
+    KvEventSink,
     PagesRemoved,
     PagesStored,
 )
@@ -98,16 +105,16 @@ from worker_svc.kv_events.normalizer import (
 SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
 
 # Work before the loop gets its turn, in tokens of about a microsecond each.
-_TICK_WORK: Final = 2048
+_TICK_WORK_MAX: Final = 2048
 # A step by itself costs about as much as two tokens; sixteen prompt tokens as much as one.
-_STEP_WORK: Final = 2
-_PREFILL_TOKENS_A_WORK: Final = 16
+_STEP_WORK_UNITS: Final = 2
+_PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
 # Steps due within this time are done now: event loops wake up to a millisecond late.
-_EARLY_S: Final = 1e-4
+_EARLY_TOLERANCE_S: Final = 1e-4
 _PROBE_PRIORITY: Final = 2**31
 _RETRY_AFTER_S: Final = (0.05, 30.0)
 
-_HONOURED: Final = frozenset(
+_SUPPORTED_FIELDS: Final = frozenset(
     {
         "stop_conditions",
         "output_options.logprobs",
@@ -134,10 +141,10 @@ _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
     *("tokens", "prompt_tokens", "cached_tokens"),
 )
-_FINISH: Final = {
-    End.EOS: FinishReason.EOS,
-    End.STOP: FinishReason.STOP,
-    End.LENGTH: FinishReason.LENGTH,
+_FINISH_REASONS: Final = {
+    EndReason.EOS: FinishReason.EOS,
+    EndReason.STOP: FinishReason.STOP,
+    EndReason.LENGTH: FinishReason.LENGTH,
 }
 
 log = structlog.get_logger()
@@ -240,11 +247,12 @@ class SimEngine:
     accepted, `overloaded` are those of them that met a full queue. `tokens` were delivered,
     `prompt_tokens` accepted and `cached_tokens` of those that ended were found in the cache.
     `corrupt_pages` and `corrupt_tokens` count what must never happen: pages with other content than
-    their owner's, and first tokens that do not follow the prompt. With a role, those of `Handoffs`.
+    their owner's, and first tokens that do not follow the prompt. With a role, those of
+    `HandoffManager`.
     """
 
     # Decode's end of a handoff; its own guard against pages that are written too late.
-    decode_room: type[DecodeRoom] = DecodeRoom
+    decode_machine: type[DecodeMachine] = DecodeMachine
 
     def __init__(
         self,
@@ -257,23 +265,25 @@ class SimEngine:
     ) -> None:
         self.config = config
         # Pages are routing blocks, and each is named once until it is removed.
-        self.kv_rules = KvRules(config.block_size, config.block_size, Duplicates.IDEMPOTENT)
-        self.kv_silence = "" if config.prefix_caching else "prefix caching is off"
+        self.kv_event_format = KvEventFormat(
+            config.block_size, config.block_size, DuplicatePolicy.IDEMPOTENT
+        )
+        self.kv_events_off_reason = "" if config.prefix_caching else "prefix caching is off"
         self.kv_event_sink: Callable[[Sequence[KvEvent]], None] | None = None
         self._model = model
         self._clock = clock
         self._sleep = sleep
         self._network = network
-        self._handoffs: Handoffs | None = None
+        self._handoff_manager: HandoffManager | None = None
         self._counters: Counter[str] = Counter()
         self._core: _Core | None = None
         self._loop_task: asyncio.Task[None] | None = None
-        self._work = asyncio.Event()
+        self._wakeup = asyncio.Event()
         self._streams: dict[SimSequence, _Stream] = {}
         self._steps = 0
         self._is_frozen = False
         # Why nothing is generated (any more).
-        self._refusal: MeshError | None = Unavailable("the engine has not started")
+        self._unavailable_error: MeshError | None = Unavailable("the engine has not started")
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Reads the model folder and starts stepping.
@@ -290,8 +300,8 @@ class SimEngine:
         self._core = core = _Core.build(self.config, model)
         config = self.config.handoff
         if config.role != "aggregated":
-            self._handoffs = await self._open_handoffs(core, worker_id)
-        self._refusal = None
+            self._handoff_manager = await self._start_handoff_manager(core, worker_id)
+        self._unavailable_error = None
         self._loop_task = asyncio.create_task(self._run(core), name="sim-engine-steps")
         host, port = self._bootstrap_endpoint()
         group = config.transfer_group or f"sim/{self.config.model}/{self.config.block_size}"
@@ -314,8 +324,8 @@ class SimEngine:
             loras=self.config.loras,
         )
 
-    async def _open_handoffs(self, core: _Core, worker_id: int) -> Handoffs:
-        handoffs = Handoffs(
+    async def _start_handoff_manager(self, core: _Core, worker_id: int) -> HandoffManager:
+        handoff_manager = HandoffManager(
             self.config.handoff,
             core.blocks,
             incarnation=worker_id,
@@ -323,19 +333,19 @@ class SimEngine:
             network=self._network or TcpNetwork(),
             clock=self._clock,
             sleep=self._sleep,
-            on_released=self._work.set,
-            decode_room=self.decode_room,
+            on_released=self._wakeup.set,
+            decode_machine=self.decode_machine,
         )
         if self.config.handoff.role == "prefill":
-            await handoffs.listen()
-        return handoffs
+            await handoff_manager.listen()
+        return handoff_manager
 
     def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
         """What is advertised; a completed prefill says where it is when it is completed."""
         config = self.config.handoff
-        if self._handoffs is None or (config.role, config.mode) != ("prefill", "bootstrap"):
+        if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
             return None, None
-        return self._handoffs.endpoint
+        return self._handoff_manager.endpoint
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -345,11 +355,11 @@ class SimEngine:
         Raises InvalidRequest, Unsupported, PromptTooLong, Overloaded, Unavailable, and WorkerLost
         or Bug where the engine ends under way.
         """
-        stream = self._open(request, ctx)
+        stream = self._open_stream(request, ctx)
         outcome = "closed"
         # Seen while the stream waits for tokens, and also while nobody asks it for the next chunk.
         watch = asyncio.ensure_future(ctx.stopped())
-        watch.add_done_callback(lambda _: self._stop(stream))
+        watch.add_done_callback(lambda _: self._stop_stream(stream))
         try:
             while True:
                 if ctx.is_stopped:
@@ -358,17 +368,17 @@ class SimEngine:
                     return
                 if stream.is_done:
                     outcome = "finished"
-                    yield stream.take_last()
+                    yield stream.take_terminal()
                     return
                 if stream.error is not None:
                     outcome = "failed"
-                    raise _fresh(stream.error)
-                if stream.has_news:
+                    raise _copy_error(stream.error)
+                if stream.has_new_output:
                     yield stream.take()
                 else:
-                    await stream.news()
+                    await stream.wait_for_update()
         finally:
-            self._close(stream, outcome)
+            self._close_stream(stream, outcome)
             watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
@@ -379,14 +389,14 @@ class SimEngine:
 
         Not longer than each of them may last.
         """
-        if self._handoffs is None:
+        if self._handoff_manager is None:
             return
         config = self.config.handoff
         try:
             async with asyncio.timeout(config.timeout_s + config.lease_s):
-                await self._handoffs.idle()
+                await self._handoff_manager.wait_idle()
         except TimeoutError:
-            log.warning("sim_engine_drain_cut", rooms_open=self._handoffs.open_rooms)
+            log.warning("sim_engine_drain_cut", rooms_open=self._handoff_manager.open_rooms)
 
     async def cleanup(self) -> None:
         """Ends the steps; streams still open raise WorkerLost."""
@@ -394,19 +404,21 @@ class SimEngine:
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
-        self._break_off(WorkerLost("the engine was shut down", retryable=True))
-        self._refusal = Unavailable("the engine was shut down")
-        if self._handoffs is not None:
-            await self._handoffs.close()
+        self._fail_all(WorkerLost("the engine was shut down", retryable=True))
+        self._unavailable_error = Unavailable("the engine was shut down")
+        if self._handoff_manager is not None:
+            await self._handoff_manager.close()
 
-    def publish_to(self, sink: KvSink) -> None:
+    def publish_to(self, sink: KvEventSink) -> None:
         """From now on the sink is told. Raises Conflict when there is something in the cache.
 
         That is because tokens are not kept, so that what was not told at once cannot be.
         """
         if self.blocks.cached_blocks:
             raise Conflict("the cache is not empty: publish before the first request")
-        self.kv_event_sink = lambda events: sink.take(sim_events(events, self.config.block_size))
+        self.kv_event_sink = lambda events: sink.take(
+            to_external_events(events, self.config.block_size)
+        )
 
     def loads(self) -> Sequence[Load]:
         """The load of the only rank."""
@@ -421,7 +433,7 @@ class SimEngine:
                 waiting_tokens=scheduler.waiting_tokens,
                 kv_used_blocks=blocks.used_blocks,
                 kv_total_blocks=blocks.total_blocks,
-                rooms_open=self._handoffs.open_rooms if self._handoffs else 0,
+                rooms_open=self._handoff_manager.open_rooms if self._handoff_manager else 0,
             ),
         )
 
@@ -434,7 +446,7 @@ class SimEngine:
         counts["preempted"] = core.scheduler.preemptions if core else 0
         counts["corrupt_pages"] = core.blocks.corrupt_pages if core else 0
         counts["corrupt_tokens"] = core.scheduler.corrupt_tokens if core else 0
-        return {**counts, **(self._handoffs.counters if self._handoffs else {})}
+        return {**counts, **(self._handoff_manager.counters if self._handoff_manager else {})}
 
     @property
     def blocks(self) -> BlockManager:
@@ -453,43 +465,45 @@ class SimEngine:
         """Fault for tests: steps stop, and everything else goes on. A hung accelerator."""
         self._is_frozen = True
 
-    def thaw(self) -> None:
+    def unfreeze(self) -> None:
         """Ends `freeze`; the time that passed is lost, not caught up."""
         self._is_frozen = False
-        self._work.set()
+        self._wakeup.set()
 
-    def break_down(self, error: MeshError) -> None:
+    def inject_failure(self, error: MeshError) -> None:
         """Fault for tests: all requests, and those to come, fail with `error`."""
-        self._refusal = error
-        self._break_off(error)
+        self._unavailable_error = error
+        self._fail_all(error)
 
-    def _open(self, request: PreprocessedRequest, ctx: GenerateContext) -> _Stream:
+    def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> _Stream:
         try:
-            core, job = self._check(request, ctx)
-            side = self._side(request, job)
+            core, job = self._check_request(request, ctx)
+            handoff = self._open_handoff(request, job)
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
             raise
         sequence = core.scheduler.submit(job, self._clock())
-        stream = _Stream(sequence, request.output_options.logprobs, side)
-        if side is not None:
-            side.on_end = lambda error: self._end_handoff(stream, error)
-        if isinstance(side, DecodeSide):
-            side.on_arrival = lambda done: self._arrive(core, stream, done)
+        stream = _Stream(sequence, request.output_options.logprobs, handoff)
+        if handoff is not None:
+            handoff.on_end = lambda error: self._on_handoff_end(stream, error)
+        if isinstance(handoff, DecodeHandoff):
+            handoff.on_arrival = lambda done: self._on_kv_arrived(core, stream, done)
         self._streams[sequence] = stream
         self._counters["accepted"] += 1
         self._counters["prompt_tokens"] += sequence.prompt_tokens
-        self._work.set()
+        self._wakeup.set()
         return stream
 
-    def _check(self, request: PreprocessedRequest, ctx: GenerateContext) -> tuple[_Core, Job]:
+    def _check_request(
+        self, request: PreprocessedRequest, ctx: GenerateContext
+    ) -> tuple[_Core, Job]:
         core = self._core
-        if self._refusal is not None or core is None:
-            raise _fresh(self._refusal or Unavailable("the engine has not started"))
+        if self._unavailable_error is not None or core is None:
+            raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
         job = core.job(request, self.config, ctx.priority)
         if not request.is_probe:
-            job = self._leg(request, job)
+            job = self._job_for_role(request, job)
         scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             low, high = _RETRY_AFTER_S
@@ -497,7 +511,7 @@ class SimEngine:
             raise Overloaded(min(max(wait_s, low), high), "too many requests wait at this worker")
         return core, job
 
-    def _leg(self, request: PreprocessedRequest, job: Job) -> Job:
+    def _job_for_role(self, request: PreprocessedRequest, job: Job) -> Job:
         """The job as this role does it. Raises Unavailable where it does not."""
         config = self.config.handoff
         match config.role:
@@ -518,151 +532,159 @@ class SimEngine:
             )
         return job
 
-    def _side(self, request: PreprocessedRequest, job: Job) -> PrefillSide | DecodeSide | None:
-        """The leg's room. Raises as `Handoffs` does; a prompt to be leased has none yet."""
+    def _open_handoff(
+        self, request: PreprocessedRequest, job: Job
+    ) -> PrefillHandoff | DecodeHandoff | None:
+        """The leg's room. Raises as `HandoffManager` does; a prompt to be leased has none yet."""
         if job.is_remote:
-            assert self._handoffs is not None, "decode engines have handoffs"
-            return self._handoffs.open_decode(*_source(request))
+            assert self._handoff_manager is not None, "decode engines have handoffs"
+            return self._handoff_manager.open_decode_handoff(*_kv_location(request))
         if not job.is_handed_over or request.bootstrap_info is None:
             return None
-        assert self._handoffs is not None, "prefill engines have handoffs"
+        assert self._handoff_manager is not None, "prefill engines have handoffs"
         room = request.bootstrap_info.bootstrap_room
-        return self._handoffs.enter(room, len(request.token_ids))
+        return self._handoff_manager.attach_leg(room, len(request.token_ids))
 
-    def _plan(self, core: _Core, due: float) -> Step | None:
-        step = core.scheduler.plan(due)
-        for sequence in core.scheduler.take_placed():
-            side, transfer = self._streams[sequence].side, sequence.transfer
-            assert self._handoffs is not None, "decode engines have handoffs"
-            assert isinstance(side, DecodeSide), "remote sequences have a room"
+    def _plan(self, core: _Core, due_at: float) -> Step | None:
+        step = core.scheduler.plan(due_at)
+        for sequence in core.scheduler.take_allocated():
+            handoff, transfer = self._streams[sequence].handoff, sequence.transfer
+            assert self._handoff_manager is not None, "decode engines have handoffs"
+            assert isinstance(handoff, DecodeHandoff), "remote sequences have a room"
             assert transfer is not None, "placed blocks are pinned"
             sequence.transfer = None
-            self._handoffs.place(side, transfer, sequence.prompt_tokens)
+            self._handoff_manager.start_pull(handoff, transfer, sequence.prompt_tokens)
         return step
 
-    def _arrive(self, core: _Core, stream: _Stream, done: Done) -> None:
+    def _on_kv_arrived(self, core: _Core, stream: _Stream, done: Done) -> None:
         """A decode leg's KV is there."""
-        core.scheduler.arrive(stream.sequence, done.token, done.cached_tokens)
+        core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
         self._publish(core.blocks)
-        self._work.set()
+        self._wakeup.set()
         stream.wake()
 
-    def _hand_over(self, core: _Core, stream: _Stream, transfer: Holding) -> None:
+    def _start_handoff(self, core: _Core, stream: _Stream, transfer: BlockTable) -> None:
         """A prefill leg's prompt is computed."""
-        handoffs, sequence = self._handoffs, stream.sequence
-        assert handoffs is not None, "prefill engines have handoffs"
+        handoff_manager, sequence = self._handoff_manager, stream.sequence
+        assert handoff_manager is not None, "prefill engines have handoffs"
         sequence.transfer = None
         done = Done(sequence.first_token, sequence.cached_tokens or 0)
         job = sequence.job
         stamps = page_stamps(job.prompt, core.blocks.block_size, job.lora_name)
-        if isinstance(stream.side, PrefillSide):
-            handoffs.compute(stream.side, transfer, stamps, done)
+        if isinstance(stream.handoff, PrefillHandoff):
+            handoff_manager.on_prompt_computed(stream.handoff, transfer, stamps, done)
             return
-        if sequence.end is not End.LENGTH:  # it is all said: nobody is going to decode
+        if sequence.end is not EndReason.LENGTH:  # it is all said: nobody is going to decode
             core.blocks.unpin(transfer)
-            stream.is_held = False
+            stream.is_awaiting_handoff = False
             return
         try:
-            stream.side = handoffs.lease(transfer, stamps, sequence.prompt_tokens, done)
+            stream.handoff = handoff_manager.lease(transfer, stamps, sequence.prompt_tokens, done)
         except MeshError as error:
             core.blocks.unpin(transfer)
             stream.error = error
             return
-        stream.is_held = False
-        host, port = handoffs.endpoint
-        transfer_id = f"{stream.side.room:016x}"
+        stream.is_awaiting_handoff = False
+        host, port = handoff_manager.endpoint
+        transfer_id = f"{stream.handoff.room:016x}"
         stream.params = {"host": host, "port": port, "transfer_id": transfer_id}
 
-    def _end_handoff(self, stream: _Stream, error: MeshError | None) -> None:
+    def _on_handoff_end(self, stream: _Stream, error: MeshError | None) -> None:
         if error is not None:
             stream.error = stream.error or error
-            self._stop(stream)
+            self._stop_stream(stream)
             return
-        assert self._handoffs is not None, "prefill engines have handoffs"
-        assert stream.side is not None, "the room was the leg's"
-        host, port = self._handoffs.endpoint
+        assert self._handoff_manager is not None, "prefill engines have handoffs"
+        assert stream.handoff is not None, "the room was the leg's"
+        host, port = self._handoff_manager.endpoint
         stream.params = {
             "bootstrap_host": host,
             "bootstrap_port": port,
-            "bootstrap_room": stream.side.room,
+            "bootstrap_room": stream.handoff.room,
         }
-        stream.is_held = False
+        stream.is_awaiting_handoff = False
         stream.wake()
 
-    def _stop(self, stream: _Stream) -> None:
+    def _stop_stream(self, stream: _Stream) -> None:
         if self._core is not None:
             self._core.scheduler.remove(stream.sequence)
-        self._leave_room(stream)
+        self._abort_handoff(stream)
         stream.wake()
 
-    def _leave_room(self, stream: _Stream) -> None:
-        side, stream.side = stream.side, None
-        if side is not None and self._handoffs is not None:
-            self._handoffs.abort(side)
-        if self._handoffs is not None:
-            self._work.set()  # its place in the queue may have been what others wait for
+    def _abort_handoff(self, stream: _Stream) -> None:
+        handoff, stream.handoff = stream.handoff, None
+        if handoff is not None and self._handoff_manager is not None:
+            self._handoff_manager.abort(handoff)
+        if self._handoff_manager is not None:
+            self._wakeup.set()  # its place in the queue may have been what others wait for
 
-    def _close(self, stream: _Stream, outcome: str) -> None:
+    def _close_stream(self, stream: _Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
         sequence = stream.sequence
         self._core.scheduler.remove(sequence)
         if outcome == "finished":
-            stream.side = None  # a lease outlives its leg
-        self._leave_room(stream)
+            stream.handoff = None  # a lease outlives its leg
+        self._abort_handoff(stream)
         del self._streams[sequence]
         self._counters[outcome] += 1
         self._counters["tokens"] += stream.delivered
         if not sequence.job.is_remote:
             self._counters["cached_tokens"] += sequence.cached_tokens or 0
 
-    def _break_off(self, error: MeshError) -> None:
+    def _fail_all(self, error: MeshError) -> None:
         for stream in self._streams.values():
             stream.error = stream.error or error
-            self._stop(stream)
+            self._stop_stream(stream)
 
     async def _run(self, core: _Core) -> None:
         try:
-            await self._keep_time(core)
+            await self._run_steps(core)
         except Exception:
             log.exception("sim_engine_broke")
-            self.break_down(Bug("the engine broke; the worker's log says how"))
+            self.inject_failure(InternalError("the engine broke; the worker's log says how"))
 
-    async def _keep_time(self, core: _Core) -> None:
+    async def _run_steps(self, core: _Core) -> None:
         clock = self._clock
-        due = clock()
+        due_at = clock()
         step: Step | None = None
         while True:
             if step is None:
-                step = self._plan(core, due)
-                due += step.duration_s if step else 0.0
+                step = self._plan(core, due_at)
+                due_at += step.duration_s if step else 0.0
             if step is None or self._is_frozen:
                 self._publish(core.blocks)  # what left, and what made room, without a step
-                self._work.clear()
-                await self._work.wait()
-                due = max(due, clock())
+                self._wakeup.clear()
+                await self._wakeup.wait()
+                due_at = max(due_at, clock())
                 continue
-            await self._sleep(max(0.0, due - clock()))
+            await self._sleep(max(0.0, due_at - clock()))
             if not self._is_frozen:
-                step, due = self._tick(core, step, due, clock() + _EARLY_S)
+                step, due_at = self._run_due_steps(core, step, due_at, clock() + _EARLY_TOLERANCE_S)
 
-    def _tick(self, core: _Core, step: Step, due: float, until: float) -> tuple[Step | None, float]:
+    def _run_due_steps(
+        self, core: _Core, step: Step, due_at: float, until: float
+    ) -> tuple[Step | None, float]:
         """Completes steps due by `until`, within bounds; the step then in flight and its end."""
         advanced: dict[SimSequence, None] = {}  # a set's order would differ from run to run
         work = 0
         now: Step | None = step
-        while now is not None and due <= until and work < _TICK_WORK:
+        while now is not None and due_at <= until and work < _TICK_WORK_MAX:
             advanced.update(dict.fromkeys(core.scheduler.complete(now)))
             self._steps += 1
-            work += _STEP_WORK + len(now.entries) + now.prefill_tokens // _PREFILL_TOKENS_A_WORK
-            now = self._plan(core, due)
-            due += now.duration_s if now else 0.0
+            work += (
+                _STEP_WORK_UNITS
+                + len(now.entries)
+                + now.prefill_tokens // _PREFILL_TOKENS_PER_WORK_UNIT
+            )
+            now = self._plan(core, due_at)
+            due_at += now.duration_s if now else 0.0
         self._publish(core.blocks)
         for sequence in advanced:
             stream = self._streams[sequence]
             if sequence.transfer is not None:
-                self._hand_over(core, stream, sequence.transfer)
+                self._start_handoff(core, stream, sequence.transfer)
             stream.wake()
-        return now, due
+        return now, due_at
 
     def _publish(self, blocks: BlockManager) -> None:
         events = blocks.take_events()
@@ -670,7 +692,7 @@ class SimEngine:
             self.kv_event_sink(events)
 
 
-def sim_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
+def to_external_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalEvent]:
     """The sim's events as the canonicaliser takes them: a block's external hash is its name."""
     for event in events:
         match event:
@@ -682,7 +704,7 @@ def sim_events(events: Sequence[KvEvent], block_size: int) -> Iterator[ExternalE
                 yield PagesRemoved(event.names)
 
 
-def _fresh(error: MeshError) -> MeshError:
+def _copy_error(error: MeshError) -> MeshError:
     """The same error for one more request: an instance keeps the traceback of its last raise."""
     return type(error).restore(
         error.message,
@@ -694,16 +716,16 @@ def _fresh(error: MeshError) -> MeshError:
     )
 
 
-def _source(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
+def _kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
     """Where a decode leg's KV is: address and room. Raises InvalidRequest."""
     info, result = request.bootstrap_info, request.prefill_result
     if info is not None:
         return (info.bootstrap_host, info.bootstrap_port), info.bootstrap_room
-    where = "prefill_result.disaggregated_params"
+    field_path = "prefill_result.disaggregated_params"
     assert result is not None, "a decode leg has one of the two"
     params = result.disaggregated_params
     if not isinstance(params, dict):
-        raise InvalidRequest("disaggregated_params must be an object", where)
+        raise InvalidRequest("disaggregated_params must be an object", field_path)
     if "bootstrap_room" in params:
         room: Any = params["bootstrap_room"]
         host, port = params.get("bootstrap_host"), params.get("bootstrap_port")
@@ -712,11 +734,11 @@ def _source(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
         if isinstance(room, str) and re.fullmatch("[0-9a-f]{16}", room):
             room = int(room, 16)
     if not (isinstance(host, str) and host):
-        raise InvalidRequest("the params name no host", where)
+        raise InvalidRequest("the params name no host", field_path)
     if type(port) is not int or not 0 < port < 65536:
-        raise InvalidRequest(f"the params name no port but {port!r}", where)
+        raise InvalidRequest(f"the params name no port but {port!r}", field_path)
     if type(room) is not int or not 0 <= room < 2**64:
-        raise InvalidRequest(f"the params name no room and no transfer but {room!r}", where)
+        raise InvalidRequest(f"the params name no room and no transfer but {room!r}", field_path)
     return (host, port), room
 
 
@@ -728,18 +750,27 @@ class _Stream:
     """
 
     __slots__ = (
-        *("_logprobs", "_waiter", "delivered", "error", "is_held", "params", "sequence", "side"),
+        *(
+            "_logprobs",
+            "_waiter",
+            "delivered",
+            "error",
+            "is_awaiting_handoff",
+            "params",
+            "sequence",
+            "handoff",
+        ),
     )
 
     def __init__(
         self,
         sequence: SimSequence,
         logprobs: int | None,
-        side: PrefillSide | DecodeSide | None = None,
+        handoff: PrefillHandoff | DecodeHandoff | None = None,
     ) -> None:
         self.sequence = sequence
-        self.side = side
-        self.is_held = sequence.job.is_handed_over
+        self.handoff = handoff
+        self.is_awaiting_handoff = sequence.job.is_handed_over
         self.params: dict[str, JsonValue] | None = None
         self.delivered = 0
         self.error: MeshError | None = None
@@ -747,14 +778,14 @@ class _Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def has_news(self) -> bool:
+    def has_new_output(self) -> bool:
         return len(self.sequence.output) > self.delivered and not self.sequence.job.is_handed_over
 
     @property
     def is_done(self) -> bool:
-        return self.sequence.end is not None and not self.is_held
+        return self.sequence.end is not None and not self.is_awaiting_handoff
 
-    async def news(self) -> None:
+    async def wait_for_update(self) -> None:
         """Returns after the next `wake`."""
         self._waiter = asyncio.get_running_loop().create_future()
         try:
@@ -774,14 +805,14 @@ class _Stream:
             return LLMEngineOutput(token_ids=tokens)
         return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
 
-    def take_last(self) -> LLMEngineOutput:
+    def take_terminal(self) -> LLMEngineOutput:
         """The terminal chunk, with the tokens not yet taken."""
         end = self.sequence.end
         assert end is not None, "only an ended sequence has a last chunk"
         return replace(
             self.take(),
-            finish_reason=_FINISH[end],
-            stop_reason=self.sequence.stop_token if end is End.STOP else None,
+            finish_reason=_FINISH_REASONS[end],
+            stop_reason=self.sequence.stop_token if end is EndReason.STOP else None,
             completion_usage=self.usage(),
             disaggregated_params=self.params,
         )
@@ -807,7 +838,7 @@ class _Core:
 
     @staticmethod
     def build(config: SimConfig, model: SimModel) -> _Core:
-        truth = Truth(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
+        truth = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
         blocks = BlockManager(config.total_kv_blocks, config.block_size)
         scheduler = SimScheduler(
             blocks,
@@ -831,16 +862,16 @@ class _Core:
     def job(self, request: PreprocessedRequest, config: SimConfig, priority: int | None) -> Job:
         """What to generate for the request. Raises what it is refused with."""
         lora = self._check_fields(request, config)
-        room = self._room(request)
+        room = self._max_output_tokens(request)
         stop = request.stop_conditions
         if stop.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
         if request.routing is not None and request.routing.priority is not None:
             priority = request.routing.priority
         if request.is_probe:
-            return Job(request.token_ids.le, 1, priority=_PROBE_PRIORITY)
+            return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
         return Job(
-            request.token_ids.le,
+            request.token_ids.little_endian,
             room if stop.max_tokens is None else min(stop.max_tokens, room),
             stops={} if stop.ignore_eos else self._stops(request),
             min_tokens=stop.min_tokens or 0,
@@ -851,15 +882,15 @@ class _Core:
 
     def _check_fields(self, request: PreprocessedRequest, config: SimConfig) -> str:
         """The adapter's name; raises Unsupported or InvalidRequest."""
-        honoured = _HONOURED
+        supported = _SUPPORTED_FIELDS
         if request.is_probe or config.handoff.role == "decode":
-            honoured |= _HANDOFF_FIELDS
+            supported |= _HANDOFF_FIELDS
         elif config.handoff.role == "prefill" and config.handoff.mode == "bootstrap":
-            honoured |= {"bootstrap_info"}
-        refused = unsupported_fields(request, honoured)
-        if refused:
-            also = f" (nor are {', '.join(refused[1:])})" if refused[1:] else ""
-            raise Unsupported(refused[0], f"the simulated engine has no such thing{also}")
+            supported |= {"bootstrap_info"}
+        unsupported = unsupported_fields(request, supported)
+        if unsupported:
+            others = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
+            raise Unsupported(unsupported[0], f"the simulated engine has no such thing{others}")
         routing = request.routing
         if routing is None:
             return ""
@@ -870,24 +901,26 @@ class _Core:
             raise Unsupported("routing.lora_name", f"the adapter {lora!r} is not loaded here")
         return lora
 
-    def _room(self, request: PreprocessedRequest) -> int:
+    def _max_output_tokens(self, request: PreprocessedRequest) -> int:
         """How many tokens an answer can have."""
         prompt = len(request.token_ids)
         if prompt == 0:
             raise InvalidRequest("token_ids must not be empty", "token_ids")
-        longest = min(self.context_length, self.blocks.total_blocks * self.blocks.block_size)
-        if prompt >= longest:
+        max_length = min(self.context_length, self.blocks.total_blocks * self.blocks.block_size)
+        if prompt >= max_length:
             raise PromptTooLong(
                 f"the prompt has {prompt} tokens; with at least one more for the answer, "
-                f"{longest} is the most this model holds",
+                f"{max_length} is the most this model holds",
                 field="token_ids",
             )
-        return longest - prompt
+        return max_length - prompt
 
-    def _stops(self, request: PreprocessedRequest) -> dict[int, Stop]:
+    def _stops(self, request: PreprocessedRequest) -> dict[int, StopToken]:
         """The frontend merges EOS into the hidden ids: EOS wins there, and visible over both."""
         stop = request.stop_conditions
-        stops = dict.fromkeys(stop.stop_token_ids_hidden, Stop(End.STOP))
-        stops |= dict.fromkeys((*self.eos_ids, *request.eos_token_ids), Stop(End.EOS))
-        stops |= dict.fromkeys(stop.stop_token_ids_visible, Stop(End.STOP, is_visible=True))
+        stops = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(EndReason.STOP))
+        stops |= dict.fromkeys((*self.eos_ids, *request.eos_token_ids), StopToken(EndReason.EOS))
+        stops |= dict.fromkeys(
+            stop.stop_token_ids_visible, StopToken(EndReason.STOP, is_visible=True)
+        )
         return stops

@@ -63,10 +63,10 @@ def write_model(out_dir: Path) -> None:
     words = (SOURCE_DIR / "words.txt").read_text("utf-8").split()
     tokenizer = train(corpus, words)
     files = {"tokenizer.json": tokenizer.to_str(pretty=False) + "\n"}
-    for name, value in _configs(tokenizer).items():
+    for name, value in _tokenizer_configs(tokenizer).items():
         files[name] = json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
     # One id a line would make most of this file line ends.
-    files["sim.json"] = json.dumps(_sim(tokenizer, words), sort_keys=True) + "\n"
+    files["sim.json"] = json.dumps(_sim_config(tokenizer, words), sort_keys=True) + "\n"
     out_dir.mkdir(parents=True, exist_ok=True)
     for name in OUTPUT_FILES:
         (out_dir / name).write_text(files[name], "utf-8", newline="\n")
@@ -78,14 +78,14 @@ def train(corpus: str, words: Sequence[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    drill = "".join(f" {word}" for word in words)
+    word_text = "".join(f" {word}" for word in words)
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[END_OF_TEXT, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([corpus] + [drill] * WORD_WEIGHT, trainer)
+    tokenizer.train_from_iterator([corpus] + [word_text] * WORD_WEIGHT, trainer)
     return tokenizer
 
 
@@ -95,7 +95,7 @@ def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
     return sorted(ids[0] for ids in encodings if len(ids) == 1)
 
 
-def _sim(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
+def _sim_config(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
     # Any: JSON values of several types.
     return {
         "context_length": CONTEXT_LENGTH,
@@ -105,7 +105,7 @@ def _sim(tokenizer: Tokenizer, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _configs(tokenizer: Tokenizer) -> Mapping[str, dict[str, Any]]:
+def _tokenizer_configs(tokenizer: Tokenizer) -> Mapping[str, dict[str, Any]]:
     stop_ids = _stop_ids(tokenizer)
     return {
         "generation_config.json": {

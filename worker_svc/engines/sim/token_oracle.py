@@ -36,10 +36,10 @@ _U32: Final = 0xFFFFFFFF
 _SEED: Final = 0x243F6A8885A308D3
 _BASE: Final = 0x9E6C63D0876A9A63
 # Ids hashed in one vectorised pass; bounds the powers kept (32 KiB).
-_PASS: Final = 4096
+_TOKENS_PER_PASS: Final = 4096
 
 
-class Truth:
+class TokenOracle:
     """The answers of one model.
 
     word_ids: token ids an answer is made of, in the order of `sim.json`. eos_id: ends an answer.
@@ -47,7 +47,7 @@ class Truth:
     eos_one_in.
     """
 
-    __slots__ = ("_count", "_eos_one_in", "_powers", "_words", "eos_id")
+    __slots__ = ("_eos_one_in", "_powers", "_word_count", "_words", "eos_id")
 
     def __init__(
         self, word_ids: Sequence[int], eos_id: int, *, eos_one_in: int = DEFAULT_EOS_ONE_IN
@@ -62,9 +62,9 @@ class Truth:
             raise ValueError(f"eos_one_in: {eos_one_in} is below 0")
         self.eos_id = eos_id
         self._words = tuple(word_ids)
-        self._count = len(self._words)
+        self._word_count = len(self._words)
         self._eos_one_in = eos_one_in
-        powers = np.full(_PASS + 1, _BASE, dtype=np.uint64)
+        powers = np.full(_TOKENS_PER_PASS + 1, _BASE, dtype=np.uint64)
         powers[0] = 1
         # powers[i] is the weight of a pass's token i; powers[0] carries the state over the pass.
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
@@ -76,9 +76,9 @@ class Truth:
         """
         ids = np.asarray(token_ids, dtype=np.uint64)
         state = _SEED ^ zlib.crc32(lora_name.encode())
-        for start in range(0, len(ids), _PASS):
-            part = ids[start : start + _PASS]
-            weights = self._powers[_PASS - len(part) :]
+        for start in range(0, len(ids), _TOKENS_PER_PASS):
+            part = ids[start : start + _TOKENS_PER_PASS]
+            weights = self._powers[_TOKENS_PER_PASS - len(part) :]
             terms = (part + np.uint64(1)) * weights[1:]
             state = (state * int(weights[0]) + int(terms.sum(dtype=np.uint64))) & _U64
         return state
@@ -87,14 +87,14 @@ class Truth:
         """The state after one more token."""
         return (state * _BASE + token + 1) & _U64
 
-    def next_token(self, state: int, *, may_end: bool = True) -> int:
-        """The token that follows `state`; never EOS unless `may_end`."""
+    def next_token(self, state: int, *, can_end: bool = True) -> int:
+        """The token that follows `state`; never EOS unless `can_end`."""
         x = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _U64
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _U64
         x ^= x >> 31
-        if may_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
+        if can_end and self._eos_one_in and (x >> 32) % self._eos_one_in == 0:
             return self.eos_id
-        return self._words[((x & _U32) * self._count) >> 32]
+        return self._words[((x & _U32) * self._word_count) >> 32]
 
     def continue_tokens(
         self,
@@ -109,7 +109,7 @@ class Truth:
         state = self.state_of(prompt, lora_name)
         tokens: list[int] = []
         while len(tokens) < n:
-            token = self.next_token(state, may_end=not ignore_eos and len(tokens) >= min_tokens)
+            token = self.next_token(state, can_end=not ignore_eos and len(tokens) >= min_tokens)
             if token == self.eos_id:
                 break
             tokens.append(token)

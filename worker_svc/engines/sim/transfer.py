@@ -15,10 +15,11 @@ before it ever sent its Pull. One connection a room; losing it ends the room at 
 
 A machine is told what happened and answers with actions, which are carried out in order and at
 once. Invariants, whatever the order of events:
-- `Release` is said once if the room had blocks at all: at decode not before the last write has
+- `ReleaseBlocks` is said once if the room had blocks at all: at decode not before the last write
+has
   arrived, or the connection is closed; at prefill not before the last page was read. Until then an
   aborted room is ABORTING, for at most `abort_s`.
-- The leg is told its end once (`Arrived`, `End`), unless it left by itself (`abort`), and then
+- The leg is told its end once (`KvArrived`, `EndLeg`), unless it left by itself (`abort`), and then
   never. It does not wait for ABORTING.
 - Every room ends: no state lasts longer than its time-out.
 """
@@ -59,22 +60,22 @@ _MESSAGES: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HandoffTimeouts:
     """Times of a room, in seconds; what they bound is said in `SimHandoffConfig`."""
 
-    partner_s: float = 10.0
+    partner_timeout_s: float = 10.0
     abort_s: float = 2.0
     lease_s: float = 30.0
 
     @property
-    def ping_s(self) -> float:
+    def ping_interval_s(self) -> float:
         """How often prefill shows that it lives."""
-        return self.partner_s / 4
+        return self.partner_timeout_s / 4
 
     @property
-    def blocks_s(self) -> float:
+    def blocks_timeout_s(self) -> float:
         """How long decode waits for blocks: it is to say so before prefill misses it."""
-        return self.partner_s * 3 / 4
+        return self.partner_timeout_s * 3 / 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +155,21 @@ Message: TypeAlias = Pull | Drop | Joined | Ping | Write | Done | Fail | Abort |
 _PULL: Final = struct.Struct("<QQII")
 _ROOM: Final = struct.Struct("<Q")
 _DONE: Final = struct.Struct("<II")
-_KINDS: Final = (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
-_SIMPLE: Final = (Joined, Ping, Abort, Aborted, Received)
+_MESSAGE_TYPES: Final = (Pull, Drop, Joined, Ping, Write, Done, Fail, Abort, Aborted, Received)
+_EMPTY_MESSAGES: Final = (Joined, Ping, Abort, Aborted, Received)
 _WRITE_BYTES: Final = 12
 _PAGE_BYTES: Final = 4
 
 
 def to_bytes(message: Message) -> bytes:
     """A byte for the kind, then the fields, little endian; arrays last."""
-    kind = bytes([_KINDS.index(type(message))])
+    kind = bytes([_MESSAGE_TYPES.index(type(message))])
     match message:
         case Pull():
-            head = _PULL.pack(message.room, message.incarnation, message.tokens, message.block_size)
-            return kind + head + np.asarray(message.pages, dtype="<u4").tobytes()
+            header = _PULL.pack(
+                message.room, message.incarnation, message.tokens, message.block_size
+            )
+            return kind + header + np.asarray(message.pages, dtype="<u4").tobytes()
         case Drop():
             return kind + _ROOM.pack(message.room)
         case Write():
@@ -182,16 +185,16 @@ def to_bytes(message: Message) -> bytes:
 
 def from_bytes(frame: bytes) -> Message:
     """The message of a frame. Raises InvalidRequest where it is none."""
-    if not frame or frame[0] >= len(_KINDS):
+    if not frame or frame[0] >= len(_MESSAGE_TYPES):
         raise InvalidRequest("the frame has no known kind", "kind")
-    kind, body = _KINDS[frame[0]], frame[1:]
+    kind, body = _MESSAGE_TYPES[frame[0]], frame[1:]
     try:
-        return _message(kind, body)
+        return _parse_message(kind, body)
     except (struct.error, ValueError) as error:
         raise InvalidRequest(f"{kind.__name__}: {error}", "body") from None
 
 
-def _message(kind: type[Message], body: bytes) -> Message:
+def _parse_message(kind: type[Message], body: bytes) -> Message:
     if kind is Pull:
         pages = np.frombuffer(body, dtype="<u4", offset=_PULL.size)
         room, incarnation, tokens, block_size = _PULL.unpack_from(body)
@@ -199,8 +202,8 @@ def _message(kind: type[Message], body: bytes) -> Message:
     if kind is Drop:
         return Drop(*_ROOM.unpack(body))
     if kind is Write:
-        count, rest = divmod(len(body), _WRITE_BYTES)
-        if rest:
+        count, remainder = divmod(len(body), _WRITE_BYTES)
+        if remainder:
             raise ValueError(f"{len(body)} bytes are not a whole number of pages and stamps")
         stamps = np.frombuffer(body, dtype="<i8", offset=_PAGE_BYTES * count)
         return Write(np.frombuffer(body, dtype="<u4", count=count).tolist(), stamps.tolist())
@@ -208,11 +211,11 @@ def _message(kind: type[Message], body: bytes) -> Message:
         return Done(*_DONE.unpack(body))
     if kind is Fail:
         return Fail(body.decode())
-    for simple in _SIMPLE:
-        if kind is simple:
+    for message_type in _EMPTY_MESSAGES:
+        if kind is message_type:
             if body:
                 raise ValueError(f"{len(body)} bytes too many")
-            return simple()
+            return message_type()
     raise AssertionError(f"{kind.__name__} has no reader")
 
 
@@ -230,16 +233,16 @@ def page_stamps(prompt: bytes, block_size: int, lora_name: str = "") -> list[int
     return stamps
 
 
-def lost(reason: str) -> WorkerLost:
+def handoff_error(reason: str) -> WorkerLost:
     """The error with which a leg ends for this reason."""
     message = _MESSAGES.get(reason, f"the handoff failed: {reason}")
     return WorkerLost(message, retryable=True, reason=reason)
 
 
-def no_blocks(limits: Limits) -> Overloaded:
-    """The error with which a decode leg ends that was given no blocks in `blocks_s`."""
-    why = "this worker has had no KV blocks to spare for it"
-    return Overloaded(limits.partner_s, why, reason=NO_BLOCKS)
+def no_blocks_error(timeouts: HandoffTimeouts) -> Overloaded:
+    """The error with which a decode leg ends that was given no blocks in `blocks_timeout_s`."""
+    message = "this worker has had no KV blocks to spare for it"
+    return Overloaded(timeouts.partner_timeout_s, message, reason=NO_BLOCKS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,54 +254,63 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Connect to the prefill worker, then call `connected` or `lose`."""
+    """Connect to the prefill worker, then call `on_connected` or `on_connection_lost`."""
 
 
 @dataclass(frozen=True, slots=True)
-class TellDropped:
+class SendDrop:
     """Say Drop to the prefill worker, over a connection of its own, if that works."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartWriting:
-    """Write the pages, call `wrote` for each part, then say Done and call `sent`."""
+    """Write the pages, call `extend_deadline` for each part, then say Done and call
+    `on_done_sent`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopWriting:
-    """Stop that; call `stopped` when no page is read any more."""
+    """Stop that; call `on_writing_stopped` when no page is read any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseBlocks:
     """The room needs its blocks no more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class KvArrived:
     """The KV is there: the decode leg can go on."""
 
     done: Done
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndLeg:
     """The leg's end: None is the prefill leg's good one."""
 
     error: MeshError | None
 
 
 @dataclass(frozen=True, slots=True)
-class Hangup:
+class CloseConnection:
     """Close the connection, once what was said has left; hear nothing more of it."""
 
 
 Action: TypeAlias = (
-    Send | Dial | TellDropped | StartWriting | StopWriting | Release | Arrived | End | Hangup
+    Send
+    | Dial
+    | SendDrop
+    | StartWriting
+    | StopWriting
+    | ReleaseBlocks
+    | KvArrived
+    | EndLeg
+    | CloseConnection
 )
 
 
-class Outcome(Enum):
+class HandoffOutcome(Enum):
     """How a room ended. FORCED: aborted, and the peer did not say so in time."""
 
     HANDED_OVER = auto()
@@ -317,32 +329,33 @@ class _State(Enum):
     WRITING = auto()
     SENT = auto()
     ABORTING = auto()
-    OVER = auto()
+    ENDED = auto()
 
 
-class PrefillRoom:
-    """Prefill's end. It begins with the leg (`enter`), a Pull (`join`), or a computed prompt.
+class PrefillMachine:
+    """Prefill's end. It begins with the leg (`attach_leg`), a Pull (`attach_peer`), or a computed
+    prompt.
 
     A room without a leg that has its KV is a lease: it waits `lease_s` for its Pull.
     """
 
-    def __init__(self, limits: Limits, now: float) -> None:
-        self.outcome: Outcome | None = None
-        self._limits = limits
+    def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
+        self.outcome: HandoffOutcome | None = None
+        self._timeouts = timeouts
         self._state = _State.WAITING
         self._has_leg = False
         # Whether the leg is still there, and was told nothing.
-        self._is_awaited = False
+        self._is_leg_waiting = False
         self._has_kv = False
         self._pull: Pull | None = None
         self._has_peer = False
-        self._deadline = now + limits.partner_s
-        self._next_ping = now + limits.ping_s
+        self._deadline = now + timeouts.partner_timeout_s
+        self._next_ping = now + timeouts.ping_interval_s
 
     @property
     def is_over(self) -> bool:
         """Whether nothing follows."""
-        return self._state is _State.OVER
+        return self._state is _State.ENDED
 
     @property
     def is_aborting(self) -> bool:
@@ -355,8 +368,8 @@ class PrefillRoom:
         return self._has_leg
 
     @property
-    def awaits_leg(self) -> bool:
-        """Whether a leg may `enter`."""
+    def can_attach_leg(self) -> bool:
+        """Whether a leg may `attach_leg`."""
         return self._state is _State.WAITING and not self._has_leg and not self._has_kv
 
     @property
@@ -370,241 +383,255 @@ class PrefillRoom:
         assert self._pull is not None, "decode has joined"
         return self._pull
 
-    def enter(self, now: float) -> list[Action]:
+    def attach_leg(self, now: float) -> list[Action]:
         """The leg is there."""
-        assert self.awaits_leg, "one leg a room, and no leg in another's"
-        self._has_leg = self._is_awaited = True
-        self._deadline = now + self._limits.partner_s
-        return self._go_on(now, is_new=True)
+        assert self.can_attach_leg, "one leg a room, and no leg in another's"
+        self._has_leg = self._is_leg_waiting = True
+        self._deadline = now + self._timeouts.partner_timeout_s
+        return self._advance(now, should_send_joined=True)
 
-    def join(self, now: float, pull: Pull) -> list[Action]:
+    def attach_peer(self, now: float, pull: Pull) -> list[Action]:
         """Decode is there. Whoever calls has seen that `has_peer` is false."""
         assert self._pull is None, "one decode leg a room"
         if self._state is not _State.WAITING:
             return []
         self._pull, self._has_peer = pull, True
-        return self._go_on(now, is_new=self._has_leg or self._has_kv)
+        return self._advance(now, should_send_joined=self._has_leg or self._has_kv)
 
-    def compute(self, now: float) -> list[Action]:
-        """The prompt is computed, and its blocks are the room's until `Release`."""
+    def on_prompt_computed(self, now: float) -> list[Action]:
+        """The prompt is computed, and its blocks are the room's until `ReleaseBlocks`."""
         assert not self._has_kv, "a prompt is computed once"
         assert self._state is _State.WAITING, "a prompt is not computed for a room that is over"
         self._has_kv = True
         if not self._has_leg:
-            self._deadline = now + self._limits.lease_s
-        return self._go_on(now, is_new=False)
+            self._deadline = now + self._timeouts.lease_s
+        return self._advance(now, should_send_joined=False)
 
-    def wrote(self, now: float, wait_s: float) -> None:
+    def extend_deadline(self, now: float, wait_s: float) -> None:
         """A part is going to be written in `wait_s`, so the transfer goes on."""
-        self._deadline = now + wait_s + self._limits.partner_s
+        self._deadline = now + wait_s + self._timeouts.partner_timeout_s
 
-    def sent(self, now: float) -> list[Action]:
+    def on_done_sent(self, now: float) -> list[Action]:
         """Done has been said."""
         if self._state is _State.WRITING:
             self._state = _State.SENT
-            self._deadline = now + self._limits.partner_s
+            self._deadline = now + self._timeouts.partner_timeout_s
         return []
 
-    def stopped(self) -> list[Action]:
+    def on_writing_stopped(self) -> list[Action]:
         """The writing has ended; before its time, where that was asked for."""
         if self._state is _State.WRITING:  # by itself, which only a mistake of ours can bring about
-            return [*self._leave(Outcome.FAILED, PEER_LOST, None), *self.stopped()]
+            return [
+                *self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None),
+                *self.on_writing_stopped(),
+            ]
         if self._state is not _State.ABORTING:
             return []
-        self._state = _State.OVER
-        said: list[Action] = [Send(Aborted()), Hangup()] if self._has_peer else []
-        return [Release(), *said]
+        self._state = _State.ENDED
+        replies: list[Action] = [Send(Aborted()), CloseConnection()] if self._has_peer else []
+        return [ReleaseBlocks(), *replies]
 
-    def hear(self, now: float, message: Message) -> list[Action]:
+    def receive(self, now: float, message: Message) -> list[Action]:
         """What decode says after its Pull; nonsense is as bad as no peer."""
         match message:
             case Received() if self._state is _State.SENT:
-                self.outcome, self._state = Outcome.HANDED_OVER, _State.OVER
-                return [Release(), *self._end(None), Hangup()]
+                self.outcome, self._state = HandoffOutcome.HANDED_OVER, _State.ENDED
+                return [ReleaseBlocks(), *self._end_leg(None), CloseConnection()]
             case Abort():
-                return self._leave(Outcome.FAILED, PEER_ABORTED, Aborted())
+                return self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, Aborted())
             case _:
-                return self.lose()
+                return self.on_connection_lost()
 
-    def lose(self) -> list[Action]:
+    def on_connection_lost(self) -> list[Action]:
         """The connection to decode is gone."""
         self._has_peer = False
-        return [*self._leave(Outcome.FAILED, PEER_LOST, None), Hangup()]
+        return [*self._end_or_abort(HandoffOutcome.FAILED, PEER_LOST, None), CloseConnection()]
 
-    def refuse(self, reason: str) -> list[Action]:
+    def reject(self, reason: str) -> list[Action]:
         """The two legs do not fit each other."""
-        return self._leave(Outcome.FAILED, reason, Fail(reason))
+        return self._end_or_abort(HandoffOutcome.FAILED, reason, Fail(reason))
 
-    def drop(self) -> list[Action]:
+    def on_peer_dropped(self) -> list[Action]:
         """Decode is never going to come."""
-        return [] if self._pull else self._leave(Outcome.FAILED, PEER_ABORTED, None)
+        return [] if self._pull else self._end_or_abort(HandoffOutcome.FAILED, PEER_ABORTED, None)
 
     def abort(self) -> list[Action]:
         """The leg has left, or the worker ends; nobody is told of an end."""
-        self._is_awaited = False
-        return self._leave(Outcome.ABORTED, PEER_ABORTED, Fail(PEER_ABORTED))
+        self._is_leg_waiting = False
+        return self._end_or_abort(HandoffOutcome.ABORTED, PEER_ABORTED, Fail(PEER_ABORTED))
 
     def tick(self, now: float) -> list[Action]:
         """Time passes: pings, and the ends of what lasted too long."""
-        if self._state in (_State.OVER, _State.ABORTING):
+        if self._state in (_State.ENDED, _State.ABORTING):
             return []
         if self._pull is None:
-            return self._tick_alone(now)
+            return self._tick_without_peer(now)
         if not self._has_leg and not self._has_kv:
-            late = now >= self._deadline
-            return self._leave(Outcome.TIMED_OUT, NO_PARTNER, Fail(NO_PARTNER)) if late else []
+            is_late = now >= self._deadline
+            return (
+                self._end_or_abort(HandoffOutcome.TIMED_OUT, NO_PARTNER, Fail(NO_PARTNER))
+                if is_late
+                else []
+            )
         if self._state is not _State.WAITING and now >= self._deadline:
             self._has_peer = False
-            return [*self._leave(Outcome.TIMED_OUT, PEER_LOST, None), Hangup()]
+            return [
+                *self._end_or_abort(HandoffOutcome.TIMED_OUT, PEER_LOST, None),
+                CloseConnection(),
+            ]
         if now < self._next_ping or self._state is _State.SENT:
             return []
-        self._next_ping = now + self._limits.ping_s
+        self._next_ping = now + self._timeouts.ping_interval_s
         return [Send(Ping())]
 
-    def _tick_alone(self, now: float) -> list[Action]:
+    def _tick_without_peer(self, now: float) -> list[Action]:
         if now < self._deadline:
             return []
-        outcome = Outcome.TIMED_OUT if self._has_leg else Outcome.EXPIRED
-        return self._leave(outcome, NO_PARTNER, None)
+        outcome = HandoffOutcome.TIMED_OUT if self._has_leg else HandoffOutcome.EXPIRED
+        return self._end_or_abort(outcome, NO_PARTNER, None)
 
-    def _go_on(self, now: float, *, is_new: bool) -> list[Action]:
+    def _advance(self, now: float, *, should_send_joined: bool) -> list[Action]:
         if self._pull is None:
             return []
         actions: list[Action] = []
-        if is_new:
-            self._next_ping = now + self._limits.ping_s
+        if should_send_joined:
+            self._next_ping = now + self._timeouts.ping_interval_s
             actions.append(Send(Joined()))
         if self._has_kv:
             self._state = _State.WRITING
-            self._deadline = now + self._limits.partner_s
+            self._deadline = now + self._timeouts.partner_timeout_s
             actions.append(StartWriting())
         return actions
 
-    def _leave(self, outcome: Outcome, reason: str, word: Message | None) -> list[Action]:
+    def _end_or_abort(
+        self, outcome: HandoffOutcome, reason: str, final_message: Message | None
+    ) -> list[Action]:
         """Ends the room, or lets it wait for the end of its writing."""
-        if self._state in (_State.OVER, _State.ABORTING):
+        if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome
-        ends = self._end(reason)
+        end_actions = self._end_leg(reason)
         if self._state is _State.WRITING:
             self._state = _State.ABORTING
-            return [*ends, StopWriting()]
-        self._state = _State.OVER
-        said: list[Action] = [Send(word), Hangup()] if word and self._has_peer else []
-        return [*([Release()] if self._has_kv else []), *ends, *said]
+            return [*end_actions, StopWriting()]
+        self._state = _State.ENDED
+        replies: list[Action] = (
+            [Send(final_message), CloseConnection()] if final_message and self._has_peer else []
+        )
+        return [*([ReleaseBlocks()] if self._has_kv else []), *end_actions, *replies]
 
-    def _end(self, reason: str | None) -> list[Action]:
-        if not self._is_awaited:
+    def _end_leg(self, reason: str | None) -> list[Action]:
+        if not self._is_leg_waiting:
             return []
-        self._is_awaited = False
-        return [End(None if reason is None else lost(reason))]
+        self._is_leg_waiting = False
+        return [EndLeg(None if reason is None else handoff_error(reason))]
 
 
-class DecodeRoom:
+class DecodeMachine:
     """Decode's end. It begins with the leg, which waits for blocks."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
-        self.outcome: Outcome | None = None
-        self._limits = limits
+    def __init__(self, timeouts: HandoffTimeouts, now: float) -> None:
+        self.outcome: HandoffOutcome | None = None
+        self._timeouts = timeouts
         self._state = _State.WAITING
-        self._began = now
-        self._deadline = now + limits.blocks_s
+        self._started_at = now
+        self._deadline = now + timeouts.blocks_timeout_s
         self._has_joined = False
 
     @property
     def is_over(self) -> bool:
         """Whether nothing follows."""
-        return self._state is _State.OVER
+        return self._state is _State.ENDED
 
     @property
     def is_aborting(self) -> bool:
         """Whether it only waits until nobody writes to its pages."""
         return self._state is _State.ABORTING
 
-    def place(self) -> list[Action]:
-        """The leg has blocks for the whole prompt; they are the room's until `Release`."""
+    def start_pull(self) -> list[Action]:
+        """The leg has blocks for the whole prompt; they are the room's until `ReleaseBlocks`."""
         assert self._state is _State.WAITING, "blocks are for legs that wait for them"
         self._state = _State.DIALING
-        self._deadline = self._began + self._limits.partner_s
+        self._deadline = self._started_at + self._timeouts.partner_timeout_s
         return [Dial()]
 
-    def connected(self, pull: Pull) -> list[Action]:
+    def on_connected(self, pull: Pull) -> list[Action]:
         """The prefill worker has picked up."""
         if self._state is not _State.DIALING:
-            return [Hangup()]
+            return [CloseConnection()]
         self._state = _State.PULLING
         return [Send(pull)]
 
-    def hear(self, now: float, message: Message) -> list[Action]:
+    def receive(self, now: float, message: Message) -> list[Action]:
         """What prefill says. Writes are carried out by whoever calls, before."""
         if self._state not in (_State.PULLING, _State.ABORTING):
             return []
         match message:
             case Joined() | Ping() | Write():
                 if self._state is _State.PULLING:
-                    self._deadline = now + self._limits.partner_s
+                    self._deadline = now + self._timeouts.partner_timeout_s
                 return []
             case Done():
-                return self._arrive(message)
+                return self._on_done(message)
             case Fail():
-                return self._lose(message.reason)
+                return self._on_lost(message.reason)
             case Aborted():
-                return self._lose(PEER_ABORTED)
+                return self._on_lost(PEER_ABORTED)
             case _:
-                return self._lose(PEER_LOST)
+                return self._on_lost(PEER_LOST)
 
-    def lose(self) -> list[Action]:
+    def on_connection_lost(self) -> list[Action]:
         """The connection to prefill is gone, or there never was one."""
-        return self._lose(PEER_LOST)
+        return self._on_lost(PEER_LOST)
 
     def abort(self, now: float) -> list[Action]:
         """The leg has left, or the worker ends."""
-        return self._leave(now, Outcome.ABORTED)
+        return self._end_or_abort(now, HandoffOutcome.ABORTED)
 
     def tick(self, now: float) -> list[Action]:
         """Time passes: the ends of what lasted too long."""
-        if now < self._deadline or self._state is _State.OVER:
+        if now < self._deadline or self._state is _State.ENDED:
             return []
         if self._state is _State.ABORTING:
-            self.outcome, self._state = Outcome.FORCED, _State.OVER
-            return [Hangup(), Release()]
-        return [End(self._lateness()), *self._leave(now, Outcome.TIMED_OUT)]
+            self.outcome, self._state = HandoffOutcome.FORCED, _State.ENDED
+            return [CloseConnection(), ReleaseBlocks()]
+        return [EndLeg(self._timeout_error()), *self._end_or_abort(now, HandoffOutcome.TIMED_OUT)]
 
-    def _lateness(self) -> MeshError:
+    def _timeout_error(self) -> MeshError:
         if self._state is not _State.WAITING:
-            return lost(NO_PARTNER)
-        return no_blocks(self._limits)
+            return handoff_error(NO_PARTNER)
+        return no_blocks_error(self._timeouts)
 
-    def _arrive(self, done: Done) -> list[Action]:
-        was, self._state = self._state, _State.OVER
-        if was is _State.ABORTING:
-            return [Release(), Hangup()]
-        self.outcome = Outcome.HANDED_OVER
-        return [Send(Received()), Release(), Arrived(done), Hangup()]
+    def _on_done(self, done: Done) -> list[Action]:
+        previous_state, self._state = self._state, _State.ENDED
+        if previous_state is _State.ABORTING:
+            return [ReleaseBlocks(), CloseConnection()]
+        self.outcome = HandoffOutcome.HANDED_OVER
+        return [Send(Received()), ReleaseBlocks(), KvArrived(done), CloseConnection()]
 
-    def _lose(self, reason: str) -> list[Action]:
-        was, self._state = self._state, _State.OVER
-        match was:
-            case _State.OVER:
+    def _on_lost(self, reason: str) -> list[Action]:
+        previous_state, self._state = self._state, _State.ENDED
+        match previous_state:
+            case _State.ENDED:
                 return []
             case _State.WAITING:
                 raise AssertionError("nobody was dialed yet")
             case _State.ABORTING:
-                return [Hangup(), Release()]
-        self.outcome = Outcome.FAILED
-        return [Hangup(), Release(), End(lost(reason))]
+                return [CloseConnection(), ReleaseBlocks()]
+        self.outcome = HandoffOutcome.FAILED
+        return [CloseConnection(), ReleaseBlocks(), EndLeg(handoff_error(reason))]
 
-    def _leave(self, now: float, outcome: Outcome) -> list[Action]:
+    def _end_or_abort(self, now: float, outcome: HandoffOutcome) -> list[Action]:
         """Before the Pull nobody can write; after it, prefill has to say that nobody does."""
-        if self._state in (_State.OVER, _State.ABORTING):
+        if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome
-        was, self._state = self._state, _State.OVER
-        match was:
+        previous_state, self._state = self._state, _State.ENDED
+        match previous_state:
             case _State.WAITING:
-                return [TellDropped()]
+                return [SendDrop()]
             case _State.DIALING:
-                return [Hangup(), Release(), TellDropped()]
+                return [CloseConnection(), ReleaseBlocks(), SendDrop()]
         self._state = _State.ABORTING
-        self._deadline = now + self._limits.abort_s
+        self._deadline = now + self._timeouts.abort_s
         return [Send(Abort())]

@@ -21,7 +21,7 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, Overloaded
 from common.registry.instances import Role
-from worker_svc.engines.sim.block_manager import BlockManager, Holding
+from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.transfer import (
     EXPIRED,
     FULL,
@@ -30,27 +30,27 @@ from worker_svc.engines.sim.transfer import (
     PEER_ABORTED,
     ROOM_TAKEN,
     Action,
-    Arrived,
-    DecodeRoom,
+    CloseConnection,
+    DecodeMachine,
     Dial,
     Done,
     Drop,
-    End,
+    EndLeg,
     Fail,
-    Hangup,
-    Limits,
+    HandoffOutcome,
+    HandoffTimeouts,
+    KvArrived,
     Message,
-    Outcome,
-    PrefillRoom,
+    PrefillMachine,
     Pull,
-    Release,
+    ReleaseBlocks,
     Send,
+    SendDrop,
     StartWriting,
     StopWriting,
-    TellDropped,
     Write,
     from_bytes,
-    lost,
+    handoff_error,
     to_bytes,
 )
 
@@ -60,23 +60,23 @@ TICK_S: Final = 0.05
 # Rooms that are over are remembered, so that a leg which comes too late hears it at once.
 _ENDED_ROOMS_MAX: Final = 4096
 # How long an engine that ends takes to say that legs, which had not pulled yet, are gone.
-_LAST_WORDS_S: Final = 0.5
+_DROP_TIMEOUT_S: Final = 0.5
 _LENGTH: Final = struct.Struct("<I")
 _COUNTERS: Final = {
-    Outcome.HANDED_OVER: "rooms_handed_over",
-    Outcome.ABORTED: "rooms_aborted",
-    Outcome.FAILED: "rooms_failed",
-    Outcome.TIMED_OUT: "rooms_timed_out",
-    Outcome.EXPIRED: "leases_expired",
-    Outcome.FORCED: "aborts_forced",
+    HandoffOutcome.HANDED_OVER: "rooms_handed_over",
+    HandoffOutcome.ABORTED: "rooms_aborted",
+    HandoffOutcome.FAILED: "rooms_failed",
+    HandoffOutcome.TIMED_OUT: "rooms_timed_out",
+    HandoffOutcome.EXPIRED: "leases_expired",
+    HandoffOutcome.FORCED: "aborts_forced",
 }
 # What is said to whoever comes to a room that ended so; to others, that it was given up.
-_REASONS: Final[Mapping[Outcome | None, str]] = {
-    Outcome.HANDED_OVER: ROOM_TAKEN,
-    Outcome.TIMED_OUT: NO_PARTNER,
-    Outcome.EXPIRED: EXPIRED,
+_REASONS: Final[Mapping[HandoffOutcome | None, str]] = {
+    HandoffOutcome.HANDED_OVER: ROOM_TAKEN,
+    HandoffOutcome.TIMED_OUT: NO_PARTNER,
+    HandoffOutcome.EXPIRED: EXPIRED,
 }
-_OWN_COUNTERS: Final = ("rooms_opened", "pages_written", "pages_received", "pulls_refused")
+_EXTRA_COUNTERS: Final = ("rooms_opened", "pages_written", "pages_received", "pulls_refused")
 
 log = structlog.get_logger()
 
@@ -130,9 +130,9 @@ class SimHandoffConfig:
             raise ValueError("port: must be in 0..65535")
 
     @property
-    def limits(self) -> Limits:
+    def timeouts(self) -> HandoffTimeouts:
         """The times of a room."""
-        return Limits(self.timeout_s, self.abort_s, self.lease_s)
+        return HandoffTimeouts(self.timeout_s, self.abort_s, self.lease_s)
 
 
 class Connection(Protocol):
@@ -151,7 +151,7 @@ class Connection(Protocol):
         """Nothing is received any more; what was sent still leaves."""
 
 
-Serve = Callable[[Connection], Awaitable[None]]
+ConnectionHandler = Callable[[Connection], Awaitable[None]]
 
 
 class Listener(Protocol):
@@ -168,8 +168,8 @@ class Listener(Protocol):
 class Network(Protocol):
     """How engines reach each other; another one runs them in virtual time."""
 
-    async def listen(self, host: str, port: int, serve: Serve) -> Listener:
-        """Serves each connection until `serve` returns, then closes it. Raises OSError."""
+    async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
+        """Serves each connection until `handler` returns, then closes it. Raises OSError."""
 
     async def dial(self, host: str, port: int) -> Connection:
         """Raises OSError."""
@@ -230,19 +230,19 @@ class TcpNetwork:
         self._linger_s = linger_s
         self._serving: dict[asyncio.Future[None], Connection] = {}
 
-    async def listen(self, host: str, port: int, serve: Serve) -> Listener:
+    async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
         """As `Network.listen`."""
 
         # The server complains about callbacks of its own that are cancelled.
-        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = _TcpConnection(reader, writer, self._linger_s)
-            task = asyncio.ensure_future(serve(connection))
+            task = asyncio.ensure_future(handler(connection))
             self._serving[task] = connection
-            task.add_done_callback(self._served)
+            task.add_done_callback(self._on_served)
 
-        return _TcpListener(await asyncio.start_server(accepted, host, port, backlog=1024))
+        return _TcpListener(await asyncio.start_server(on_connection, host, port, backlog=1024))
 
-    def _served(self, task: asyncio.Future[None]) -> None:
+    def _on_served(self, task: asyncio.Future[None]) -> None:
         self._serving.pop(task).close()
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("sim_handoff_failed", exc_info=error)
@@ -254,17 +254,17 @@ class TcpNetwork:
 
 
 @dataclass(slots=True, eq=False)
-class PrefillSide:
+class PrefillHandoff:
     """A room at prefill, with all that belongs to it. transfer: its pinned blocks.
 
     on_end: the leg's end; None is a good one.
     """
 
     room: int
-    machine: PrefillRoom
+    machine: PrefillMachine
     on_end: Callable[[MeshError | None], None] | None = None
     connection: Connection | None = None
-    transfer: Holding | None = None
+    transfer: BlockTable | None = None
     prompt_tokens: int | None = None
     stamps: list[int] = field(default_factory=list)
     done: Done | None = None
@@ -272,23 +272,23 @@ class PrefillSide:
 
 
 @dataclass(slots=True, eq=False)
-class DecodeSide:
+class DecodeHandoff:
     """A room at decode. on_arrival: the KV is there; on_end: it is not going to be."""
 
     room: int
     address: tuple[str, int]
-    machine: DecodeRoom
+    machine: DecodeMachine
     on_arrival: Callable[[Done], None] | None = None
     on_end: Callable[[MeshError], None] | None = None
     connection: Connection | None = None
-    transfer: Holding | None = None
+    transfer: BlockTable | None = None
     pull: Pull | None = None
 
 
-Side = PrefillSide | DecodeSide
+Handoff = PrefillHandoff | DecodeHandoff
 
 
-class Handoffs:
+class HandoffManager:
     """All rooms of one engine.
 
     incarnation: the worker's id. speedup: as in `Timing`. on_released: blocks came back, or a
@@ -310,10 +310,10 @@ class Handoffs:
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[object]],
         on_released: Callable[[], None],
-        decode_room: type[DecodeRoom] = DecodeRoom,
+        decode_machine: type[DecodeMachine] = DecodeMachine,
     ) -> None:
         self._config = config
-        self._limits = config.limits
+        self._timeouts = config.timeouts
         self._blocks = blocks
         self._incarnation = incarnation
         self._speedup = speedup
@@ -321,18 +321,18 @@ class Handoffs:
         self._clock = clock
         self._sleep = sleep
         self._on_released = on_released
-        self._decode_room = decode_room
+        self._decode_machine = decode_machine
         self._counters: Counter[str] = Counter()
-        self._prefills: dict[int, PrefillSide] = {}
-        self._decodes: dict[DecodeSide, None] = {}
+        self._prefill_handoffs: dict[int, PrefillHandoff] = {}
+        self._decode_handoffs: dict[DecodeHandoff, None] = {}
         # Why the rooms of late are over, oldest first.
-        self._ended: OrderedDict[int, str] = OrderedDict()
-        self._last_transfer = 0
-        self._connections = 0
+        self._ended_rooms: OrderedDict[int, str] = OrderedDict()
+        self._last_lease_number = 0
+        self._open_connections = 0
         self._link_free_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
-        self._ticker: asyncio.Task[None] | None = None
+        self._drop_tasks: set[asyncio.Task[None]] = set()
+        self._tick_task: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._listener: Listener | None = None
@@ -357,14 +357,14 @@ class Handoffs:
     @property
     def open_rooms(self) -> int:
         """Rooms of both ends that are not over."""
-        return len(self._prefills) + len(self._decodes)
+        return len(self._prefill_handoffs) + len(self._decode_handoffs)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """See the class."""
-        return {name: self._counters[name] for name in (*_COUNTERS.values(), *_OWN_COUNTERS)}
+        return {name: self._counters[name] for name in (*_COUNTERS.values(), *_EXTRA_COUNTERS)}
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Returns once no room is open."""
         await self._idle.wait()
 
@@ -373,201 +373,207 @@ class Handoffs:
         self._is_closed = True
         if self._listener is not None:
             await self._listener.close()
-        for side in tuple(self._prefills.values()):
-            self._do(side, side.machine.abort())
-        for decode in tuple(self._decodes):
+        for handoff in tuple(self._prefill_handoffs.values()):
+            self._execute_all(handoff, handoff.machine.abort())
+        for decode in tuple(self._decode_handoffs):
             self.abort(decode)
-        if self._dropping:
-            await asyncio.wait(tuple(self._dropping), timeout=_LAST_WORDS_S)
+        if self._drop_tasks:
+            await asyncio.wait(tuple(self._drop_tasks), timeout=_DROP_TIMEOUT_S)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        left: list[Side] = [*self._prefills.values(), *self._decodes]
-        for one in left:
-            self._over(one, [Hangup(), Release()])
+        open_handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
+        for one in open_handoffs:
+            self._finish(one, [CloseConnection(), ReleaseBlocks()])
 
-    def enter(self, room: int, prompt_tokens: int) -> PrefillSide:
+    def attach_leg(self, room: int, prompt_tokens: int) -> PrefillHandoff:
         """The prefill leg of a room is there; whoever calls sets `on_end` at once.
 
         Raises WorkerLost, Conflict or Overloaded.
         """
-        if (reason := self._ended.get(room)) is not None:
-            raise lost(reason)
-        side = self._prefills.get(room)
-        if side is not None and not side.machine.awaits_leg:
+        if (reason := self._ended_rooms.get(room)) is not None:
+            raise handoff_error(reason)
+        handoff = self._prefill_handoffs.get(room)
+        if handoff is not None and not handoff.machine.can_attach_leg:
             raise Conflict(f"room {room} is another prefill leg's", reason=ROOM_TAKEN)
-        side = side or self._new_prefill(room)
-        if side.machine.has_peer and side.machine.pull.tokens != prompt_tokens:
-            self._do(side, side.machine.refuse(MISMATCH))
-            raise lost(MISMATCH)
-        side.prompt_tokens = prompt_tokens
-        self._do(side, side.machine.enter(self._clock()))
-        return side
+        handoff = handoff or self._open_prefill(room)
+        if handoff.machine.has_peer and handoff.machine.pull.tokens != prompt_tokens:
+            self._execute_all(handoff, handoff.machine.reject(MISMATCH))
+            raise handoff_error(MISMATCH)
+        handoff.prompt_tokens = prompt_tokens
+        self._execute_all(handoff, handoff.machine.attach_leg(self._clock()))
+        return handoff
 
-    def compute(self, side: PrefillSide, transfer: Holding, stamps: list[int], done: Done) -> None:
+    def on_prompt_computed(
+        self, handoff: PrefillHandoff, transfer: BlockTable, stamps: list[int], done: Done
+    ) -> None:
         """The prompt of a room is computed. transfer: its pinned blocks, unpinned here."""
-        side.transfer, side.stamps, side.done = transfer, stamps, done
-        self._do(side, side.machine.compute(self._clock()))
+        handoff.transfer, handoff.stamps, handoff.done = transfer, stamps, done
+        self._execute_all(handoff, handoff.machine.on_prompt_computed(self._clock()))
 
     def lease(
-        self, transfer: Holding, stamps: list[int], prompt_tokens: int, done: Done
-    ) -> PrefillSide:
+        self, transfer: BlockTable, stamps: list[int], prompt_tokens: int, done: Done
+    ) -> PrefillHandoff:
         """Keeps a computed prompt for whoever pulls it, by the id in `room`.
 
         Raises Overloaded, and takes nothing then.
         """
-        self._last_transfer += 1
-        room = (self._incarnation + self._last_transfer * 0x9E3779B97F4A7C15) % 2**63
-        side = self._new_prefill(room)
-        side.prompt_tokens = prompt_tokens
-        self.compute(side, transfer, stamps, done)
-        return side
+        self._last_lease_number += 1
+        room = (self._incarnation + self._last_lease_number * 0x9E3779B97F4A7C15) % 2**63
+        handoff = self._open_prefill(room)
+        handoff.prompt_tokens = prompt_tokens
+        self.on_prompt_computed(handoff, transfer, stamps, done)
+        return handoff
 
-    def open_decode(self, address: tuple[str, int], room: int) -> DecodeSide:
-        """A decode leg is there, and waits for blocks (`place`).
+    def open_decode_handoff(self, address: tuple[str, int], room: int) -> DecodeHandoff:
+        """A decode leg is there, and waits for blocks (`start_pull`).
 
         Whoever calls sets `on_arrival` and `on_end` at once. Raises Overloaded.
         """
-        self._check_room()
-        machine = self._decode_room(self._limits, self._clock())
-        side = DecodeSide(room, address, machine)
-        self._decodes[side] = None
-        self._opened()
-        return side
+        self._check_capacity()
+        machine = self._decode_machine(self._timeouts, self._clock())
+        handoff = DecodeHandoff(room, address, machine)
+        self._decode_handoffs[handoff] = None
+        self._on_opened()
+        return handoff
 
-    def place(self, side: DecodeSide, transfer: Holding, prompt_tokens: int) -> None:
+    def start_pull(self, handoff: DecodeHandoff, transfer: BlockTable, prompt_tokens: int) -> None:
         """The decode leg has its blocks. transfer: them, pinned; unpinned here."""
-        side.transfer = transfer
-        side.pull = Pull(
-            side.room,
+        handoff.transfer = transfer
+        handoff.pull = Pull(
+            handoff.room,
             self._incarnation,
             prompt_tokens,
             self._blocks.block_size,
             [block.page for block in transfer.blocks],
         )
-        self._do(side, side.machine.place())
+        self._execute_all(handoff, handoff.machine.start_pull())
 
-    def abort(self, side: Side) -> None:
+    def abort(self, handoff: Handoff) -> None:
         """The leg has left. A room that is over is left alone."""
-        if isinstance(side, PrefillSide):
-            side.on_end = None
-            self._do(side, side.machine.abort())
+        if isinstance(handoff, PrefillHandoff):
+            handoff.on_end = None
+            self._execute_all(handoff, handoff.machine.abort())
         else:
-            self._do(side, side.machine.abort(self._clock()))
+            self._execute_all(handoff, handoff.machine.abort(self._clock()))
 
     # What the machines ask for.
 
-    def _do(self, side: Side, actions: list[Action]) -> None:
+    def _execute_all(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
-            self._act(side, action)
-        if side.machine.is_over:
-            self._over(side, [])
+            self._execute(handoff, action)
+        if handoff.machine.is_over:
+            self._finish(handoff, [])
 
-    def _act(self, side: Side, action: Action) -> None:
+    def _execute(self, handoff: Handoff, action: Action) -> None:
         match action:
             case Send(message):
-                if side.connection is not None:
-                    side.connection.send(to_bytes(message))
-            case Release():
-                self._release(side)
-            case Hangup():
-                if side.connection is not None:
-                    side.connection.close()
-            case _ if isinstance(side, PrefillSide):
-                self._act_at_prefill(side, action)
+                if handoff.connection is not None:
+                    handoff.connection.send(to_bytes(message))
+            case ReleaseBlocks():
+                self._release_blocks(handoff)
+            case CloseConnection():
+                if handoff.connection is not None:
+                    handoff.connection.close()
+            case _ if isinstance(handoff, PrefillHandoff):
+                self._execute_prefill(handoff, action)
             case _:
-                self._act_at_decode(side, action)
+                self._execute_decode(handoff, action)
 
-    def _act_at_prefill(self, side: PrefillSide, action: Action) -> None:
+    def _execute_prefill(self, handoff: PrefillHandoff, action: Action) -> None:
         match action:
             case StartWriting():
-                side.writer = self._spawn(self._write_pages(side))
+                handoff.writer = self._spawn(self._write_pages(handoff))
                 # Not in the task itself: one that is cancelled before its first step runs nothing.
-                side.writer.add_done_callback(lambda _: self._do(side, side.machine.stopped()))
+                handoff.writer.add_done_callback(
+                    lambda _: self._execute_all(handoff, handoff.machine.on_writing_stopped())
+                )
             case StopWriting():
-                assert side.writer is not None, "it was started"
-                side.writer.cancel()
-            case End(error):
-                on_end, side.on_end = side.on_end, None
+                assert handoff.writer is not None, "it was started"
+                handoff.writer.cancel()
+            case EndLeg(error):
+                on_end, handoff.on_end = handoff.on_end, None
                 if on_end is not None:
                     on_end(error)
             case _:
                 raise AssertionError(f"prefill does not do {action}")
 
-    def _act_at_decode(self, side: DecodeSide, action: Action) -> None:
+    def _execute_decode(self, handoff: DecodeHandoff, action: Action) -> None:
         match action:
             case Dial():
-                self._spawn(self._talk(side))
-            case TellDropped():
-                task = self._spawn(self._tell_dropped(side))
-                self._dropping.add(task)
-                task.add_done_callback(self._dropping.discard)
-            case Arrived(done):
-                assert side.on_arrival is not None, "it was set when the leg came"
-                side.on_arrival(done)
-            case End(error):
+                self._spawn(self._run_decode(handoff))
+            case SendDrop():
+                task = self._spawn(self._send_drop(handoff))
+                self._drop_tasks.add(task)
+                task.add_done_callback(self._drop_tasks.discard)
+            case KvArrived(done):
+                assert handoff.on_arrival is not None, "it was set when the leg came"
+                handoff.on_arrival(done)
+            case EndLeg(error):
                 assert error is not None, "decode's good end is an arrival"
-                assert side.on_end is not None, "it was set when the leg came"
-                side.on_end(error)
+                assert handoff.on_end is not None, "it was set when the leg came"
+                handoff.on_end(error)
             case _:
                 raise AssertionError(f"decode does not do {action}")
 
-    def _release(self, side: Side) -> None:
-        transfer, side.transfer = side.transfer, None
+    def _release_blocks(self, handoff: Handoff) -> None:
+        transfer, handoff.transfer = handoff.transfer, None
         if transfer is not None:
             self._blocks.unpin(transfer)
             self._on_released()
 
-    def _over(self, side: Side, actions: list[Action]) -> None:
+    def _finish(self, handoff: Handoff, actions: list[Action]) -> None:
         for action in actions:
-            self._act(side, action)
-        if isinstance(side, PrefillSide):
-            if self._prefills.get(side.room) is not side:
+            self._execute(handoff, action)
+        if isinstance(handoff, PrefillHandoff):
+            if self._prefill_handoffs.get(handoff.room) is not handoff:
                 return
-            del self._prefills[side.room]
-            outcome = side.machine.outcome
-            self._remember(side.room, _REASONS.get(outcome, PEER_ABORTED))
+            del self._prefill_handoffs[handoff.room]
+            outcome = handoff.machine.outcome
+            self._record_ended(handoff.room, _REASONS.get(outcome, PEER_ABORTED))
         else:
-            if side not in self._decodes:
+            if handoff not in self._decode_handoffs:
                 return
-            del self._decodes[side]
-            outcome = side.machine.outcome
-        self._counters[_COUNTERS[outcome or Outcome.FORCED]] += 1
+            del self._decode_handoffs[handoff]
+            outcome = handoff.machine.outcome
+        self._counters[_COUNTERS[outcome or HandoffOutcome.FORCED]] += 1
         if not self.open_rooms:
             self._idle.set()
 
-    def _remember(self, room: int, reason: str) -> None:
-        self._ended[room] = reason
-        while len(self._ended) > _ENDED_ROOMS_MAX:
-            self._ended.popitem(last=False)
+    def _record_ended(self, room: int, reason: str) -> None:
+        self._ended_rooms[room] = reason
+        while len(self._ended_rooms) > _ENDED_ROOMS_MAX:
+            self._ended_rooms.popitem(last=False)
 
     # Rooms, tasks and time.
 
-    def _new_prefill(self, room: int) -> PrefillSide:
-        self._check_room()
-        side = self._prefills[room] = PrefillSide(room, PrefillRoom(self._limits, self._clock()))
-        self._opened()
-        return side
+    def _open_prefill(self, room: int) -> PrefillHandoff:
+        self._check_capacity()
+        handoff = self._prefill_handoffs[room] = PrefillHandoff(
+            room, PrefillMachine(self._timeouts, self._clock())
+        )
+        self._on_opened()
+        return handoff
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         if self.open_rooms >= self._config.rooms_max:
             raise Overloaded(1.0, "this worker has all the handoffs it can hold", reason=FULL)
 
-    def _opened(self) -> None:
+    def _on_opened(self) -> None:
         self._counters["rooms_opened"] += 1
         self._idle.clear()
-        if self._ticker is None:
-            self._ticker = self._spawn(self._tick())
+        if self._tick_task is None:
+            self._tick_task = self._spawn(self._tick())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name="sim-handoff")
         self._tasks.add(task)
-        task.add_done_callback(self._ended_task)
+        task.add_done_callback(self._on_task_done)
         return task
 
-    def _ended_task(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("sim_handoff_failed", exc_info=error)
@@ -576,44 +582,44 @@ class Handoffs:
         while True:
             await self._sleep(TICK_S)
             now = self._clock()
-            sides: list[Side] = [*self._prefills.values(), *self._decodes]
-            for side in sides:
-                self._do(side, side.machine.tick(now))
+            handoffs: list[Handoff] = [*self._prefill_handoffs.values(), *self._decode_handoffs]
+            for handoff in handoffs:
+                self._execute_all(handoff, handoff.machine.tick(now))
             if not self.open_rooms:
-                self._ticker = None
+                self._tick_task = None
                 return
 
     # Prefill.
 
     async def _serve(self, connection: Connection) -> None:
         """One connection of a decode worker."""
-        if self._is_closed or self._connections >= self._config.rooms_max:
-            self._refuse(connection, FULL)
+        if self._is_closed or self._open_connections >= self._config.rooms_max:
+            self._reject(connection, FULL)
             return
-        self._connections += 1
+        self._open_connections += 1
         task = asyncio.current_task()
         assert task is not None, "this runs in a task"
         self._tasks.add(task)
         try:
-            first = await self._first(connection)
+            first = await self._receive_first_message(connection)
             match first:
                 case Drop(room):
-                    self._drop(room)
+                    self._on_drop(room)
                 case Pull():
                     await self._serve_pull(connection, first)
                 case _:
                     connection.close()
         finally:
             self._tasks.discard(task)
-            self._connections -= 1
+            self._open_connections -= 1
 
-    async def _first(self, connection: Connection) -> Message | None:
+    async def _receive_first_message(self, connection: Connection) -> Message | None:
         with contextlib.suppress(TimeoutError):  # then it says nothing, and is closed
             async with asyncio.timeout(self._config.timeout_s):
-                return await self._hear(connection)
+                return await self._receive_message(connection)
         return None
 
-    async def _hear(self, connection: Connection) -> Message | None:
+    async def _receive_message(self, connection: Connection) -> Message | None:
         frame = await connection.receive()
         if frame is None:
             return None
@@ -623,96 +629,98 @@ class Handoffs:
             log.warning("handoff_frame_bad", error=error.message)
             return None
 
-    def _drop(self, room: int) -> None:
-        side = self._prefills.get(room)
-        if side is not None:
-            self._do(side, side.machine.drop())
-        elif room not in self._ended:
-            self._remember(room, PEER_ABORTED)
+    def _on_drop(self, room: int) -> None:
+        handoff = self._prefill_handoffs.get(room)
+        if handoff is not None:
+            self._execute_all(handoff, handoff.machine.on_peer_dropped())
+        elif room not in self._ended_rooms:
+            self._record_ended(room, PEER_ABORTED)
 
     async def _serve_pull(self, connection: Connection, pull: Pull) -> None:
         try:
-            side = self._joined(connection, pull)
+            handoff = self._accept_pull(connection, pull)
         except MeshError as error:
-            self._refuse(connection, error.reason)
+            self._reject(connection, error.reason)
             return
         try:
-            while not side.machine.is_over:
-                message = await self._hear(connection)
+            while not handoff.machine.is_over:
+                message = await self._receive_message(connection)
                 if message is None:
-                    actions = side.machine.lose()
+                    actions = handoff.machine.on_connection_lost()
                 else:
-                    actions = side.machine.hear(self._clock(), message)
-                self._do(side, actions)
+                    actions = handoff.machine.receive(self._clock(), message)
+                self._execute_all(handoff, actions)
                 if message is None:
                     return
         finally:
-            self._do(side, side.machine.lose())
+            self._execute_all(handoff, handoff.machine.on_connection_lost())
 
-    def _joined(self, connection: Connection, pull: Pull) -> PrefillSide:
+    def _accept_pull(self, connection: Connection, pull: Pull) -> PrefillHandoff:
         """The room a Pull is for, joined. Raises what it is refused with."""
-        if (reason := self._ended.get(pull.room)) is not None:
-            raise lost(reason)
-        side = self._prefills.get(pull.room)
-        if side is not None and side.machine.has_peer:
-            raise lost(ROOM_TAKEN)
-        if not self._fits(pull, side):
-            if side is not None:
-                self._do(side, side.machine.refuse(MISMATCH))
-            raise lost(MISMATCH)
-        side = side or self._new_prefill(pull.room)
-        side.connection = connection
-        self._do(side, side.machine.join(self._clock(), pull))
-        return side
+        if (reason := self._ended_rooms.get(pull.room)) is not None:
+            raise handoff_error(reason)
+        handoff = self._prefill_handoffs.get(pull.room)
+        if handoff is not None and handoff.machine.has_peer:
+            raise handoff_error(ROOM_TAKEN)
+        if not self._is_compatible(pull, handoff):
+            if handoff is not None:
+                self._execute_all(handoff, handoff.machine.reject(MISMATCH))
+            raise handoff_error(MISMATCH)
+        handoff = handoff or self._open_prefill(pull.room)
+        handoff.connection = connection
+        self._execute_all(handoff, handoff.machine.attach_peer(self._clock(), pull))
+        return handoff
 
-    def _fits(self, pull: Pull, side: PrefillSide | None) -> bool:
-        expected = self._blocks.block_size
-        if pull.block_size != expected or len(pull.pages) != -(-pull.tokens // expected):
+    def _is_compatible(self, pull: Pull, handoff: PrefillHandoff | None) -> bool:
+        block_size = self._blocks.block_size
+        if pull.block_size != block_size or len(pull.pages) != -(-pull.tokens // block_size):
             return False
-        return side is None or pull.tokens == side.prompt_tokens
+        return handoff is None or pull.tokens == handoff.prompt_tokens
 
-    def _refuse(self, connection: Connection, reason: str) -> None:
+    def _reject(self, connection: Connection, reason: str) -> None:
         self._counters["pulls_refused"] += 1
         connection.send(to_bytes(Fail(reason)))
         connection.close()
 
-    async def _write_pages(self, side: PrefillSide) -> None:
+    async def _write_pages(self, handoff: PrefillHandoff) -> None:
         """The modelled transfer: reads the room's blocks, writes decode's pages."""
-        machine, connection, transfer = side.machine, side.connection, side.transfer
+        machine, connection, transfer = handoff.machine, handoff.connection, handoff.transfer
         assert connection is not None, "a transfer goes to somebody"
         assert transfer is not None, "a transfer has blocks"
-        assert side.done is not None, "a computed prompt has a first token"
-        pages, size = side.machine.pull.pages, self._config.chunk_pages
+        assert handoff.done is not None, "a computed prompt has a first token"
+        pages, size = handoff.machine.pull.pages, self._config.chunk_pages
         try:
-            await self._pass(machine, self._scaled(self._config.latency_s))
+            await self._wait_for_link(machine, self._scaled(self._config.latency_s))
             for start in range(0, len(pages), size):
                 part = pages[start : start + size]
-                await self._pass(machine, self._reserve(len(part)))
+                await self._wait_for_link(machine, self._reserve_link_s(len(part)))
                 blocks = transfer.blocks[start : start + size]
                 # What is read is what is there: a block that is not intact arrives as it is.
                 stamps = [
                     stamp if self._blocks.read(block) == block.stamp else -1
-                    for block, stamp in zip(blocks, side.stamps[start : start + size], strict=True)
+                    for block, stamp in zip(
+                        blocks, handoff.stamps[start : start + size], strict=True
+                    )
                 ]
                 connection.send(to_bytes(Write(part, stamps)))
                 self._counters["pages_written"] += len(part)
                 await connection.flushed()
-            connection.send(to_bytes(side.done))
+            connection.send(to_bytes(handoff.done))
         except OSError:
-            self._do(side, machine.lose())
+            self._execute_all(handoff, machine.on_connection_lost())
             return
-        self._do(side, machine.sent(self._clock()))
+        self._execute_all(handoff, machine.on_done_sent(self._clock()))
 
-    async def _pass(self, machine: PrefillRoom, wait_s: float) -> None:
-        machine.wrote(self._clock(), wait_s)
+    async def _wait_for_link(self, machine: PrefillMachine, wait_s: float) -> None:
+        machine.extend_deadline(self._clock(), wait_s)
         await self._sleep(wait_s)
 
-    def _reserve(self, pages: int) -> float:
+    def _reserve_link_s(self, pages: int) -> float:
         """Seconds until the link has carried that many more pages."""
         now = self._clock()
         size = pages * self._blocks.block_size * self._config.bytes_per_token
-        took = self._scaled(size / (self._config.gb_per_s * 1e9))
-        self._link_free_at = max(now, self._link_free_at) + took
+        duration_s = self._scaled(size / (self._config.gb_per_s * 1e9))
+        self._link_free_at = max(now, self._link_free_at) + duration_s
         return self._link_free_at - now
 
     def _scaled(self, seconds: float) -> float:
@@ -720,33 +728,33 @@ class Handoffs:
 
     # Decode.
 
-    async def _talk(self, side: DecodeSide) -> None:
+    async def _run_decode(self, handoff: DecodeHandoff) -> None:
         """Decode's side of one room."""
-        machine = side.machine
+        machine = handoff.machine
         try:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
-                    connection = side.connection = await self._network.dial(*side.address)
+                    connection = handoff.connection = await self._network.dial(*handoff.address)
             except OSError as error:
-                log.info("handoff_dial_failed", address=side.address, error=str(error))
+                log.info("handoff_dial_failed", address=handoff.address, error=str(error))
                 return
-            assert side.pull is not None, "a leg is placed before it dials"
-            self._do(side, machine.connected(side.pull))
+            assert handoff.pull is not None, "a leg is placed before it dials"
+            self._execute_all(handoff, machine.on_connected(handoff.pull))
             while not machine.is_over:
-                message = await self._hear(connection)
+                message = await self._receive_message(connection)
                 # Once the room is over its pages are somebody else's: the connection is closed.
                 if message is None or machine.is_over:
                     return
-                if isinstance(message, Write) and not self._write(message):
+                if isinstance(message, Write) and not self._apply_write(message):
                     return
-                self._do(side, machine.hear(self._clock(), message))
+                self._execute_all(handoff, machine.receive(self._clock(), message))
         finally:
             if not machine.is_over:
-                self._do(side, machine.lose())
-            if side.connection is not None:
-                side.connection.close()
+                self._execute_all(handoff, machine.on_connection_lost())
+            if handoff.connection is not None:
+                handoff.connection.close()
 
-    def _write(self, message: Write) -> bool:
+    def _apply_write(self, message: Write) -> bool:
         """Writes where it is told to, whoever has the pages now; False where no page is."""
         try:
             for page, stamp in zip(message.pages, message.stamps, strict=True):
@@ -757,25 +765,25 @@ class Handoffs:
         self._counters["pages_received"] += len(message.pages)
         return True
 
-    async def _tell_dropped(self, side: DecodeSide) -> None:
+    async def _send_drop(self, handoff: DecodeHandoff) -> None:
         try:
             async with asyncio.timeout(self._config.abort_s):
-                connection = await self._network.dial(*side.address)
+                connection = await self._network.dial(*handoff.address)
         except OSError:  # then prefill finds out by its own time-out
-            log.info("handoff_drop_unsaid", room=side.room)
+            log.info("handoff_drop_unsaid", room=handoff.room)
             return
-        connection.send(to_bytes(Drop(side.room)))
+        connection.send(to_bytes(Drop(handoff.room)))
         connection.close()
 
 
 __all__ = [
     "NO_PARTNER",
     "Connection",
-    "DecodeSide",
-    "Handoffs",
+    "DecodeHandoff",
+    "HandoffManager",
     "Listener",
     "Network",
-    "PrefillSide",
+    "PrefillHandoff",
     "SimHandoffConfig",
     "TcpNetwork",
 ]

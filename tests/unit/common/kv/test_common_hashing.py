@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from common.kv.hashing import (
     BLOCK_SIZE_MAX,
     DEFAULT_BLOCK_SIZE,
-    POSITION_KEYS_KEPT,
+    HASH_SCHEME_ID,
+    POSITION_KEYS_CACHED_MAX,
     POSITION_MAX,
-    SCHEME_ID,
-    BlockExtraInfo,
+    BlockMediaInfo,
     ChainState,
-    MmObject,
+    MediaHash,
     PrefixHasher,
     TokensWithHashes,
     compute_block_hash_for_seq,
@@ -46,7 +46,7 @@ small_block = st.integers(1, 9)
 name = st.text("ab\0é", max_size=4)
 
 
-def hasher_of(block_size: int = DEFAULT_BLOCK_SIZE) -> PrefixHasher:
+def hasher_factory(block_size: int = DEFAULT_BLOCK_SIZE) -> PrefixHasher:
     return PrefixHasher(mesh_key=MESH_KEY, model=MODEL, block_size=block_size)
 
 
@@ -112,7 +112,7 @@ def scheme_1(
 def test_scheme_1_gives_these_hashes_for_ever(
     arguments: dict[str, Any], expected: list[int]
 ) -> None:
-    assert SCHEME_ID == 1
+    assert HASH_SCHEME_ID == 1
     got = PrefixHasher(**arguments).prefix_hashes(range(64))
     assert got.dtype == np.uint64
     assert got.tolist() == expected
@@ -140,7 +140,7 @@ def test_vectorised_hashes_equal_the_definition_in_plain_integers(
 def test_extending_from_any_block_equals_hashing_the_whole(
     tokens: list[int], block_size: int
 ) -> None:
-    hasher = hasher_of(block_size)
+    hasher = hasher_factory(block_size)
     whole = hasher.prefix_hashes(tokens)
     from_root, sums = hasher.extend(ROOT, tokens)
     assert from_root.tolist() == whole.tolist()
@@ -156,7 +156,7 @@ def test_extending_from_any_block_equals_hashing_the_whole(
 def test_hashes_agree_exactly_as_far_as_the_prompts_do(
     common: list[int], tail: list[int], other_tail: list[int], block_size: int
 ) -> None:
-    hasher = hasher_of(block_size)
+    hasher = hasher_factory(block_size)
     left, right = common + tail, common + other_tail
     left_hashes = hasher.prefix_hashes(left).tolist()
     right_hashes = hasher.prefix_hashes(right).tolist()
@@ -168,7 +168,7 @@ def test_hashes_agree_exactly_as_far_as_the_prompts_do(
 @settings(max_examples=40)
 @given(prompt, small_block)
 def test_every_form_of_token_ids_gives_the_same_hashes(tokens: list[int], block_size: int) -> None:
-    hasher = hasher_of(block_size)
+    hasher = hasher_factory(block_size)
     packed = struct.pack(f"<{len(tokens)}I", *tokens)
     expected = hasher.prefix_hashes(tokens).tolist()
     spread = np.zeros(2 * len(tokens), dtype=np.uint32)
@@ -188,25 +188,25 @@ def test_every_form_of_token_ids_gives_the_same_hashes(tokens: list[int], block_
 
 def test_hashing_leaves_the_callers_token_ids_as_they_were() -> None:
     tokens = np.arange(64, dtype=np.uint32)
-    hasher_of().prefix_hashes(tokens)
+    hasher_factory().prefix_hashes(tokens)
     assert tokens.tolist() == list(range(64))
 
 
 def test_a_hasher_reports_its_block_size() -> None:
-    assert hasher_of(7).block_size == 7
+    assert hasher_factory(7).block_size == 7
 
 
 @pytest.mark.parametrize("length", [0, 1, 15])
 def test_fewer_tokens_than_a_block_give_no_hash(length: int) -> None:
-    hashes, sums = hasher_of().extend(ROOT, [1] * length)
-    for empty in (hashes, sums, hasher_of().prefix_hashes(b"\x01\0\0\0" * length)):
+    hashes, sums = hasher_factory().extend(ROOT, [1] * length)
+    for empty in (hashes, sums, hasher_factory().prefix_hashes(b"\x01\0\0\0" * length)):
         assert empty.shape == (0,)
         assert empty.dtype == np.uint64
 
 
 def test_a_partial_tail_changes_nothing() -> None:
-    full = hasher_of().prefix_hashes(range(32))
-    assert hasher_of().prefix_hashes(range(47)).tolist() == full.tolist()
+    full = hasher_factory().prefix_hashes(range(32))
+    assert hasher_factory().prefix_hashes(range(47)).tolist() == full.tolist()
 
 
 def test_changing_any_argument_of_a_hasher_changes_every_hash() -> None:
@@ -234,18 +234,18 @@ def test_changing_any_argument_of_a_hasher_changes_every_hash() -> None:
     assert distinct(np.concatenate(hashes)) == sum(map(len, hashes))
 
 
-@pytest.mark.parametrize("start", [0, 511, POSITION_KEYS_KEPT - 2, 10**6, POSITION_MAX])
+@pytest.mark.parametrize("start", [0, 511, POSITION_KEYS_CACHED_MAX - 2, 10**6, POSITION_MAX])
 def test_a_chain_can_start_at_any_position(start: int) -> None:
     state = ChainState(start, U64_MAX)
     tokens = list(range(20))
-    hashes, _ = hasher_of(4).extend(state, tokens)
+    hashes, _ = hasher_factory(4).extend(state, tokens)
     assert hashes.tolist() == scheme_1(tokens, 4, state=state)
 
 
 def test_prompts_longer_than_the_kept_position_keys_hash_like_their_parts() -> None:
-    tokens = np.arange(POSITION_KEYS_KEPT + 10, dtype=np.uint32)
-    whole, sums = hasher_of(1).extend(ROOT, tokens)
-    used = hasher_of(1)
+    tokens = np.arange(POSITION_KEYS_CACHED_MAX + 10, dtype=np.uint32)
+    whole, sums = hasher_factory(1).extend(ROOT, tokens)
+    used = hasher_factory(1)
     first = used.prefix_hashes(tokens[:700])
     rest, _ = used.extend(ChainState(700, int(sums[699])), tokens[700:])
     assert np.array_equal(np.concatenate([first, rest]), whole)
@@ -275,9 +275,9 @@ def test_prompts_longer_than_the_kept_position_keys_hash_like_their_parts() -> N
 )
 def test_token_ids_outside_u32_are_refused_by_name(tokens: Any, why: str) -> None:
     with pytest.raises(ValueError, match=rf"^token_ids: .*{why}"):
-        hasher_of(1).prefix_hashes(tokens)
+        hasher_factory(1).prefix_hashes(tokens)
     with pytest.raises(ValueError, match=rf"^token_ids: .*{why}"):
-        hasher_of(1).extend(ROOT, tokens)
+        hasher_factory(1).extend(ROOT, tokens)
     with pytest.raises(ValueError, match=rf"^tokens: .*{why}"):
         compute_block_hash_for_seq(tokens, 1)
     with pytest.raises(ValueError, match=rf"^tokens: .*{why}"):
@@ -287,7 +287,7 @@ def test_token_ids_outside_u32_are_refused_by_name(tokens: Any, why: str) -> Non
 @pytest.mark.parametrize("block_size", [0, -16])
 def test_a_block_size_below_one_is_refused_by_name(block_size: int) -> None:
     with pytest.raises(ValueError, match=r"^block_size: "):
-        hasher_of(block_size)
+        hasher_factory(block_size)
     with pytest.raises(ValueError, match=r"^block_size: "):
         compute_block_hash_for_seq([1], block_size)
     with pytest.raises(ValueError, match=r"^block_size: "):
@@ -295,9 +295,9 @@ def test_a_block_size_below_one_is_refused_by_name(block_size: int) -> None:
 
 
 def test_a_block_size_beyond_the_bound_is_refused_before_memory_is_taken() -> None:
-    assert hasher_of(BLOCK_SIZE_MAX).prefix_hashes([0] * BLOCK_SIZE_MAX).shape == (1,)
+    assert hasher_factory(BLOCK_SIZE_MAX).prefix_hashes([0] * BLOCK_SIZE_MAX).shape == (1,)
     with pytest.raises(ValueError, match=r"^block_size: "):
-        hasher_of(2**60)
+        hasher_factory(2**60)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def uniform_blocks(tokens: NDArray[np.integer[Any]]) -> NDArray[np.uint32]:
 
 
 def random_prompts(size: int) -> tuple[list[Hashes], int]:
-    hasher, rng = hasher_of(), np.random.default_rng(1)
+    hasher, rng = hasher_factory(), np.random.default_rng(1)
     length = 128 * size
     found = [
         hasher.prefix_hashes(rng.integers(1_000_000, 1_150_000, 16 * length, dtype=np.uint32))
@@ -367,14 +367,14 @@ def random_prompts(size: int) -> tuple[list[Hashes], int]:
 
 def constant_prompts(size: int) -> tuple[list[Hashes], int]:
     """Runs of token id 0, and of others."""
-    hasher, length = hasher_of(), 64 * size
+    hasher, length = hasher_factory(), 64 * size
     found = [hasher.prefix_hashes(uniform_blocks(np.full(length, i))) for i in range(256)]
     return found, 256 * length
 
 
 def thue_morse_words(size: int) -> tuple[list[Hashes], int]:
     """Thue-Morse words and their complements, over many pairs of blocks."""
-    hasher, length = hasher_of(), 128 * size
+    hasher, length = hasher_factory(), 128 * size
     word = np.bitwise_count(np.arange(length, dtype=np.uint32)) & 1
     found: list[Hashes] = []
     for token in range(2_000, 2_064, 2):
@@ -386,7 +386,7 @@ def thue_morse_words(size: int) -> tuple[list[Hashes], int]:
 
 def all_words_over_two_blocks(size: int) -> tuple[list[Hashes], int]:
     """Every word over two blocks that differ by one in one token: 2^n words of n blocks."""
-    hasher, length = hasher_of(), 8 + size // 8
+    hasher, length = hasher_factory(), 8 + size // 8
     pair = np.stack([block_of(3_000), block_of(3_000)])
     pair[1, 7] += 1
     words = np.array(list(itertools.product((0, 1), repeat=length)))
@@ -395,7 +395,7 @@ def all_words_over_two_blocks(size: int) -> tuple[list[Hashes], int]:
 
 def swapped_blocks(size: int) -> tuple[list[Hashes], int]:
     """Two blocks of a prompt change places, at every power of two of distance."""
-    hasher, length = hasher_of(), 16 * size
+    hasher, length = hasher_factory(), 16 * size
     base = np.arange(4_000, 4_000 + length)
     hashes, sums = hasher.extend(ROOT, uniform_blocks(base))
     found = [hashes]
@@ -411,7 +411,7 @@ def swapped_blocks(size: int) -> tuple[list[Hashes], int]:
 
 
 def one_block_at_every_position(size: int) -> tuple[list[Hashes], int]:
-    hasher, length = hasher_of(), 16 * size
+    hasher, length = hasher_factory(), 16 * size
     filler = uniform_blocks(np.full(length, 8_000))
     hashes, sums = hasher.extend(ROOT, filler)
     found = [hashes]
@@ -425,7 +425,7 @@ def one_block_at_every_position(size: int) -> tuple[list[Hashes], int]:
 
 def small_lattice_differences(size: int) -> tuple[list[Hashes], int]:
     """A 0/1 vector, scaled, is added to one block and taken from the next: the sum stays."""
-    hasher, dimensions = hasher_of(), 8 + size // 8
+    hasher, dimensions = hasher_factory(), 8 + size // 8
     found: list[Hashes] = []
     for base, step in ((500_000, 1), (600_000, 4_096)):
         tokens = np.full((3, 16), base, dtype=np.uint32)
@@ -478,8 +478,8 @@ VECTOR_TOKENS = list(range(1, 33))
 PLAIN_VECTOR = [16863443419780771464, 2287610619914608821]
 
 
-def objects(*mm_hashes: int) -> BlockExtraInfo:
-    return BlockExtraInfo(tuple(MmObject(mm_hash) for mm_hash in mm_hashes))
+def objects(*mm_hashes: int) -> BlockMediaInfo:
+    return BlockMediaInfo(tuple(MediaHash(mm_hash) for mm_hash in mm_hashes))
 
 
 @pytest.mark.row("S1-38")
@@ -524,7 +524,7 @@ def test_a_local_hash_names_the_content_of_one_block_wherever_it_stands() -> Non
 
 @pytest.mark.row("S1-30")
 def test_multimodal_objects_distinguish_blocks_of_equal_tokens() -> None:
-    def hashes(*infos: BlockExtraInfo | None) -> list[int]:
+    def hashes(*infos: BlockMediaInfo | None) -> list[int]:
         return list(compute_block_hash_for_seq([1, 2, 1, 2], 2, infos))
 
     plain = hashes()
@@ -532,8 +532,8 @@ def test_multimodal_objects_distinguish_blocks_of_equal_tokens() -> None:
     assert hashes(None, objects(9))[1] not in (*plain, *hashes(objects(8)))
     assert hashes(objects(7, 3)) == hashes(objects(3, 7)) != hashes(objects(7))
     assert hashes(objects(7, 7)) != hashes(objects(7))
-    assert hashes(BlockExtraInfo()) == plain
-    placed = BlockExtraInfo((MmObject(9, offsets=((0, 2),)),))
+    assert hashes(BlockMediaInfo()) == plain
+    placed = BlockMediaInfo((MediaHash(9, offsets=((0, 2),)),))
     assert hashes(placed) == hashes(objects(9))
 
 
@@ -544,7 +544,7 @@ def test_multimodal_infos_that_fit_no_block_are_refused() -> None:
         compute_block_hash_for_seq([1, 2, 3], 2, [None, None, None])
     for mm_hash in (-1, 2**64):
         with pytest.raises(ValueError, match=r"^mm_hash: "):
-            MmObject(mm_hash)
+            MediaHash(mm_hash)
 
 
 def test_sequence_hashes_chain_the_local_ones() -> None:
@@ -582,7 +582,7 @@ def test_tokens_with_hashes_pass_on_adapter_objects_and_mode() -> None:
 
 @pytest.mark.row("S1-36")
 def test_tokens_with_hashes_compute_lazily_and_once() -> None:
-    class CountedInfo(BlockExtraInfo):
+    class CountedInfo(BlockMediaInfo):
         """Counts how often hashing asks for the objects."""
 
         reads = 0
@@ -592,7 +592,7 @@ def test_tokens_with_hashes_compute_lazily_and_once() -> None:
                 CountedInfo.reads += 1
             return super().__getattribute__(name)
 
-    held = TokensWithHashes(VECTOR_TOKENS, 16, [CountedInfo((MmObject(9),))])
+    held = TokensWithHashes(VECTOR_TOKENS, 16, [CountedInfo((MediaHash(9),))])
     assert CountedInfo.reads == 0
     sequence = held.seq_hashes
     assert CountedInfo.reads == 1

@@ -27,13 +27,13 @@ from common.kv.events import (
 from common.kv.index_feed import (
     LOAD_ONLY,
     RETRY_S,
-    STALE_S,
-    Applied,
-    Changed,
-    Demand,
+    STALE_GRACE_S,
+    BatchApplied,
     IndexFeed,
-    Replaced,
-    exhaust,
+    ResendRequest,
+    SourceReplaced,
+    StatusChanged,
+    run_all_steps,
 )
 
 PARTITION = Partition("m", 16, 1)
@@ -73,8 +73,8 @@ def chunk(
 
 
 def claimed(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
-    index, claims = feed.claims(source)
-    return {key for _, part in index.chunks(claims) for key in part.tolist()}
+    index, advertised = feed.advertised(source)
+    return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
 
 def depth(feed: IndexFeed, *chain: int) -> int:
@@ -84,18 +84,20 @@ def depth(feed: IndexFeed, *chain: int) -> int:
 
 def announced(sequence: int = 0, *, epoch: int = EPOCH, **knobs: float) -> IndexFeed:
     feed = IndexFeed(**knobs)  # type: ignore[arg-type]
-    feed.announce(PARTITION, SourceState(SOURCE, epoch, sequence), 0.0)
+    feed.register_source(PARTITION, SourceState(SOURCE, epoch, sequence), 0.0)
     return feed
 
 
 def give(feed: IndexFeed, *items: EventBatch | SnapshotChunk, now: float = 0.0) -> None:
     for item in items:
-        exhaust(feed.apply(item, now) if isinstance(item, EventBatch) else feed.load(item, now))
+        run_all_steps(
+            feed.apply(item, now) if isinstance(item, EventBatch) else feed.load(item, now)
+        )
 
 
 def demands(feed: IndexFeed) -> list[tuple[int, int]]:
     """(epoch, from_sequence) of the demands made since this was asked last."""
-    return [(n.epoch, n.from_sequence) for n in feed.take_news() if isinstance(n, Demand)]
+    return [(n.epoch, n.from_sequence) for n in feed.take_events() if isinstance(n, ResendRequest)]
 
 
 # The order of things.
@@ -151,8 +153,8 @@ def test_a_publisher_the_index_does_not_know_is_asked_from_its_first_batch() -> 
 def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)))
-    feed.lose(SOURCE, 1.0, "stream ended")
-    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 3), 2.0)
+    feed.mark_disconnected(SOURCE, 1.0, "stream ended")
+    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 3), 2.0)
     assert demands(feed) == [(EPOCH, 2)]
     give(feed, batch(2, stored(2)), batch(3, stored(4)))
     assert claimed(feed) == {1, 2, 4}
@@ -162,7 +164,7 @@ def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None
 def test_a_publisher_that_went_backwards_is_read_anew() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
-    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 1), 0.0)
+    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 1), 0.0)
     assert claimed(feed) == set()
     assert demands(feed) == [(EPOCH, 1)]
 
@@ -187,7 +189,7 @@ def test_an_unannounced_source_is_refused_by_name() -> None:
         give(feed, batch(1, source=Source(7, 5)))
     assert refused.value.field == "dp_rank"
     with pytest.raises(InvalidRequest):
-        feed.follow(None, Source(9), SourceStatus("exact"), 0.0)
+        feed.apply_status(None, Source(9), SourceStatus("exact"), 0.0)
 
 
 # Snapshots.
@@ -202,8 +204,8 @@ def test_a_snapshot_is_swapped_in_whole_and_what_came_meanwhile_is_applied() -> 
     assert claimed(feed) == {1, 2, 5}
     assert feed.position(SOURCE).sequence == 12
     assert feed.status(SOURCE).state == "exact"
-    news = [type(n) for n in feed.take_news() if isinstance(n, Applied | Replaced)]
-    assert news == [Replaced, Replaced, Applied, Applied]
+    news = [type(n) for n in feed.take_events() if isinstance(n, BatchApplied | SourceReplaced)]
+    assert news == [SourceReplaced, SourceReplaced, BatchApplied, BatchApplied]
 
 
 def test_a_snapshot_read_while_its_source_went_on_comes_out_right() -> None:
@@ -269,30 +271,30 @@ def test_live_batches_that_overflow_give_up_the_snapshot_being_gathered() -> Non
 def test_a_lost_source_counts_for_ten_more_seconds() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)))
-    feed.lose(SOURCE, 100.0, "its stream ended")
+    feed.mark_disconnected(SOURCE, 100.0, "its stream ended")
     assert feed.status(SOURCE) == SourceStatus("stale", "its stream ended")
-    feed.tick(100.0 + STALE_S - 0.1)
+    feed.tick(100.0 + STALE_GRACE_S - 0.1)
     assert depth(feed, 1) == 1
-    feed.tick(100.0 + STALE_S)
+    feed.tick(100.0 + STALE_GRACE_S)
     assert depth(feed, 1) == 0
-    feed.announce(PARTITION, SourceState(SOURCE, EPOCH, 1), 200.0)
+    feed.register_source(PARTITION, SourceState(SOURCE, EPOCH, 1), 200.0)
     assert depth(feed, 1) == 1
 
 
 def test_losing_twice_does_not_lengthen_the_grace() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)))
-    feed.lose(SOURCE, 100.0, "its stream ended")
-    feed.lose(SOURCE, 105.0, "the indexer is gone")
-    feed.tick(100.0 + STALE_S)
-    assert not feed.counts(SOURCE)
+    feed.mark_disconnected(SOURCE, 100.0, "its stream ended")
+    feed.mark_disconnected(SOURCE, 105.0, "the indexer is gone")
+    feed.tick(100.0 + STALE_GRACE_S)
+    assert not feed.is_matchable(SOURCE)
 
 
 def test_a_gapped_source_does_not_count_when_stale_and_makes_no_demands() -> None:
     feed = announced()
     give(feed, batch(1, stored(1)), batch(3))
-    feed.take_news()
-    feed.lose(SOURCE, 0.0, "its stream ended")
+    feed.take_events()
+    feed.mark_disconnected(SOURCE, 0.0, "its stream ended")
     feed.tick(10 * RETRY_S)
     assert depth(feed, 1) == 0
     assert demands(feed) == []
@@ -319,7 +321,7 @@ def test_a_source_that_is_gone_matches_nothing_and_is_swept_away() -> None:
     while feed.sweep(500):
         pass
     assert feed.used_bytes == 0
-    assert feed.take_news()[-1] == Changed(
+    assert feed.take_events()[-1] == StatusChanged(
         SOURCE, PARTITION, SourceStatus("gone", "its worker left")
     )
 
@@ -328,13 +330,13 @@ def test_a_load_only_source_claims_nothing_and_asks_for_nothing_until_it_is_admi
     feed = announced()
     give(feed, batch(1, stored(1)))
     feed.make_load_only(SOURCE, 0.0)
-    feed.take_news()
+    feed.take_events()
     give(feed, batch(2, stored(2)), chunk(2, 1, 2, first=True, last=True))
     assert claimed(feed) == set()
     assert feed.status(SOURCE) == LOAD_ONLY
     assert feed.position(SOURCE).sequence == 2
-    assert feed.take_news() == [], "what is not claimed is not copied either"
-    feed.admit(SOURCE, 0.0)
+    assert feed.take_events() == [], "what is not claimed is not copied either"
+    feed.end_load_only(SOURCE, 0.0)
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, chunk(2, 1, 2, first=True, last=True))
     assert depth(feed, 1, 2) == 2
@@ -344,7 +346,7 @@ def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None
     """Behind what its publisher could replay it asked for snapshots it had no use for, for ever."""
     feed = announced(1)
     feed.make_load_only(SOURCE, 0.0)
-    feed.take_news()
+    feed.take_events()
     give(feed, batch(2000, stored(1, 2)), batch(1999, stored(1)))
     assert feed.position(SOURCE).sequence == 2000
     give(feed, chunk(2005, 1, 2, 3, first=True), chunk(2005, 4, last=True))
@@ -354,38 +356,38 @@ def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None
     for now in range(20):
         feed.tick(float(now))
     assert feed.status(SOURCE) == LOAD_ONLY
-    assert feed.take_news() == []
+    assert feed.take_events() == []
     assert claimed(feed) == set()
 
 
 def test_how_much_a_load_only_source_holds_is_followed() -> None:
     feed = announced()
     give(feed, batch(1, stored(1, 2, 4)), chunk(2, 1, 2, first=True), batch(3, stored(4, 5)))
-    assert feed.kept_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
+    assert feed.retained_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
     feed.make_load_only(SOURCE, 0.0)
-    assert feed.kept_blocks_of(SOURCE) == 0
+    assert feed.retained_blocks_of(SOURCE) == 0
     give(feed, chunk(3, 1, 2, 3, first=True), chunk(3, 4, last=True))
-    assert feed.withheld_blocks_of(SOURCE) == 4
+    assert feed.unindexed_blocks_of(SOURCE) == 4
     give(feed, batch(4, stored(5, 6), removed(4)))
-    assert feed.withheld_blocks_of(SOURCE) == 5
+    assert feed.unindexed_blocks_of(SOURCE) == 5
     give(feed, batch(5, Event(EventKind.CLEARED), stored(1)))
-    assert feed.withheld_blocks_of(SOURCE) == 1
-    feed.admit(SOURCE, 0.0)
-    assert feed.withheld_blocks_of(SOURCE) == 0
+    assert feed.unindexed_blocks_of(SOURCE) == 1
+    feed.end_load_only(SOURCE, 0.0)
+    assert feed.unindexed_blocks_of(SOURCE) == 0
 
 
 def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_it_goes_on() -> None:
     feed = announced(100)
     give(feed, chunk(100, *range(300), first=True))
     feed.make_load_only(SOURCE, 0.0)
-    assert feed.withheld_blocks_of(SOURCE) == 300
+    assert feed.unindexed_blocks_of(SOURCE) == 300
     give(feed, batch(101, stored(2000)), chunk(100, *range(300, 600)))
     give(feed, batch(102, stored(2001)), chunk(100, *range(600, 1000), last=True))
-    assert feed.withheld_blocks_of(SOURCE) == 1002
+    assert feed.unindexed_blocks_of(SOURCE) == 1002
     assert feed.position(SOURCE).sequence == 102
     assert feed.counters.chunks_ignored == 0
     give(feed, chunk(999, 1, 2, epoch=EPOCH - 1, first=True, last=True))
-    assert feed.withheld_blocks_of(SOURCE) == 1002, "of an older epoch"
+    assert feed.unindexed_blocks_of(SOURCE) == 1002, "of an older epoch"
     assert feed.position(SOURCE) == SourceState(SOURCE, EPOCH, 102)
 
 
@@ -394,7 +396,7 @@ def test_a_snapshot_being_gathered_is_estimated_instead_of_the_claims_that_it_re
     give(feed, batch(1, stored(*range(1, 50))), chunk(2, 1, 2, first=True))
     feed.make_load_only(SOURCE, 0.0)
     give(feed, chunk(2, 3, last=True))
-    assert feed.withheld_blocks_of(SOURCE) == 3
+    assert feed.unindexed_blocks_of(SOURCE) == 3
 
 
 def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
@@ -409,39 +411,39 @@ def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
 
 def test_a_copy_that_has_less_than_it_was_sent_is_gapped_and_asks_for_it() -> None:
     copy, exact = IndexFeed(), SourceStatus("exact")
-    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE).state == "gapped"
     assert demands(copy) == [(EPOCH, 1)]
     give(copy, chunk(2, 1, first=True, last=True))
-    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
+    copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE) == exact
-    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
+    copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
     assert copy.status(SOURCE) == exact, "more than that is fine: the other lags"
-    copy.follow(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
+    copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
     assert copy.status(SOURCE) == exact
     assert claimed(copy) == set(), "of an older epoch"
 
 
 def test_every_word_of_a_publisher_is_heard() -> None:
     feed = announced()
-    feed.heard(SOURCE, 5.0)
-    assert feed.heard_at(SOURCE) == 5.0
+    feed.mark_received(SOURCE, 5.0)
+    assert feed.last_received_at(SOURCE) == 5.0
     feed.set_degraded(SOURCE, True, 6.0)
-    assert feed.heard_at(SOURCE) == 6.0
-    feed.heard(Source(999), 7.0)
+    assert feed.last_received_at(SOURCE) == 6.0
+    feed.mark_received(Source(999), 7.0)
 
 
 def test_batches_that_wait_are_counted_as_used() -> None:
     feed = announced()
     give(feed, batch(2, stored(*range(1000))))
     assert 8000 < feed.used_bytes < 10_000
-    feed.lose(SOURCE, 0.0, "gone")
+    feed.mark_disconnected(SOURCE, 0.0, "gone")
     assert feed.used_bytes == 0
 
 
 def test_partitions_never_match_each_other() -> None:
     feed, other = announced(), Partition("other", 16, 1)
-    feed.announce(other, SourceState(Source(8), 1, 0), 0.0)
+    feed.register_source(other, SourceState(Source(8), 1, 0), 0.0)
     give(feed, batch(1, stored(1)), batch(1, stored(1, 2), epoch=1, source=Source(8)))
     assert [row.source for row in feed.match(PARTITION, array([1, 2]))] == [SOURCE]
     assert [row.source for row in feed.match(other, array([1, 2]))] == [Source(8)]
@@ -451,7 +453,7 @@ def test_partitions_never_match_each_other() -> None:
 def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
     feed, other = announced(), Partition("m", 32, 1)
     give(feed, batch(1, stored(1)))
-    feed.announce(other, SourceState(SOURCE, EPOCH, 0), 0.0)
+    feed.register_source(other, SourceState(SOURCE, EPOCH, 0), 0.0)
     assert depth(feed, 1) == 0
     give(feed, batch(1, stored(1)))
     assert len(feed.match(other, array([1]))) == 1
@@ -462,37 +464,37 @@ def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
 
 def test_a_replica_believes_its_index_about_gaps() -> None:
     feed = IndexFeed()
-    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)))
     assert depth(feed, 1) == 1
-    feed.follow(None, SOURCE, SourceStatus("gapped", "batches are missing"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("gapped", "batches are missing"), 0.0)
     assert depth(feed, 1) == 0
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert depth(feed, 1) == 1
-    feed.follow(None, SOURCE, SourceStatus("gone", "left"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("gone", "left"), 0.0)
     assert SOURCE not in feed
 
 
 def test_a_replica_of_a_stale_source_counts_it_for_the_grace() -> None:
     feed = IndexFeed()
-    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)))
-    feed.follow(None, SOURCE, SourceStatus("stale", "stream ended"), 5.0)
-    feed.tick(5.0 + STALE_S - 0.1)
+    feed.apply_status(None, SOURCE, SourceStatus("stale", "stream ended"), 5.0)
+    feed.tick(5.0 + STALE_GRACE_S - 0.1)
     assert depth(feed, 1) == 1
-    feed.tick(5.0 + STALE_S)
+    feed.tick(5.0 + STALE_GRACE_S)
     assert depth(feed, 1) == 0
 
 
 def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_stood() -> None:
     feed = IndexFeed()
-    feed.follow(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
-    feed.lose_all(0.0, "the stream ended")
+    feed.mark_all_disconnected(0.0, "the stream ended")
     assert feed.positions() == [SourceState(SOURCE, EPOCH, 1)]
     # What it missed comes first, and then how far it is to be trusted.
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
     assert claimed(feed) == {1, 2, 4, 8}
     assert demands(feed) == []
@@ -501,14 +503,14 @@ def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_st
 def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
     """It would subscribe again because of it, and be promised the snapshot again, for ever."""
     feed = IndexFeed()
-    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
-    feed.lose_all(0.0, "the stream ended")
-    feed.follow(None, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.mark_all_disconnected(0.0, "the stream ended")
+    feed.apply_status(None, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     assert demands(feed) == []
     assert feed.match(PARTITION, array([1])) == []
     give(feed, chunk(4, 1, 8, first=True, last=True))
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
     assert claimed(feed) == {1, 8}
     assert demands(feed) == []
@@ -518,14 +520,14 @@ def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_i
     None
 ):
     feed = IndexFeed(buffer_blocks_max=100)
-    feed.follow(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
+    feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(*range(100))), chunk(3, 2, last=True))
     assert feed.counters.overflows == 1
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "gapped"
-    feed.lose_all(0.0, "it subscribes again")
+    feed.mark_all_disconnected(0.0, "it subscribes again")
     give(feed, chunk(4, 1, 2, first=True, last=True))
-    feed.follow(None, SOURCE, SourceStatus("exact"), 0.0)
+    feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
 
 
@@ -535,7 +537,7 @@ def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_i
 def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
     """Defect 10. Engines name blocks as they like; what is published here are prefix hashes."""
     feed, other = announced(), Source(8)
-    feed.announce(PARTITION, SourceState(other, 1, 0), 0.0)
+    feed.register_source(PARTITION, SourceState(other, 1, 0), 0.0)
     give(feed, batch(1, stored(1, 2)), batch(1, stored(1, 2), epoch=1, source=other))
     give(feed, batch(2, stored(4), epoch=1, source=other))
     rows = feed.match(PARTITION, array([1, 2, 4]))
@@ -624,7 +626,7 @@ class Publisher:
         self.ring.clear()
         self.history[self.epoch, 0] = frozenset()
 
-    def answer(self, demand: Demand) -> Iterator[Message]:
+    def answer(self, demand: ResendRequest) -> Iterator[Message]:
         """A replay if the ring has it, else a snapshot in parts of two blocks."""
         first = demand.from_sequence
         if demand.epoch == self.epoch and self.ring and self.ring[0].sequence <= first:
@@ -650,7 +652,7 @@ class FeedMachine(RuleBasedStateMachine):
         self.wire: list[Message] = []
         self.now = 0.0
         self.stood = (0, 0)
-        self.feed.announce(PARTITION, self.publisher.state, self.now)
+        self.feed.register_source(PARTITION, self.publisher.state, self.now)
 
     @rule(
         many=st.lists(st.tuples(st.sampled_from(["store", "remove", "clear"]), blocks, blocks)),
@@ -708,11 +710,11 @@ class FeedMachine(RuleBasedStateMachine):
     @rule(missed=st.integers(0, 4), block=blocks)
     def the_stream_breaks(self, missed: int, block: int) -> None:
         self.wire.clear()
-        self.feed.lose(SOURCE, self.now, "stream ended")
+        self.feed.mark_disconnected(SOURCE, self.now, "stream ended")
         for number in range(missed):
             self.publisher.publish(self.publisher.store((block + number) % LEAVES or 1))
         self.what_counts_was_held_by_the_publisher_where_it_stands()
-        self.feed.announce(PARTITION, self.publisher.state, self.now)
+        self.feed.register_source(PARTITION, self.publisher.state, self.now)
         self.answers()
 
     def batches_on_the_wire(self) -> list[int]:
@@ -724,8 +726,8 @@ class FeedMachine(RuleBasedStateMachine):
         return places[number % len(places)]
 
     def answers(self) -> None:
-        for news in self.feed.take_news():
-            if isinstance(news, Demand):
+        for news in self.feed.take_events():
+            if isinstance(news, ResendRequest):
                 # Amid what is under way: live batches do not wait for parts of a snapshot.
                 # A snapshot that is asked for again begins again.
                 waiting = [m for m in self.wire if isinstance(m, EventBatch)]
@@ -740,7 +742,7 @@ class FeedMachine(RuleBasedStateMachine):
         at = self.feed.position(SOURCE)
         assert (at.epoch, at.sequence) >= self.stood, "it never goes backwards"
         self.stood = (at.epoch, at.sequence)
-        if self.feed.counts(SOURCE):
+        if self.feed.is_matchable(SOURCE):
             assert self.feed.status(SOURCE).state in ("exact", "stale")
             assert claimed(self.feed) == self.publisher.history[at.epoch, at.sequence]
         else:
@@ -758,8 +760,8 @@ class FeedMachine(RuleBasedStateMachine):
             assert depth(self.feed, *chain) == held
         while self.feed.sweep(1000):
             pass
-        index, claims = self.feed.claims(SOURCE)
-        assert len(index) == index.blocks == claims.blocks == len(self.publisher.held)
+        index, advertised = self.feed.advertised(SOURCE)
+        assert len(index) == index.blocks == advertised.blocks == len(self.publisher.held)
 
 
 FeedMachine.TestCase.settings = settings(

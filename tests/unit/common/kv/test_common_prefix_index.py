@@ -10,8 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.kv.events import CHUNK_BLOCKS, NO_HASHES, Hashes, Source, Tier
-from common.kv.prefix_index import LOG_SLACK, SHARDS, Claims, Matched, PrefixIndex
+from common.kv.events import EMPTY_HASHES, SNAPSHOT_CHUNK_BLOCKS, Hashes, Source, Tier
+from common.kv.prefix_index import (
+    LOG_SLACK_ENTRIES,
+    SHARD_COUNT,
+    AdvertisedBlocks,
+    PrefixIndex,
+    SourceMatch,
+)
 
 A, B, C = Source(1), Source(2), Source(2, 1)
 
@@ -20,19 +26,23 @@ def array(keys: Iterable[int]) -> Hashes:
     return np.array(list(keys), dtype=np.uint64)
 
 
-def shown(index: PrefixIndex, source: Source, *keys: int, tier: Tier = Tier.DEVICE) -> Claims:
-    claims = index.open(source)
-    index.store(claims, array(keys), tier)
-    index.show(claims, True)
-    return claims
+def shown(
+    index: PrefixIndex, source: Source, *keys: int, tier: Tier = Tier.DEVICE
+) -> AdvertisedBlocks:
+    advertised = index.add_source(source)
+    index.store(advertised, array(keys), tier)
+    index.set_visible(advertised, True)
+    return advertised
 
 
 def rows(index: PrefixIndex, *chain: int) -> list[tuple[Source, int]]:
     return [(row.source, row.device_blocks) for row in index.match(array(chain))]
 
 
-def listed(index: PrefixIndex, claims: Claims, size: int = CHUNK_BLOCKS) -> list[int]:
-    return [key for _, part in index.chunks(claims, size) for key in part.tolist()]
+def listed(
+    index: PrefixIndex, advertised: AdvertisedBlocks, size: int = SNAPSHOT_CHUNK_BLOCKS
+) -> list[int]:
+    return [key for _, part in index.chunks(advertised, size) for key in part.tolist()]
 
 
 def sweep(index: PrefixIndex) -> None:
@@ -48,7 +58,7 @@ def test_each_source_matches_to_its_own_depth_deepest_first() -> None:
     assert rows(index, 10, 20, 30, 40, 50) == [(B, 4), (A, 2)]
     assert rows(index, 10) == [(A, 1), (B, 1)] or rows(index, 10) == [(B, 1), (A, 1)]
     assert rows(index, 99) == []
-    assert index.match(NO_HASHES) == []
+    assert index.match(EMPTY_HASHES) == []
 
 
 def test_nothing_matches_without_the_first_block() -> None:
@@ -68,39 +78,39 @@ def test_bisection_finds_every_depth(depth: int) -> None:
 
 def test_hashes_at_the_edges_of_64_bits_are_hashes_like_others() -> None:
     index, edges = PrefixIndex(), (0, 2**64 - 1, 2**63)
-    claims = shown(index, A, *edges)
+    advertised = shown(index, A, *edges)
     assert rows(index, *edges) == [(A, 3)]
-    assert sorted(listed(index, claims)) == sorted(edges)
-    index.remove(claims, array(edges))
+    assert sorted(listed(index, advertised)) == sorted(edges)
+    index.remove(advertised, array(edges))
     assert len(index) == 0
 
 
 def test_a_hash_off_the_wire_that_is_read_only_is_fine() -> None:
     index = PrefixIndex()
     wire = np.frombuffer(array([5, 6]).tobytes(), dtype="<u8")
-    claims = index.open(A)
-    index.store(claims, wire)
-    index.show(claims, True)
-    assert index.match(wire) == [Matched(A, 2, 2, 2)]
+    advertised = index.add_source(A)
+    index.store(advertised, wire)
+    index.set_visible(advertised, True)
+    assert index.match(wire) == [SourceMatch(A, 2, 2, 2)]
 
 
 def test_hidden_claims_match_nothing_and_come_back_whole() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, 1, 2)
-    index.show(claims, False)
+    advertised = shown(index, A, 1, 2)
+    index.set_visible(advertised, False)
     assert rows(index, 1, 2) == []
-    index.store(claims, array([3]))
-    index.show(claims, True)
+    index.store(advertised, array([3]))
+    index.set_visible(advertised, True)
     assert rows(index, 1, 2, 3) == [(A, 3)]
 
 
 def test_storing_and_removing_twice_counts_once() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, 1, 2)
-    index.store(claims, array([1, 2, 3]))
-    assert (claims.blocks, index.blocks, len(index)) == (3, 3, 3)
-    index.remove(claims, array([3, 3, 77]))
-    assert (claims.blocks, index.blocks, len(index)) == (2, 2, 2)
+    advertised = shown(index, A, 1, 2)
+    index.store(advertised, array([1, 2, 3]))
+    assert (advertised.blocks, index.blocks, len(index)) == (3, 3, 3)
+    index.remove(advertised, array([3, 3, 77]))
+    assert (advertised.blocks, index.blocks, len(index)) == (2, 2, 2)
 
 
 def test_a_block_of_two_sources_survives_the_departure_of_one() -> None:
@@ -117,8 +127,8 @@ def test_a_block_of_two_sources_survives_the_departure_of_one() -> None:
 
 def test_retiring_costs_nothing_at_once_and_the_rest_in_slices() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(1, 5001))
-    index.retire(claims)
+    advertised = shown(index, A, *range(1, 5001))
+    index.retire(advertised)
     assert rows(index, 1, 2) == []
     assert index.blocks == 0
     assert len(index) == 5000, "nothing was touched yet"
@@ -131,9 +141,9 @@ def test_retiring_costs_nothing_at_once_and_the_rest_in_slices() -> None:
 def test_a_bit_is_used_again_only_after_it_was_swept() -> None:
     index = PrefixIndex()
     for number in range(50):
-        claims = shown(index, Source(number + 1), number, number + 1)
+        advertised = shown(index, Source(number + 1), number, number + 1)
         newer = shown(index, Source(99), 7)
-        index.retire(claims)
+        index.retire(advertised)
         assert rows(index, number, number + 1) in ([], [(Source(99), 1)])
         index.retire(newer)
         if number % 5 == 0:
@@ -145,13 +155,13 @@ def test_a_bit_is_used_again_only_after_it_was_swept() -> None:
 
 def test_retired_claims_take_no_more() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, 1)
-    index.retire(claims)
+    advertised = shown(index, A, 1)
+    index.retire(advertised)
     for forbidden in (index.store, index.remove):
         with pytest.raises(AssertionError):
-            forbidden(claims, array([2]))
+            forbidden(advertised, array([2]))
     with pytest.raises(AssertionError):
-        index.retire(claims)
+        index.retire(advertised)
 
 
 # Tiers.
@@ -159,33 +169,33 @@ def test_retired_claims_take_no_more() -> None:
 
 def test_tiers_have_sets_of_their_own_and_answers_are_cumulative() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, 1, 2)
-    index.store(claims, array([1, 2, 3, 4]), Tier.HOST)
-    index.store(claims, array([1, 2, 3, 4, 5]), Tier.DISK)
+    advertised = shown(index, A, 1, 2)
+    index.store(advertised, array([1, 2, 3, 4]), Tier.HOST)
+    index.store(advertised, array([1, 2, 3, 4, 5]), Tier.DISK)
     shown(index, B, 1, 2, 3)
-    assert index.match(array(range(1, 9))) == [Matched(A, 2, 4, 5), Matched(B, 3, 3, 3)]
-    index.remove(claims, array([2, 1]))
-    assert index.match(array(range(1, 9)))[0] == Matched(A, 0, 4, 5)
-    assert claims.blocks_on(Tier.HOST) == 4
+    assert index.match(array(range(1, 9))) == [SourceMatch(A, 2, 4, 5), SourceMatch(B, 3, 3, 3)]
+    index.remove(advertised, array([2, 1]))
+    assert index.match(array(range(1, 9)))[0] == SourceMatch(A, 0, 4, 5)
+    assert advertised.blocks_on(Tier.HOST) == 4
 
 
 def test_a_publisher_need_not_repeat_its_device_in_a_lower_tier() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, 1, 2, 3)
-    index.store(claims, array([1]), Tier.HOST)
-    assert index.match(array([1, 2, 3])) == [Matched(A, 3, 3, 3)]
+    advertised = shown(index, A, 1, 2, 3)
+    index.store(advertised, array([1]), Tier.HOST)
+    assert index.match(array([1, 2, 3])) == [SourceMatch(A, 3, 3, 3)]
 
 
 def test_a_tier_used_for_the_first_time_while_shown_counts() -> None:
     index = PrefixIndex()
-    claims = index.open(A)
-    index.show(claims, True)
-    index.store(claims, array([1]), Tier.DISK)
-    assert index.match(array([1])) == [Matched(A, 0, 0, 1)]
-    index.retire(claims)
+    advertised = index.add_source(A)
+    index.set_visible(advertised, True)
+    index.store(advertised, array([1]), Tier.DISK)
+    assert index.match(array([1])) == [SourceMatch(A, 0, 0, 1)]
+    index.retire(advertised)
     sweep(index)
     shown(index, B, 1)
-    assert index.match(array([1])) == [Matched(B, 1, 1, 1)]
+    assert index.match(array([1])) == [SourceMatch(B, 1, 1, 1)]
 
 
 # Listing.
@@ -193,68 +203,68 @@ def test_a_tier_used_for_the_first_time_while_shown_counts() -> None:
 
 def test_chunks_have_at_most_their_size_and_name_their_tier() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(1, 11))
-    index.store(claims, array([1, 2]), Tier.HOST)
-    parts = [(tier, len(part)) for tier, part in index.chunks(claims, 4)]
+    advertised = shown(index, A, *range(1, 11))
+    index.store(advertised, array([1, 2]), Tier.HOST)
+    parts = [(tier, len(part)) for tier, part in index.chunks(advertised, 4)]
     assert parts == [(Tier.DEVICE, 4), (Tier.DEVICE, 4), (Tier.DEVICE, 2), (Tier.HOST, 2)]
 
 
 def test_blocks_that_stay_are_listed_however_the_rest_changes_meanwhile() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(1000))
+    advertised = shown(index, A, *range(1000))
     seen: set[int] = set()
-    for number, (_, part) in enumerate(index.chunks(claims, 10)):
+    for number, (_, part) in enumerate(index.chunks(advertised, 10)):
         seen.update(part.tolist())
-        index.remove(claims, array([3 * number]))
-        index.store(claims, array([10_000 + number]))
+        index.remove(advertised, array([3 * number]))
+        index.store(advertised, array([10_000 + number]))
         sweep(index)
     assert {key for key in range(1000) if key % 3 or key >= 300} <= seen
 
 
 def test_listing_ends_when_the_claims_are_retired() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(100))
-    parts = index.chunks(claims, 10)
+    advertised = shown(index, A, *range(100))
+    parts = index.chunks(advertised, 10)
     next(parts)
-    index.retire(claims)
+    index.retire(advertised)
     assert list(parts) == []
 
 
 def test_churn_does_not_grow_the_log_beyond_its_slack() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(100))
+    advertised = shown(index, A, *range(100))
     rng = Random(1)
     for start in range(0, 200_000, 100):
         keys = array(rng.randrange(1000, 10**9) for _ in range(100))
-        index.store(claims, keys)
-        index.remove(claims, keys[::-1])
+        index.store(advertised, keys)
+        index.remove(advertised, keys[::-1])
         index.sweep(256)
-        assert len(claims._logs[0]) <= 4 * LOG_SLACK, start
+        assert len(advertised._logs[0]) <= 4 * LOG_SLACK_ENTRIES, start
     sweep(index)
-    assert sorted(set(listed(index, claims))) == list(range(100))
-    assert index._log_entries == len(claims._logs[0])
+    assert sorted(set(listed(index, advertised))) == list(range(100))
+    assert index._log_entries == len(advertised._logs[0])
 
 
 def test_compaction_keeps_what_is_stored_while_it_runs() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(20_000))
-    index.remove(claims, array(range(19_000)))
+    advertised = shown(index, A, *range(20_000))
+    index.remove(advertised, array(range(19_000)))
     assert index.needs_sweep
     for key in range(50_000, 50_060):
         index.sweep(256)
-        index.store(claims, array([key]))
+        index.store(advertised, array([key]))
     sweep(index)
     expected = {*range(19_000, 20_000), *range(50_000, 50_060)}
-    assert set(listed(index, claims)) == expected
-    assert len(claims._logs[0]) < 2000
+    assert set(listed(index, advertised)) == expected
+    assert len(advertised._logs[0]) < 2000
 
 
 def test_retiring_amid_a_compaction_leaves_nothing_behind() -> None:
     index = PrefixIndex()
-    claims = shown(index, A, *range(20_000))
-    index.remove(claims, array(range(19_000)))
+    advertised = shown(index, A, *range(20_000))
+    index.remove(advertised, array(range(19_000)))
     index.sweep(256)
-    index.retire(claims)
+    index.retire(advertised)
     sweep(index)
     assert (len(index), index.used_bytes) == (0, 0)
 
@@ -266,7 +276,7 @@ operations = st.lists(
         st.sampled_from(["store", "remove", "retire", "show", "hide", "sweep"]),
         st.integers(0, 3),
         st.integers(0, 2),
-        st.lists(st.integers(1, 4 * SHARDS), max_size=8, unique=True),
+        st.lists(st.integers(1, 4 * SHARD_COUNT), max_size=8, unique=True),
     ),
     max_size=40,
 )
@@ -279,35 +289,35 @@ def test_the_index_holds_what_plain_sets_hold(
     steps: list[tuple[str, int, int, list[int]]],
 ) -> None:
     index = PrefixIndex()
-    handles = [index.open(Source(n + 1)) for n in range(4)]
+    handles = [index.add_source(Source(n + 1)) for n in range(4)]
     held: list[list[set[int]]] = [[set(), set(), set()] for _ in range(4)]
     visible = [False] * 4
     for what, who, tier, keys in steps:
-        claims = handles[who]
+        advertised = handles[who]
         match what:
             case "store":
-                index.store(claims, array(keys), Tier(tier))
+                index.store(advertised, array(keys), Tier(tier))
                 held[who][tier].update(keys)
             case "remove":
-                index.remove(claims, array(keys), Tier(tier))
+                index.remove(advertised, array(keys), Tier(tier))
                 held[who][tier].difference_update(keys)
             case "retire":
-                index.retire(claims)
-                handles[who] = index.open(claims.source)
+                index.retire(advertised)
+                handles[who] = index.add_source(advertised.source)
                 held[who], visible[who] = [set(), set(), set()], False
             case "show" | "hide":
-                index.show(claims, what == "show")
+                index.set_visible(advertised, what == "show")
                 visible[who] = what == "show"
             case _:
                 index.sweep(256)
     sweep(index)
     assert len(index) == len(set().union(*(tier for tiers in held for tier in tiers)))
     assert index.blocks == sum(len(tier) for tiers in held for tier in tiers)
-    for who, claims in enumerate(handles):
+    for who, advertised in enumerate(handles):
         found: list[set[int]] = [set(), set(), set()]
-        for tier, part in index.chunks(claims, 3):
+        for tier, part in index.chunks(advertised, 3):
             found[tier].update(part.tolist())
         assert found == held[who]
-    for key in range(1, 4 * SHARDS, 7):
+    for key in range(1, 4 * SHARD_COUNT, 7):
         matched = {row.source.worker_id - 1 for row in index.match(array([key]))}
         assert matched == {w for w in range(4) if visible[w] and key in set().union(*held[w])}

@@ -53,22 +53,22 @@ def test_a_card_survives_encoding() -> None:
 
 
 def test_the_checksum_is_the_digest_of_the_canonical_json() -> None:
-    assert CARD.checksum == hashlib.sha256(CARD.canonical()).hexdigest()
+    assert CARD.checksum == hashlib.sha256(CARD.canonical_json()).hexdigest()
     bare = ModelCard(name="m")
-    assert bare.canonical() == b'{"name":"m"}'
+    assert bare.canonical_json() == b'{"name":"m"}'
 
 
 def test_the_checksum_ignores_order_and_whether_bytes_travel_inline() -> None:
     backwards = dict(reversed(tuple(CARD.artifacts.items())))
     assert dataclasses.replace(CARD, artifacts=backwards).checksum == CARD.checksum
-    assert CARD.without_inline().checksum == CARD.checksum
-    assert len(encode_card(CARD.without_inline())) < len(encode_card(CARD))
+    assert CARD.without_inline_bytes().checksum == CARD.checksum
+    assert len(encode_card(CARD.without_inline_bytes())) < len(encode_card(CARD))
 
 
 def test_only_artifacts_above_a_size_leave_the_card() -> None:
     small, large = Artifact.of(b"12345"), Artifact.of(b"123456")
     card = ModelCard(name="m", artifacts={"small": small, "large": large})
-    thin = card.without_inline(above_bytes=5)
+    thin = card.without_inline_bytes(larger_than_bytes=5)
     assert thin.artifacts["small"].inline == b"12345"
     assert thin.artifacts["large"].inline is None
     assert thin.checksum == card.checksum

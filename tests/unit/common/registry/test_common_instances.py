@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.registry.instances import (
-    Changes,
     EndpointId,
     EndpointInfo,
     Instance,
     ModelNetworkName,
     Snapshot,
-    card_rival,
-    diff,
+    SnapshotDiff,
+    diff_snapshots,
+    find_card_conflict,
     new_instance_id,
+    newest_incarnations,
     slugify,
-    supersede,
 )
 
 LEASE = 0x694D967CA5EFD804
@@ -39,7 +39,7 @@ def instance(id: int = 1, **facts: Any) -> Instance:
 
 
 def snapshot(*members: Instance) -> Snapshot:
-    return Snapshot().following(members)
+    return Snapshot().next_snapshot(members)
 
 
 FULL = instance(
@@ -168,24 +168,24 @@ def test_a_snapshot_tells_members_by_service_and_model() -> None:
 def test_a_snapshot_follows_itself_when_nothing_changed() -> None:
     first = snapshot(instance(1))
     assert first.revision == 1
-    assert first.following([instance(1)]) is first
-    assert first.following([]).revision == 2
+    assert first.next_snapshot([instance(1)]) is first
+    assert first.next_snapshot([]).revision == 2
 
 
 def test_the_first_snapshot_of_nobody_is_one_that_was_seen() -> None:
-    nobody = Snapshot().following([])
+    nobody = Snapshot().next_snapshot([])
     assert (nobody.revision, nobody.instances) == (1, {})
-    assert nobody.following([]) is nobody
+    assert nobody.next_snapshot([]) is nobody
 
 
 def test_diff_tells_joined_left_and_changed() -> None:
     old = snapshot(instance(1), instance(2), instance(3))
     new = snapshot(instance(2), instance(3, taints=frozenset({"slow"})), instance(4))
-    changes = diff(old, new)
+    changes = diff_snapshots(old, new)
     assert [i.id for i in changes.joined] == [4]
     assert [i.id for i in changes.left] == [1]
     assert changes.changed == (new.instances[3],)
-    assert not diff(new, new)
+    assert not diff_snapshots(new, new)
     assert changes
 
 
@@ -205,7 +205,7 @@ def test_a_diff_applied_to_the_old_gives_the_new(
         snapshot(*(instance(i, stable_name=name, local_prefill=flag) for i, name, flag in rows))
         for rows in (before, after)
     )
-    changes: Changes = diff(old, new)
+    changes: SnapshotDiff = diff_snapshots(old, new)
     rebuilt = dict(old.instances)
     for gone in changes.left:
         assert rebuilt.pop(gone.id) == gone
@@ -221,13 +221,13 @@ def test_supersede_keeps_exactly_the_last_of_each_stable_name(
     rows: list[tuple[int, str, bool]],
 ) -> None:
     members = [instance(i, stable_name=name) for i, name, _ in rows]
-    kept = supersede(members)
+    kept = newest_incarnations(members)
     named = [i.stable_name for i in kept if i.stable_name]
     assert len(named) == len(set(named))
     last = {i.stable_name: i for i in members if i.stable_name}
     assert {i.stable_name: i for i in kept if i.stable_name} == last
     assert [i for i in kept if not i.stable_name] == [i for i in members if not i.stable_name]
-    assert supersede(kept) == kept
+    assert newest_incarnations(kept) == kept
 
 
 def test_the_same_stable_name_in_another_service_or_namespace_is_somebody_else() -> None:
@@ -236,25 +236,25 @@ def test_the_same_stable_name_in_another_service_or_namespace_is_somebody_else()
         instance(2, stable_name="a", service="router"),
         instance(3, stable_name="a", namespace="other"),
     )
-    assert supersede(members) == members
+    assert newest_incarnations(members) == members
 
 
 def test_another_card_for_a_served_model_has_a_rival() -> None:
     old = instance(1, model="m", card_checksum="c1")
-    assert card_rival([old], instance(2, model="m", card_checksum="c2")) == old
-    assert card_rival([old], instance(2, model="m", card_checksum="c1")) is None
-    assert card_rival([old], instance(2, model="n", card_checksum="c2")) is None
-    assert card_rival([old], instance(2, model="m")) is None
-    assert card_rival([], instance(2, model="m", card_checksum="c2")) is None
+    assert find_card_conflict([old], instance(2, model="m", card_checksum="c2")) == old
+    assert find_card_conflict([old], instance(2, model="m", card_checksum="c1")) is None
+    assert find_card_conflict([old], instance(2, model="n", card_checksum="c2")) is None
+    assert find_card_conflict([old], instance(2, model="m")) is None
+    assert find_card_conflict([], instance(2, model="m", card_checksum="c2")) is None
 
 
 def test_a_restart_with_a_new_card_does_not_rival_its_own_predecessor() -> None:
     old = instance(1, stable_name="w", model="m", card_checksum="c1")
     new = instance(2, stable_name="w", model="m", card_checksum="c2")
     peer = instance(3, model="m", card_checksum="c1")
-    assert card_rival([old], new) is None
-    assert card_rival([old, peer], new) == peer
-    assert card_rival([old], dataclasses.replace(old, card_checksum="c2")) is None
+    assert find_card_conflict([old], new) is None
+    assert find_card_conflict([old, peer], new) == peer
+    assert find_card_conflict([old], dataclasses.replace(old, card_checksum="c2")) is None
 
 
 @pytest.mark.row("S0-10", "S0-16")

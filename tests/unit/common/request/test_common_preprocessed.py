@@ -28,9 +28,9 @@ from common.request.preprocessed import (
     TokenIds,
     TraceLink,
     from_json,
-    from_value,
+    from_json_value,
     to_json,
-    to_value,
+    to_json_value,
     unsupported_fields,
 )
 
@@ -52,15 +52,15 @@ def request(*ids: int, **fields: Any) -> PreprocessedRequest:
 
 
 def read(**fields: Any) -> PreprocessedRequest:
-    return from_value(PreprocessedRequest, {"token_ids": [1], **fields})
+    return from_json_value(PreprocessedRequest, {"token_ids": [1], **fields})
 
 
 def check_skipped(key: str, value: Any, found: object) -> None:
     """The rule skip/default for one key: out when absent, in and back when present."""
-    assert key not in to_value(read())
+    assert key not in to_json_value(read())
     decoded = read(**{key: value})
     assert getattr(decoded, key) == found
-    assert to_value(decoded)[key] == value
+    assert to_json_value(decoded)[key] == value
     assert getattr(read(**{key: None}), key) == getattr(read(), key)
 
 
@@ -70,7 +70,7 @@ def test_token_ids_is_the_only_key_a_reader_needs() -> None:
     assert decoded.model == ""
     assert list(decoded.token_ids) == [1]
     with pytest.raises(InvalidRequest) as error:
-        from_value(PreprocessedRequest, {"model": "m"})
+        from_json_value(PreprocessedRequest, {"model": "m"})
     assert error.value.field == "token_ids"
 
 
@@ -118,7 +118,7 @@ def test_options_and_lists_are_always_written_and_may_be_missing() -> None:
     assert decoded.output_options == OutputOptions()
     assert decoded.eos_token_ids == ()
     assert decoded.annotations == ()
-    assert to_value(decoded) == ALWAYS_WRITTEN
+    assert to_json_value(decoded) == ALWAYS_WRITTEN
     full = {
         "stop_conditions": {"max_tokens": 5},
         "sampling_options": {"temperature": 0.5},
@@ -126,7 +126,7 @@ def test_options_and_lists_are_always_written_and_may_be_missing() -> None:
         "eos_token_ids": [2],
         "annotations": ["a"],
     }
-    assert to_value(read(**full)) == ALWAYS_WRITTEN | full
+    assert to_json_value(read(**full)) == ALWAYS_WRITTEN | full
 
 
 def test_null_is_refused_where_it_could_hide_a_mistake() -> None:
@@ -145,7 +145,7 @@ def test_checksum_and_router_override_are_written_as_null_when_absent() -> None:
     decoded = read(mdc_sum="abc", router_config_override={"assume_kv_reuse": False})
     assert decoded.mdc_sum == "abc"
     assert decoded.router_config_override == RouterConfigOverride(assume_kv_reuse=False)
-    assert to_value(decoded)["router_config_override"] == {"assume_kv_reuse": False}
+    assert to_json_value(decoded)["router_config_override"] == {"assume_kv_reuse": False}
 
 
 @pytest.mark.row("S2-44", "S2-46", "S2-47", "S2-48", "S2-50")
@@ -165,8 +165,8 @@ def test_free_json_and_agent_context_are_skipped_when_absent() -> None:
     check_skipped("extra_args", free, free)
     check_skipped("mm_processor_kwargs", {"use_audio_in_video": True}, {"use_audio_in_video": True})
     decoded = read(agent_context={"session_id": "s", "trajectory_id": "t"})
-    assert to_value(decoded)["agent_context"] == {"session_id": "s", "trajectory_id": "t"}
-    assert "agent_context" not in to_value(read())
+    assert to_json_value(decoded)["agent_context"] == {"session_id": "s", "trajectory_id": "t"}
+    assert "agent_context" not in to_json_value(read())
 
 
 @pytest.mark.row("S2-54", "S2-80")
@@ -215,7 +215,7 @@ def test_unknown_keys_are_ignored_at_every_level() -> None:
     )
     assert newer.sampling_options == SamplingOptions(temperature=1.0)
     assert newer.bootstrap_info == BootstrapInfo("h", 1, 2)
-    assert "from_the_future" not in to_value(newer)
+    assert "from_the_future" not in to_json_value(newer)
 
 
 @pytest.mark.row("S2-56", "S2-62")
@@ -305,14 +305,14 @@ def test_routing_uses_the_multimodal_tokens_only_where_there_are_any() -> None:
 @pytest.mark.row("S2-65", "S2-66", "S2-67", "S2-68", "S2-69")
 def test_an_embedding_request_writes_null_for_what_is_absent() -> None:
     plain = {"token_ids": [[1, 2], []], "model": "e", "annotations": []}
-    decoded = from_value(PreprocessedEmbeddingRequest, plain)
+    decoded = from_json_value(PreprocessedEmbeddingRequest, plain)
     assert [list(ids) for ids in decoded.token_ids] == [[1, 2], []]
     nulls = {"encoding_format": None, "dimensions": None, "mdc_sum": None}
-    assert to_value(decoded) == plain | nulls
+    assert to_json_value(decoded) == plain | nulls
     full = plain | {"encoding_format": "base64", "dimensions": 2**32 - 1, "mdc_sum": "c"}
-    assert to_value(from_value(PreprocessedEmbeddingRequest, full)) == full
+    assert to_json_value(from_json_value(PreprocessedEmbeddingRequest, full)) == full
     with pytest.raises(InvalidRequest) as error:
-        from_value(PreprocessedEmbeddingRequest, plain | {"dimensions": 2**32})
+        from_json_value(PreprocessedEmbeddingRequest, plain | {"dimensions": 2**32})
     assert error.value.field == "dimensions"
 
 
@@ -320,11 +320,11 @@ def test_an_embedding_request_writes_null_for_what_is_absent() -> None:
 @pytest.mark.parametrize("key", ["token_ids", "model", "annotations"])
 def test_an_embedding_request_needs_tokens_model_and_annotations(key: str) -> None:
     whole = {"token_ids": [[1]], "model": "e", "annotations": ["x:1"]}
-    assert from_value(PreprocessedEmbeddingRequest, whole).has_annotation("x:1")
-    assert not from_value(PreprocessedEmbeddingRequest, whole).has_annotation("x")
+    assert from_json_value(PreprocessedEmbeddingRequest, whole).has_annotation("x:1")
+    assert not from_json_value(PreprocessedEmbeddingRequest, whole).has_annotation("x")
     del whole[key]
     with pytest.raises(InvalidRequest) as error:
-        from_value(PreprocessedEmbeddingRequest, whole)
+        from_json_value(PreprocessedEmbeddingRequest, whole)
     assert error.value.field == key
 
 

@@ -38,11 +38,11 @@ from common.request.preprocessed import (
     TokenLogprob,
     TopLogprob,
     TraceLink,
-    absolute_url,
+    check_absolute_url,
     from_json,
-    from_value,
+    from_json_value,
     to_json,
-    to_value,
+    to_json_value,
     usage,
 )
 
@@ -57,18 +57,18 @@ def round_trip(part: Any, form: Any) -> None:
 
 def refused_field(cls: type[Any], form: Any) -> str | None:
     with pytest.raises(InvalidRequest) as error:
-        from_value(cls, form)
+        from_json_value(cls, form)
     return error.value.field
 
 
 def media_of(form: Any) -> Any:
     request = {"token_ids": [], "multi_modal_data": {"image_url": [form]}}
-    return from_value(PreprocessedRequest, request).multi_modal_data["image_url"][0]
+    return from_json_value(PreprocessedRequest, request).multi_modal_data["image_url"][0]
 
 
 def media_form(medium: Any) -> Any:
     request = PreprocessedRequest(token_ids=TokenIds(), multi_modal_data={"image_url": (medium,)})
-    return to_value(request)["multi_modal_data"]["image_url"][0]
+    return to_json_value(request)["multi_modal_data"]["image_url"][0]
 
 
 @pytest.mark.row("S2-01", "S2-02", "S2-03")
@@ -128,7 +128,7 @@ def test_allowed_workers_are_a_set_and_an_empty_set_is_not_absence() -> None:
         RoutingHints(allowed_worker_ids=frozenset({U64_MAX, 1})),
         {"allowed_worker_ids": [1, U64_MAX]},
     )
-    twice = from_value(RoutingHints, {"allowed_worker_ids": [2, 2]})
+    twice = from_json_value(RoutingHints, {"allowed_worker_ids": [2, 2]})
     assert twice.allowed_worker_ids == frozenset({2})
     round_trip(RoutingHints(allowed_worker_ids=frozenset()), {"allowed_worker_ids": []})
 
@@ -147,7 +147,7 @@ def test_routing_constraints_are_hard_and_weighted_taints() -> None:
             }
         },
     )
-    assert from_value(RoutingConstraints, {}) == RoutingConstraints()
+    assert from_json_value(RoutingConstraints, {}) == RoutingConstraints()
 
 
 @pytest.mark.row("S2-16", "S2-89")
@@ -205,7 +205,7 @@ def test_a_trace_link_names_its_predecessor_span() -> None:
 )
 def test_malformed_trace_ids_are_ignored_and_never_refused(trace_id: str, span_id: str) -> None:
     form = {"token_ids": [1], "migration_link": {"trace_id": trace_id, "span_id": span_id}}
-    request = from_value(PreprocessedRequest, form)
+    request = from_json_value(PreprocessedRequest, form)
     assert request.migration_link is not None
     assert request.migration_link.ids() is None
 
@@ -228,7 +228,7 @@ def test_a_prefill_result_may_carry_usage_details() -> None:
 
 @pytest.mark.row("S2-28", "S2-29", "S2-87")
 def test_multimodal_routing_info_defaults_to_empty_lists() -> None:
-    assert from_value(MmRoutingInfo, {}) == MmRoutingInfo()
+    assert from_json_value(MmRoutingInfo, {}) == MmRoutingInfo()
     round_trip(MmRoutingInfo(), {"routing_token_ids": [], "block_mm_infos": []})
     block = BlockExtraInfo((MmObject(U64_MAX, ((0, 3), (5, 5))), MmObject(1)))
     round_trip(
@@ -294,11 +294,11 @@ def test_a_raw_url_is_written_as_url_and_read_as_raw_url() -> None:
 @pytest.mark.row("S2-30")
 def test_only_an_absolute_url_is_valid() -> None:
     for good in ("http://h/x", "https://[::1]:80", "data:image/png;base64,AAAA", "file:///a/b"):
-        assert absolute_url(good, "u") == good
+        assert check_absolute_url(good, "u") == good
     bad = ("", "x", "/a/b", "//h/x", "http://", "http://h:99999/", "http://h/a b", "http://[::1")
     for url in bad:
         with pytest.raises(InvalidRequest) as error:
-            absolute_url(url, "u")
+            check_absolute_url(url, "u")
         assert error.value.field == "u"
 
 
@@ -311,7 +311,7 @@ def test_media_are_grouped_by_part_type_in_order() -> None:
             "audio_url": [],
         },
     }
-    assert from_value(PreprocessedRequest, form).multi_modal_data == {
+    assert from_json_value(PreprocessedRequest, form).multi_modal_data == {
         "image_url": (MediaUrl("http://h/1"), MediaRawUrl("2")),
         "audio_url": (),
     }
@@ -360,7 +360,7 @@ def test_stop_conditions_have_all_their_fields() -> None:
             "max_thinking_tokens": 7,
         },
     )
-    assert from_value(StopConditions, {"stop": None, "max_tokens": None}) == StopConditions()
+    assert from_json_value(StopConditions, {"stop": None, "max_tokens": None}) == StopConditions()
 
 
 @pytest.mark.row("S2-82")
@@ -411,8 +411,8 @@ def test_logit_bias_is_keyed_by_token_ids_only(key: str) -> None:
     ],
 )
 def test_guided_decoding_takes_each_kind_of_constraint(form: dict[str, Any]) -> None:
-    guided = from_value(GuidedDecoding, form)
-    assert to_value(guided) == form
+    guided = from_json_value(GuidedDecoding, form)
+    assert to_json_value(guided) == form
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_context_override_and_details_have_all_their_fields() -> None:
     round_trip(RouterConfigOverride(**override), override)
     details = {"cached_tokens": 1, "audio_tokens": 2, "cache_write_tokens": 3}
     round_trip(PromptTokensDetails(**details), details)
-    assert from_value(RouterConfigOverride, {}) == RouterConfigOverride()
+    assert from_json_value(RouterConfigOverride, {}) == RouterConfigOverride()
 
 
 @pytest.mark.row("S4-53", "S4-56", "S4-57")

@@ -34,30 +34,30 @@ from common.request.token_stream import (
     CREDIT_BYTES,
     FRAME_BYTES,
     HEARTBEAT_S,
-    MISSED_HEARTBEATS,
-    PART_BYTES,
+    MISSED_HEARTBEATS_MAX,
     PROMPT_BYTES_MAX,
+    PROMPT_PART_BYTES,
     AbortSlot,
-    Chunk,
     FrontendLink,
     Hello,
     HelloAck,
-    Order,
+    JsonChunk,
+    LegRequest,
     PromptPart,
     Rejected,
-    Start,
-    Stop,
+    RequestFrame,
+    ResponseFrame,
+    StartSlot,
+    StopSlot,
     Submit,
     Terminal,
-    ToFrontend,
-    ToWorker,
     WorkerLink,
 )
 from common.wire.token_stream import (
-    to_frontend_from_proto,
-    to_frontend_to_proto,
-    to_worker_from_proto,
-    to_worker_to_proto,
+    request_frame_from_proto,
+    request_frame_to_proto,
+    response_frame_from_proto,
+    response_frame_to_proto,
 )
 from kvmesh.engine.v1 import engine_pb2
 
@@ -66,7 +66,9 @@ WORKER = 7
 SLACK_BYTES = 16 << 10
 
 
-def order(tokens: int = 3, request_id: str = "r", timeout_s: float | None = None) -> Order:
+def leg_request(
+    tokens: int = 3, request_id: str = "r", timeout_s: float | None = None
+) -> LegRequest:
     request = PreprocessedRequest(
         model="m",
         token_ids=TokenIds.of(range(tokens)),
@@ -74,12 +76,12 @@ def order(tokens: int = 3, request_id: str = "r", timeout_s: float | None = None
         sampling_options=SamplingOptions(),
         output_options=OutputOptions(),
     )
-    return Order(request_id, timeout_s=timeout_s, request=request)
+    return LegRequest(request_id, timeout_s=timeout_s, request=request)
 
 
-def prompt_of(one: Order) -> bytes:
+def prompt_of(one: LegRequest) -> bytes:
     assert one.request is not None
-    return one.request.token_ids.le
+    return one.request.token_ids.little_endian
 
 
 def logprob(token: int, top: int = 0) -> TokenLogprob:
@@ -139,23 +141,23 @@ class Pair:
     worker: WorkerLink
     now: float = 0.0
 
-    def to_worker(self) -> list[Start | Stop]:
-        commands: list[Start | Stop] = []
+    def to_worker(self) -> list[StartSlot | StopSlot]:
+        commands: list[StartSlot | StopSlot] = []
         while (frame := self.frontend.next_frame(self.now)) is not None:
             commands += self.worker.receive(frame, self.now)
         return commands
 
-    def to_frontend(self) -> list[ToFrontend]:
+    def to_frontend(self) -> list[ResponseFrame]:
         frames = []
         while (frame := self.worker.next_frame(self.now)) is not None:
             frames.append(frame)
             self.frontend.receive(frame, self.now)
         return frames
 
-    def start(self, one: Order | None = None) -> tuple[int, Heard]:
+    def start(self, one: LegRequest | None = None) -> tuple[int, Heard]:
         """Submits an order, which is accepted, and the frontend knows it."""
         heard = Heard()
-        slot = self.frontend.submit(one or order(), heard)
+        slot = self.frontend.submit(one or leg_request(), heard)
         self.to_worker()
         self.worker.accept(slot)
         self.to_frontend()
@@ -178,8 +180,8 @@ def retained(pair: Pair) -> dict[str, object]:
     """State that both ends keep per slot."""
     ends = {"frontend": pair.frontend, "worker": pair.worker}
     names = {
-        "frontend": ("_legs", "_submits", "_parts", "_aborts"),
-        "worker": ("_slots", "_turns", "_accepted", "_rejected"),
+        "frontend": ("_open_legs", "_submits", "_prompt_parts", "_aborts"),
+        "worker": ("_slots", "_send_queue", "_accepted", "_rejected"),
     }
     kept = {f"{end}{name}": getattr(ends[end], name) for end in ends for name in names[end]}
     return {name: value for name, value in kept.items() if value}
@@ -202,12 +204,12 @@ def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
     pair = new_pair()
     assert pair.worker.next_frame(0.0) is None, "the worker spoke first"
     heard = Heard()
-    pair.frontend.submit(order(), heard)
+    pair.frontend.submit(leg_request(), heard)
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert first.hello == Hello(1, WORKER, 1)
     commands = pair.worker.receive(first, 0.0)
-    assert [type(command) for command in commands] == [Start]
+    assert [type(command) for command in commands] == [StartSlot]
     answer = pair.worker.next_frame(0.0)
     assert answer is not None
     assert answer.hello_ack == HelloAck(WORKER)
@@ -219,7 +221,7 @@ def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
 def test_rule_a_hello_is_said_once() -> None:
     pair = open_pair()
     pair.now = 1.0
-    pair.frontend.submit(order(), Heard())
+    pair.frontend.submit(leg_request(), Heard())
     frame = pair.frontend.next_frame(pair.now)
     assert frame is not None
     assert frame.hello is None
@@ -229,7 +231,7 @@ def test_rule_a_hello_is_said_once() -> None:
 def test_rule_a_a_worker_that_is_not_the_expected_one_refuses() -> None:
     worker = WorkerLink(8, 0.0)
     with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
-        worker.receive(ToWorker(hello=Hello(1, WORKER, 1)), 0.0)
+        worker.receive(RequestFrame(hello=Hello(1, WORKER, 1)), 0.0)
     assert raised.value.reason == "WRONG_WORKER"
     assert raised.value.metadata == {"rule": "a"}
 
@@ -237,19 +239,21 @@ def test_rule_a_a_worker_that_is_not_the_expected_one_refuses() -> None:
 def test_rule_a_a_frontend_notices_another_worker_by_its_answer() -> None:
     frontend = new_pair().frontend
     with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
-        frontend.receive(ToFrontend(hello_ack=HelloAck(8)), 0.0)
+        frontend.receive(ResponseFrame(hello_ack=HelloAck(8)), 0.0)
     assert raised.value.reason == "WRONG_WORKER"
     assert not frontend.is_open
 
 
 def test_rule_a_a_missing_or_second_hello_is_a_breach() -> None:
     pair = new_pair()
-    assert "hello" in breaks("a", lambda: pair.worker.receive(ToWorker(heartbeat=True), 0.0))
-    assert "hello_ack" in breaks("a", lambda: pair.frontend.receive(ToFrontend(accepted=[1]), 0.0))
+    assert "hello" in breaks("a", lambda: pair.worker.receive(RequestFrame(heartbeat=True), 0.0))
+    assert "hello_ack" in breaks(
+        "a", lambda: pair.frontend.receive(ResponseFrame(accepted=[1]), 0.0)
+    )
     pair = open_pair()
     hello, ack = Hello(1, WORKER, 1), HelloAck(WORKER)
-    assert "twice" in breaks("a", lambda: pair.worker.receive(ToWorker(hello=hello), 0.0))
-    assert "twice" in breaks("a", lambda: pair.frontend.receive(ToFrontend(hello_ack=ack), 0.0))
+    assert "twice" in breaks("a", lambda: pair.worker.receive(RequestFrame(hello=hello), 0.0))
+    assert "twice" in breaks("a", lambda: pair.frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
 
 
 # Rule (b)
@@ -264,7 +268,7 @@ def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
     assert pair.frontend.open_slots == 0
     assert pair.start()[0] == 3
     for reused in (0, 1, 3):
-        again = ToWorker(submits=[Submit(reused, order())])
+        again = RequestFrame(submits=[Submit(reused, leg_request())])
         breaks("b", functools.partial(pair.worker.receive, again, 0.0))
 
 
@@ -274,9 +278,9 @@ def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
 def test_rule_c_a_slot_is_accepted_then_has_tokens_then_one_end() -> None:
     pair = open_pair()
     heard = Heard()
-    slot = pair.frontend.submit(order(5), heard)
+    slot = pair.frontend.submit(leg_request(5), heard)
     commands = pair.to_worker()
-    assert commands == [Start(slot, order(5), prompt_of(order(5)))]
+    assert commands == [StartSlot(slot, leg_request(5), prompt_of(leg_request(5)))]
     pair.worker.accept(slot)
     pair.worker.tokens(slot, [10, 11])
     pair.to_frontend()
@@ -292,7 +296,7 @@ def test_rule_c_a_slot_is_accepted_then_has_tokens_then_one_end() -> None:
 def test_rule_c_everything_of_a_slot_may_come_in_one_frame() -> None:
     pair = open_pair()
     heard = Heard()
-    slot = pair.frontend.submit(order(), heard)
+    slot = pair.frontend.submit(leg_request(), heard)
     pair.to_worker()
     pair.worker.accept(slot)
     pair.worker.tokens(slot, [1, 2])
@@ -304,7 +308,7 @@ def test_rule_c_everything_of_a_slot_may_come_in_one_frame() -> None:
 def test_rule_c_a_rejected_slot_hears_why_and_nothing_else() -> None:
     pair = open_pair()
     heard = Heard()
-    slot = pair.frontend.submit(order(), heard)
+    slot = pair.frontend.submit(leg_request(), heard)
     pair.to_worker()
     pair.worker.reject(slot, Overloaded(1.0))
     pair.to_frontend()
@@ -316,7 +320,7 @@ def test_rule_c_a_rejected_slot_hears_why_and_nothing_else() -> None:
 def test_rule_c_a_slot_ended_before_it_was_accepted_is_accepted_on_the_wire() -> None:
     pair = open_pair()
     heard = Heard()
-    slot = pair.frontend.submit(order(), heard)
+    slot = pair.frontend.submit(leg_request(), heard)
     pair.to_worker()
     pair.worker.end(slot, None, error=DeadlineExceeded())
     pair.to_frontend()
@@ -328,32 +332,35 @@ def test_rule_c_a_slot_ended_before_it_was_accepted_is_accepted_on_the_wire() ->
 @pytest.mark.parametrize(
     ("frame", "says"),
     [
-        (ToFrontend(accepted=[1]), "slot 1 accepted after it was accepted"),
-        (ToFrontend(accepted=[9]), "slot 9 accepted, but it is not open"),
-        (ToFrontend(rejected=[Rejected(1, Overloaded())]), "slot 1 rejected after"),
-        (ToFrontend(rejected=[Rejected(9, Overloaded())]), "slot 9 rejected, but"),
-        (ToFrontend(slot=[9], start=[0], count=[1], token_id=[5]), "slot 9 sent tokens, but"),
-        (ToFrontend(slot=[1], start=[3], count=[1], token_id=[5]), "from 3 came, 2 is next"),
-        (ToFrontend(slot=[1], start=[1], count=[1], token_id=[5]), "from 1 came, 2 is next"),
-        (ToFrontend(slot=[2], start=[0], count=[1], token_id=[5]), "slot 2 sent tokens before"),
-        (ToFrontend(chunks=[Chunk(1, 1, b"{}")]), "chunk 1 came, 0 is next"),
-        (ToFrontend(chunks=[Chunk(1, 0, b""), Chunk(1, 0, b"")]), "chunk 0 came, 1 is next"),
-        (ToFrontend(chunks=[Chunk(9, 0, b"{}")]), "slot 9 sent a chunk, but"),
-        (ToFrontend(chunks=[Chunk(2, 0, b"{}")]), "slot 2 sent a chunk before"),
-        (ToFrontend(terminals=[Terminal(9, FinishReason.EOS)]), "slot 9 ended, but"),
-        (ToFrontend(terminals=[Terminal(2, FinishReason.EOS)]), "slot 2 ended before"),
-        (ToFrontend(terminals=[Terminal(1, FinishReason.EOS, total_tokens=3)]), "3 tokens, 2"),
-        (ToFrontend(terminals=[Terminal(1, FinishReason.EOS, total_tokens=1)]), "1 tokens, 2"),
+        (ResponseFrame(accepted=[1]), "slot 1 accepted after it was accepted"),
+        (ResponseFrame(accepted=[9]), "slot 9 accepted, but it is not open"),
+        (ResponseFrame(rejected=[Rejected(1, Overloaded())]), "slot 1 rejected after"),
+        (ResponseFrame(rejected=[Rejected(9, Overloaded())]), "slot 9 rejected, but"),
+        (ResponseFrame(slot=[9], start=[0], count=[1], token_id=[5]), "slot 9 sent tokens, but"),
+        (ResponseFrame(slot=[1], start=[3], count=[1], token_id=[5]), "from 3 came, 2 is next"),
+        (ResponseFrame(slot=[1], start=[1], count=[1], token_id=[5]), "from 1 came, 2 is next"),
+        (ResponseFrame(slot=[2], start=[0], count=[1], token_id=[5]), "slot 2 sent tokens before"),
+        (ResponseFrame(chunks=[JsonChunk(1, 1, b"{}")]), "chunk 1 came, 0 is next"),
+        (
+            ResponseFrame(chunks=[JsonChunk(1, 0, b""), JsonChunk(1, 0, b"")]),
+            "chunk 0 came, 1 is next",
+        ),
+        (ResponseFrame(chunks=[JsonChunk(9, 0, b"{}")]), "slot 9 sent a chunk, but"),
+        (ResponseFrame(chunks=[JsonChunk(2, 0, b"{}")]), "slot 2 sent a chunk before"),
+        (ResponseFrame(terminals=[Terminal(9, FinishReason.EOS)]), "slot 9 ended, but"),
+        (ResponseFrame(terminals=[Terminal(2, FinishReason.EOS)]), "slot 2 ended before"),
+        (ResponseFrame(terminals=[Terminal(1, FinishReason.EOS, total_tokens=3)]), "3 tokens, 2"),
+        (ResponseFrame(terminals=[Terminal(1, FinishReason.EOS, total_tokens=1)]), "1 tokens, 2"),
     ],
 )
 def test_rule_c_a_frontend_detects_gaps_duplicates_and_wrong_slots(
-    frame: ToFrontend, says: str
+    frame: ResponseFrame, says: str
 ) -> None:
     pair = open_pair()
     slot, heard = pair.start()
     pair.worker.tokens(slot, [1, 2])
     sent_bytes = pair.to_frontend()[-1].sent_bytes
-    other = pair.frontend.submit(order(), Heard())
+    other = pair.frontend.submit(leg_request(), Heard())
     assert (slot, other) == (1, 2)
     frame.sent_bytes = sent_bytes
     assert says in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
@@ -365,13 +372,13 @@ def test_rule_c_a_second_terminal_is_a_breach() -> None:
     pair = open_pair()
     slot, _ = pair.start()
     end = Terminal(slot, FinishReason.EOS)
-    frame = ToFrontend(terminals=[end, end])
+    frame = ResponseFrame(terminals=[end, end])
     assert "not open" in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
 
 
 def test_rule_c_our_own_engine_cannot_end_a_slot_twice_or_speak_before_it_is_accepted() -> None:
     pair = open_pair()
-    slot = pair.frontend.submit(order(), Heard())
+    slot = pair.frontend.submit(leg_request(), Heard())
     pair.to_worker()
     with pytest.raises(AssertionError):
         pair.worker.tokens(slot, [1])
@@ -390,7 +397,7 @@ def test_rule_c_abort_of_a_finished_or_unknown_slot_is_a_no_op() -> None:
     pair = open_pair()
     slot, _ = pair.start()
     pair.worker.end(slot, FinishReason.EOS)
-    crossing = ToWorker(aborts=[AbortSlot(slot, "client_gone"), AbortSlot(99, "client_gone")])
+    crossing = RequestFrame(aborts=[AbortSlot(slot, "client_gone"), AbortSlot(99, "client_gone")])
     assert pair.worker.receive(crossing, 0.0) == []
     pair.to_frontend()
     assert pair.worker.receive(crossing, 0.0) == []
@@ -405,8 +412,8 @@ def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
     slot, heard = pair.start()
     pair.frontend.abort(slot, "client_gone")
     pair.frontend.abort(slot, "deadline")
-    assert pair.to_worker() == [Stop(slot, "client_gone")]
-    assert pair.worker.receive(ToWorker(aborts=[AbortSlot(slot, "again")]), 0.0) == []
+    assert pair.to_worker() == [StopSlot(slot, "client_gone")]
+    assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "again")]), 0.0) == []
     pair.worker.tokens(slot, [1])
     pair.worker.end(slot, FinishReason.CANCELLED)
     pair.to_frontend()
@@ -417,7 +424,7 @@ def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
 
 def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
     pair = open_pair()
-    slots = [pair.frontend.submit(order(PART_BYTES // 4), Heard()) for _ in range(10)]
+    slots = [pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 4), Heard()) for _ in range(10)]
     for slot in slots:
         pair.frontend.abort(slot, "client_gone")
     seen: set[int] = set()
@@ -425,7 +432,7 @@ def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
         seen |= {submit.slot for submit in frame.submits}
         assert {abort.slot for abort in frame.aborts} <= seen
         commands = pair.worker.receive(frame, 0.0)
-        for slot in [command.slot for command in commands if isinstance(command, Stop)]:
+        for slot in [command.slot for command in commands if isinstance(command, StopSlot)]:
             pair.worker.end(slot, FinishReason.CANCELLED)
     assert seen == set(slots)
     pair.to_frontend()
@@ -435,7 +442,7 @@ def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
 def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() -> None:
     pair = open_pair()
     heard = Heard()
-    slot = pair.frontend.submit(order(10 * PART_BYTES // 4), heard)
+    slot = pair.frontend.submit(leg_request(10 * PROMPT_PART_BYTES // 4), heard)
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert first.prompt_parts
@@ -458,9 +465,9 @@ def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() 
 def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
     pair = open_pair()
     running, heard = pair.start()
-    submit = Submit(2, order(), prompt_bytes=400_000, error=InvalidRequest("no", "payload"))
-    part = PromptPart(2, PART_BYTES, b"abcd")
-    assert pair.worker.receive(ToWorker(submits=[submit], prompt_parts=[part]), 0.0) == []
+    submit = Submit(2, leg_request(), prompt_bytes=400_000, error=InvalidRequest("no", "payload"))
+    part = PromptPart(2, PROMPT_PART_BYTES, b"abcd")
+    assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[part]), 0.0) == []
     frame = pair.worker.next_frame(0.0)
     assert frame is not None
     assert [(r.slot, r.error.field) for r in frame.rejected] == [(2, "payload")]
@@ -474,12 +481,12 @@ def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
 
 def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
     pair = open_pair()
-    slot, heard = pair.start(order(timeout_s=0.5))
-    endless, _ = pair.start(order())
+    slot, heard = pair.start(leg_request(timeout_s=0.5))
+    endless, _ = pair.start(leg_request())
     assert pair.worker.tick(0.49) == (None, [])
-    assert pair.worker.tick(0.5) == (None, [Stop(slot, "deadline")])
+    assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
     assert pair.worker.tick(0.6) == (None, [])
-    assert pair.worker.receive(ToWorker(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
+    assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
     pair.worker.end(slot, None, error=DeadlineExceeded())
     pair.to_frontend()
     assert heard.how == "terminal"
@@ -489,15 +496,15 @@ def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
 
 def test_rule_d_a_started_slot_that_nobody_accepted_has_a_deadline_too() -> None:
     pair = open_pair()
-    slot = pair.frontend.submit(order(timeout_s=0.5), Heard())
+    slot = pair.frontend.submit(leg_request(timeout_s=0.5), Heard())
     pair.to_worker()
-    assert pair.worker.tick(0.5) == (None, [Stop(slot, "deadline")])
+    assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
 
 
 def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
     pair = open_pair()
     heard = Heard()
-    pair.frontend.submit(order(PART_BYTES, timeout_s=0.5), heard)
+    pair.frontend.submit(leg_request(PROMPT_PART_BYTES, timeout_s=0.5), heard)
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts.clear()
@@ -511,7 +518,7 @@ def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
 
 def test_rule_d_a_slot_that_ended_has_no_deadline() -> None:
     pair = open_pair()
-    slot, _ = pair.start(order(timeout_s=0.5))
+    slot, _ = pair.start(leg_request(timeout_s=0.5))
     pair.worker.end(slot, FinishReason.EOS)
     assert pair.worker.tick(0.6) == (None, [])
 
@@ -538,12 +545,12 @@ def test_rule_e_both_sides_send_a_heartbeat_each_second() -> None:
         assert pair.frontend.tick(now) is None
         assert pair.worker.tick(now) == (None, [])
     assert beats == {"frontend": [1, 2, 3, 4, 5], "worker": [1, 2, 3, 4, 5]}
-    assert (pair.frontend.loads, pair.frontend.loads_at) == ([load], 5.0)
+    assert (pair.frontend.loads, pair.frontend.loads_received_at) == ([load], 5.0)
 
 
 def test_rule_e_three_missed_heartbeats_mean_the_peer_is_lost() -> None:
     pair = open_pair(10.0)
-    limit = MISSED_HEARTBEATS * HEARTBEAT_S
+    limit = MISSED_HEARTBEATS_MAX * HEARTBEAT_S
     assert pair.frontend.tick(10.0 + limit) is None
     assert pair.worker.tick(10.0 + limit) == (None, [])
     late = 10.0 + limit + 0.01
@@ -551,8 +558,8 @@ def test_rule_e_three_missed_heartbeats_mean_the_peer_is_lost() -> None:
     for lost in (of_worker, of_frontend):
         assert isinstance(lost, WorkerLost)
         assert lost.retryable
-    pair.frontend.lose(WorkerLost(retryable=True))
-    pair.worker.lose()
+    pair.frontend.close(WorkerLost(retryable=True))
+    pair.worker.close()
     assert pair.frontend.tick(late) is None
     assert pair.worker.tick(late) == (None, [])
 
@@ -593,7 +600,7 @@ def test_rule_e_the_worker_names_the_pace_and_both_keep_it() -> None:
 def test_rule_e_a_pace_without_pauses_is_a_breach() -> None:
     frontend = new_pair().frontend
     ack = HelloAck(WORKER, heartbeat_s=0.0)
-    breaks("e", lambda: frontend.receive(ToFrontend(hello_ack=ack), 0.0))
+    breaks("e", lambda: frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
 
 
 # Rule (f)
@@ -603,46 +610,46 @@ def test_rule_f_a_lost_stream_ends_every_slot_and_is_silent_afterwards() -> None
     pair = open_pair()
     accepted, heard_accepted = pair.start()
     arriving, started = Heard(), Heard()
-    started_slot = pair.frontend.submit(order(), started)
-    pair.frontend.submit(order(PART_BYTES), arriving)
+    started_slot = pair.frontend.submit(leg_request(), started)
+    pair.frontend.submit(leg_request(PROMPT_PART_BYTES), arriving)
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts.clear()
     pair.worker.receive(frame, 0.0)
     unframed = Heard()
-    pair.frontend.abort(pair.frontend.submit(order(), unframed), "client_gone")
+    pair.frontend.abort(pair.frontend.submit(leg_request(), unframed), "client_gone")
     pair.worker.tokens(accepted, [1])
     error = WorkerLost(retryable=True)
-    pair.frontend.lose(error)
-    pair.frontend.lose(Conflict("another"))
+    pair.frontend.close(error)
+    pair.frontend.close(Conflict("another"))
     for heard in (heard_accepted, arriving, started, unframed):
         assert (heard.how, heard.end) == ("lost", error)
-    assert pair.worker.lose() == [accepted, started_slot], "only what runs is closed"
-    assert pair.worker.lose() == []
+    assert pair.worker.close() == [accepted, started_slot], "only what runs is closed"
+    assert pair.worker.close() == []
     assert not retained(pair)
     assert not pair.frontend.is_open
     assert pair.frontend.next_frame(9.0) is None
     assert pair.worker.next_frame(9.0) is None
     with pytest.raises(WorkerLost):
-        pair.frontend.submit(order(), Heard())
+        pair.frontend.submit(leg_request(), Heard())
 
 
 def test_rule_f_generators_that_are_still_closing_speak_to_nobody() -> None:
     pair = open_pair()
     slot, heard = pair.start()
-    pair.frontend.submit(order(), Heard())
+    pair.frontend.submit(leg_request(), Heard())
     pair.to_worker()
-    pair.worker.lose()
+    pair.worker.close()
     pair.worker.tokens(slot, [1])
     pair.worker.chunk(slot, b"{}")
     pair.worker.end(slot, FinishReason.CANCELLED)
     pair.worker.accept(2)
     pair.worker.reject(2, Overloaded())
-    assert pair.worker.receive(ToWorker(submits=[Submit(3, order())]), 0.0) == []
+    assert pair.worker.receive(RequestFrame(submits=[Submit(3, leg_request())]), 0.0) == []
     assert pair.worker.next_frame(5.0) is None
     assert pair.worker.open_slots == 0
-    pair.frontend.lose(WorkerLost(retryable=True))
-    pair.frontend.receive(ToFrontend(slot=[slot], start=[0], count=[1], token_id=[1]), 0.0)
+    pair.frontend.close(WorkerLost(retryable=True))
+    pair.frontend.receive(ResponseFrame(slot=[slot], start=[0], count=[1], token_id=[1]), 0.0)
     pair.frontend.abort(slot, "client_gone")
     assert heard.token_ids == []
     assert not retained(pair)
@@ -653,11 +660,11 @@ def test_rule_f_a_sink_may_submit_elsewhere_while_it_hears_of_the_loss() -> None
 
     class Moves(Heard):
         def lost(self, error: MeshError) -> None:
-            second.frontend.submit(order(), Heard())
+            second.frontend.submit(leg_request(), Heard())
 
     for _ in range(3):
-        first.frontend.submit(order(), Moves())
-    first.frontend.lose(WorkerLost(retryable=True))
+        first.frontend.submit(leg_request(), Moves())
+    first.frontend.close(WorkerLost(retryable=True))
     assert second.frontend.open_slots == 3
 
 
@@ -666,46 +673,50 @@ def test_rule_f_a_sink_may_submit_elsewhere_while_it_hears_of_the_loss() -> None
 
 def test_rule_g_prompts_travel_in_parts_beside_other_submits() -> None:
     pair = open_pair()
-    long = order(75 * 1024, "long")  # 300 KiB
+    long = leg_request(75 * 1024, "long")  # 300 KiB
     pair.frontend.submit(long, Heard())
-    pair.frontend.submit(order(2, "short"), Heard())
+    pair.frontend.submit(leg_request(2, "short"), Heard())
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert [submit.slot for submit in first.submits] == [1, 2]
-    assert len(first.submits[0].prompt) == PART_BYTES
+    assert len(first.submits[0].prompt) == PROMPT_PART_BYTES
     commands = pair.worker.receive(first, 0.0)
     assert [command.slot for command in commands] == [2], "the short one does not wait"
     starts = pair.to_worker()
-    assert starts == [Start(1, long, prompt_of(long))]
-    assert all(len(part.data) <= PART_BYTES for part in first.prompt_parts)
-    assert not pair.frontend._parts
+    assert starts == [StartSlot(1, long, prompt_of(long))]
+    assert all(len(part.data) <= PROMPT_PART_BYTES for part in first.prompt_parts)
+    assert not pair.frontend._prompt_parts
 
 
 def test_rule_g_long_prompts_take_turns() -> None:
     pair = open_pair()
     for _ in range(3):
-        pair.frontend.submit(order(75 * 1024), Heard())
+        pair.frontend.submit(leg_request(75 * 1024), Heard())
     order_of_parts: list[int] = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
         order_of_parts += [part.slot for part in frame.prompt_parts]
     assert order_of_parts == [1, 2, 3] * 4
 
 
-@pytest.mark.parametrize("tokens", [0, 1, PART_BYTES // 4, PART_BYTES // 4 + 1, 75 * 1024])
+@pytest.mark.parametrize(
+    "tokens", [0, 1, PROMPT_PART_BYTES // 4, PROMPT_PART_BYTES // 4 + 1, 75 * 1024]
+)
 def test_rule_g_a_prompt_of_any_length_arrives_whole(tokens: int) -> None:
     pair = open_pair()
-    pair.frontend.submit(order(tokens), Heard())
-    assert pair.to_worker() == [Start(1, order(tokens), prompt_of(order(tokens)))]
+    pair.frontend.submit(leg_request(tokens), Heard())
+    assert pair.to_worker() == [StartSlot(1, leg_request(tokens), prompt_of(leg_request(tokens)))]
 
 
 def test_rule_g_frames_to_the_worker_keep_their_size() -> None:
     pair = open_pair()
     rng = Random(1)
     for _ in range(60):
-        pair.frontend.submit(order(rng.choice([1, 1, 15_000, 16_384, 20_000, 75_000])), Heard())
+        pair.frontend.submit(
+            leg_request(rng.choice([1, 1, 15_000, 16_384, 20_000, 75_000])), Heard()
+        )
     sizes = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
-        sizes.append(to_worker_to_proto(frame).ByteSize())
+        sizes.append(request_frame_to_proto(frame).ByteSize())
         pair.worker.receive(frame, 0.0)
     assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
     assert pair.worker.open_slots == 60
@@ -715,7 +726,7 @@ def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
     pair = open_pair()
     body = b"x" * (FRAME_BYTES + 1)
     for chat_json in (b"{}", body, b"{}"):
-        pair.frontend.submit(Order("r", chat_json=chat_json), Heard())
+        pair.frontend.submit(LegRequest("r", chat_json=chat_json), Heard())
     frames = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
         frames.append([submit.slot for submit in frame.submits])
@@ -725,11 +736,23 @@ def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
 @pytest.mark.parametrize(
     ("parts", "rule", "says"),
     [
-        ([PromptPart(1, PART_BYTES + 4, b"abcd")], "g", "out of order"),
-        ([PromptPart(1, PART_BYTES, b"abcd"), PromptPart(1, PART_BYTES, b"abcd")], "g", "order"),
-        ([PromptPart(1, PART_BYTES, b"")], "g", "out of order"),
-        ([PromptPart(1, PART_BYTES, b"a" * (PART_BYTES + 4))], "g", "longer than the Submit"),
-        ([PromptPart(1, PART_BYTES, b"a" * PART_BYTES), PromptPart(1, 0, b"a")], "g", "order"),
+        ([PromptPart(1, PROMPT_PART_BYTES + 4, b"abcd")], "g", "out of order"),
+        (
+            [PromptPart(1, PROMPT_PART_BYTES, b"abcd"), PromptPart(1, PROMPT_PART_BYTES, b"abcd")],
+            "g",
+            "order",
+        ),
+        ([PromptPart(1, PROMPT_PART_BYTES, b"")], "g", "out of order"),
+        (
+            [PromptPart(1, PROMPT_PART_BYTES, b"a" * (PROMPT_PART_BYTES + 4))],
+            "g",
+            "longer than the Submit",
+        ),
+        (
+            [PromptPart(1, PROMPT_PART_BYTES, b"a" * PROMPT_PART_BYTES), PromptPart(1, 0, b"a")],
+            "g",
+            "order",
+        ),
         ([PromptPart(2, 0, b"abcd")], "c", "slot 2 continues a prompt, but was never submitted"),
     ],
 )
@@ -737,7 +760,7 @@ def test_rule_g_a_worker_detects_parts_that_do_not_fit(
     parts: list[PromptPart], rule: str, says: str
 ) -> None:
     pair = open_pair()
-    pair.frontend.submit(order(PART_BYTES // 2), Heard())
+    pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 2), Heard())
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts[:] = parts
@@ -746,17 +769,17 @@ def test_rule_g_a_worker_detects_parts_that_do_not_fit(
 
 @pytest.mark.parametrize("prompt_bytes", [4, 8, 13])
 def test_rule_g_a_submit_whose_sizes_contradict_each_other_is_a_breach(prompt_bytes: int) -> None:
-    submit = Submit(1, order(), b"a" * 8, prompt_bytes)
+    submit = Submit(1, leg_request(), b"a" * 8, prompt_bytes)
     worker = open_pair().worker
-    breaks("g", lambda: worker.receive(ToWorker(submits=[submit]), 0.0))
+    breaks("g", lambda: worker.receive(RequestFrame(submits=[submit]), 0.0))
 
 
 def test_rule_g_a_prompt_beyond_all_bounds_is_refused_before_it_is_read() -> None:
     pair = open_pair()
-    pair.frontend.submit(order(), Heard())
-    submit = Submit(1, order(), b"a" * 8, PROMPT_BYTES_MAX + 4)
+    pair.frontend.submit(leg_request(), Heard())
+    submit = Submit(1, leg_request(), b"a" * 8, PROMPT_BYTES_MAX + 4)
     more = PromptPart(1, 8, b"a" * 8)
-    assert pair.worker.receive(ToWorker(submits=[submit], prompt_parts=[more]), 0.0) == []
+    assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[more]), 0.0) == []
     frame = pair.worker.next_frame(0.0)
     assert frame is not None
     assert isinstance(frame.rejected[0].error, PromptTooLong)
@@ -781,8 +804,8 @@ def test_rule_g_slots_take_turns_so_that_a_small_one_is_in_the_next_frame() -> N
 
 def test_rule_g_a_slot_with_many_chunks_leaves_room_for_the_others() -> None:
     pair = open_pair()
-    large, _ = pair.start(Order("large", chat_json=b"{}"))
-    small, heard_small = pair.start(Order("small", chat_json=b"{}"))
+    large, _ = pair.start(LegRequest("large", chat_json=b"{}"))
+    small, heard_small = pair.start(LegRequest("small", chat_json=b"{}"))
     for _ in range(2000):
         pair.worker.chunk(large, b"x" * 1000)
     pair.worker.chunk(small, b"{}")
@@ -796,7 +819,7 @@ def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> 
     pair = open_pair()
     plain, heard_plain = pair.start()
     probable, heard_probable = pair.start()
-    through, heard_through = pair.start(Order("r", chat_json=b"{}"))
+    through, heard_through = pair.start(LegRequest("r", chat_json=b"{}"))
     tokens = [100_000 + i for i in range(30_000)]
     beside = [logprob(token, top=20) for token in tokens[:3000]]
     chunks = [b"y" * size for size in (10, 100_000, 3, 200_000, 100_000, 20)]
@@ -808,7 +831,7 @@ def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> 
         pair.worker.end(slot, FinishReason.LENGTH)
     sizes = []
     while (frame := pair.worker.next_frame(0.0)) is not None:
-        sizes.append(to_frontend_to_proto(frame).ByteSize())
+        sizes.append(response_frame_to_proto(frame).ByteSize())
         pair.frontend.receive(frame, 0.0)
         pair.to_worker()
     assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
@@ -820,7 +843,7 @@ def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> 
 
 def test_rule_g_a_chunk_larger_than_a_frame_travels_alone_and_a_large_one_is_not_starved() -> None:
     pair = open_pair()
-    slots = [pair.start(Order("r", chat_json=b"{}")) for _ in range(30)]
+    slots = [pair.start(LegRequest("r", chat_json=b"{}")) for _ in range(30)]
     giant, large = b"g" * (FRAME_BYTES + 1), b"l" * 200_000
     for slot, _ in slots[:28]:
         for _ in range(40):
@@ -845,17 +868,19 @@ def test_rule_g_a_chunk_larger_than_a_frame_travels_alone_and_a_large_one_is_not
 @pytest.mark.parametrize(
     "frame",
     [
-        ToFrontend(slot=[1], start=[0], count=[1, 1], token_id=[1, 2]),
-        ToFrontend(slot=[1], start=[0], count=[2], token_id=[1]),
-        ToFrontend(slot=[1], start=[0], count=[1], token_id=[1, 2]),
-        ToFrontend(slot=[1, 1], start=[0, 3], count=[3, 0], token_id=[1, 2, 3]),
-        ToFrontend(token_id=[1]),
-        ToFrontend(slot=[1], start=[0], count=[2], token_id=[1, 2], logprobs=[(1, [logprob(1)])]),
-        ToFrontend(slot=[1], start=[0], count=[1], token_id=[1], logprobs=[(2, [logprob(1)])]),
-        ToFrontend(logprobs=[(1, [logprob(1)])]),
+        ResponseFrame(slot=[1], start=[0], count=[1, 1], token_id=[1, 2]),
+        ResponseFrame(slot=[1], start=[0], count=[2], token_id=[1]),
+        ResponseFrame(slot=[1], start=[0], count=[1], token_id=[1, 2]),
+        ResponseFrame(slot=[1, 1], start=[0, 3], count=[3, 0], token_id=[1, 2, 3]),
+        ResponseFrame(token_id=[1]),
+        ResponseFrame(
+            slot=[1], start=[0], count=[2], token_id=[1, 2], logprobs=[(1, [logprob(1)])]
+        ),
+        ResponseFrame(slot=[1], start=[0], count=[1], token_id=[1], logprobs=[(2, [logprob(1)])]),
+        ResponseFrame(logprobs=[(1, [logprob(1)])]),
     ],
 )
-def test_rule_h_arrays_that_do_not_fit_together_are_a_breach(frame: ToFrontend) -> None:
+def test_rule_h_arrays_that_do_not_fit_together_are_a_breach(frame: ResponseFrame) -> None:
     pair = open_pair()
     _, heard = pair.start()
     breaks("h", lambda: pair.frontend.receive(frame, 0.0))
@@ -896,14 +921,14 @@ def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
     truth = list(range(200_000))
     for slot, _ in slots:
         pair.worker.tokens(slot, truth)  # 4 MB in all
-    held: list[ToFrontend] = []
+    held: list[ResponseFrame] = []
     while (frame := pair.worker.next_frame(pair.now)) is not None:
         held.append(frame)
     assert CREDIT_BYTES - 64 <= pair.worker.unacked_bytes <= CREDIT_BYTES + 64
-    assert sum(to_frontend_to_proto(frame).ByteSize() for frame in held) <= CREDIT_BYTES + 4096
+    assert sum(response_frame_to_proto(frame).ByteSize() for frame in held) <= CREDIT_BYTES + 4096
 
-    pair.frontend.submit(order(), Heard())
-    pair.frontend.submit(order(), Heard())
+    pair.frontend.submit(leg_request(), Heard())
+    pair.frontend.submit(leg_request(), Heard())
     pair.now = 1.0
     pair.to_worker()
     pair.worker.accept(6)
@@ -936,10 +961,10 @@ def test_rule_i_a_frontend_acknowledges_each_quarter_of_the_credit() -> None:
     pair.worker.tokens(slot, range(200))
     sent_bytes = pair.to_frontend()[-1].sent_bytes
     ack = pair.frontend.next_frame(0.0)
-    assert ack == ToWorker(acked_bytes=sent_bytes)
+    assert ack == RequestFrame(acked_bytes=sent_bytes)
     pair.worker.receive(ack, 0.0)
     assert pair.worker.unacked_bytes == 0
-    pair.worker.receive(ToWorker(acked_bytes=1), 0.0)
+    pair.worker.receive(RequestFrame(acked_bytes=1), 0.0)
     assert pair.worker.unacked_bytes == 0, "an older acknowledgement takes nothing back"
 
 
@@ -949,9 +974,9 @@ def test_rule_i_counts_that_cannot_be_are_a_breach() -> None:
     pair.worker.tokens(slot, [1, 2, 3])
     pair.to_frontend()
     sent_bytes = pair.worker.unacked_bytes
-    ack = ToWorker(acked_bytes=sent_bytes + 1)
+    ack = RequestFrame(acked_bytes=sent_bytes + 1)
     assert "acknowledged" in breaks("i", lambda: pair.worker.receive(ack, 0.0))
-    frame = ToFrontend(sent_bytes=sent_bytes - 1)
+    frame = ResponseFrame(sent_bytes=sent_bytes - 1)
     assert "fell" in breaks("i", lambda: pair.frontend.receive(frame, 0.0))
 
 
@@ -962,7 +987,7 @@ def test_rule_i_counts_that_cannot_be_are_a_breach() -> None:
 class Job:
     """One order of a random run, with what is true of it."""
 
-    order: Order
+    leg_request: LegRequest
     heard: Heard
     plan: str
     truth: list[int]
@@ -984,8 +1009,8 @@ class Run:
         self.left = jobs
         self.jobs: dict[int, Job] = {}
         self.active: list[int] = []
-        self.down: deque[tuple[float, ToWorker]] = deque()
-        self.up: deque[tuple[float, ToFrontend]] = deque()
+        self.down: deque[tuple[float, RequestFrame]] = deque()
+        self.up: deque[tuple[float, ResponseFrame]] = deque()
         self.stalled_until = 0.0
 
     def step(self) -> None:
@@ -1003,7 +1028,7 @@ class Run:
         lost, late = pair.worker.tick(pair.now)
         assert lost is None
         for stop in late:
-            assert self.jobs[stop.slot].order.timeout_s is not None
+            assert self.jobs[stop.slot].leg_request.timeout_s is not None
             self.obey(stop)
         assert pair.worker.unacked_bytes <= CREDIT_BYTES + 256
 
@@ -1014,9 +1039,9 @@ class Run:
         size = rng.choice([0, 1, 50, 16_384, 16_385, rng.randrange(76_801)])
         # Nothing but a deadline or an abort ends the ones that hang.
         timeout_s = rng.uniform(0.05, 3.0) if plan == "hang" or rng.random() < 0.2 else None
-        one = order(size, f"r{self.left}", timeout_s)
+        one = leg_request(size, f"r{self.left}", timeout_s)
         if plan == "chunks":
-            one = Order(one.request_id, timeout_s=timeout_s, chat_json=b"{}")
+            one = LegRequest(one.request_id, timeout_s=timeout_s, chat_json=b"{}")
         length = rng.choice([1, 5, 100, 3000, 40_000])
         first = rng.randrange(150_000)
         truth = [] if plan == "chunks" else list(range(first, first + length))
@@ -1076,21 +1101,21 @@ class Run:
             frame = pair.frontend.next_frame(pair.now)
             if frame is None:
                 break
-            message = to_worker_to_proto(frame)
+            message = request_frame_to_proto(frame)
             assert message.ByteSize() <= FRAME_BYTES + SLACK_BYTES
             if self.wire:
                 data = message.SerializeToString()
-                frame = to_worker_from_proto(engine_pb2.AttachRequest.FromString(data))
+                frame = request_frame_from_proto(engine_pb2.AttachRequest.FromString(data))
             self.down.append((pair.now + rng.uniform(0, 0.1), frame))
         while len(self.up) < 3 and rng.random() < 0.8:
             back = pair.worker.next_frame(pair.now)
             if back is None:
                 break
-            answer = to_frontend_to_proto(back)
+            answer = response_frame_to_proto(back)
             assert answer.ByteSize() <= FRAME_BYTES + SLACK_BYTES
             if self.wire:
                 data = answer.SerializeToString()
-                back = to_frontend_from_proto(engine_pb2.AttachResponse.FromString(data))
+                back = response_frame_from_proto(engine_pb2.AttachResponse.FromString(data))
             self.up.append((pair.now + rng.uniform(0, 0.1), back))
 
     def deliver(self) -> None:
@@ -1101,17 +1126,17 @@ class Run:
         while pair.now >= self.stalled_until and self.up and self.up[0][0] <= pair.now:
             pair.frontend.receive(self.up.popleft()[1], pair.now)
 
-    def obey(self, command: Start | Stop) -> None:
+    def obey(self, command: StartSlot | StopSlot) -> None:
         job = self.jobs[command.slot]
-        if isinstance(command, Stop):
+        if isinstance(command, StopSlot):
             if job.is_refused:
                 return
             assert command.slot in self.active
             job.stop = command.reason
             return
-        assert command.order.request_id == job.order.request_id
-        if job.order.request is not None:
-            assert command.prompt == job.order.request.token_ids.le
+        assert command.leg_request.request_id == job.leg_request.request_id
+        if job.leg_request.request is not None:
+            assert command.prompt == job.leg_request.request.token_ids.little_endian
         if job.plan == "reject":
             self.pair.worker.reject(command.slot, Overloaded(1.0))
             job.is_refused = True
@@ -1171,13 +1196,13 @@ def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None
     was_open = [slot for slot, job in run.jobs.items() if not job.heard.how]
     error = WorkerLost(retryable=True)
     if seed % 2:  # one side notices first, and the other one goes on for a while
-        pair.frontend.lose(error)
+        pair.frontend.close(error)
         run.work()
         run.send()
         run.deliver()
-    assert sorted(pair.worker.lose()) == sorted(run.active)
+    assert sorted(pair.worker.close()) == sorted(run.active)
     run.work()  # engines that are being closed
-    pair.frontend.lose(error)
+    pair.frontend.close(error)
     run.deliver()
     for slot, job in run.jobs.items():
         assert job.heard.how == "lost" if slot in was_open else job.heard.how != "lost"

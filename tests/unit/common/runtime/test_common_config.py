@@ -19,30 +19,30 @@ from common.runtime.config import (
     at_least,
     between,
     is_loopback,
-    knob,
     read_config,
     read_config_or_exit,
+    setting,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(ServiceConfig):
-    model: str = field(metadata=knob("Which model; always."))
-    peers: tuple[str, ...] = field(default=(), metadata=knob("Other routers, if there are any."))
-    mode: Literal["kv", "random"] = field(default="kv", metadata=knob("random to compare."))
-    ratio: float = field(default=0.5, metadata=knob("Never.", check=between(0, 1)))
-    slots: int = field(default=4, metadata=knob("On big machines.", check=at_least(1)))
-    seed: int | None = field(default=None, metadata=knob("To repeat a run."))
+    model: str = field(metadata=setting("Which model; always."))
+    peers: tuple[str, ...] = field(default=(), metadata=setting("Other routers, if there are any."))
+    mode: Literal["kv", "random"] = field(default="kv", metadata=setting("random to compare."))
+    ratio: float = field(default=0.5, metadata=setting("Never.", check=between(0, 1)))
+    slots: int = field(default=4, metadata=setting("On big machines.", check=at_least(1)))
+    seed: int | None = field(default=None, metadata=setting("To repeat a run."))
     key: str | None = field(
         default=None,
         repr=False,
-        metadata=knob("Secret.", check=lambda key: "short" if len(key) < 8 else None),
+        metadata=setting("Secret.", check=lambda key: "short" if len(key) < 8 else None),
     )
-    fast: bool = field(default=False, metadata=knob("When in a hurry."))
-    kv_events: bool = field(default=True, metadata=knob("Unset it to guess."))
-    note: str = field(default="", metadata=knob("To remember."))
-    kinds: tuple[str, ...] = field(default=("chat", "batch"), metadata=knob("For fewer."))
-    folder: Path = field(default=Path("x"), metadata=knob("To keep things elsewhere."))
+    fast: bool = field(default=False, metadata=setting("When in a hurry."))
+    kv_events: bool = field(default=True, metadata=setting("Unset it to guess."))
+    note: str = field(default="", metadata=setting("To remember."))
+    kinds: tuple[str, ...] = field(default=("chat", "batch"), metadata=setting("For fewer."))
+    folder: Path = field(default=Path("x"), metadata=setting("To keep things elsewhere."))
 
     def problems(self) -> list[str]:
         found = ServiceConfig.problems(self)
@@ -247,7 +247,7 @@ def test_another_rooms_variables_are_not_our_business_but_unknown_rooms_are() ->
 def test_a_common_variable_is_fine_for_a_room_without_that_field() -> None:
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Tool:
-        path: Path = field(default=Path("x"), metadata=knob("Always."))
+        path: Path = field(default=Path("x"), metadata=setting("Always."))
 
     environ = {"KVMESH_DRAIN_S": "1", "KVMESH_REGISTRY_PATH": "/x"}
     assert read_config(Tool, "MESHCTL", environ, []) == (Tool(), [])
@@ -351,7 +351,7 @@ def test_loopback_is_what_stays_on_this_host() -> None:
 
 @pytest.mark.parametrize("kind", [dict[str, str], list[str], int | str, bytes])
 def test_a_field_that_text_cannot_give_is_our_own_mistake(kind: Any) -> None:
-    odd = type("Odd", (), {"__annotations__": {"x": kind}, "x": field(metadata=knob("Never."))})
+    odd = type("Odd", (), {"__annotations__": {"x": kind}, "x": field(metadata=setting("Never."))})
     with pytest.raises(TypeError, match=r"Odd\.x"):
         read_config(dataclass(odd), "ROUTER", {}, [])
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from common.runtime import free_ports as module
-from common.runtime.free_ports import FIRST, LAST, ROOM_MIN, free_ports
+from common.runtime.free_ports import PORT_LIMIT, PORT_MIN, RANGE_SIZE_MIN, free_ports
 
 
 @pytest.mark.parametrize("count", [1, 2, 16])
 def test_ports_are_free_in_a_row_and_not_those_that_others_get_by_chance(count: int) -> None:
     base = free_ports(count)
     low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert base >= FIRST
-    assert base + count <= (low if FIRST + ROOM_MIN <= low < LAST else LAST)
+    assert base >= PORT_MIN
+    assert base + count <= (low if PORT_MIN + RANGE_SIZE_MIN <= low < PORT_LIMIT else PORT_LIMIT)
     held = [socket.socket() for _ in range(count)]
     try:
         for offset, one in enumerate(held):
@@ -30,7 +30,7 @@ def test_a_port_in_use_is_passed_over() -> None:
     base = free_ports(2, start=0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", base + 1))
-        other = free_ports(2, start=base - FIRST)
+        other = free_ports(2, start=base - PORT_MIN)
         assert base + 1 not in (other, other + 1)
 
 
@@ -39,8 +39,8 @@ def test_a_system_whose_own_range_is_all_leaves_more_than_one_place(
 ) -> None:
     range_file = tmp_path / "range"
     range_file.write_text("1024 65535")
-    monkeypatch.setattr(module, "_LOCAL_RANGE", range_file)
-    assert free_ports(2, start=1000) >= FIRST + 1000
+    monkeypatch.setattr(module, "_EPHEMERAL_RANGE_FILE", range_file)
+    assert free_ports(2, start=1000) >= PORT_MIN + 1000
 
 
 def test_two_places_give_two_ports() -> None:

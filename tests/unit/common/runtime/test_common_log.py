@@ -16,7 +16,7 @@ from opentelemetry import trace
 
 from common.runtime import log, telemetry
 
-Start = Callable[..., log.Logs]
+Start = Callable[..., log.LogWriter]
 # One that is blocked is so for ever; a busy machine is not.
 WAIT_S = 20.0
 
@@ -34,9 +34,9 @@ def start(pipe: tuple[int, int]) -> Iterator[Start]:
     """Sets logs up on the pipe, and puts structlog and logging back as they were."""
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
-    started: list[log.Logs] = []
+    started: list[log.LogWriter] = []
 
-    def begin(*args: Any, **options: Any) -> log.Logs:
+    def begin(*args: Any, **options: Any) -> log.LogWriter:
         started.append(log.setup(*args, fd=pipe[1], **options))
         return started[-1]
 
@@ -50,7 +50,7 @@ def start(pipe: tuple[int, int]) -> Iterator[Start]:
     root.setLevel(before[1])
 
 
-def lines(pipe: tuple[int, int], logs: log.Logs) -> list[dict[str, Any]]:
+def lines(pipe: tuple[int, int], logs: log.LogWriter) -> list[dict[str, Any]]:
     assert logs.close()
     return [json.loads(line) for line in os.read(pipe[0], 1 << 16).splitlines()]
 
@@ -175,7 +175,7 @@ def test_console_lines_are_for_reading(start: Start, pipe: tuple[int, int]) -> N
 
 def test_a_reader_that_stalls_blocks_nobody_and_learns_what_it_missed() -> None:
     read_end, write_end = os.pipe()
-    logs = log.Logs(write_end, lines_max=100)
+    logs = log.LogWriter(write_end, lines_max=100)
     started = time.monotonic()
     for number in range(5000):
         logs.put(b'{"n": %d, "pad": "%s"}' % (number, b"x" * 4000))
@@ -203,7 +203,7 @@ def test_a_reader_that_stalls_blocks_nobody_and_learns_what_it_missed() -> None:
 def test_a_closed_stderr_is_survived() -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
-    logs = log.Logs(write_end)
+    logs = log.LogWriter(write_end)
     for _ in range(1000):
         logs.put(b"x")
     assert logs.close()

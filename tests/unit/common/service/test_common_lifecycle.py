@@ -18,52 +18,54 @@ import pytest
 from grpc_health.v1 import health_pb2
 from structlog.testing import capture_logs
 
-from common.errors import Bug, Conflict, Unavailable
+from common.errors import Conflict, InternalError, Unavailable
 from common.runtime.config import ConfigError
 from common.service import lifecycle
-from common.service.lifecycle import Life, Phase, Ready, run
+from common.service.lifecycle import Lifecycle, Phase, ServiceInfo, run
 
 ROOT = Path(__file__).resolve().parents[4]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def ask_health(life: Life, service: str) -> int:
-    servicer: Any = life.health.servicer  # Any: the stubs want a context that Check does not use.
+async def ask_health(lifecycle: Lifecycle, service: str) -> int:
+    servicer: Any = (
+        lifecycle.health.servicer
+    )  # Any: the stubs want a context that Check does not use.
     answer = await servicer.Check(health_pb2.HealthCheckRequest(service=service), None)
     return int(answer.status)
 
 
-async def nothing(_life: Life) -> None:
+async def nothing(_lifecycle: Lifecycle) -> None:
     """A step that does nothing."""
 
 
-Body = Callable[[Life], Awaitable[None]]
+Body = Callable[[Lifecycle], Awaitable[None]]
 
 
 class FakeApp:
     """Notes each step with the health and phase seen at that time; steps can be given bodies."""
 
     def __init__(
-        self, cut: Sequence[str] = (), **bodies: Callable[[Life], Awaitable[None]]
+        self, cut: Sequence[str] = (), **bodies: Callable[[Lifecycle], Awaitable[None]]
     ) -> None:
         self.steps: list[tuple[str, str, bool]] = []
-        self.life: Life | None = None
+        self.lifecycle: Lifecycle | None = None
         self.begun = asyncio.Event()
         self._bodies = bodies
         self._cut = cut
 
     async def _note(self, step: str) -> None:
-        assert self.life is not None
-        serving = await ask_health(self.life, "") == SERVING
-        self.steps.append((step, self.life.phase.value, serving))
-        await self._bodies.get(step, nothing)(self.life)
+        assert self.lifecycle is not None
+        serving = await ask_health(self.lifecycle, "") == SERVING
+        self.steps.append((step, self.lifecycle.phase.value, serving))
+        await self._bodies.get(step, nothing)(self.lifecycle)
 
-    async def start(self, life: Life) -> Ready:
-        self.life = life
+    async def start(self, lifecycle: Lifecycle) -> ServiceInfo:
+        self.lifecycle = lifecycle
         self.begun.set()
         await self._note("start")
-        return Ready("7", {"grpc": "127.0.0.1:1"})
+        return ServiceInfo("7", {"grpc": "127.0.0.1:1"})
 
     async def register(self) -> None:
         await self._note("register")
@@ -83,15 +85,15 @@ class FakeApp:
         return [step for step, _, _ in self.steps]
 
 
-async def drain_now(life: Life) -> None:
-    life.drain("the test asks")
+async def drain_now(lifecycle: Lifecycle) -> None:
+    lifecycle.drain("the test asks")
 
 
 def spawning(
-    work: Callable[[Life], Any], *, name: str = "work", essential: bool = True
-) -> Callable[[Life], Awaitable[None]]:
-    async def body(life: Life) -> None:
-        life.spawn(work(life), name=name, essential=essential)
+    work: Callable[[Lifecycle], Any], *, name: str = "work", essential: bool = True
+) -> Callable[[Lifecycle], Awaitable[None]]:
+    async def body(lifecycle: Lifecycle) -> None:
+        lifecycle.spawn(work(lifecycle), name=name, essential=essential)
 
     return body
 
@@ -101,11 +103,11 @@ async def live(app: FakeApp, **options: Any) -> int:
     return await asyncio.wait_for(run(app, **options), 30)
 
 
-async def wait_for_ready(app: FakeApp) -> Life:
+async def wait_for_ready(app: FakeApp) -> Lifecycle:
     await app.begun.wait()
-    assert app.life is not None
-    await asyncio.wait_for(app.life.ready(), 20)
-    return app.life
+    assert app.lifecycle is not None
+    await asyncio.wait_for(app.lifecycle.ready(), 20)
+    return app.lifecycle
 
 
 @contextmanager
@@ -127,12 +129,12 @@ async def test_a_life_goes_through_its_steps_in_order_with_the_right_health() ->
         ("drain", "draining", False),
         ("close", "draining", False),
     ]
-    assert app.life is not None
-    assert app.life.phase is Phase.STOPPED
+    assert app.lifecycle is not None
+    assert app.lifecycle.phase is Phase.STOPPED
 
 
-async def ending_when_ready(life: Life) -> None:
-    await life.ready()
+async def ending_when_ready(lifecycle: Lifecycle) -> None:
+    await lifecycle.ready()
 
 
 async def test_a_drain_that_was_asked_for_exits_zero() -> None:
@@ -146,8 +148,8 @@ async def test_new_work_is_taken_for_the_notice_after_health_and_registry_said_n
     loop = asyncio.get_running_loop()
     times: dict[str, float] = {}
 
-    def noting(step: str) -> Callable[[Life], Awaitable[None]]:
-        async def body(_life: Life) -> None:
+    def noting(step: str) -> Callable[[Lifecycle], Awaitable[None]]:
+        async def body(_lifecycle: Lifecycle) -> None:
             times[step] = loop.time()
 
         return body
@@ -160,7 +162,7 @@ async def test_new_work_is_taken_for_the_notice_after_health_and_registry_said_n
 
 
 async def test_a_failed_start_is_logged_closed_and_exits_one() -> None:
-    async def fail(_life: Life) -> None:
+    async def fail(_lifecycle: Lifecycle) -> None:
         raise OSError("port taken")
 
     app = FakeApp(start=fail)
@@ -173,7 +175,7 @@ async def test_a_failed_start_is_logged_closed_and_exits_one() -> None:
 async def failed_start(error: Exception) -> dict[str, Any]:
     """The line that tells of it."""
 
-    async def fail(_life: Life) -> None:
+    async def fail(_lifecycle: Lifecycle) -> None:
         raise error
 
     with capture_logs() as logs:
@@ -199,14 +201,19 @@ async def test_what_an_operator_can_mend_is_told_in_a_sentence(
 
 @pytest.mark.parametrize(
     "error",
-    [Bug("ours"), KeyError("x"), TimeoutError(), FileNotFoundError(2, "is not there", "/x")],
+    [
+        InternalError("ours"),
+        KeyError("x"),
+        TimeoutError(),
+        FileNotFoundError(2, "is not there", "/x"),
+    ],
 )
 async def test_what_nobody_expected_is_told_with_its_traceback(error: Exception) -> None:
     assert (await failed_start(error))["exc_info"] is error
 
 
 async def test_a_failed_registration_is_undone() -> None:
-    async def fail(_life: Life) -> None:
+    async def fail(_lifecycle: Lifecycle) -> None:
         raise OSError("no consul")
 
     app = FakeApp(register=fail)
@@ -216,8 +223,8 @@ async def test_a_failed_registration_is_undone() -> None:
 
 
 async def test_a_drain_during_the_start_cuts_it_short() -> None:
-    async def hang(life: Life) -> None:
-        life.drain("signal SIGTERM")
+    async def hang(lifecycle: Lifecycle) -> None:
+        lifecycle.drain("signal SIGTERM")
         await asyncio.Event().wait()
 
     app = FakeApp(start=hang)
@@ -227,7 +234,7 @@ async def test_a_drain_during_the_start_cuts_it_short() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "returns", "is cancelled"])
 async def test_an_essential_task_that_ends_drains_and_fails_the_process(how: str) -> None:
-    async def work(_life: Life) -> None:
+    async def work(_lifecycle: Lifecycle) -> None:
         if how == "raises":
             raise ValueError("broken")
         if how == "is cancelled":
@@ -241,21 +248,21 @@ async def test_an_essential_task_that_ends_drains_and_fails_the_process(how: str
         assert await live(app) == 1
     assert app.order[-1] == "close"
     assert [line["task"] for line in logs if line.get("log_level") == "error"] == ["engine"]
-    assert app.life is not None
-    assert app.life.why == "task engine ended"
+    assert app.lifecycle is not None
+    assert app.lifecycle.why == "task engine ended"
 
 
 async def test_another_tasks_failure_is_logged_and_life_goes_on() -> None:
-    async def work(_life: Life) -> None:
+    async def work(_lifecycle: Lifecycle) -> None:
         raise ValueError("broken")
 
     app = FakeApp(start=spawning(work, name="peer", essential=False))
     with capture_logs() as logs:
         running = asyncio.ensure_future(live(app))
-        life = await wait_for_ready(app)
+        lifecycle = await wait_for_ready(app)
         await asyncio.sleep(0)
-        assert not life.draining
-        life.drain("enough")
+        assert not lifecycle.is_draining
+        lifecycle.drain("enough")
         assert await running == 0
     assert [line["task"] for line in logs if line.get("log_level") == "error"] == ["peer"]
 
@@ -263,17 +270,17 @@ async def test_another_tasks_failure_is_logged_and_life_goes_on() -> None:
 async def test_tasks_are_cancelled_after_the_drain_and_their_cleanup_awaited() -> None:
     seen: list[str] = []
 
-    async def work(_life: Life) -> None:
+    async def work(_lifecycle: Lifecycle) -> None:
         try:
             await asyncio.Event().wait()
         finally:
             await asyncio.sleep(0)
             seen.append("cleaned")
 
-    async def look(_life: Life) -> None:
+    async def look(_lifecycle: Lifecycle) -> None:
         seen.append("drain")
 
-    async def closing(_life: Life) -> None:
+    async def closing(_lifecycle: Lifecycle) -> None:
         seen.append("close")
 
     app = FakeApp(start=spawning(work), drain=look, close=closing)
@@ -295,7 +302,7 @@ async def test_what_the_drain_cut_is_logged() -> None:
 
 @pytest.mark.parametrize("step", ["deregister", "drain", "close"])
 async def test_a_failing_step_of_the_end_does_not_stop_the_others(step: str) -> None:
-    async def fail(_life: Life) -> None:
+    async def fail(_lifecycle: Lifecycle) -> None:
         raise OSError("gone")
 
     app = FakeApp((), register=drain_now, **{step: fail})
@@ -307,11 +314,14 @@ async def test_a_failing_step_of_the_end_does_not_stop_the_others(step: str) -> 
 
 @pytest.mark.parametrize("step", ["deregister", "drain", "close"])
 async def test_a_step_of_the_end_that_hangs_is_cut_and_the_others_still_run(step: str) -> None:
-    async def hang(_life: Life) -> None:
+    async def hang(_lifecycle: Lifecycle) -> None:
         await asyncio.Event().wait()
 
     app = FakeApp((), register=drain_now, **{step: hang})
-    with limits(DEREGISTER_S=0.01, DRAIN_MARGIN_S=0.01, CLOSE_S=0.01), capture_logs() as logs:
+    with (
+        limits(DEREGISTER_TIMEOUT_S=0.01, DRAIN_MARGIN_S=0.01, CLOSE_TIMEOUT_S=0.01),
+        capture_logs() as logs,
+    ):
         assert await live(app, drain_s=0.01) == 1
     assert app.order == ["start", "register", "deregister", "drain", "close"]
     assert [line["step"] for line in logs if "too long" in line["event"]] == [step]
@@ -321,7 +331,7 @@ async def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
     stubborn = asyncio.Event()
     exits: list[int] = []
 
-    async def work(_life: Life) -> None:
+    async def work(_lifecycle: Lifecycle) -> None:
         while not stubborn.is_set():
             try:
                 await stubborn.wait()
@@ -329,7 +339,7 @@ async def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
                 continue
 
     app = FakeApp(start=spawning(work, name="stubborn"), register=drain_now)
-    with limits(CLOSE_S=0.01), capture_logs() as logs:
+    with limits(CLOSE_TIMEOUT_S=0.01), capture_logs() as logs:
         await live(app, hard_exit=exits.append)
     assert exits == [lifecycle.EXIT_STUCK]
     assert [line["tasks"] for line in logs if "tasks" in line] == [["stubborn"]]
@@ -338,30 +348,30 @@ async def test_a_task_that_will_not_end_does_not_keep_the_process() -> None:
 
 
 async def test_a_service_serves_only_when_ready_and_not_set_aside() -> None:
-    async def begin(life: Life) -> None:
-        await life.health.set("kvmesh.a", True)
-        await life.health.set("kvmesh.b", False)
+    async def begin(lifecycle: Lifecycle) -> None:
+        await lifecycle.health.set("kvmesh.a", True)
+        await lifecycle.health.set("kvmesh.b", False)
 
-    async def answers(life: Life) -> list[int]:
-        return [await ask_health(life, name) for name in ("", "kvmesh.a", "kvmesh.b")]
+    async def answers(lifecycle: Lifecycle) -> list[int]:
+        return [await ask_health(lifecycle, name) for name in ("", "kvmesh.a", "kvmesh.b")]
 
     app = FakeApp(start=begin)
     running = asyncio.ensure_future(live(app))
-    life = await wait_for_ready(app)
-    assert await answers(life) == [SERVING, SERVING, NOT_SERVING]
-    await life.health.set("kvmesh.b", True)
-    assert await answers(life) == [SERVING] * 3
-    life.drain("enough")
+    lifecycle = await wait_for_ready(app)
+    assert await answers(lifecycle) == [SERVING, SERVING, NOT_SERVING]
+    await lifecycle.health.set("kvmesh.b", True)
+    assert await answers(lifecycle) == [SERVING] * 3
+    lifecycle.drain("enough")
     assert await running == 0
-    await life.health.set("kvmesh.b", True)
-    assert await answers(life) == [NOT_SERVING] * 3
+    await lifecycle.health.set("kvmesh.b", True)
+    assert await answers(lifecycle) == [NOT_SERVING] * 3
 
 
 async def test_the_ready_line_is_one_json_line_and_then_the_end() -> None:
     read_end, write_end = os.pipe()
     app = FakeApp()
     running = asyncio.ensure_future(live(app, ready_fd=write_end, name="router"))
-    life = await wait_for_ready(app)
+    lifecycle = await wait_for_ready(app)
     with os.fdopen(read_end) as reader:
         assert json.loads(reader.read()) == {
             "name": "router",
@@ -369,7 +379,7 @@ async def test_the_ready_line_is_one_json_line_and_then_the_end() -> None:
             "instance_id": "7",
             "addresses": {"grpc": "127.0.0.1:1"},
         }
-    life.drain("enough")
+    lifecycle.drain("enough")
     assert await running == 0
 
 
@@ -388,11 +398,11 @@ PROGRAM = textwrap.dedent(
     """
     import asyncio, sys
     from common.runtime.config import ServiceConfig
-    from common.service.lifecycle import Ready, run_service
+    from common.service.lifecycle import ServiceInfo, run_service
 
     class App:
         async def start(self, life):
-            return Ready("7", {"grpc": "127.0.0.1:1"})
+            return ServiceInfo("7", {"grpc": "127.0.0.1:1"})
         async def register(self): pass
         async def deregister(self): pass
         async def drain(self, grace_s):

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import InvalidRequest
 from common.kv.events import (
-    CHUNK_BLOCKS,
+    SNAPSHOT_CHUNK_BLOCKS,
     Event,
     EventBatch,
     EventKind,
@@ -19,7 +19,7 @@ from common.kv.events import (
     SourceStatus,
     Tier,
 )
-from common.kv.prefix_index import Matched
+from common.kv.prefix_index import SourceMatch
 from common.wire import kv as kv_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 
@@ -35,9 +35,9 @@ def test_partitions_states_and_statuses_come_back_equal() -> None:
     partition = Partition("m", 16, 1, 2)
     assert kv_proto.partition_from_proto(kv_proto.partition_to_proto(partition)) == partition
     state = SourceState(SOURCE, 4, 2**40, degraded=True)
-    assert kv_proto.state_from_proto(kv_proto.state_to_proto(state)) == state
+    assert kv_proto.source_state_from_proto(kv_proto.source_state_to_proto(state)) == state
     status = SourceStatus("stale", "its stream ended")
-    assert kv_proto.status_from_proto(kv_proto.status_to_proto(status)) == status
+    assert kv_proto.source_status_from_proto(kv_proto.source_status_to_proto(status)) == status
 
 
 @pytest.mark.row("S1-29", "S1-33")
@@ -57,10 +57,10 @@ def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
 
 def test_parts_of_snapshots_and_answers_come_back_equal() -> None:
     sent = SnapshotChunk(SOURCE, 5, 6, array(7, 8), Tier.DISK, first=True, last=True)
-    read = kv_proto.chunk_from_proto(kv_proto.chunk_to_proto(sent))
+    read = kv_proto.snapshot_chunk_from_proto(kv_proto.snapshot_chunk_to_proto(sent))
     assert (read.source, read.epoch, read.sequence, read.tier) == (SOURCE, 5, 6, Tier.DISK)
     assert (read.first, read.last, read.hashes.tolist()) == (True, True, [7, 8])
-    rows = [Matched(SOURCE, 1, 2, 3), Matched(Source(4), 1, 1, 1)]
+    rows = [SourceMatch(SOURCE, 1, 2, 3), SourceMatch(Source(4), 1, 1, 1)]
     assert kv_proto.matches_from_proto(kv_proto.matches_to_proto(rows)) == rows
 
 
@@ -104,7 +104,7 @@ def test_a_bad_batch_is_refused_by_the_field_at_fault(message: pb.EventBatch, fi
     [
         (pb.SnapshotChunk(), "snapshot.source.worker_id"),
         (
-            pb.SnapshotChunk(prefix_hashes=bytes(8 * (CHUNK_BLOCKS + 1))),
+            pb.SnapshotChunk(prefix_hashes=bytes(8 * (SNAPSHOT_CHUNK_BLOCKS + 1))),
             "snapshot.prefix_hashes",
         ),
         (pb.SnapshotChunk(source=pb.Source(worker_id=1), tier=9), "snapshot.tier"),
@@ -112,7 +112,7 @@ def test_a_bad_batch_is_refused_by_the_field_at_fault(message: pb.EventBatch, fi
 )
 def test_a_bad_part_is_refused_by_the_field_at_fault(message: pb.SnapshotChunk, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        kv_proto.chunk_from_proto(message)
+        kv_proto.snapshot_chunk_from_proto(message)
     assert refused.value.field == field
 
 
@@ -124,4 +124,4 @@ def test_a_partition_needs_a_model_and_a_block_size() -> None:
 
 
 def test_a_state_of_a_newer_peer_is_not_trusted() -> None:
-    assert kv_proto.status_from_proto(pb.SourceStatus(state="odd")).state == "gapped"
+    assert kv_proto.source_status_from_proto(pb.SourceStatus(state="odd")).state == "gapped"

@@ -14,21 +14,21 @@ from hypothesis import strategies as st
 import common.request.preprocessed
 from common.errors import InvalidRequest
 from common.request.preprocessed import (
-    AnyJson,
-    Choice,
+    AnyJsonCodec,
+    BoolCodec,
     CompletionUsage,
+    EnumCodec,
+    FieldCodec,
     FinishReason,
-    Flag,
+    FloatCodec,
     GuidedDecoding,
-    Integer,
-    Kind,
-    Many,
-    MapOf,
-    Maybe,
-    Media,
+    IntegerCodec,
+    ListCodec,
+    MapCodec,
+    MediaCodec,
     MediaRawUrl,
-    Number,
-    Part,
+    NullableCodec,
+    ObjectCodec,
     PrefillResult,
     PreprocessedEmbeddingRequest,
     PreprocessedRequest,
@@ -36,29 +36,29 @@ from common.request.preprocessed import (
     RdmaMediaDataDescriptor,
     RequestTracker,
     RoutingHints,
-    SetOf,
-    Text,
+    SetCodec,
+    TextCodec,
     TokenIds,
+    TokenIdsCodec,
     TokenLogprob,
-    TokenMapOf,
-    Tokens,
-    TokenSpan,
+    TokenMapCodec,
+    TokenSpanCodec,
     TopLogprob,
     from_json,
-    from_value,
+    from_json_value,
     to_json,
-    to_value,
+    to_json_value,
     usage,
     wire_fields,
 )
 from common.wire.preprocessed import (
+    dataclass_from_proto,
+    dataclass_to_proto,
     embedding_from_proto,
     embedding_to_proto,
     finish_reason_from_proto,
     finish_reason_to_proto,
     from_proto,
-    part_from_proto,
-    part_to_proto,
     to_proto,
 )
 from kvmesh.types.v1 import request_pb2
@@ -196,18 +196,18 @@ def over_the_wire(request: PreprocessedRequest) -> PreprocessedRequest:
 
 @pytest.mark.row("S2-17", "S2-42", "S2-45", "S2-55")
 def test_a_request_with_every_field_set_survives_both_forms() -> None:
-    request = from_value(PreprocessedRequest, EVERYTHING)
+    request = from_json_value(PreprocessedRequest, EVERYTHING)
     again = over_the_wire(request)
     assert again == request
     written = json.loads(to_json(again))
-    assert written == to_value(request)
+    assert written == to_json_value(request)
     # What is written differs from what was read in one place: the tag of the raw URL.
     written["multi_modal_data"]["image_url"][1] = {"RawUrl": "not a url"}
     assert written == EVERYTHING
 
 
 def test_the_full_example_leaves_no_protobuf_field_of_the_request_unused() -> None:
-    message = to_proto(from_value(PreprocessedRequest, EVERYTHING))
+    message = to_proto(from_json_value(PreprocessedRequest, EVERYTHING))
     unused = {field.name for field in message.DESCRIPTOR.fields} - {
         field.name for field, _ in message.ListFields()
     }
@@ -262,9 +262,9 @@ def test_the_tracker_does_not_travel_over_protobuf() -> None:
 
 @pytest.mark.row("S2-26")
 def test_null_disaggregated_params_are_a_value_over_protobuf() -> None:
-    message = part_to_proto(PrefillResult(None), request_pb2.PrefillResult())
+    message = dataclass_to_proto(PrefillResult(None), request_pb2.PrefillResult())
     assert message.disaggregated_params_json == "null"
-    assert part_from_proto(PrefillResult, message) == PrefillResult(None)
+    assert dataclass_from_proto(PrefillResult, message) == PrefillResult(None)
 
 
 @pytest.mark.row("S2-34")
@@ -373,7 +373,7 @@ def test_finish_reasons_travel_by_name() -> None:
     ],
 )
 def test_a_part_travels_by_itself(part: Any, message: Message) -> None:
-    assert part_from_proto(type(part), part_to_proto(part, message)) == part
+    assert dataclass_from_proto(type(part), dataclass_to_proto(part, message)) == part
 
 
 # Strategies for the JSON form, derived from the declared kinds; the hand-written example above
@@ -390,36 +390,36 @@ TOKEN_IDS = st.lists(st.integers(0, 2**32 - 1), max_size=4)
 SPANS = st.tuples(st.integers(0, 2**32), st.integers(0, 2**32)).map(sorted)
 
 
-def forms(kind: Kind) -> st.SearchStrategy[Any]:
+def forms(kind: FieldCodec) -> st.SearchStrategy[Any]:
     match kind:
-        case Integer(low, high):
+        case IntegerCodec(low, high):
             return st.integers(low, high)
-        case Number():
+        case FloatCodec():
             return NUMBERS
-        case Text():
+        case TextCodec():
             return TEXTS
-        case Flag():
+        case BoolCodec():
             return st.booleans()
-        case AnyJson():
+        case AnyJsonCodec():
             return ANY_JSON
-        case Choice(words):
-            return st.sampled_from([word.value for word in words])
-        case Tokens():
+        case EnumCodec(enum_type):
+            return st.sampled_from([word.value for word in enum_type])
+        case TokenIdsCodec():
             return TOKEN_IDS
-        case TokenSpan():
+        case TokenSpanCodec():
             return SPANS
-        case Maybe(item):
+        case NullableCodec(item):
             return st.none() | forms(item)
-        case Many(item) | SetOf(item):
+        case ListCodec(item) | SetCodec(item):
             return st.lists(forms(item), max_size=2)
-        case MapOf(item):
+        case MapCodec(item):
             return st.dictionaries(TEXTS, forms(item), max_size=2)
-        case TokenMapOf(item):
+        case TokenMapCodec(item):
             ids = st.integers(0, 2**32 - 1).map(str)
             return st.dictionaries(ids, forms(item), max_size=2)
-        case Part(cls):
+        case ObjectCodec(cls):
             return guided_forms() if cls is GuidedDecoding else object_forms(cls)
-        case Media():
+        case MediaCodec():
             return st.one_of(
                 st.just({"Url": "https://example.org/a"}),
                 TEXTS.map(lambda text: {"RawUrl": text}),
@@ -474,4 +474,4 @@ def test_any_embedding_request_survives_json_and_protobuf(form: dict[str, Any]) 
     data = embedding_to_proto(request).SerializeToString()
     again = embedding_from_proto(request_pb2.PreprocessedEmbeddingRequest.FromString(data))
     assert again == request
-    assert to_value(again) == to_value(request)
+    assert to_json_value(again) == to_json_value(request)

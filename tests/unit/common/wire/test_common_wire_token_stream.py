@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import (
-    MESH_ERRORS,
-    Bug,
+    MESH_ERROR_CLASSES,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -38,29 +38,29 @@ from common.request.preprocessed import (
     TraceLink,
 )
 from common.request.token_stream import (
-    PART_BYTES,
+    PROMPT_PART_BYTES,
     AbortSlot,
-    Chunk,
     FrontendLink,
     Hello,
     HelloAck,
-    Order,
+    JsonChunk,
+    LegRequest,
     PromptPart,
     Rejected,
-    Start,
+    RequestFrame,
+    ResponseFrame,
+    StartSlot,
     Submit,
     Terminal,
-    ToFrontend,
-    ToWorker,
     WorkerLink,
 )
 from common.wire.errors import error_from_proto, error_to_proto
 from common.wire.load import load_from_proto, load_to_proto
 from common.wire.token_stream import (
-    to_frontend_from_proto,
-    to_frontend_to_proto,
-    to_worker_from_proto,
-    to_worker_to_proto,
+    request_frame_from_proto,
+    request_frame_to_proto,
+    response_frame_from_proto,
+    response_frame_to_proto,
 )
 from kvmesh.engine.v1 import engine_pb2
 from kvmesh.types.v1 import error_pb2
@@ -80,7 +80,7 @@ def few(items: st.SearchStrategy[object]) -> st.SearchStrategy[list[object]]:
 
 @st.composite
 def mesh_errors(draw: st.DrawFn) -> MeshError:
-    cls = draw(st.sampled_from(MESH_ERRORS))
+    cls = draw(st.sampled_from(MESH_ERROR_CLASSES))
     return cls.restore(
         draw(TEXT),
         field=draw(st.none() | TEXT.filter(bool)),
@@ -114,8 +114,8 @@ REQUESTS = st.builds(
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Order:
-    one = Order(
+def orders(draw: st.DrawFn) -> LegRequest:
+    one = LegRequest(
         request_id=draw(TEXT.filter(bool)),
         attempt=draw(U32),
         timeout_s=draw(st.none() | MILLISECONDS.filter(bool)),
@@ -137,12 +137,12 @@ def orders(draw: st.DrawFn) -> Order:
 @st.composite
 def submits(draw: st.DrawFn) -> Submit:
     one = draw(orders())
-    prompt = b"" if one.request is None else one.request.token_ids.le
+    prompt = b"" if one.request is None else one.request.token_ids.little_endian
     return Submit(draw(U64), one, prompt, draw(U64))
 
 
 TO_WORKER = st.builds(
-    ToWorker,
+    RequestFrame,
     hello=st.none() | st.builds(Hello, U64, U64, U64),
     submits=few(submits()),
     prompt_parts=few(st.builds(PromptPart, U64, U64, st.binary(max_size=8))),
@@ -181,7 +181,7 @@ def terminals(draw: st.DrawFn) -> Terminal:
 
 
 TO_FRONTEND = st.builds(
-    ToFrontend,
+    ResponseFrame,
     hello_ack=st.none() | st.builds(HelloAck, U64, MILLISECONDS, U32),
     accepted=few(U64),
     rejected=few(st.builds(Rejected, U64, mesh_errors())),
@@ -190,7 +190,7 @@ TO_FRONTEND = st.builds(
     count=few(U32),
     token_id=st.lists(U32, min_size=1, max_size=5),
     logprobs=few(st.tuples(U64, few(LOGPROBS))),
-    chunks=few(st.builds(Chunk, U64, U32, st.binary(max_size=5))),
+    chunks=few(st.builds(JsonChunk, U64, U32, st.binary(max_size=5))),
     terminals=few(terminals()),
     sent_bytes=U64,
     heartbeat=few(LOADS),
@@ -219,26 +219,26 @@ def plain(value: object) -> object:
     return value
 
 
-def to_worker_over_the_wire(frame: ToWorker) -> ToWorker:
-    data = to_worker_to_proto(frame).SerializeToString()
-    return to_worker_from_proto(engine_pb2.AttachRequest.FromString(data))
+def to_worker_over_the_wire(frame: RequestFrame) -> RequestFrame:
+    data = request_frame_to_proto(frame).SerializeToString()
+    return request_frame_from_proto(engine_pb2.AttachRequest.FromString(data))
 
 
-def to_frontend_over_the_wire(frame: ToFrontend) -> ToFrontend:
-    data = to_frontend_to_proto(frame).SerializeToString()
-    return to_frontend_from_proto(engine_pb2.AttachResponse.FromString(data))
+def to_frontend_over_the_wire(frame: ResponseFrame) -> ResponseFrame:
+    data = response_frame_to_proto(frame).SerializeToString()
+    return response_frame_from_proto(engine_pb2.AttachResponse.FromString(data))
 
 
 @settings(max_examples=60, deadline=None)
 @given(TO_WORKER)
-def test_a_frame_to_the_worker_survives_the_wire(frame: ToWorker) -> None:
+def test_a_frame_to_the_worker_survives_the_wire(frame: RequestFrame) -> None:
     assert plain(to_worker_over_the_wire(frame)) == plain(frame)
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(TO_FRONTEND)
-def test_a_frame_to_the_frontend_survives_the_wire(frame: ToFrontend) -> None:
+def test_a_frame_to_the_frontend_survives_the_wire(frame: ResponseFrame) -> None:
     assert plain(to_frontend_over_the_wire(frame)) == plain(frame)
 
 
@@ -256,7 +256,7 @@ def test_a_load_survives_the_wire(load: Load) -> None:
     assert load_from_proto(load_to_proto(load)) == load
 
 
-@pytest.mark.parametrize("cls", MESH_ERRORS)
+@pytest.mark.parametrize("cls", MESH_ERROR_CLASSES)
 def test_every_class_of_error_is_restored_as_itself(cls: type[MeshError]) -> None:
     error = cls.restore("why", field="f", retry_after_s=1.5, metadata={"a": "b"}, retryable=True)
     assert plain(error_from_proto(error_to_proto(error))) == plain(error)
@@ -277,7 +277,7 @@ def test_errors_as_they_are_raised_are_restored(error: MeshError) -> None:
 
 def test_an_error_of_a_kind_nobody_here_knows_is_a_bug_that_says_so() -> None:
     error = error_from_proto(error_pb2.Error(code=2, kind="TEAPOT", message="short and stout"))
-    assert isinstance(error, Bug)
+    assert isinstance(error, InternalError)
     assert "short and stout" in error.message
     assert "'TEAPOT'" in error.message
 
@@ -310,12 +310,12 @@ def test_an_error_with_what_a_client_sent_in_it_does_not_break_the_stream() -> N
 def test_a_timeout_is_at_least_a_millisecond_and_at_most_what_the_wire_holds(
     timeout_s: float, arrives: float
 ) -> None:
-    one = Order("r", timeout_s=timeout_s, chat_json=b"{}")
-    frame = to_worker_over_the_wire(ToWorker(submits=[Submit(1, one)]))
-    assert frame.submits[0].order.timeout_s == arrives
-    endless = Order("r", timeout_s=float("inf"), chat_json=b"{}")
-    frame = to_worker_over_the_wire(ToWorker(submits=[Submit(1, endless)]))
-    assert frame.submits[0].order.timeout_s == 4294967.295
+    one = LegRequest("r", timeout_s=timeout_s, chat_json=b"{}")
+    frame = to_worker_over_the_wire(RequestFrame(submits=[Submit(1, one)]))
+    assert frame.submits[0].leg_request.timeout_s == arrives
+    endless = LegRequest("r", timeout_s=float("inf"), chat_json=b"{}")
+    frame = to_worker_over_the_wire(RequestFrame(submits=[Submit(1, endless)]))
+    assert frame.submits[0].leg_request.timeout_s == 4294967.295
 
 
 def readable(slot: int = 1) -> engine_pb2.Submit:
@@ -326,8 +326,10 @@ def readable(slot: int = 1) -> engine_pb2.Submit:
         sampling_options=SamplingOptions(),
         output_options=OutputOptions(),
     )
-    frame = ToWorker(submits=[Submit(slot, Order("r", request=request), request.token_ids.le)])
-    return to_worker_to_proto(frame).submits[0]
+    frame = RequestFrame(
+        submits=[Submit(slot, LegRequest("r", request=request), request.token_ids.little_endian)]
+    )
+    return request_frame_to_proto(frame).submits[0]
 
 
 def unreadable() -> dict[str, engine_pb2.Submit]:
@@ -343,7 +345,7 @@ def unreadable() -> dict[str, engine_pb2.Submit]:
 def test_one_submit_that_cannot_be_read_leaves_the_others_alone(field: str) -> None:
     message = engine_pb2.AttachRequest(submits=[unreadable()[field], readable(2)])
     message.hello.expected_worker_id = 7
-    frame = to_worker_from_proto(message)
+    frame = request_frame_from_proto(message)
     bad, good = frame.submits
     assert bad.error is not None
     assert bad.error.field == field
@@ -357,19 +359,19 @@ def test_one_submit_that_cannot_be_read_leaves_the_others_alone(field: str) -> N
 
 
 def test_tokens_without_slots_are_not_lost_on_the_way() -> None:
-    frame = to_frontend_from_proto(engine_pb2.AttachResponse(token_id=[1, 2]))
+    frame = response_frame_from_proto(engine_pb2.AttachResponse(token_id=[1, 2]))
     assert frame.token_id == [1, 2]
 
 
 def test_an_end_without_a_reason_or_an_error_is_refused() -> None:
     message = engine_pb2.AttachResponse(terminals=[engine_pb2.Terminal(slot=1)])
     with pytest.raises(InvalidRequest) as raised:
-        to_frontend_from_proto(message)
+        response_frame_from_proto(message)
     assert raised.value.field == "finish_reason"
 
 
 def test_a_long_prompt_is_whole_again_behind_the_wire() -> None:
-    ids = TokenIds.of(range(PART_BYTES))  # four parts
+    ids = TokenIds.of(range(PROMPT_PART_BYTES))  # four parts
     request = PreprocessedRequest(
         model="m",
         token_ids=ids,
@@ -383,12 +385,12 @@ def test_a_long_prompt_is_whole_again_behind_the_wire() -> None:
         def __getattr__(self, name: str) -> object:
             raise AssertionError(f"nothing was to be heard, {name} was")
 
-    frontend.submit(Order("r", request=request), Nobody())  # type: ignore[arg-type]
+    frontend.submit(LegRequest("r", request=request), Nobody())  # type: ignore[arg-type]
     commands = []
     while (frame := frontend.next_frame(0.0)) is not None:
         commands += worker.receive(to_worker_over_the_wire(frame), 0.0)
     (start,) = commands
-    assert isinstance(start, Start)
-    assert start.prompt == ids.le
-    assert start.order.request is not None
-    assert replace(start.order.request, token_ids=ids) == request
+    assert isinstance(start, StartSlot)
+    assert start.prompt == ids.little_endian
+    assert start.leg_request.request is not None
+    assert replace(start.leg_request.request, token_ids=ids) == request

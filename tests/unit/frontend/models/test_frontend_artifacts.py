@@ -25,7 +25,7 @@ from frontend_svc.models.artifacts import (
     ARTIFACT_BYTES_MAX,
     MISMATCH,
     ArtifactCollector,
-    Artifacts,
+    ArtifactFetcher,
 )
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
@@ -82,7 +82,9 @@ class Trickle(Holder):
             yield part
 
 
-def artifacts_of(*holders: Holder, chunk_s: float = 10.0, card_s: float = 120.0) -> Artifacts:
+def artifacts_of(
+    *holders: Holder, chunk_timeout_s: float = 10.0, card_timeout_s: float = 120.0
+) -> ArtifactFetcher:
     workers = [
         Instance(
             id=number,
@@ -96,7 +98,7 @@ def artifacts_of(*holders: Holder, chunk_s: float = 10.0, card_s: float = 120.0)
     ]
 
     @asynccontextmanager
-    async def open_call(
+    async def open_artifact(
         worker: Instance, name: str, offset: int
     ) -> AsyncIterator[AsyncIterator[engine_pb2.GetArtifactResponse]]:
         assert name == NAME
@@ -106,29 +108,34 @@ def artifacts_of(*holders: Holder, chunk_s: float = 10.0, card_s: float = 120.0)
         assert checksum == card_of().checksum or len(checksum) == 64
         return workers
 
-    return Artifacts(serving, open_call=open_call, chunk_s=chunk_s, card_s=card_s)
+    return ArtifactFetcher(
+        serving,
+        open_artifact=open_artifact,
+        chunk_timeout_s=chunk_timeout_s,
+        card_timeout_s=card_timeout_s,
+    )
 
 
-async def fetched(artifacts: Artifacts, card: ModelCard | None = None) -> bytes | None:
-    whole = await artifacts.complete(card or card_of())
+async def fetched(artifacts: ArtifactFetcher, card: ModelCard | None = None) -> bytes | None:
+    whole = await artifacts.complete_card(card or card_of())
     return whole.artifacts[NAME].inline
 
 
-async def refusal(artifacts: Artifacts, card: ModelCard | None = None) -> MeshError:
+async def refusal(artifacts: ArtifactFetcher, card: ModelCard | None = None) -> MeshError:
     with pytest.raises(MeshError) as caught:
-        await artifacts.complete(card or card_of())
+        await artifacts.complete_card(card or card_of())
     return caught.value
 
 
 async def test_what_is_inline_needs_nobody() -> None:
     card = card_of(inline=True)
-    assert await artifacts_of().complete(card) is card
+    assert await artifacts_of().complete_card(card) is card
 
 
 async def test_an_artifact_comes_in_chunks_and_the_card_stays_the_same_card() -> None:
     artifacts = artifacts_of(Holder())
     card = card_of()
-    whole = await artifacts.complete(card)
+    whole = await artifacts.complete_card(card)
     assert whole.artifacts[NAME].inline == DATA
     assert whole.checksum == card.checksum
     assert (artifacts.counters["fetched"], artifacts.counters["bytes"]) == (1, len(DATA))
@@ -229,14 +236,14 @@ async def test_silence_between_two_chunks_is_bounded() -> None:
             await asyncio.Event().wait()
             yield engine_pb2.GetArtifactResponse()
 
-    assert await fetched(artifacts_of(Silent(), Holder(), chunk_s=0.3)) == DATA
+    assert await fetched(artifacts_of(Silent(), Holder(), chunk_timeout_s=0.3)) == DATA
 
 
 def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try() -> None:
-    async def main() -> tuple[list[float], list[int], Artifacts]:
+    async def main() -> tuple[list[float], list[int], ArtifactFetcher]:
         loop = asyncio.get_running_loop()
         holder = Trickle(pause_s=9.0)  # of 11 chunks: 99 s in all
-        artifacts = artifacts_of(holder, card_s=40.0)
+        artifacts = artifacts_of(holder, card_timeout_s=40.0)
         took = []
         for _ in range(2):
             began = loop.time()
@@ -258,7 +265,7 @@ def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try(
 def test_while_one_peer_trickles_another_is_asked_for_the_rest() -> None:
     async def main() -> tuple[float, list[int], list[int]]:
         slow, quick = Trickle(pause_s=9.0), Holder()
-        artifacts = artifacts_of(slow, quick, card_s=80.0)
+        artifacts = artifacts_of(slow, quick, card_timeout_s=80.0)
         began = asyncio.get_running_loop().time()
         assert await fetched(artifacts) == DATA
         return asyncio.get_running_loop().time() - began, slow.asked, quick.asked

@@ -19,7 +19,7 @@ from common.kv.hashing import PrefixHasher
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
 from frontend_svc.core.models.model_watch import Table as Kind
-from frontend_svc.models.catalog import GONE_S, KEPT_MAX, Models
+from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR
@@ -66,7 +66,7 @@ class Table:
         self.cards = {one.checksum: one for one in cards}
         self.fetched: list[str] = []
         self.holding: dict[int, asyncio.Event] = {}
-        self.models = Models(
+        self.models = ModelCatalog(
             self.get, now_s=lambda: self.now, mesh_key=KEY, open_artifact=self.opened
         )
 
@@ -129,7 +129,7 @@ async def test_an_adapter_that_just_left_is_unavailable_and_later_unknown_as_a_m
         models.get("french")
     assert gone.value.retry_after_s is not None
     assert "french" in gone.value.message
-    table.now += GONE_S
+    table.now += RECENTLY_SERVED_S
     with pytest.raises(UnknownModel) as unknown:
         models.get("french")
     assert "french" in unknown.value.message
@@ -354,7 +354,7 @@ async def test_whatever_a_build_raises_is_told_once_and_is_tried_again() -> None
             raise faults.pop()
         return await read(checksum)
 
-    models = Models(get, now_s=lambda: 0.0, mesh_key=KEY)
+    models = ModelCatalog(get, now_s=lambda: 0.0, mesh_key=KEY)
     here = snapshot(worker(1, A), worker(2, B))
     with capture_logs() as logs:
         for _ in range(2):
@@ -438,7 +438,7 @@ def test_a_model_whose_workers_left_while_it_was_loaded_is_unknown() -> None:
     run_virtually(main())
 
 
-async def at_once(models: Models, to: Snapshot) -> None:
+async def at_once(models: ModelCatalog, to: Snapshot) -> None:
     """Follows a snapshot for which nothing has to be loaded: it does not even wait."""
     following = models.follow(to)
     with pytest.raises(StopIteration) as done:
@@ -454,7 +454,7 @@ async def test_a_model_whose_worker_is_back_is_served_at_once_and_not_built_anew
     await at_once(models, snapshot())
     with pytest.raises(Unavailable, match="no worker serves 'a'"):
         models.get("a")
-    table.now += GONE_S - 1.0
+    table.now += RECENTLY_SERVED_S - 1.0
     await at_once(models, snapshot(worker(2, A, "french")))
     assert models.get("a") is before
     assert models.engine("a", "chat").model is before
@@ -477,7 +477,7 @@ async def test_a_model_that_comes_back_under_another_card_is_built_from_that() -
 
 @pytest.mark.slow
 async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() -> None:
-    cards = [card(f"m{n}") for n in range(KEPT_MAX + 1)]
+    cards = [card(f"m{n}") for n in range(CACHED_BUILDS_MAX + 1)]
     table = Table(*cards, B)
     models, workers = table.models, [worker(n, one) for n, one in enumerate(cards, 1)]
     lasting = worker(50, B)
@@ -489,7 +489,7 @@ async def test_builds_are_kept_of_the_models_that_left_last_and_for_a_while() ->
     await models.follow(snapshot(lasting, *workers))
     assert table.fetched == ["m0"]
     await models.follow(snapshot(lasting))
-    table.now += GONE_S
+    table.now += RECENTLY_SERVED_S
     await models.follow(snapshot(lasting, worker(51, B)))
     table.fetched.clear()
     await models.follow(snapshot(*workers))

@@ -27,21 +27,21 @@ from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import EndpointId, Instance, Snapshot
 from common.runtime.config import ConfigError, read_config
 from frontend_svc.core.models.model_watch import (
-    MODEL_TYPE,
-    PREFIX,
+    MODEL_KEY_PREFIX,
+    MODEL_TYPE_KEY,
     Action,
-    Added,
     Build,
     Delete,
     Entry,
     EntryType,
     KeyValue,
+    LogEvent,
+    ModelAdded,
     ModelEntry,
     ModelManager,
+    ModelRemoved,
     ModelWatchState,
-    Note,
     Put,
-    Removed,
     Table,
     WatchEvent,
     card_key,
@@ -50,11 +50,11 @@ from frontend_svc.core.models.model_watch import (
     events_between,
     load_entry,
     model_watcher,
-    plan,
+    plan_pipelines,
 )
 from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
-from frontend_svc.core.openai.sse import Kind
-from frontend_svc.models.catalog import GONE_S, Models
+from frontend_svc.core.openai.sse import ChunkKind
+from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR
 
@@ -68,7 +68,7 @@ def worker(n: int, model: str = "m", checksum: str = "c1", **meta: str) -> Insta
 
 
 def key_of(instance: Instance) -> str:
-    return PREFIX + instance.network_name
+    return MODEL_KEY_PREFIX + instance.network_name
 
 
 def put(instance: Instance) -> Put:
@@ -91,7 +91,7 @@ class Shell:
 
     def __init__(self, tables: tuple[Table, ...] = ("chat", "completions")) -> None:
         self.manager: ModelManager[str] = ModelManager()
-        self.state = ModelWatchState(PREFIX, self.manager, object())
+        self.state = ModelWatchState(MODEL_KEY_PREFIX, self.manager, object())
         self.tables = tables
         self.faults: dict[str, MeshError] = {}
         self.done: list[Action] = []
@@ -123,13 +123,13 @@ class Shell:
         self.builds += 1
         name = work.entry.model.name
         if name in self.faults:
-            return self.state.failed(work, self.faults[name])
+            return self.state.build_failed(work, self.faults[name])
         engines = {t: f"{name}.{t}.{work.entry.checksum}.{self.builds}" for t in self.tables}
-        return self.state.built(work, engines)
+        return self.state.build_succeeded(work, engines)
 
 
 def notes(actions: list[Action]) -> list[tuple[str, str]]:
-    return [(a.level, a.event) for a in actions if isinstance(a, Note)]
+    return [(a.level, a.event) for a in actions if isinstance(a, LogEvent)]
 
 
 # Entries and cards.
@@ -175,7 +175,7 @@ def test_an_entry_says_what_the_instance_serves_and_where() -> None:
     assert Entry.of(worker(1, model_type="Chat")).model.model_type is EntryType.CHAT
     with pytest.raises(InvalidRequest) as refused:
         Entry.of(worker(1, model_type="Realtime"))
-    assert refused.value.field == f"meta.{MODEL_TYPE}"
+    assert refused.value.field == f"meta.{MODEL_TYPE_KEY}"
 
 
 @pytest.mark.row("S0-17")
@@ -207,11 +207,11 @@ def test_an_absent_card_and_a_failed_store_are_told_apart_and_name_the_key() -> 
     missing = card_missing(entry(checksum="c7"))
     assert "'m'" in missing.message
     assert "cards/c7" in missing.message
-    failed = card_unreadable(entry(checksum="c7"), Unavailable("no leader"))
-    assert "cards/c7" in failed.message
-    assert "no leader" in failed.message
-    assert failed.message != missing.message
-    assert not isinstance(failed, NotFound)
+    build_failed = card_unreadable(entry(checksum="c7"), Unavailable("no leader"))
+    assert "cards/c7" in build_failed.message
+    assert "no leader" in build_failed.message
+    assert build_failed.message != missing.message
+    assert not isinstance(build_failed, NotFound)
     assert "ValueError: x" in card_unreadable(entry(), ValueError("x")).message
 
 
@@ -249,7 +249,7 @@ def test_the_manager_keeps_two_tables_and_removing_the_absent_is_an_ignorable_er
 @pytest.mark.row("S0-22", "S0-24")
 def test_the_watcher_ends_with_its_events_and_keeps_its_state() -> None:
     shell = Shell()
-    assert (shell.state.prefix, shell.state.manager) == (PREFIX, shell.manager)
+    assert (shell.state.prefix, shell.state.manager) == (MODEL_KEY_PREFIX, shell.manager)
     assert shell.state.drt is not None
     assert list(model_watcher(shell.state, [])) == []
     shell.feed(put(worker(1)))
@@ -268,13 +268,13 @@ def test_there_are_two_kinds_of_events_and_a_delete_has_only_the_key() -> None:
 @pytest.mark.row("S0-26")
 def test_a_bad_value_is_one_error_and_the_next_event_works() -> None:
     shell = Shell()
-    done = shell.feed(Put(KeyValue(PREFIX + "bad", b"{oops")), put(worker(1)))
-    (note,) = (a for a in done if isinstance(a, Note))
+    done = shell.feed(Put(KeyValue(MODEL_KEY_PREFIX + "bad", b"{oops")), put(worker(1)))
+    (note,) = (a for a in done if isinstance(a, LogEvent))
     assert (note.level, note.event) == ("error", "model_event_refused")
-    assert note.fields["key"] == PREFIX + "bad"
+    assert note.fields["key"] == MODEL_KEY_PREFIX + "bad"
     assert note.fields["value"] == "{oops"
     assert "oops" in str(note.fields["error"])
-    assert done[-1] == Added("m", ("chat", "completions"))
+    assert done[-1] == ModelAdded("m", ("chat", "completions"))
 
 
 @pytest.mark.row("S0-27")
@@ -304,7 +304,7 @@ def test_a_failed_put_is_told_keeps_its_entry_and_is_tried_again() -> None:
     shell.faults["m"] = Unavailable("something else")
     assert notes(shell.retry()) == [("error", "model_not_ready")]
     del shell.faults["m"]
-    assert shell.retry()[-1] == Added("m", ("chat", "completions"))
+    assert shell.retry()[-1] == ModelAdded("m", ("chat", "completions"))
     assert shell.state.not_ready == {}
     assert shell.retry() == []
 
@@ -314,7 +314,7 @@ def test_a_new_name_is_built_and_added() -> None:
     shell = Shell()
     assert shell.feed(put(worker(1))) == [
         Build(key_of(worker(1)), entry()),
-        Added("m", ("chat", "completions")),
+        ModelAdded("m", ("chat", "completions")),
     ]
 
 
@@ -322,9 +322,9 @@ def test_a_new_name_is_built_and_added() -> None:
 def test_a_delete_tells_the_name_it_removed_and_an_unknown_key_is_an_error() -> None:
     shell = Shell()
     shell.feed(put(worker(1, "Qwen/A")))
-    done = shell.feed(Delete(PREFIX + "nobody"), delete(worker(1, "Qwen/A")))
+    done = shell.feed(Delete(MODEL_KEY_PREFIX + "nobody"), delete(worker(1, "Qwen/A")))
     assert notes(done) == [("error", "model_event_refused")]
-    assert done[-1] == Removed("Qwen/A")
+    assert done[-1] == ModelRemoved("Qwen/A")
     assert shell.state.handle_put(put(worker(2, "B")).kv) == [
         Build(key_of(worker(2)), Entry.of(worker(2, "B")))
     ]
@@ -338,18 +338,24 @@ def test_a_model_goes_with_its_last_instance_and_not_before() -> None:
     before = shell.engines("Name/That.No-Key:Has")
     assert shell.feed(delete(crowd[0]), delete(crowd[2])) == []
     assert shell.engines("Name/That.No-Key:Has") == before != {}
-    assert shell.feed(delete(crowd[1])) == [Removed("Name/That.No-Key:Has")]
+    assert shell.feed(delete(crowd[1])) == [ModelRemoved("Name/That.No-Key:Has")]
     assert shell.manager.names() == ()
 
 
 @pytest.mark.row("S0-31")
 def test_the_prefix_is_taken_off_once() -> None:
     shell = Shell()
-    assert shell.state.instance_name(PREFIX + PREFIX + "x") == PREFIX + "x"
+    assert (
+        shell.state.instance_name(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")
+        == MODEL_KEY_PREFIX + "x"
+    )
     assert shell.state.instance_name("x") == "x"
     raw = worker(1, "m").to_json(), worker(2, "n").to_json()
-    shell.feed(Put(KeyValue(PREFIX + "x", raw[0])), Put(KeyValue(PREFIX + PREFIX + "x", raw[1])))
-    assert shell.feed(Delete(PREFIX + PREFIX + "x")) == [Removed("n")]
+    shell.feed(
+        Put(KeyValue(MODEL_KEY_PREFIX + "x", raw[0])),
+        Put(KeyValue(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x", raw[1])),
+    )
+    assert shell.feed(Delete(MODEL_KEY_PREFIX + MODEL_KEY_PREFIX + "x")) == [ModelRemoved("n")]
     assert shell.manager.names() == ("m",)
 
 
@@ -359,7 +365,7 @@ def test_a_delete_empties_both_tables_wherever_the_model_was(tables: tuple[Table
     shell = Shell(tables)
     shell.feed(put(worker(1)))
     assert tuple(shell.engines("m")) == tables
-    assert shell.feed(delete(worker(1))) == [Removed("m")]
+    assert shell.feed(delete(worker(1))) == [ModelRemoved("m")]
     assert not shell.manager.has_model_any("m")
 
 
@@ -369,9 +375,9 @@ def test_a_worker_with_another_card_is_refused_visibly_and_takes_over_when_it_is
     shell.feed(put(first))
     assert notes(shell.feed(put(other))) == [("error", "model_card_refused")]
     assert shell.feed(delete(first)) == [
-        Removed("m"),
+        ModelRemoved("m"),
         Build(key_of(other), entry(checksum="c2")),
-        Added("m", ("chat", "completions")),
+        ModelAdded("m", ("chat", "completions")),
     ]
 
 
@@ -380,8 +386,8 @@ def test_a_worker_that_changes_its_model_leaves_the_old_one() -> None:
     shell.feed(put(worker(1, "old")))
     done = shell.feed(put(worker(1, "new")))
     assert [a for a in done if not isinstance(a, Build)] == [
-        Removed("old"),
-        Added("new", ("chat", "completions")),
+        ModelRemoved("old"),
+        ModelAdded("new", ("chat", "completions")),
     ]
     assert shell.manager.names() == ("new",)
 
@@ -391,7 +397,7 @@ def test_a_model_whose_workers_left_while_it_was_built_is_not_added() -> None:
     (work,) = shell.state.handle_put(put(worker(1)).kv)
     assert isinstance(work, Build)
     assert shell.state.handle_delete(key_of(worker(1))) == []
-    assert shell.state.built(work, {"chat": "late"}) == []
+    assert shell.state.build_succeeded(work, {"chat": "late"}) == []
     assert shell.manager.names() == ()
     assert shell.retry() == []
 
@@ -403,12 +409,14 @@ def test_what_comes_while_a_model_is_built_is_built_after_it_was_given_up() -> N
     other = worker(2, checksum="c2")
     shell.state.handle_put(put(other).kv)
     shell.state.handle_delete(key_of(worker(1)))
-    assert shell.state.failed(work, Unavailable("away")) == [
+    assert shell.state.build_failed(work, Unavailable("away")) == [
         Build(key_of(other), entry(checksum="c2"))
     ]
     # The outcome of the first is of no interest any more.
-    assert shell.state.failed(work, Unavailable("away")) == []
-    assert notes(shell.state.built(work, {"chat": "late"})) == [("info", "model_build_outdated")]
+    assert shell.state.build_failed(work, Unavailable("away")) == []
+    assert notes(shell.state.build_succeeded(work, {"chat": "late"})) == [
+        ("info", "model_build_outdated")
+    ]
     assert shell.manager.names() == ()
 
 
@@ -425,7 +433,7 @@ def test_a_build_names_the_endpoint_whose_instances_serve_the_model() -> None:
 @pytest.mark.row("S0-35")
 def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_told() -> None:
     manager: ModelManager[str] = ModelManager()
-    state = ModelWatchState(PREFIX, manager, None)
+    state = ModelWatchState(MODEL_KEY_PREFIX, manager, None)
     done = list(model_watcher(state, [put(worker(1))]))
     assert "discovery client" in state.not_ready["m"]
     assert ("error", "model_not_ready") in notes(done)
@@ -436,19 +444,19 @@ def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_told() ->
 @pytest.mark.row("S0-37")
 def test_token_ids_without_a_card_are_an_error() -> None:
     with pytest.raises(InvalidRequest, match="missing model deployment card") as refused:
-        plan(entry(checksum=""), None)
+        plan_pipelines(entry(checksum=""), None)
     assert refused.value.field == "card_checksum"
     with pytest.raises(InvalidRequest, match="it is gone"):
-        plan(entry(), None, "it is gone")
+        plan_pipelines(entry(), None, "it is gone")
 
 
 @pytest.mark.row("S0-39", "S0-40")
 def test_token_ids_make_two_pipelines_in_this_order_there_and_back() -> None:
-    chat, completions = plan(entry(), ModelCard(name="m"))
+    chat, completions = plan_pipelines(entry(), ModelCard(name="m"))
     assert (chat.table, completions.table) == ("chat", "completions")
     for each in (chat, completions):
         assert each.stages == ("frontend", "preprocessor", "backend", "router")
-        assert each.backward == ("router", "backend", "preprocessor", "frontend")
+        assert each.response_stages == ("router", "backend", "preprocessor", "frontend")
         assert not each.is_pass_through
 
 
@@ -464,8 +472,8 @@ def test_pass_through_workers_need_no_card_and_serve_one_table(
     model_type: EntryType, table: Table, order: str
 ) -> None:
     for card in (None, ModelCard(name="m")):
-        (only,) = plan(entry(model_type), card)
-        assert (only.table, only.order, only.answer) == (table, order, "chunk")
+        (only,) = plan_pipelines(entry(model_type), card)
+        assert (only.table, only.order, only.response) == (table, order, "chunk")
         assert only.stages == ("frontend", "router")
         assert only.is_pass_through
 
@@ -473,22 +481,22 @@ def test_pass_through_workers_need_no_card_and_serve_one_table(
 @pytest.mark.row("S0-44")
 def test_each_pipeline_states_what_goes_in_and_what_comes_out() -> None:
     text = ModelCard(name="m", model_input="text")
-    by_tokens, by_text = plan(entry(), ModelCard(name="m")), plan(entry(), text)
+    by_tokens, by_text = plan_pipelines(entry(), ModelCard(name="m")), plan_pipelines(entry(), text)
     for chat, completions in (by_tokens, by_text):
-        assert (chat.request, chat.chunk) == (ChatRequest, Kind.CHAT)
-        assert (completions.request, completions.chunk) == (CompletionRequest, Kind.COMPLETION)
-    assert {(p.order, p.answer) for p in by_tokens} == {("request", "tokens")}
-    assert [(p.order, p.answer) for p in by_text] == [
+        assert (chat.request, chat.chunk) == (ChatRequest, ChunkKind.CHAT)
+        assert (completions.request, completions.chunk) == (CompletionRequest, ChunkKind.COMPLETION)
+    assert {(p.order, p.response) for p in by_tokens} == {("request", "tokens")}
+    assert [(p.order, p.response) for p in by_text] == [
         ("chat_json", "chunk"),
         ("completion_json", "chunk"),
     ]
 
 
 def test_a_card_decides_which_kinds_its_model_does() -> None:
-    (only,) = plan(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
+    (only,) = plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
     assert only.table == "completions"
     with pytest.raises(InvalidRequest, match="neither") as refused:
-        plan(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
+        plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
     assert refused.value.field == "model_type"
 
 
@@ -511,7 +519,7 @@ def test_a_model_that_does_not_fit_both_tables_is_added_to_none(taken: Table) ->
         shell.manager.add_chat_completions_model("m", "somebody else's")
     else:
         shell.manager.add_completions_model("m", "somebody else's")
-    done = shell.state.built(work, {"chat": "new", "completions": "new"})
+    done = shell.state.build_succeeded(work, {"chat": "new", "completions": "new"})
     assert notes(done) == [("error", "model_not_ready")]
     assert shell.engines("m") == {taken: "somebody else's"}
     assert taken in shell.state.not_ready["m"]
@@ -603,9 +611,9 @@ class Clock:
         return self.now
 
 
-def models(*cards: ModelCard) -> tuple[Models, Cards, Clock]:
+def models(*cards: ModelCard) -> tuple[ModelCatalog, Cards, Clock]:
     store, clock = Cards({card.checksum: card for card in cards}), Clock()
-    return Models(store.get, now_s=clock, mesh_key=b""), store, clock
+    return ModelCatalog(store.get, now_s=clock, mesh_key=b""), store, clock
 
 
 @pytest.mark.row("S0-38", "S0-39", "S0-40")
@@ -632,14 +640,14 @@ async def test_the_tokenizer_serves_long_after_the_card_is_gone_and_answers_shar
 async def test_a_card_is_read_once_by_its_checksum_and_left_as_it_is() -> None:
     card = sim_card()
     table, store, _ = models(card)
-    before = card.canonical()
+    before = card.canonical_json()
     one, two = (worker(n, "m", card.checksum) for n in (1, 2))
     with capture_logs() as logs:
         await table.follow(snapshot(one))
     assert {"event": "card_loaded", "log_level": "debug", "model": "m", "card": "m"} in logs
     await table.follow(snapshot(one, two))
     assert store.reads == 1
-    assert card.canonical() == before
+    assert card.canonical_json() == before
     assert table.get("m").card is card
 
 
@@ -717,7 +725,7 @@ async def test_a_model_that_just_left_is_unavailable_and_later_unknown() -> None
     for ask in (table.get, lambda name: table.engine(name, "chat")):
         with pytest.raises(Unavailable):
             ask("m")
-    clock.now += GONE_S
+    clock.now += RECENTLY_SERVED_S
     with pytest.raises(UnknownModel):
         table.get("m")
 
@@ -734,7 +742,7 @@ async def test_a_build_that_is_cancelled_can_be_asked_for_again() -> None:
                 await asyncio.Event().wait()
             return card
 
-    table = Models(Slow({}).get, now_s=Clock(), mesh_key=b"")
+    table = ModelCatalog(Slow({}).get, now_s=Clock(), mesh_key=b"")
     here = snapshot(worker(1, "m", card.checksum))
     task = asyncio.create_task(table.follow(here))
     await reading.wait()

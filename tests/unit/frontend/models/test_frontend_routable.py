@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.registry.instances import Instance
-from frontend_svc.core.models.routable import missing_role, unsplit
+from frontend_svc.core.models.routable import missing_pair_role, missing_role
 
 
 def worker(number: int, role: str, **facts: Any) -> Instance:
@@ -67,4 +67,4 @@ LOCAL = worker(9, "decode", local_prefill=True)
 def test_a_model_that_is_served_whole_although_it_has_halves_of_pairs_says_why(
     workers: list[Instance], why: str
 ) -> None:
-    assert unsplit(workers) == why
+    assert missing_pair_role(workers) == why

@@ -22,7 +22,7 @@ from frontend_svc.core.openai.bodies import (
     CompletionRequest,
     chat_completion,
     model_list,
-    model_value,
+    model_object,
     parse_chat,
     parse_completion,
     text_completion,
@@ -395,7 +395,7 @@ def test_a_large_bad_body_makes_a_small_error(body: bytes) -> None:
 def test_a_plain_chat_leaves_everything_to_the_engine() -> None:
     request = chat()
     assert (request.model, request.is_stream, request.include_usage) == ("m", False, False)
-    assert (request.stops, request.token_data) == ((), None)
+    assert (request.stop_strings, request.token_data) == ((), None)
     assert request.template_messages() == HI
 
 
@@ -465,8 +465,8 @@ def test_null_means_absent_for_every_optional_field() -> None:
 
 
 def test_stop_may_be_one_string_or_a_list() -> None:
-    assert chat(stop="a").stops == ("a",)
-    assert chat(stop=["a", "b"] * 16).stops == ("a", "b") * 16
+    assert chat(stop="a").stop_strings == ("a",)
+    assert chat(stop=["a", "b"] * 16).stop_strings == ("a", "b") * 16
 
 
 @pytest.mark.parametrize(
@@ -680,7 +680,7 @@ def test_a_whole_completion_has_the_types_of_the_sdk() -> None:
 
 
 def test_the_list_of_models_has_the_types_of_the_sdk() -> None:
-    listed = orjson.loads(model_list([model_value("a", 1, "kvmesh"), model_value("b", 2, "x")]))
+    listed = orjson.loads(model_list([model_object("a", 1, "kvmesh"), model_object("b", 2, "x")]))
     assert listed["object"] == "list"
     models = [Model.model_validate(one, strict=True) for one in listed["data"]]
     assert [(model.id, model.owned_by) for model in models] == [("a", "kvmesh"), ("b", "x")]

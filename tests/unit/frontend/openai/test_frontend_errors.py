@@ -6,10 +6,10 @@ import orjson
 import pytest
 
 from common.errors import (
-    MESH_ERRORS,
-    Bug,
+    MESH_ERROR_CLASSES,
     Conflict,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -28,10 +28,10 @@ from frontend_svc.core.openai.errors import (
     BODY_TOO_LARGE,
     INTERNAL_MESSAGE,
     ErrorType,
+    client_param,
     error_event,
     error_type,
     http_error,
-    param_of,
 )
 
 TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
@@ -113,7 +113,7 @@ TABLE: list[tuple[BaseException, int, str, str, ErrorType]] = [
         "not_implemented",
         ErrorType.NOT_IMPLEMENTED,
     ),
-    (Bug("secret"), 500, "server_error", "internal_error", ErrorType.INTERNAL),
+    (InternalError("secret"), 500, "server_error", "internal_error", ErrorType.INTERNAL),
     (MeshError("secret"), 500, "server_error", "internal_error", ErrorType.INTERNAL),
     (KeyError("secret"), 500, "server_error", "internal_error", ErrorType.INTERNAL),
 ]
@@ -133,7 +133,7 @@ def test_each_error_has_its_status_body_and_label(
 
 
 def test_every_class_of_error_is_in_the_table() -> None:
-    assert {type(row[0]) for row in TABLE} >= set(MESH_ERRORS)
+    assert {type(row[0]) for row in TABLE} >= set(MESH_ERROR_CLASSES)
 
 
 def test_the_field_at_fault_is_the_param() -> None:
@@ -160,14 +160,14 @@ def test_the_field_at_fault_is_the_param() -> None:
     ],
 )
 def test_a_field_is_called_as_the_body_calls_it(kept: str, said: str) -> None:
-    assert param_of(kept) == said
+    assert client_param(kept) == said
     for body in (
         http_error(Unavailable("nobody", field=kept)).body,
         error_event(Unavailable("nobody", field=kept))[len(b"data: ") :],
     ):
         assert orjson.loads(body)["error"]["param"] == said
-    told = orjson.loads(http_error(Unsupported(kept, "it is no good")).body)["error"]
-    assert told["message"] == f"'{said}' is not supported: it is no good."
+    client_message = orjson.loads(http_error(Unsupported(kept, "it is no good")).body)["error"]
+    assert client_message["message"] == f"'{said}' is not supported: it is no good."
 
 
 def test_a_field_that_a_header_stood_for_is_called_by_the_header() -> None:
@@ -175,11 +175,11 @@ def test_a_field_that_a_header_stood_for_is_called_by_the_header() -> None:
     headers = {b"x-kvmesh-session-id": b"bob", b"host": b"here"}
     name = "x-kvmesh-session-id"
     assert orjson.loads(http_error(error, headers).body)["error"]["param"] == name
-    assert param_of("query.routing.dp_rank", headers) == "nvext.dp_rank"
-    assert param_of("messages", headers) == "messages"
+    assert client_param("query.routing.dp_rank", headers) == "nvext.dp_rank"
+    assert client_param("messages", headers) == "messages"
 
 
-@pytest.mark.parametrize("error", [Bug("secret", field="secret"), ValueError("secret")])
+@pytest.mark.parametrize("error", [InternalError("secret", field="secret"), ValueError("secret")])
 def test_our_own_faults_show_nothing_of_themselves(error: BaseException) -> None:
     body = http_error(error).body
     assert b"secret" not in body

@@ -19,7 +19,7 @@ from frontend_svc.core.openai.bodies import (
     routing_hints,
     strict_priority,
 )
-from frontend_svc.core.openai.headers import FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 
 ALL = {
     "x-kvmesh-backend-instance-id": str(2**64 - 1),
@@ -48,7 +48,7 @@ def hints(headers: dict[str, str], **nvext: Any) -> RoutingHints | None:
 
 
 def test_each_header_reaches_the_router() -> None:
-    assert ALL.keys() == FIELDS.keys()
+    assert ALL.keys() == HEADER_FIELDS.keys()
     assert hints(ALL) == RoutingHints(
         backend_instance_id=2**64 - 1,
         prefill_worker_id=1,
@@ -66,7 +66,7 @@ def test_each_header_reaches_the_router() -> None:
 def test_the_documentation_has_each_header_with_the_field_it_stands_for() -> None:
     page = (Path(__file__).parents[4] / "docs" / "http.md").read_text()
     rows = dict(re.findall(r"^\| `(x-kvmesh-[a-z-]+)` \| `([a-z_.]+)` \|", page, re.MULTILINE))
-    assert rows == {name: ".".join(path) for name, path in FIELDS.items()}
+    assert rows == {name: ".".join(path) for name, path in HEADER_FIELDS.items()}
 
 
 def test_without_headers_of_ours_nothing_changes() -> None:
@@ -145,7 +145,10 @@ def test_a_header_that_is_there_twice_is_refused() -> None:
     assert refused.value.field == "x-kvmesh-osl"
 
 
-@given(st.sampled_from([n for n in FIELDS if n != "x-kvmesh-session-id"]), st.binary(max_size=30))
+@given(
+    st.sampled_from([n for n in HEADER_FIELDS if n != "x-kvmesh-session-id"]),
+    st.binary(max_size=30),
+)
 def test_any_bytes_are_the_number_they_spell_or_refused(name: str, value: bytes) -> None:
     try:
         nvext = read_headers([(name.encode(), value)])
@@ -153,6 +156,6 @@ def test_any_bytes_are_the_number_they_spell_or_refused(name: str, value: bytes)
         assert error.field == name  # noqa: PT017 - both ways out are right
         return
     part: Any = nvext
-    for step in FIELDS[name]:
+    for step in HEADER_FIELDS[name]:
         part = getattr(part, step)
     assert part == int(value)

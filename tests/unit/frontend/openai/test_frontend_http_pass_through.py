@@ -18,15 +18,15 @@ from common.errors import MeshError, NotFound
 from common.registry.card import Artifact, ModelCard, ModelType
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionControl
-from common.request.token_stream import ToFrontend, ToWorker
+from common.request.token_stream import RequestFrame, ResponseFrame
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
-from frontend_svc.core.request.machine import Outcome, Placed
+from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics import DeploymentState
-from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, Models
+from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, ModelCatalog
 from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.router_client import Key, Query
+from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR
@@ -44,18 +44,18 @@ class Wire:
 
     def __init__(self, server: AttachServer) -> None:
         self._server = server
-        self._up: asyncio.Queue[ToWorker | None] = asyncio.Queue()
-        self._down: asyncio.Queue[ToFrontend | None] = asyncio.Queue()
+        self._up: asyncio.Queue[RequestFrame | None] = asyncio.Queue()
+        self._down: asyncio.Queue[ResponseFrame | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     async def dial(self, address: str) -> Wire:
         self._task = asyncio.create_task(self._server.serve(self._up.get, self._down.put))
         return self
 
-    async def read(self) -> ToFrontend | None:
+    async def read(self) -> ResponseFrame | None:
         return await self._down.get()
 
-    async def write(self, frame: ToWorker) -> None:
+    async def write(self, frame: RequestFrame) -> None:
         await self._up.put(frame)
 
     async def close(self) -> None:
@@ -69,17 +69,19 @@ class OneWorker:
 
     def __init__(self) -> None:
         self.asked: list[Query] = []
-        self.freed: list[Key] = []
+        self.freed: list[PlacementKey] = []
 
-    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+    def place(
+        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+    ) -> None:
         self.asked.append(query)
-        asyncio.get_running_loop().call_soon(answer, Placed(WORKER))
+        asyncio.get_running_loop().call_soon(answer, RoutingDecision(WORKER))
 
-    def prefill_done(self, key: Key) -> None: ...
+    def prefill_done(self, key: PlacementKey) -> None: ...
 
-    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None: ...
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None: ...
 
-    def free(self, key: Key) -> None:
+    def free(self, key: PlacementKey) -> None:
         self.freed.append(key)
 
 
@@ -103,7 +105,7 @@ class Mesh:
         self.http = http
         self.router = router
         self.runner = runner
-        self.ended: list[Outcome] = []
+        self.ended: list[RequestOutcome] = []
 
 
 @asynccontextmanager
@@ -124,13 +126,13 @@ async def served(
     checksum = "" if card is None else card.checksum
     runner, router = Runner(engine, card_checksum=checksum), OneWorker()
     snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
-    models = Models(get_card, now_s=lambda: 0.0, mesh_key=b"")
+    models = ModelCatalog(get_card, now_s=lambda: 0.0, mesh_key=b"")
     await models.follow(snapshot)
     ready = Readiness(True, False, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, lambda: snapshot)
-        ended: list[Outcome] = []
+        ended: list[RequestOutcome] = []
         api = build_api(
             gateway,
             models,

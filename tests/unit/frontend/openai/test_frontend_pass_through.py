@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import usage
-from frontend_svc.core.openai.pass_through import folded, read_body
-from frontend_svc.core.openai.sse import Kind
+from frontend_svc.core.openai.pass_through import merge_chunks, read_body
+from frontend_svc.core.openai.sse import ChunkKind
 
 # Any: JSON.
 Json = Any
@@ -56,7 +56,7 @@ def test_chat_chunks_fold_into_a_chat_completion() -> None:
         chat({"content": "lo"}),
         chat({}, "stop"),
     ]
-    assert json.loads(folded(Kind.CHAT, chunks, usage(3, 2))) == {
+    assert json.loads(merge_chunks(ChunkKind.CHAT, chunks, usage(3, 2))) == {
         "id": "c-1",
         "object": "chat.completion",
         "created": 5,
@@ -75,7 +75,7 @@ def test_chat_chunks_fold_into_a_chat_completion() -> None:
 
 def test_counts_in_the_chunks_go_before_those_of_the_engine() -> None:
     counts = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-    whole = json.loads(folded(Kind.CHAT, [chat({}, "stop", usage=counts)], usage(9, 9)))
+    whole = json.loads(merge_chunks(ChunkKind.CHAT, [chat({}, "stop", usage=counts)], usage(9, 9)))
     assert whole["usage"] == counts
 
 
@@ -85,7 +85,7 @@ def test_choices_are_folded_each_for_itself_and_put_in_order() -> None:
         chat({"content": "a"}),
         chat({"content": "B"}, index=1),
     ]
-    whole = json.loads(folded(Kind.CHAT, chunks, None))
+    whole = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
     assert [c["message"]["content"] for c in whole["choices"]] == ["a", "bB"]
     assert "usage" not in whole
 
@@ -102,7 +102,7 @@ def test_tool_calls_are_put_together_by_their_index() -> None:
         chat(call(0, function={"arguments": ":1}"})),
         chat({}, "tool_calls"),
     ]
-    (choice,) = json.loads(folded(Kind.CHAT, chunks, None))["choices"]
+    (choice,) = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))["choices"]
     calls = choice["message"]["tool_calls"]
     assert [c["function"] for c in calls] == [
         {"name": "f", "arguments": '{"a":1}'},
@@ -116,7 +116,7 @@ def test_logprobs_follow_each_other() -> None:
         choice = {"index": 0, "text": token, "logprobs": {"content": [{"token": token}]}}
         return json.dumps({"object": "text_completion", "choices": [choice]}).encode()
 
-    whole = json.loads(folded(Kind.COMPLETION, [logprobs("a"), logprobs("b")], None))
+    whole = json.loads(merge_chunks(ChunkKind.COMPLETION, [logprobs("a"), logprobs("b")], None))
     (choice,) = whole["choices"]
     assert whole["object"] == "text_completion"
     assert choice["text"] == "ab"
@@ -128,7 +128,7 @@ def test_logprobs_follow_each_other() -> None:
 )
 def test_a_chunk_that_is_none_is_the_workers_fault(raw: bytes) -> None:
     with pytest.raises(WorkerLost) as failed:
-        folded(Kind.CHAT, [raw], None)
+        merge_chunks(ChunkKind.CHAT, [raw], None)
     assert failed.value.reason == "BAD_CHUNK"
 
 
@@ -140,5 +140,5 @@ def test_however_a_text_is_cut_it_is_folded_whole(text: str, cuts: list[int]) ->
         at += cut
     pieces.append(text[at:])
     chunks = [chat({"role": "assistant"}), *(chat({"content": piece}) for piece in pieces)]
-    whole = json.loads(folded(Kind.CHAT, chunks, None))
+    whole = json.loads(merge_chunks(ChunkKind.CHAT, chunks, None))
     assert whole["choices"][0]["message"]["content"] == text

@@ -14,16 +14,18 @@ from openai.types.chat import ChatCompletionChunk
 
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
-from frontend_svc.core.openai.bodies import FinishWord
-from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkWriter, Kind
+from frontend_svc.core.openai.bodies import OpenAIFinishReason
+from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
 
 CREATED = 1_700_000_000
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
 TEXTS = st.text()
-KINDS = st.sampled_from(Kind)
+KINDS = st.sampled_from(ChunkKind)
 
 
-def writer(kind: Kind = Kind.CHAT, *, include_usage: bool = False, model: str = "m") -> ChunkWriter:
+def writer(
+    kind: ChunkKind = ChunkKind.CHAT, *, include_usage: bool = False, model: str = "m"
+) -> ChunkWriter:
     return ChunkWriter(kind, "id-1", model, CREATED, include_usage=include_usage)
 
 
@@ -36,9 +38,9 @@ def data(event: bytes) -> Any:
     return json.loads(line)
 
 
-def text_of(kind: Kind, chunk: Any) -> str:
+def text_of(kind: ChunkKind, chunk: Any) -> str:
     choice = chunk["choices"][0]
-    text = choice["delta"]["content"] if kind is Kind.CHAT else choice["text"]
+    text = choice["delta"]["content"] if kind is ChunkKind.CHAT else choice["text"]
     assert isinstance(text, str)
     return text
 
@@ -46,7 +48,7 @@ def text_of(kind: Kind, chunk: Any) -> str:
 @settings(max_examples=200, deadline=None)
 @given(KINDS, TEXTS, st.booleans())
 def test_every_text_comes_through_as_one_line_of_valid_json(
-    kind: Kind, text: str, include_usage: bool
+    kind: ChunkKind, text: str, include_usage: bool
 ) -> None:
     chunk = data(writer(kind, include_usage=include_usage).content(text))
     assert text_of(kind, chunk) == text
@@ -59,19 +61,19 @@ def test_every_text_comes_through_as_one_line_of_valid_json(
 @settings(max_examples=100, deadline=None)
 @given(KINDS, TEXTS, TEXTS, TEXTS)
 def test_no_id_or_model_name_can_break_a_chunk(
-    kind: Kind, answer_id: str, model: str, text: str
+    kind: ChunkKind, response_id: str, model: str, text: str
 ) -> None:
-    chunk = data(ChunkWriter(kind, answer_id, model, CREATED).content(text))
-    assert (chunk["id"], chunk["model"], text_of(kind, chunk)) == (answer_id, model, text)
+    chunk = data(ChunkWriter(kind, response_id, model, CREATED).content(text))
+    assert (chunk["id"], chunk["model"], text_of(kind, chunk)) == (response_id, model, text)
 
 
 @settings(max_examples=100, deadline=None)
 @given(KINDS, st.lists(TEXTS, max_size=8), st.sampled_from(["stop", "length"]), st.booleans())
 def test_a_whole_stream_has_one_finish_reason_and_adds_up_to_its_text(
-    kind: Kind, texts: list[str], reason: FinishWord, include_usage: bool
+    kind: ChunkKind, texts: list[str], reason: OpenAIFinishReason, include_usage: bool
 ) -> None:
     made = writer(kind, include_usage=include_usage)
-    events = [made.role()] if kind is Kind.CHAT else []
+    events = [made.role()] if kind is ChunkKind.CHAT else []
     events += [made.content(text) for text in texts]
     events += [made.finish(reason), made.usage(USAGE)]
     chunks = [data(event) for event in events if event]
@@ -96,7 +98,7 @@ def test_the_bytes_of_a_chat_chunk_are_these() -> None:
 
 def test_the_bytes_of_a_completion_chunk_are_these() -> None:
     assert (
-        writer(Kind.COMPLETION, include_usage=True).content("é")
+        writer(ChunkKind.COMPLETION, include_usage=True).content("é")
         == (
             'data: {"id":"id-1","object":"text_completion","created":1700000000,"model":"m",'
             '"system_fingerprint":null,"choices":[{"index":0,"text":"é","logprobs":null,'
@@ -109,7 +111,7 @@ def test_the_first_chat_chunk_names_the_role() -> None:
     delta = data(writer().role())["choices"][0]["delta"]
     assert delta == {"role": "assistant", "content": "", "refusal": None}
     with pytest.raises(AssertionError, match="only chat"):
-        writer(Kind.COMPLETION).role()
+        writer(ChunkKind.COMPLETION).role()
 
 
 def test_the_usage_chunk_has_the_counts_and_no_choices() -> None:
@@ -151,7 +153,7 @@ def test_nothing_follows_the_finish() -> None:
 def test_an_error_is_the_last_event() -> None:
     made = writer()
     made.content("half an ans")
-    assert data(made.error(Overloaded(why="full")))["error"]["message"] == "full"
+    assert data(made.error(Overloaded(message="full")))["error"]["message"] == "full"
     with pytest.raises(AssertionError):
         made.finish("stop")
     with pytest.raises(AssertionError, match="last event"):
@@ -197,7 +199,7 @@ def test_the_sdk_reads_a_chat_stream() -> None:
 
 
 def test_the_sdk_reads_a_completion_stream() -> None:
-    made = writer(Kind.COMPLETION)
+    made = writer(ChunkKind.COMPLETION)
     stream = b"".join([made.content("a"), made.content("b"), made.finish("stop"), DONE])
     with sdk(stream) as client:
         chunks = list(client.completions.create(model="m", prompt="hi", stream=True))
@@ -213,7 +215,7 @@ def test_every_chunk_has_the_types_of_the_sdk(text: str, include_usage: bool) ->
     for event in (chat.role(), chat.content(text), chat.finish("stop"), chat.usage(USAGE)):
         if event:
             ChatCompletionChunk.model_validate(data(event), strict=True)
-    made = writer(Kind.COMPLETION, include_usage=include_usage)
+    made = writer(ChunkKind.COMPLETION, include_usage=include_usage)
     chunk = data(made.content(text))
     # The SDK's type is that of a whole answer, which always has a reason.
     chunk["choices"][0]["finish_reason"] = "stop"

@@ -9,12 +9,12 @@ import pytest
 
 from common.errors import MeshError, Unavailable
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
-from common.request.token_stream import Order, Terminal
+from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.peers.engine_client import EngineClient, Transport
 from tests.sim.loop import run_virtually
 
 WORKER = 5
-ORDER = Order("r1", request=PreprocessedRequest(model="m", token_ids=TokenIds.of((1, 2, 3))))
+ORDER = LegRequest("r1", request=PreprocessedRequest(model="m", token_ids=TokenIds.of((1, 2, 3))))
 
 
 class Unreachable:
@@ -55,16 +55,16 @@ def test_a_worker_that_discovery_never_shows_is_not_left_alone_for_ever(shown: b
     that it left, it was probed, and named among those that get no requests, until the next one.
     """
 
-    async def left_alone() -> tuple[set[int], set[int]]:
+    async def excluded_workers() -> tuple[set[int], set[int]]:
         async with EngineClient(1, Unreachable()) as engines:
-            engines.keep([WORKER] if shown else [])
+            engines.retain([WORKER] if shown else [])
             sink = Lost()
             engines.submit(WORKER, "worker:1", ORDER, sink)
             await sink.came.wait()
-            at_first = set(engines.why_left_alone())
+            at_first = set(engines.exclusion_reasons())
             await asyncio.sleep(30.0)
-            return at_first, set(engines.why_left_alone())
+            return at_first, set(engines.exclusion_reasons())
 
-    at_first, later = run_virtually(left_alone())
+    at_first, later = run_virtually(excluded_workers())
     assert at_first == {WORKER}
     assert later == ({WORKER} if shown else set())

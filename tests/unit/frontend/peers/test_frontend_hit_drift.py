@@ -8,14 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.core.peers.hit_drift import REQUESTS_MIN, WINDOW_S, Drift, Standing
+from frontend_svc.core.peers.hit_drift import REQUESTS_MIN, WINDOW_S, DriftStats, HitDriftMonitor
 
 ONE, OTHER = (7, 0), (7, 1)
 
 
-def watched(*pairs: tuple[int, int], ratio_max: float = 0.1) -> tuple[Drift, list[Standing]]:
+def watched(
+    *pairs: tuple[int, int], ratio_max: float = 0.1
+) -> tuple[HitDriftMonitor, list[DriftStats]]:
     """Predicted and actual tokens, REQUESTS_MIN times at one moment each; what was reported."""
-    drift = Drift(ratio_max)
+    drift = HitDriftMonitor(ratio_max)
     reports = []
     for predicted, actual in pairs:
         for _ in range(REQUESTS_MIN):
@@ -26,10 +28,10 @@ def watched(*pairs: tuple[int, int], ratio_max: float = 0.1) -> tuple[Drift, lis
 
 def test_predictions_that_come_true_degrade_nobody() -> None:
     drift, reports = watched((160, 160), (0, 0))
-    (standing,) = drift.standings(1.0)
-    assert (standing.ratio, standing.is_degraded, reports) == (0.0, False, [])
-    assert (standing.predicted, standing.actual) == (160 * REQUESTS_MIN, 160 * REQUESTS_MIN)
-    assert standing.requests == 2 * REQUESTS_MIN
+    (stats,) = drift.drift_stats(1.0)
+    assert (stats.ratio, stats.is_degraded, reports) == (0.0, False, [])
+    assert (stats.predicted, stats.actual) == (160 * REQUESTS_MIN, 160 * REQUESTS_MIN)
+    assert stats.requests == 2 * REQUESTS_MIN
 
 
 @pytest.mark.parametrize(
@@ -37,27 +39,27 @@ def test_predictions_that_come_true_degrade_nobody() -> None:
 )
 def test_predictions_that_are_always_wrong_are_all_drift(predicted: int, actual: int) -> None:
     drift, reports = watched((predicted, actual))
-    (standing,) = drift.standings(1.0)
-    assert standing.ratio == 1.0
-    assert standing.is_degraded
+    (stats,) = drift.drift_stats(1.0)
+    assert stats.ratio == 1.0
+    assert stats.is_degraded
     assert [report.source for report in reports] == [ONE]
 
 
 def test_drift_is_the_share_of_tokens_and_not_of_requests() -> None:
     drift, _ = watched((1000, 1000), (100, 50))
-    assert drift.standings(0.0)[0].ratio == pytest.approx(50 / 1100)
+    assert drift.drift_stats(0.0)[0].ratio == pytest.approx(50 / 1100)
 
 
 def test_few_requests_are_no_evidence() -> None:
-    drift = Drift(0.1)
+    drift = HitDriftMonitor(0.1)
     for _ in range(REQUESTS_MIN - 1):
         assert drift.observe(ONE, 100, 0, 0.0) is None
-    assert not drift.standings(0.0)[0].is_degraded
+    assert not drift.drift_stats(0.0)[0].is_degraded
     assert drift.observe(ONE, 100, 0, 0.0) is not None
 
 
 def test_a_source_that_drifts_on_is_reported_once_a_window() -> None:
-    drift = Drift(0.1)
+    drift = HitDriftMonitor(0.1)
     reported_at = []
     for tenth in range(3 * 10 * int(WINDOW_S)):
         now = tenth / 10
@@ -70,20 +72,20 @@ def test_a_source_that_drifts_on_is_reported_once_a_window() -> None:
 
 def test_a_source_is_whole_again_a_window_after_its_last_wrong_prediction() -> None:
     drift, _ = watched((100, 0))
-    assert drift.standings(WINDOW_S / 2 - 0.1)[0].is_degraded
-    assert drift.standings(WINDOW_S - 0.1)[0].is_degraded, "the last half window still counts"
-    standing = drift.standings(WINDOW_S + 0.1)[0]
-    assert (standing.is_degraded, standing.ratio) == (False, 0.0)
-    assert standing.requests == REQUESTS_MIN, "totals stay"
+    assert drift.drift_stats(WINDOW_S / 2 - 0.1)[0].is_degraded
+    assert drift.drift_stats(WINDOW_S - 0.1)[0].is_degraded, "the last half window still counts"
+    stats = drift.drift_stats(WINDOW_S + 0.1)[0]
+    assert (stats.is_degraded, stats.ratio) == (False, 0.0)
+    assert stats.requests == REQUESTS_MIN, "totals stay"
 
 
 def test_ranks_stand_for_themselves_and_leave_with_their_worker() -> None:
     drift, _ = watched((100, 0))
     drift.observe(OTHER, 100, 100, 0.0)
     drift.observe((8, 0), 1, 1, 0.0)
-    assert [s.is_degraded for s in drift.standings(0.0)] == [True, False, False]
-    drift.keep([8])
-    assert [s.source for s in drift.standings(0.0)] == [(8, 0)]
+    assert [s.is_degraded for s in drift.drift_stats(0.0)] == [True, False, False]
+    drift.retain([8])
+    assert [s.source for s in drift.drift_stats(0.0)] == [(8, 0)]
 
 
 tokens = st.integers(0, 10_000)
@@ -93,13 +95,13 @@ tokens = st.integers(0, 10_000)
 def test_drift_is_a_share_and_nothing_is_lost_from_the_totals(
     steps: list[tuple[int, int, float]],
 ) -> None:
-    drift, now = Drift(0.1), 0.0
+    drift, now = HitDriftMonitor(0.1), 0.0
     for predicted, actual, gap_s in steps:
         now += gap_s
         drift.observe(ONE, predicted, actual, now)
-        (standing,) = drift.standings(now)
-        assert 0.0 <= standing.ratio <= 1.0
-    for standing in drift.standings(now):
-        assert standing.predicted == sum(p for p, _, _ in steps)
-        assert standing.actual == sum(a for _, a, _ in steps)
-        assert standing.requests == len(steps)
+        (stats,) = drift.drift_stats(now)
+        assert 0.0 <= stats.ratio <= 1.0
+    for stats in drift.drift_stats(now):
+        assert stats.predicted == sum(p for p, _, _ in steps)
+        assert stats.actual == sum(a for _, a, _ in steps)
+        assert stats.requests == len(steps)

@@ -12,9 +12,9 @@ from common.errors import WorkerLost
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import FinishReason, PromptTokensDetails, usage
 from frontend_svc.core.peers.hit_drift import REQUESTS_MIN, WINDOW_S
-from frontend_svc.core.request.machine import Outcome, Place, Placed
-from frontend_svc.metrics import KvDriftCollector
-from frontend_svc.peers.hit_monitor import KvWatch
+from frontend_svc.core.request.machine import Placement, RequestOutcome, RoutingDecision
+from frontend_svc.metrics import HitDriftCollector
+from frontend_svc.peers.hit_monitor import HitMonitor
 
 WORKER, PREFILL = 7, 8
 
@@ -32,15 +32,15 @@ def instance(number: int, name: str = "", **more: object) -> Instance:
     return replace(one, **more)  # type: ignore[arg-type]  # fields of Instance
 
 
-def outcome(predicted: int, actual: int | None, **more: object) -> Outcome:
+def outcome(predicted: int, actual: int | None, **more: object) -> RequestOutcome:
     details = None if actual is None else PromptTokensDetails(cached_tokens=actual)
-    one = Outcome(
+    one = RequestOutcome(
         FinishReason.STOP,
         None,
         replace(usage(100, 5), prompt_tokens_details=details),
         1,
         (WORKER,),
-        Placed(WORKER, predicted_cached_tokens=predicted),
+        RoutingDecision(WORKER, predicted_cached_tokens=predicted),
     )
     return replace(one, **more)  # type: ignore[arg-type]  # fields of Outcome
 
@@ -52,16 +52,16 @@ class Clock:
         return self.now
 
 
-def watched(*instances: Instance) -> tuple[KvWatch, Clock]:
+def watched(*instances: Instance) -> tuple[HitMonitor, Clock]:
     snapshot, clock = Snapshot(instances={one.id: one for one in instances}), Clock()
-    return KvWatch(lambda: snapshot, clock, 0.1), clock
+    return HitMonitor(lambda: snapshot, clock, 0.1), clock
 
 
 def test_a_worker_whose_predictions_are_wrong_is_named_once_a_window() -> None:
     watch, clock = watched(instance(WORKER, "gpu-3"))
     with capture_logs() as logs:
         for _ in range(3 * REQUESTS_MIN):
-            watch.ended(outcome(0, 64))
+            watch.on_request_end(outcome(0, 64))
     (warning,) = logs
     assert (warning["event"], warning["log_level"]) == ("kv_drift", "warning")
     assert (warning["worker"], warning["worker_id"], warning["drift"]) == ("gpu-3", WORKER, 1.0)
@@ -79,38 +79,41 @@ def test_a_worker_whose_predictions_are_wrong_is_named_once_a_window() -> None:
         (outcome(0, 64, attempts=2), "another attempt's prompt was cached by the first"),
         (outcome(0, 64, error=WorkerLost("gone", retryable=True)), "it failed"),
         (outcome(0, 64, placed=None), "it was not placed"),
-        (outcome(0, 64, placed=Placed(WORKER, is_unrouted=True)), "no router predicted anything"),
-        (outcome(0, 64, placed=Placed(99)), "the worker has left"),
+        (
+            outcome(0, 64, placed=RoutingDecision(WORKER, is_unrouted=True)),
+            "no router predicted anything",
+        ),
+        (outcome(0, 64, placed=RoutingDecision(99)), "the worker has left"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_end_that_compares_nothing_does_not_count(one: Outcome, why: str) -> None:
+def test_an_end_that_compares_nothing_does_not_count(one: RequestOutcome, why: str) -> None:
     watch, _ = watched(instance(WORKER))
-    watch.ended(one)
-    assert watch.standings() == [], why
+    watch.on_request_end(one)
+    assert watch.drift_stats() == [], why
 
 
 def test_a_worker_without_kv_events_is_not_judged() -> None:
     watch, _ = watched(instance(WORKER, kv_index="none"))
-    watch.ended(outcome(0, 64))
-    assert watch.standings() == []
+    watch.on_request_end(outcome(0, 64))
+    assert watch.drift_stats() == []
 
 
 def test_of_a_pair_the_prediction_is_about_the_rank_that_prefills() -> None:
     watch, _ = watched(instance(WORKER), instance(PREFILL))
-    placed = Placed(WORKER, prefill=Place(PREFILL, 1), predicted_cached_tokens=64)
-    watch.ended(outcome(0, 64, placed=placed))
-    (one,) = watch.standings()
-    assert one.standing.source == (PREFILL, 1)
+    placed = RoutingDecision(WORKER, prefill=Placement(PREFILL, 1), predicted_cached_tokens=64)
+    watch.on_request_end(outcome(0, 64, placed=placed))
+    (one,) = watch.drift_stats()
+    assert one.stats.source == (PREFILL, 1)
     assert (one.worker, one.dp_rank) == (str(PREFILL), 1)
 
 
 def test_metrics_are_by_worker_and_leave_with_it() -> None:
     watch, _ = watched(instance(WORKER, "gpu-3"))
     registry = CollectorRegistry()
-    registry.register(KvDriftCollector(watch.standings, "kvmesh_frontend"))
+    registry.register(HitDriftCollector(watch.drift_stats, "kvmesh_frontend"))
     for _ in range(REQUESTS_MIN):
-        watch.ended(outcome(64, 32))
+        watch.on_request_end(outcome(64, 32))
     labels = '{dp_rank="0",model="m",worker="gpu-3"}'
     shown = generate_latest(registry).decode()
     for name, value in (

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from frontend_svc.core.peers.recently_left import DEPARTED_MAX, Departed
+from frontend_svc.core.peers.recently_left import RECENTLY_LEFT_MAX, RecentlyLeft
 
 
 def test_only_those_that_were_shown_and_are_no_more_have_departed() -> None:
-    departed = Departed()
-    assert 1 not in departed
-    departed.follow([1, 2])
-    assert 1 not in departed
-    departed.follow([2])
-    assert 1 in departed
-    assert 3 not in departed
-    departed.follow([1, 2])
-    assert 1 not in departed, "it is back"
+    recently_left = RecentlyLeft()
+    assert 1 not in recently_left
+    recently_left.follow([1, 2])
+    assert 1 not in recently_left
+    recently_left.follow([2])
+    assert 1 in recently_left
+    assert 3 not in recently_left
+    recently_left.follow([1, 2])
+    assert 1 not in recently_left, "it is back"
 
 
 def test_the_oldest_are_forgotten_first() -> None:
-    departed = Departed()
-    for one in range(DEPARTED_MAX + 2):
-        departed.follow([one])
-    departed.follow([])
-    assert 0 not in departed
-    assert 1 not in departed
-    assert 2 in departed
-    assert DEPARTED_MAX + 1 in departed
+    recently_left = RecentlyLeft()
+    for one in range(RECENTLY_LEFT_MAX + 2):
+        recently_left.follow([one])
+    recently_left.follow([])
+    assert 0 not in recently_left
+    assert 1 not in recently_left
+    assert 2 in recently_left
+    assert RECENTLY_LEFT_MAX + 1 in recently_left

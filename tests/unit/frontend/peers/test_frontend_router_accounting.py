@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.errors import MeshError, Unavailable, WorkerLost
-from common.kv.hashing import SCHEME_ID, PrefixHasher, hashes_to_bytes
+from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import (
     PreprocessedRequest,
@@ -20,13 +20,13 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
-from common.request.token_stream import LegSink, Order
-from frontend_svc.core.request.machine import Outcome, Placed, Plan
-from frontend_svc.peers.router_client import RENEW_S, Key, Query, RouterClient
+from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.peers.router_client import RENEW_INTERVAL_S, PlacementKey, Query, RouterClient
 from frontend_svc.request.gateway import Gateway
 from kvmesh.router.v1 import router_pb2 as pb
 from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey, LoadBook
+from router_svc.core.load_tracker import BookingKey, LoadTracker
 from router_svc.proto import booking_from_proto
 from tests.sim.loop import run_virtually
 
@@ -46,7 +46,7 @@ class BookKeeper:
         self.tracks = tracks
         self.charges_prefill = True
         self.session_revision = 0  # What its decisions say.
-        self.book = LoadBook()
+        self.book = LoadTracker()
         self.session = self.book.open_session(FRONTEND)
         self.frames: list[pb.SessionRequest] = []
         self.cut = asyncio.Event()
@@ -70,7 +70,7 @@ class BookKeeper:
             response.hello_ack.track_output_blocks = self.tracks
         for announced in frame.announced:
             booking = booking_from_proto(announced, FRONTEND, "announced")
-            self.book.announce(booking, self.session, now)
+            self.book.reregister(booking, self.session, now)
         for new in frame.news:
             decision = pb.Decision(
                 worker=pb.Placement(worker_id=WORKER),
@@ -117,21 +117,23 @@ class OneWorker:
         self.sinks: list[LegSink] = []
         self.open_slots: dict[int, int] = {}
 
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> OneWorker:
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> OneWorker:
         self.sinks.append(sink)
         sink.accepted()
         return self
 
     def abort(self, reason: str) -> None: ...
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset()
 
 
 class Silent:
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
-    def finished(self, outcome: Outcome) -> None: ...
+    def finished(self, outcome: RequestOutcome) -> None: ...
 
 
 class Bed:
@@ -155,7 +157,7 @@ class Bed:
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of(list(range(prompt))), **parts)
         asked = query or Query("m", prompt, now, block_size=BLOCKS, routing=request.routing)
-        self.ticket = self.gateway.open(Plan(name, request, now + 1e6), asked, Silent())
+        self.handle = self.gateway.open(RequestPlan(name, request, now + 1e6), asked, Silent())
         await asyncio.sleep(0.1)
 
     async def generate(self, count: int) -> None:
@@ -213,7 +215,7 @@ def test_an_answer_that_grows_weighs_more_and_less_the_nearer_its_end_is() -> No
         (_, second) = bed.router.outputs
         assert (second.blocks, second.decay_fraction) == (2, 0.25)
         assert bed.router.blocks == 1, "5 blocks at a quarter"
-        bed.ticket.client_gone()
+        bed.handle.client_gone()
         await asyncio.sleep(0.1)
         assert (bed.router.blocks, len(bed.router.book)) == (0, 0)
 
@@ -239,9 +241,9 @@ def test_what_was_generated_is_prompt_to_whoever_goes_on_with_it() -> None:
         prompt = TokenIds.of(list(range(40)))
         hints = RoutingHints(expected_output_tokens=400)
         empty = Query(
-            "m", 0, now, hash_scheme=SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
+            "m", 0, now, hash_scheme=HASH_SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
         )
-        await bed.open(prompt=40, query=empty.grown(prompt, 40))
+        await bed.open(prompt=40, query=empty.extended(prompt, 40))
         generated: list[int] = []
         for count in (200, 150):
             await bed.generate(count)
@@ -269,7 +271,7 @@ def test_a_prompt_that_grows_in_small_steps_is_hashed_like_one_that_was_whole() 
     ids: list[int] = []
     for count in (1, 3, 0, 2, 9, 1, 8):
         ids += range(len(ids), len(ids) + count)
-        query = query.grown(TokenIds.of(ids), count)
+        query = query.extended(TokenIds.of(ids), count)
         assert query.total_tokens == len(ids)
         assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(ids))
 
@@ -307,7 +309,7 @@ def test_what_a_new_router_is_told_is_what_the_old_one_knew() -> None:
     async def script(bed: Bed) -> None:
         await bed.open(routing=RoutingHints(expected_output_tokens=64))
         await bed.generate(48)
-        bed.router.book = LoadBook()
+        bed.router.book = LoadTracker()
         bed.router.session = bed.router.book.open_session(FRONTEND)
         bed.router.answers.put_nowait(None)
         await asyncio.sleep(1.0)
@@ -347,10 +349,10 @@ def test_what_is_announced_says_which_session_it_keeps(revision: int, session: s
 def test_a_booking_is_spoken_of_again_before_a_router_forgets_it() -> None:
     async def script(bed: Bed) -> None:
         await bed.open("a")
-        await asyncio.sleep(RENEW_S / 2)
+        await asyncio.sleep(RENEW_INTERVAL_S / 2)
         await bed.open("b")
         for _ in range(20):
-            await asyncio.sleep(RENEW_S / 4)
+            await asyncio.sleep(RENEW_INTERVAL_S / 4)
             bed.router.book.expire(asyncio.get_running_loop().time())
         assert len(bed.router.book) == 2
         told = [b.key.request_id for frame in bed.router.frames for b in frame.announced]
@@ -366,7 +368,7 @@ def test_growth_that_is_announced_is_not_told_a_second_time() -> None:
     async def script(bed: Bed) -> None:
         await bed.open()
         bed.client.output(("r", 0), 1, None)
-        await asyncio.sleep(RENEW_S - 0.2)
+        await asyncio.sleep(RENEW_INTERVAL_S - 0.2)
         for _ in range(60):
             bed.client.output(("r", 0), 1, None)
             await asyncio.sleep(0.01)
@@ -378,8 +380,8 @@ def test_growth_that_is_announced_is_not_told_a_second_time() -> None:
 
 def test_a_word_about_a_request_that_is_not_placed_is_of_no_effect() -> None:
     async def script(bed: Bed) -> None:
-        placed: list[Placed | MeshError] = []
-        key: Key = ("r", 0)
+        placed: list[RoutingDecision | MeshError] = []
+        key: PlacementKey = ("r", 0)
         bed.client.output(key, 1, None)
         bed.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
         bed.client.output(key, 1, None)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.core.peers.router_choice import AVOID_S, RouterChoice, home_of
+from frontend_svc.core.peers.router_choice import AVOID_FAILED_ROUTER_S, RouterSelector, home_router
 
 IDS = st.integers(1, 2**63 - 1)
 
@@ -17,7 +17,7 @@ IDS = st.integers(1, 2**63 - 1)
 def test_every_router_is_home_to_as_many_frontends_as_the_others_give_or_take_one(
     frontends: set[int], routers: set[int]
 ) -> None:
-    homes = Counter(home_of(one, frontends, routers) for one in frontends)
+    homes = Counter(home_router(one, frontends, routers) for one in frontends)
     if not routers:
         assert homes == {None: len(frontends)}
         return
@@ -26,13 +26,13 @@ def test_every_router_is_home_to_as_many_frontends_as_the_others_give_or_take_on
 
 
 def test_a_frontend_that_discovery_does_not_show_yet_has_the_home_it_will_have() -> None:
-    assert home_of(1, [2, 3], {10, 11}) == home_of(1, [1, 2, 3], {10, 11})
+    assert home_router(1, [2, 3], {10, 11}) == home_router(1, [1, 2, 3], {10, 11})
 
 
 def test_when_a_router_dies_few_frontends_move_but_its_own() -> None:
     frontends, routers = range(100, 140), set(range(1, 5))
-    before = {one: home_of(one, frontends, routers) for one in frontends}
-    after = {one: home_of(one, frontends, routers - {1}) for one in frontends}
+    before = {one: home_router(one, frontends, routers) for one in frontends}
+    after = {one: home_router(one, frontends, routers - {1}) for one in frontends}
     moved = [one for one in frontends if before[one] != 1 and after[one] != before[one]]
     assert len(moved) <= 10
     assert all(after[one] != 1 for one in frontends)
@@ -42,31 +42,31 @@ def test_those_of_a_dead_router_go_to_all_the_others() -> None:
     frontends, routers = list(range(100, 160)), [1, 2, 3, 4]
     fled: Counter[int | None] = Counter()
     for one in frontends:
-        choice = RouterChoice(one)
+        choice = RouterSelector(one)
         if choice.choose(frontends, routers, 0.0) == 1:
-            choice.lost(1, 0.0)
+            choice.mark_failed(1, 0.0)
             fled[choice.choose(frontends, routers, 0.1)] += 1
     assert fled.keys() == {2, 3, 4}, "discovery still shows it, and they have spread already"
     assert max(fled.values()) <= 10
 
 
 def test_a_lost_router_is_avoided_for_a_while_and_then_home_again() -> None:
-    choice = RouterChoice(7)
+    choice = RouterSelector(7)
     home = choice.choose([7], [1, 2], 10.0)
     assert home is not None
     other = 3 - home
-    choice.lost(home, 10.0)
+    choice.mark_failed(home, 10.0)
     assert choice.choose([7], [1, 2], 10.0) == other
-    assert choice.choose([7], [1, 2], 10.0 + AVOID_S - 0.1) == other
-    assert choice.choose([7], [1, 2], 10.0 + AVOID_S) == home
+    assert choice.choose([7], [1, 2], 10.0 + AVOID_FAILED_ROUTER_S - 0.1) == other
+    assert choice.choose([7], [1, 2], 10.0 + AVOID_FAILED_ROUTER_S) == home
 
 
 def test_where_all_were_lost_the_one_lost_longest_ago_is_tried() -> None:
-    choice = RouterChoice(7)
-    choice.lost(1, 10.0)
-    choice.lost(2, 11.0)
+    choice = RouterSelector(7)
+    choice.mark_failed(1, 10.0)
+    choice.mark_failed(2, 11.0)
     assert choice.choose([7], [1, 2], 11.1) == 1
-    choice.lost(1, 11.2)
+    choice.mark_failed(1, 11.2)
     assert choice.choose([7], [1, 2], 11.3) == 2
     assert choice.choose([7], [1], 11.4) == 1, "the only one is better than none"
     assert choice.choose([7], [], 11.5) is None

@@ -14,16 +14,16 @@ import pytest
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance
 from common.wire.errors import error_to_proto
-from frontend_svc.core.peers.router_choice import AVOID_S, home_of
-from frontend_svc.core.request.machine import Placed
+from frontend_svc.core.peers.router_choice import AVOID_FAILED_ROUTER_S, home_router
+from frontend_svc.core.request.machine import RoutingDecision
 from frontend_svc.peers.router_client import (
-    ASK_AGAIN_MAX_S,
-    ASK_AGAIN_S,
-    DENIED_S,
-    MOVE_S,
-    PING_S,
-    REDIAL_S,
-    SILENT_AFTER_S,
+    HOME_RETURN_JITTER_S,
+    PING_INTERVAL_S,
+    RECONNECT_MAX_S,
+    REQUERY_DELAY_MAX_S,
+    REQUERY_DELAY_S,
+    SILENCE_TIMEOUT_S,
+    STALE_ROUTER_AFTER_S,
     UNKNOWN_ADAPTER,
     UNROUTED_AFTER_S,
     Query,
@@ -33,8 +33,8 @@ from kvmesh.router.v1 import router_pb2 as pb
 from tests.sim.loop import run_virtually
 
 FRONTEND = 7
-HOME, OTHER = sorted((1, 2), key=lambda router: router != home_of(FRONTEND, (), {1, 2}))
-MOVED_S = PING_S + MOVE_S + 0.1
+HOME, OTHER = sorted((1, 2), key=lambda router: router != home_router(FRONTEND, (), {1, 2}))
+MOVED_S = PING_INTERVAL_S + HOME_RETURN_JITTER_S + 0.1
 
 
 class FakeRouter:
@@ -122,22 +122,23 @@ class _FakeSession:
 
 
 class Bed:
-    """A client and its routers. `there`: those that discovery shows; `sees`: workers as well."""
+    """A client and its routers. `there`: those that discovery shows; `has_workers`: workers as
+    well."""
 
     def __init__(self, *there: int) -> None:
         self.there = list(there)
-        self.sees = True
+        self.has_workers = True
         self.routers = {router: FakeRouter(router) for router in (HOME, OTHER)}
         self.home, self.other = self.routers[HOME], self.routers[OTHER]
         self.client = RouterClient(
             FRONTEND,
             lambda: [Instance(r, "n", "router", "", "a:1") for r in self.there],
             lambda query: Unavailable("no router"),
-            sees=lambda query: self.sees,
+            has_workers=lambda query: self.has_workers,
             open_session=lambda router: self.routers[router.id].session(),
             rng=Random(1),
         )
-        self.answers: list[Placed | MeshError] = []
+        self.answers: list[RoutingDecision | MeshError] = []
 
     def place(self, name: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -163,7 +164,7 @@ def test_a_frontend_asks_its_home_and_nobody_else() -> None:
         await asyncio.sleep(10.0)
         bed.place("a")
         await asyncio.sleep(0.1)
-        assert isinstance(bed.answers[0], Placed)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert (bed.home.open_sessions, bed.other.sessions) == (1, [])
         assert len(bed.home.sessions) == 1
 
@@ -182,7 +183,7 @@ def test_when_the_router_dies_the_other_is_asked_and_told_what_is_held(shown: bo
             bed.there = [OTHER]
         bed.home.die()
         bed.place("c")
-        await asyncio.sleep(REDIAL_S + 0.01)
+        await asyncio.sleep(RECONNECT_MAX_S + 0.01)
         first = bed.other.frames[0]
         assert [b.key.request_id for b in first.announced] == ["a"]
         assert (first.announced[0].prefill_tokens, first.announced[0].revision) == (0, 2)
@@ -210,7 +211,7 @@ def test_a_home_that_hangs_is_left_after_silence_and_not_gone_back_to_while_it_h
     async def script(bed: Bed) -> None:
         await asyncio.sleep(1.0)
         bed.home.hangs = True
-        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S)
         assert bed.other.open_sessions == 1
         waited_s = 0.0
         for n in range(300):
@@ -218,11 +219,11 @@ def test_a_home_that_hangs_is_left_after_silence_and_not_gone_back_to_while_it_h
             await asyncio.sleep(0.1)
             waited_s += 0.1
             assert len(bed.answers) == n + 1, "answered, also while home is tried"
-        assert waited_s > 2 * AVOID_S
+        assert waited_s > 2 * AVOID_FAILED_ROUTER_S
         assert len(bed.home.sessions) > 2, "it was tried"
         assert len(bed.other.sessions) == 1
         bed.home.hangs = False
-        await asyncio.sleep(AVOID_S + MOVED_S + 1.0)
+        await asyncio.sleep(AVOID_FAILED_ROUTER_S + MOVED_S + 1.0)
         assert (bed.home.open_sessions, bed.other.open_sessions) == (1, 0)
 
     play(script, HOME, OTHER)
@@ -233,7 +234,7 @@ def test_an_answer_says_where_the_worker_is() -> None:
         bed.place("a")
         await asyncio.sleep(0.1)
         (placed,) = bed.answers
-        assert isinstance(placed, Placed)
+        assert isinstance(placed, RoutingDecision)
         assert (placed.worker_id, placed.address) == (50, "w:50")
 
     play(script, HOME)
@@ -247,7 +248,7 @@ def test_who_waits_in_a_queue_is_not_placed_unrouted_while_its_session_moves() -
         bed.there = []
         bed.home.die()
         # In time to be greeted, but too late to be heard of again.
-        await asyncio.sleep(UNROUTED_AFTER_S - REDIAL_S - 0.1)
+        await asyncio.sleep(UNROUTED_AFTER_S - RECONNECT_MAX_S - 0.1)
         bed.there = [OTHER]
         await asyncio.sleep(10 * UNROUTED_AFTER_S)
         assert [new.key.request_id for new in bed.other.frames[0].news] == ["a"]
@@ -286,7 +287,7 @@ def test_a_question_that_its_routers_die_of_is_placed_unrouted(queue_wait_ms: in
         assert (bed.client.unrouted, len(bed.answers)) == (2, 2)
         bed.place("after it")
         await asyncio.sleep(0.5)
-        assert isinstance(bed.answers[-1], Placed)
+        assert isinstance(bed.answers[-1], RoutingDecision)
 
     play(script, HOME, OTHER)
 
@@ -296,8 +297,8 @@ def test_a_router_that_lives_and_answers_nothing_is_left_for_one_that_does() -> 
         bed.home.parks, bed.home.queue_wait_ms = True, 0
         await asyncio.sleep(1.0)
         bed.place("a")
-        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S + 0.1)
-        assert isinstance(bed.answers[0], Placed)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert bed.other.open_sessions == 1
 
     play(script, HOME, OTHER)
@@ -320,8 +321,8 @@ def test_a_router_may_keep_a_question_for_as_long_as_it_says_and_no_longer() -> 
         bed.place("a")
         await asyncio.sleep(60.0)
         assert (bed.answers, len(bed.home.sessions)) == ([], 1)
-        await asyncio.sleep(SILENT_AFTER_S + PING_S + REDIAL_S + 0.1)
-        assert isinstance(bed.answers[0], Placed)
+        await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert bed.client.unrouted == 0
 
     play(script, HOME, OTHER)
@@ -331,11 +332,11 @@ def test_another_router_at_the_address_of_one_is_not_taken_for_it() -> None:
     async def script(bed: Bed) -> None:
         bed.home.id = 3
         bed.place("a")
-        await asyncio.sleep(2 * REDIAL_S)
-        assert isinstance(bed.answers[0], Placed)
+        await asyncio.sleep(2 * RECONNECT_MAX_S)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert bed.other.open_sessions == 1
         assert bed.home.open_sessions == 0
-        await asyncio.sleep(AVOID_S + 2 * MOVED_S)
+        await asyncio.sleep(AVOID_FAILED_ROUTER_S + 2 * MOVED_S)
         assert (len(bed.home.sessions), len(bed.other.sessions)) == (2, 1), "tried, and not gone to"
 
     play(script, HOME, OTHER)
@@ -355,9 +356,9 @@ def test_a_router_that_does_not_know_what_is_there_is_left_for_one_that_does(
     async def script(bed: Bed) -> None:
         bed.home.error = denial
         bed.place("a")
-        await asyncio.sleep(DENIED_S + ASK_AGAIN_S + REDIAL_S + 0.1)
+        await asyncio.sleep(STALE_ROUTER_AFTER_S + REQUERY_DELAY_S + RECONNECT_MAX_S + 0.1)
         (answer,) = bed.answers
-        assert isinstance(answer, Placed)
+        assert isinstance(answer, RoutingDecision)
         assert bed.other.open_sessions == 1
 
     play(script, HOME, OTHER)
@@ -367,10 +368,10 @@ def test_a_router_that_learns_of_a_model_a_moment_later_is_asked_again_and_kept(
     async def script(bed: Bed) -> None:
         bed.home.error = UnknownModel("m")
         bed.place("a")
-        await asyncio.sleep(DENIED_S / 2)
+        await asyncio.sleep(STALE_ROUTER_AFTER_S / 2)
         bed.home.error = None
-        await asyncio.sleep(2 * ASK_AGAIN_S)
-        assert isinstance(bed.answers[0], Placed)
+        await asyncio.sleep(2 * REQUERY_DELAY_S)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert (len(bed.home.sessions), bed.other.sessions) == (1, [])
 
     play(script, HOME, OTHER)
@@ -380,7 +381,7 @@ def test_who_was_denied_and_is_then_parked_waits_in_the_queue_like_everybody() -
     async def script(bed: Bed) -> None:
         bed.home.error, bed.home.queue_wait_ms = UnknownModel("m"), 60_000
         bed.place("a")
-        await asyncio.sleep(DENIED_S / 2)
+        await asyncio.sleep(STALE_ROUTER_AFTER_S / 2)
         bed.home.error, bed.home.parks = None, True
         await asyncio.sleep(3 * UNROUTED_AFTER_S)
         assert (bed.answers, bed.client.unrouted) == ([], 0)
@@ -396,7 +397,7 @@ def test_nobody_is_asked_twice_in_one_session_for_being_denied_in_the_last(seed:
         for number in range(20):
             bed.place(f"{number}")
             await asyncio.sleep(0.03)
-        await asyncio.sleep(DENIED_S + 2 * ASK_AGAIN_S + REDIAL_S)
+        await asyncio.sleep(STALE_ROUTER_AFTER_S + 2 * REQUERY_DELAY_S + RECONNECT_MAX_S)
         asked = [new.id for frame in bed.other.frames for new in frame.news]
         assert len(asked) == len(set(asked)) > 0
 
@@ -412,7 +413,7 @@ def test_what_all_routers_deny_and_the_frontend_sees_is_placed_unrouted() -> Non
         assert len(bed.answers) == bed.client.unrouted
         assert bed.client.unrouted >= 40 - (UNROUTED_AFTER_S + 0.2) / 0.5
         moves = len(bed.home.sessions) + len(bed.other.sessions) - 1
-        assert moves <= 2 * 20.0 / AVOID_S, "there and back, now and then"
+        assert moves <= 2 * 20.0 / AVOID_FAILED_ROUTER_S, "there and back, now and then"
 
     play(script, HOME, OTHER)
 
@@ -428,7 +429,10 @@ def test_a_question_that_is_denied_all_the_time_is_sent_a_few_times_only(seed: i
         await asyncio.sleep(UNROUTED_AFTER_S + 0.2)
         assert (bed.client.unrouted, len(bed.answers)) == (20, 20), "in time all the same"
         asked = Counter(new.id for frame in bed.home.frames for new in frame.news)
-        first, later = DENIED_S / ASK_AGAIN_S, UNROUTED_AFTER_S / (ASK_AGAIN_MAX_S / 2)
+        first, later = (
+            STALE_ROUTER_AFTER_S / REQUERY_DELAY_S,
+            UNROUTED_AFTER_S / (REQUERY_DELAY_MAX_S / 2),
+        )
         assert all(3 <= times <= 2 + first + later for times in asked.values()), asked
         at_once = [len(frame.news) for frame in bed.home.frames if frame.news]
         assert max(at_once[-5:]) < 20, "not all of them in one moment"
@@ -444,9 +448,11 @@ def test_who_was_denied_for_long_is_placed_soon_after_the_router_knows(denied_s:
         bed.place("a")
         await asyncio.sleep(denied_s)
         bed.home.error = None
-        await asyncio.sleep(ASK_AGAIN_S if denied_s < DENIED_S else ASK_AGAIN_MAX_S)
+        await asyncio.sleep(
+            REQUERY_DELAY_S if denied_s < STALE_ROUTER_AFTER_S else REQUERY_DELAY_MAX_S
+        )
         await asyncio.sleep(0.01)
-        assert isinstance(bed.answers[0], Placed)
+        assert isinstance(bed.answers[0], RoutingDecision)
         assert bed.client.unrouted == 0
 
     play(script, HOME)
@@ -454,7 +460,7 @@ def test_who_was_denied_for_long_is_placed_soon_after_the_router_knows(denied_s:
 
 def test_what_routers_deny_and_the_frontend_does_not_see_either_is_answered_so() -> None:
     async def script(bed: Bed) -> None:
-        bed.home.error, bed.sees = UnknownModel("m"), False
+        bed.home.error, bed.has_workers = UnknownModel("m"), False
         bed.place("a")
         await asyncio.sleep(0.1)
         (answer,) = bed.answers
@@ -465,7 +471,7 @@ def test_what_routers_deny_and_the_frontend_does_not_see_either_is_answered_so()
 
 def test_who_is_placed_unrouted_may_free_another_that_waits() -> None:
     async def script(bed: Bed) -> None:
-        def free_b(answer: Placed | MeshError) -> None:
+        def free_b(answer: RoutingDecision | MeshError) -> None:
             bed.answers.append(answer)
             bed.client.free(("b", 0))
 
@@ -481,9 +487,9 @@ def test_who_is_placed_unrouted_may_free_another_that_waits() -> None:
 def test_a_router_that_is_told_much_and_has_nothing_to_answer_is_not_silent() -> None:
     async def script(bed: Bed) -> None:
         bed.home.parks = True
-        for n in range(round(5 * SILENT_AFTER_S / PING_S * 8)):
+        for n in range(round(5 * SILENCE_TIMEOUT_S / PING_INTERVAL_S * 8)):
             bed.client.free((f"{n}", 0))
-            await asyncio.sleep(PING_S / 8)
+            await asyncio.sleep(PING_INTERVAL_S / 8)
         assert sum(len(frame.frees) > 0 for frame in bed.home.frames) > 100
         assert len(bed.home.sessions) == 1
 

@@ -17,9 +17,9 @@ from common.request.preprocessed import (
     SessionControl,
 )
 from frontend_svc.core.openai.bodies import parse_completion, to_preprocessed
-from frontend_svc.core.request.machine import Placed
+from frontend_svc.core.request.machine import RoutingDecision
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import place_alone
+from frontend_svc.request.gateway import place_locally
 
 
 def body(**nvext: object) -> bytes:
@@ -119,9 +119,9 @@ def test_without_a_router_only_what_any_worker_may_serve_is_placed(
 ) -> None:
     worker = Instance(1, "mesh", "worker", "", "127.0.0.1:1", model="m")
     query = Query("m", 1, 0.0, routing=hints)
-    answer = place_alone(Snapshot(1, {1: worker}), {}, query, Random(0))
+    answer = place_locally(Snapshot(1, {1: worker}), {}, query, Random(0))
     if is_placed:
-        assert isinstance(answer, Placed)
+        assert isinstance(answer, RoutingDecision)
         assert answer.worker_id == 1
     else:
         assert isinstance(answer, Unavailable)

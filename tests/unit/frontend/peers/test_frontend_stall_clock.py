@@ -6,38 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from frontend_svc.core.peers.stall_clock import SLACK_S, TICK_S, Patience
+from frontend_svc.core.peers.stall_clock import SLACK_S, TICK_S, StallClock
 
 
 def test_a_loop_that_comes_round_in_time_loses_nothing() -> None:
-    patience = Patience(100.0)
+    stall_clock = StallClock(100.0)
     for tick in range(1, 1000):
-        patience.tick(100.0 + tick * (TICK_S + SLACK_S / 2))
-    assert patience.lost_s(100.0 + 1000 * (TICK_S + SLACK_S / 2)) == 0.0
+        stall_clock.tick(100.0 + tick * (TICK_S + SLACK_S / 2))
+    assert stall_clock.stalled_s(100.0 + 1000 * (TICK_S + SLACK_S / 2)) == 0.0
 
 
 def test_a_stall_is_lost_before_any_tick_has_ended_it() -> None:
-    patience = Patience(0.0)
-    assert patience.lost_s(3.0) == pytest.approx(3.0 - TICK_S - SLACK_S)
-    patience.tick(3.0)
-    assert patience.lost_s(3.0 + TICK_S) == pytest.approx(3.0 - TICK_S - SLACK_S), "kept"
+    stall_clock = StallClock(0.0)
+    assert stall_clock.stalled_s(3.0) == pytest.approx(3.0 - TICK_S - SLACK_S)
+    stall_clock.tick(3.0)
+    assert stall_clock.stalled_s(3.0 + TICK_S) == pytest.approx(3.0 - TICK_S - SLACK_S), "kept"
 
 
 def test_what_is_lost_adds_up() -> None:
-    patience = Patience(0.0)
+    stall_clock = StallClock(0.0)
     for turn in range(1, 11):
-        patience.tick(turn * 1.0)
-    assert patience.lost_s(10.0) == pytest.approx(10 * (1.0 - TICK_S - SLACK_S))
+        stall_clock.tick(turn * 1.0)
+    assert stall_clock.stalled_s(10.0) == pytest.approx(10 * (1.0 - TICK_S - SLACK_S))
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.booleans()), max_size=40))
 def test_loss_never_falls_and_never_outruns_time(steps: list[tuple[float, bool]]) -> None:
-    patience, now, before = Patience(0.0), 0.0, 0.0
+    stall_clock, now, before = StallClock(0.0), 0.0, 0.0
     for step_s, ticks in steps:
         now += step_s
-        lost = patience.lost_s(now)
+        lost = stall_clock.stalled_s(now)
         assert before <= lost <= before + step_s + 1e-9
         if ticks:
-            patience.tick(now)
-            assert patience.lost_s(now) == lost, "a tick keeps the account"
+            stall_clock.tick(now)
+            assert stall_clock.stalled_s(now) == lost, "a tick keeps the account"
         before = lost

@@ -10,9 +10,14 @@ from grpc_health.v1 import health_pb2_grpc
 
 from common.rpc import channel as rpc
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.peers.stall_clock import Patience
+from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.peers import stall_monitor as pulse
-from frontend_svc.peers.stall_monitor import ANSWER_S, measure, own_address, own_security_of
+from frontend_svc.peers.stall_monitor import (
+    PROBE_TIMEOUT_S,
+    own_address,
+    own_security_of,
+    run_stall_monitor,
+)
 from tests.sim.loop import run_virtually
 
 
@@ -62,22 +67,22 @@ def test_an_own_address_that_swallows_calls_costs_at_most_one_of_them(
         asked.append(asyncio.get_running_loop().time())
         if len(asked) <= answered:
             return True
-        await asyncio.sleep(ANSWER_S)
+        await asyncio.sleep(PROBE_TIMEOUT_S)
         return False
 
-    monkeypatch.setattr(pulse, "_answers", swallowed)
+    monkeypatch.setattr(pulse, "_is_reachable", swallowed)
     monkeypatch.setattr(rpc, "channel", lambda *_, **__: _Channel())
     monkeypatch.setattr(health_pb2_grpc, "HealthStub", lambda channel: None)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        patience, before = Patience(loop.time()), 0.0
-        task = loop.create_task(measure(patience, "203.0.113.1:1", rpc.PLAINTEXT))
+        stall_clock, before = StallClock(loop.time()), 0.0
+        task = loop.create_task(run_stall_monitor(stall_clock, "203.0.113.1:1", rpc.PLAINTEXT))
         for _ in range(1000):
             await asyncio.sleep(0.1)
-            lost_s = patience.lost_s(loop.time())
-            assert before <= lost_s <= (ANSWER_S if answered else 0.0) + 1e-6
-            before = lost_s
+            stalled_s = stall_clock.stalled_s(loop.time())
+            assert before <= stalled_s <= (PROBE_TIMEOUT_S if answered else 0.0) + 1e-6
+            before = stalled_s
         assert len(asked) > 5
         task.cancel()
         await asyncio.wait([task])

@@ -15,19 +15,19 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import FinishReason, PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import (
     HelloAck,
-    Order,
-    Start,
+    LegRequest,
+    RequestFrame,
+    ResponseFrame,
+    StartSlot,
     Terminal,
-    ToFrontend,
-    ToWorker,
     WorkerLink,
 )
-from frontend_svc.core.peers.circuit_breaker import PROBE_LIMIT_S
-from frontend_svc.core.peers.stall_clock import TICK_S, Patience
-from frontend_svc.core.request.machine import Placed
+from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
+from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
+from frontend_svc.core.request.machine import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import place_alone
+from frontend_svc.request.gateway import place_locally
 from tests.sim.loop import VirtualLoop, run_virtually
 
 MODEL = "model"
@@ -47,23 +47,25 @@ def worker(number: int, role: str, *, local_prefill: bool = True) -> Instance:
     )
 
 
-def placed_alone(workers: Iterable[Instance], excluded: Iterable[int] = ()) -> Placed | MeshError:
+def placed_alone(
+    workers: Iterable[Instance], excluded: Iterable[int] = ()
+) -> RoutingDecision | MeshError:
     snapshot = Snapshot(instances={one.id: one for one in workers})
     query = Query(MODEL, 10, 0.0, excluded=frozenset(excluded))
-    return place_alone(snapshot, {}, query, Random(1))
+    return place_locally(snapshot, {}, query, Random(1))
 
 
 def test_without_a_router_decode_workers_that_prefill_take_whole_requests() -> None:
     pairs = [worker(1, "prefill"), worker(2, "decode", local_prefill=False), worker(3, "decode")]
     found = placed_alone(pairs)
-    assert isinstance(found, Placed)
+    assert isinstance(found, RoutingDecision)
     assert (found.worker_id, found.prefill, found.bootstrap) == (3, None, None)
 
 
 def test_without_a_router_aggregated_workers_go_before_decode_workers() -> None:
     for _ in range(10):
         found = placed_alone([worker(1, "aggregated"), worker(2, "decode"), worker(3, "decode")])
-        assert isinstance(found, Placed)
+        assert isinstance(found, RoutingDecision)
         assert found.worker_id == 1
 
 
@@ -88,19 +90,19 @@ class Frozen:
     """
 
     def __init__(self, late_s: float) -> None:
-        beat = ToFrontend(heartbeat=[Load(engine_step=1, running=1)])
+        beat = ResponseFrame(heartbeat=[Load(engine_step=1, running=1)])
         self._script = [
-            (0.0, ToFrontend(hello_ack=HelloAck(WORKER), accepted=[1])),
+            (0.0, ResponseFrame(hello_ack=HelloAck(WORKER), accepted=[1])),
             (1.0 + late_s, beat),
             *((float(second), beat) for second in range(2, 9)),
         ]
 
-    async def read(self) -> ToFrontend | None:
+    async def read(self) -> ResponseFrame | None:
         at, frame = self._script.pop(0) if self._script else (math.inf, None)
         await asyncio.sleep(max(0.0, at - asyncio.get_running_loop().time()))
         return frame
 
-    async def write(self, frame: ToWorker) -> None:
+    async def write(self, frame: RequestFrame) -> None:
         pass
 
     async def close(self) -> None:
@@ -149,7 +151,7 @@ class Engine:
         self._started.discard(slot)
         self._link.end(slot, reason)
 
-    async def read(self) -> ToFrontend | None:
+    async def read(self) -> ResponseFrame | None:
         while True:
             await asyncio.sleep(0.05)
             self._step()
@@ -157,13 +159,13 @@ class Engine:
             if frame is not None:
                 return frame
 
-    async def write(self, frame: ToWorker) -> None:
+    async def write(self, frame: RequestFrame) -> None:
         for command in self._link.receive(frame, asyncio.get_running_loop().time()):
-            if isinstance(command, Start) and self.full:
+            if isinstance(command, StartSlot) and self.full:
                 self._link.reject(command.slot, Overloaded(1.0))
-            elif isinstance(command, Start):
-                assert command.order.request is not None
-                self._open[command.slot] = command.order.request.is_probe
+            elif isinstance(command, StartSlot):
+                assert command.leg_request.request is not None
+                self._open[command.slot] = command.leg_request.request.is_probe
                 self._link.accept(command.slot)
             elif command.slot in self._open:
                 self.stopped.append(command.slot)
@@ -205,7 +207,7 @@ class Sink:
 def submit(engines: EngineClient) -> Sink:
     sink = Sink()
     request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-    engines.submit(WORKER, "127.0.0.1:1", Order("r", request=request), sink)
+    engines.submit(WORKER, "127.0.0.1:1", LegRequest("r", request=request), sink)
     return sink
 
 
@@ -234,10 +236,10 @@ def test_a_hung_engine_is_not_whole_because_it_has_nothing_left_to_do() -> None:
             assert sink.reason == "HUNG"
             await asyncio.sleep(30.0)
             assert engine.loads()[0].running == 0, "what it had was aborted"
-            assert engines.left_alone([WORKER]) == {WORKER}
+            assert engines.excluded_workers([WORKER]) == {WORKER}
             engine.frozen = False
-            await asyncio.sleep(PROBE_LIMIT_S * 1.25 + 0.5)
-            assert engines.left_alone([WORKER]) == frozenset(), "it answers probes again"
+            await asyncio.sleep(PROBE_INTERVAL_MAX_S * 1.25 + 0.5)
+            assert engines.excluded_workers([WORKER]) == frozenset(), "it answers probes again"
 
     run_virtually(main())
 
@@ -252,12 +254,12 @@ def test_a_hung_engine_is_told_to_end_its_orphans_before_it_gets_requests_again(
             for sink in sinks:
                 await asyncio.wait_for(sink.over.wait(), 4.0)
             engine.frozen = False
-            assert engines.left_alone([WORKER]) == {WORKER}
+            assert engines.excluded_workers([WORKER]) == {WORKER}
             for _ in range(1000):
                 await asyncio.sleep(0.01)
-                if not engines.left_alone([WORKER]):
+                if not engines.excluded_workers([WORKER]):
                     break
-            assert engines.left_alone([WORKER]) == frozenset()
+            assert engines.excluded_workers([WORKER]) == frozenset()
             assert engine.stopped == [1, 2, 3]
 
     run_virtually(main(), until=60.0)
@@ -270,7 +272,7 @@ def test_an_engine_that_hangs_before_it_begins_is_found_by_a_probe() -> None:
             sink = submit(engines)
             await asyncio.wait_for(sink.over.wait(), 6.0)
             assert sink.reason == "HUNG"
-            assert engines.left_alone([WORKER]) == {WORKER}
+            assert engines.excluded_workers([WORKER]) == {WORKER}
         return sink.lost_at
 
     # A heartbeat that says so, two seconds of standing still, and a probe's second.
@@ -285,7 +287,7 @@ def test_an_engine_whose_requests_wait_for_kv_is_not_hung() -> None:
             await asyncio.sleep(30.0)
             assert not sink.over.is_set()
             assert engine.ran > 0, "it was asked"
-            assert engines.left_alone([WORKER]) == frozenset()
+            assert engines.excluded_workers([WORKER]) == frozenset()
 
     run_virtually(main())
 
@@ -300,7 +302,7 @@ def test_a_hung_engine_whose_service_is_too_full_for_a_probe_stays_left_alone() 
             await asyncio.wait_for(sink.over.wait(), 4.0)
             assert sink.reason == "HUNG"
             await asyncio.sleep(30.0)
-            assert engines.left_alone([WORKER]) == {WORKER}, "a refusal is the service's"
+            assert engines.excluded_workers([WORKER]) == {WORKER}, "a refusal is the service's"
 
     run_virtually(main())
 
@@ -314,7 +316,7 @@ def test_an_engine_too_full_for_a_probe_is_busy_and_not_hung() -> None:
             engine.full = True
             await asyncio.sleep(30.0)
             assert not sink.over.is_set()
-            assert engines.left_alone([WORKER]) == frozenset()
+            assert engines.excluded_workers([WORKER]) == frozenset()
 
     run_virtually(main())
 
@@ -326,11 +328,11 @@ def stall(seconds: float) -> None:
     loop._now += seconds
 
 
-async def ticking(patience: Patience) -> None:
+async def ticking(stall_clock: StallClock) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(TICK_S)
-        patience.tick(loop.time())
+        stall_clock.tick(loop.time())
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -339,14 +341,14 @@ def test_a_frontend_that_stood_still_itself_does_not_take_its_workers_for_silent
 ) -> None:
     async def main() -> bool:
         loop = asyncio.get_running_loop()
-        patience = Patience(loop.time())
-        ticker = asyncio.create_task(ticking(patience))
+        stall_clock = StallClock(loop.time())
+        ticker = asyncio.create_task(ticking(stall_clock))
         engine = Engine()
 
-        def lost_s() -> float:
-            return patience.lost_s(loop.time()) if measured else 0.0
+        def stalled_s() -> float:
+            return stall_clock.stalled_s(loop.time()) if measured else 0.0
 
-        async with EngineClient(1, engine, Random(1), lost_s=lost_s) as engines:
+        async with EngineClient(1, engine, Random(1), stalled_s=stalled_s) as engines:
             sink = submit(engines)
             for _ in range(5):
                 await asyncio.sleep(0.5)
@@ -367,15 +369,17 @@ def test_a_silent_worker_is_found_by_a_frontend_that_is_chronically_late_too() -
 
     async def main() -> float:
         loop = asyncio.get_running_loop()
-        patience = Patience(loop.time())
-        ticker = asyncio.create_task(ticking(patience))
-        engines = EngineClient(1, Mute(), Random(1), lost_s=lambda: patience.lost_s(loop.time()))
+        stall_clock = StallClock(loop.time())
+        ticker = asyncio.create_task(ticking(stall_clock))
+        engines = EngineClient(
+            1, Mute(), Random(1), stalled_s=lambda: stall_clock.stalled_s(loop.time())
+        )
         async with engines:
             sink = submit(engines)
             while not sink.over.is_set():
                 await asyncio.sleep(0.2)
                 stall(0.3)
-            assert engines.left_alone([WORKER]) == {WORKER}
+            assert engines.excluded_workers([WORKER]) == {WORKER}
         ticker.cancel()
         return sink.lost_at
 

@@ -10,11 +10,11 @@ from random import Random
 from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
-from common.request.token_stream import LegSink, Order
-from frontend_svc.core.request.machine import Outcome, Placed, Plan
-from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, Key, Query
-from frontend_svc.request.gateway import Gateway, place_alone, sees
-from router_svc.core.adapters import Adapters
+from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, PlacementKey, Query
+from frontend_svc.request.gateway import Gateway, has_workers, place_locally
+from router_svc.core.adapters import AdapterResidency
 from router_svc.core.query import Query as RouterQuery
 from tests.sim.loop import run_virtually
 
@@ -34,19 +34,21 @@ def mesh(*workers: Instance) -> Snapshot:
 class Router:
     """Answers everything with one thing, and keeps what it was asked."""
 
-    def __init__(self, answer: Placed | MeshError) -> None:
+    def __init__(self, answer: RoutingDecision | MeshError) -> None:
         self.answer = answer
         self.asked: list[Query] = []
 
-    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+    def place(
+        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+    ) -> None:
         self.asked.append(query)
         asyncio.get_running_loop().call_soon(answer, self.answer)
 
-    def prefill_done(self, key: Key) -> None: ...
+    def prefill_done(self, key: PlacementKey) -> None: ...
 
-    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None: ...
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None: ...
 
-    def free(self, key: Key) -> None: ...
+    def free(self, key: PlacementKey) -> None: ...
 
 
 class Workers:
@@ -54,36 +56,40 @@ class Workers:
 
     def __init__(self, alone: Iterable[int] = ()) -> None:
         self.alone = frozenset(alone)
-        self.orders: list[tuple[int, Order]] = []
+        self.orders: list[tuple[int, LegRequest]] = []
         self.open_slots: dict[int, int] = {}
 
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Workers:
-        self.orders.append((worker_id, order))
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Workers:
+        self.orders.append((worker_id, leg_request))
         return self
 
     def abort(self, reason: str) -> None: ...
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return self.alone & frozenset(pool)
 
 
-class Listener:
+class ResponseSink:
     def __init__(self) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: RequestOutcome | None = None
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: RequestOutcome) -> None:
         self.outcome = outcome
 
 
 async def opened(
     router: Router, workers: Workers, snapshot: Snapshot, routing: RoutingHints | None
-) -> tuple[Gateway, Listener]:
+) -> tuple[Gateway, ResponseSink]:
     gateway = Gateway(router, workers, lambda: snapshot, Random(1))
-    now, listener = asyncio.get_running_loop().time(), Listener()
+    now, listener = asyncio.get_running_loop().time(), ResponseSink()
     request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), routing=routing)
-    gateway.open(Plan("r", request, now + 60.0), Query("m", 3, now, routing=routing), listener)
+    gateway.open(
+        RequestPlan("r", request, now + 60.0), Query("m", 3, now, routing=routing), listener
+    )
     return gateway, listener
 
 
@@ -98,7 +104,7 @@ async def error_of(answer: MeshError, routing: RoutingHints | None) -> MeshError
 def routers_word() -> NotFound:
     """What a router says of an adapter that it never saw."""
     try:
-        Adapters().check(RouterQuery("m", 3, routing=FRENCH), 0.0)
+        AdapterResidency().check(RouterQuery("m", 3, routing=FRENCH), 0.0)
     except NotFound as error:
         return error
     raise AssertionError("nobody has it")
@@ -120,14 +126,14 @@ def test_an_adapter_that_only_the_router_does_not_know_is_a_503_that_names_it() 
 
 def test_while_the_only_worker_with_the_adapter_is_left_alone_the_request_waits_for_it() -> None:
     async def main() -> tuple[int, int, list[int]]:
-        router, workers = Router(Placed(2)), Workers(alone=[2])
+        router, workers = Router(RoutingDecision(2)), Workers(alone=[2])
         snapshot = mesh(worker(1), worker(2, "french"))
         await opened(router, workers, snapshot, FRENCH)
         await asyncio.sleep(1.0)
         before = len(router.asked)
         workers.alone = frozenset()
         await asyncio.sleep(1.0)
-        return before, len(router.asked), [order for order, _ in workers.orders]
+        return before, len(router.asked), [leg_request for leg_request, _ in workers.orders]
 
     assert run_virtually(main()) == (0, 1, [2])
 
@@ -135,12 +141,12 @@ def test_while_the_only_worker_with_the_adapter_is_left_alone_the_request_waits_
 def test_the_adapter_is_in_the_order_that_the_worker_gets() -> None:
     async def main() -> list[str | None]:
         workers = Workers()
-        await opened(Router(Placed(2)), workers, mesh(worker(2, "french")), FRENCH)
+        await opened(Router(RoutingDecision(2)), workers, mesh(worker(2, "french")), FRENCH)
         await asyncio.sleep(0.1)
-        (order,) = (order for _, order in workers.orders)
-        assert order.request is not None
-        assert order.request.routing is not None
-        return [order.request.routing.lora_name]
+        (leg_request,) = (leg_request for _, leg_request in workers.orders)
+        assert leg_request.request is not None
+        assert leg_request.request.routing is not None
+        return [leg_request.request.routing.lora_name]
 
     assert run_virtually(main()) == ["french"]
 
@@ -149,21 +155,21 @@ def test_a_frontend_sees_who_could_serve_a_question() -> None:
     workers = mesh(worker(1), worker(2, "french"))
     plain, other = Query("m", 3, 0.0), Query("n", 3, 0.0)
     german = RoutingHints(lora_name="german")
-    assert sees(workers, plain)
-    assert sees(workers, replace(plain, routing=FRENCH))
-    assert not sees(workers, replace(plain, routing=german))
-    assert not sees(workers, other)
-    assert not sees(mesh(), plain)
+    assert has_workers(workers, plain)
+    assert has_workers(workers, replace(plain, routing=FRENCH))
+    assert not has_workers(workers, replace(plain, routing=german))
+    assert not has_workers(workers, other)
+    assert not has_workers(mesh(), plain)
 
 
 def test_without_a_router_an_adapter_is_placed_on_those_who_have_it() -> None:
     workers = mesh(worker(1), worker(2, "french"), worker(3, "german"), worker(4, "french"))
     asked = [
-        place_alone(workers, {}, Query("m", 3, 0.0, routing=FRENCH), Random(seed))
+        place_locally(workers, {}, Query("m", 3, 0.0, routing=FRENCH), Random(seed))
         for seed in range(20)
     ]
-    assert {one.worker_id for one in asked if isinstance(one, Placed)} == {2, 4}
-    nobody = place_alone(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
+    assert {one.worker_id for one in asked if isinstance(one, RoutingDecision)} == {2, 4}
+    nobody = place_locally(mesh(worker(1)), {}, Query("m", 3, 0.0, routing=FRENCH), Random(1))
     assert isinstance(nobody, Unavailable)
     assert nobody.reason == "NO_WORKER"
     assert "'french'" in nobody.message

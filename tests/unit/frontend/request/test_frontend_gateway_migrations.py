@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from common.errors import MeshError, Overloaded, Unavailable, WorkerLost
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
-from common.request.token_stream import LegSink, Order
+from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.machine import Outcome, Placed, Plan
-from frontend_svc.core.request.migration_limiter import Reroutes
-from frontend_svc.peers.router_client import Key, Query
+from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
+from frontend_svc.core.request.migration_limiter import MigrationLimiter
+from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from tests.sim.loop import run_virtually
 
@@ -25,18 +25,20 @@ DEAD, ALIVE = 1, 2
 class Router:
     """Places on the dead worker first, then on the other one; keeps what it was asked."""
 
-    asked: list[tuple[Key, Query]] = field(default_factory=list)
+    asked: list[tuple[PlacementKey, Query]] = field(default_factory=list)
 
-    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+    def place(
+        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+    ) -> None:
         self.asked.append((key, query))
-        placed = Placed(ALIVE if DEAD in query.excluded else DEAD)
+        placed = RoutingDecision(ALIVE if DEAD in query.excluded else DEAD)
         asyncio.get_running_loop().call_soon(answer, placed)
 
-    def prefill_done(self, key: Key) -> None: ...
+    def prefill_done(self, key: PlacementKey) -> None: ...
 
-    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None: ...
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None: ...
 
-    def free(self, key: Key) -> None: ...
+    def free(self, key: PlacementKey) -> None: ...
 
     def again(self) -> list[int]:
         """Requests asked for again, by number, in that order."""
@@ -55,24 +57,26 @@ class Engines:
     sinks: dict[int, LegSink] = field(default_factory=dict)
     open_slots: dict[int, int] = field(default_factory=dict)
 
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Submitted:
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Submitted:
         if worker_id == DEAD:
             self.doomed.append(sink)
         else:
-            self.sinks[int(order.request_id)] = sink
+            self.sinks[int(leg_request.request_id)] = sink
         return Submitted()
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset({DEAD}) & frozenset(pool)
 
 
 @dataclass
 class Client:
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: RequestOutcome) -> None:
         self.outcomes.append(outcome)
 
 
@@ -91,7 +95,7 @@ def worker(number: int) -> Instance:
 class _Whole(Engines):
     """Nobody is left alone: the router is told of failures by exclusion alone."""
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset()
 
 
@@ -108,7 +112,7 @@ async def many_lost(
     now = asyncio.get_running_loop().time()
     for number, client in enumerate(clients):
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-        plan = Plan(str(number), request, deadline=now + 100.0)
+        plan = RequestPlan(str(number), request, deadline=now + 100.0)
         query = Query(MODEL, 3, arrived_at=float(-number), routing=routing)
         gateway.open(plan, query, client)
     await turns()
@@ -129,7 +133,7 @@ def test_of_a_dead_workers_requests_so_many_go_on_at_once_and_the_oldest_first()
     async def main() -> None:
         engines = _Whole()
         gateway, router = mesh(engines)
-        gateway.reroutes = Reroutes(per_worker=4)  # two workers: eight at once
+        gateway.migrations = MigrationLimiter(per_worker=4)  # two workers: eight at once
         await many_lost(gateway, engines, 12)
         assert router.again() == list(range(8))
         for number in (3, 5):
@@ -137,7 +141,7 @@ def test_of_a_dead_workers_requests_so_many_go_on_at_once_and_the_oldest_first()
             engines.sinks[number].tokens([7], ())
         await turns()
         assert router.again()[8:] == [11, 10], "those that came first, of those that wait"
-        assert gateway.reroutes.waiting == 2
+        assert gateway.migrations.waiting == 2
 
     run_virtually(main())
 
@@ -158,13 +162,13 @@ def test_a_client_that_goes_while_it_waits_for_its_turn_leaves_nothing_behind() 
     async def main() -> None:
         engines = _Whole()
         gateway, router = mesh(engines)
-        gateway.reroutes = Reroutes(per_worker=1)
+        gateway.migrations = MigrationLimiter(per_worker=1)
         clients = await many_lost(gateway, engines, 4)
-        assert (gateway.reroutes.computing, gateway.reroutes.waiting) == (2, 2)
-        gateway.cut(Unavailable("shutting down"))
+        assert (gateway.migrations.computing, gateway.migrations.waiting) == (2, 2)
+        gateway.abort_all(Unavailable("shutting down"))
         await turns()
         assert [len(client.outcomes) for client in clients] == [1] * 4
-        assert (gateway.reroutes.computing, gateway.reroutes.waiting) == (0, 0)
+        assert (gateway.migrations.computing, gateway.migrations.waiting) == (0, 0)
         assert len(router.again()) <= 4
 
     run_virtually(main())
@@ -174,7 +178,7 @@ def test_beyond_the_queue_of_re_routes_clients_get_503_with_retry_after() -> Non
     async def main() -> None:
         engines = _Whole()
         gateway, _ = mesh(engines)
-        gateway.reroutes = Reroutes(per_worker=1, waiting_max=1)
+        gateway.migrations = MigrationLimiter(per_worker=1, waiting_max=1)
         clients = await many_lost(gateway, engines, 4)
         (outcome,) = clients[3].outcomes
         assert outcome.error is not None
@@ -190,7 +194,7 @@ def test_beyond_the_retry_budget_clients_get_503_with_retry_after() -> None:
     async def main() -> None:
         engines = _Whole()
         gateway, _ = mesh(engines)
-        clients = await many_lost(gateway, engines, gateway.retries.FLOOR + 1)
+        clients = await many_lost(gateway, engines, gateway.retries.RETRIES_MIN + 1)
         (outcome,) = clients[-1].outcomes
         assert outcome.error is not None
         assert outcome.error.reason == "RETRY_BUDGET"
@@ -203,8 +207,8 @@ def test_beyond_the_retry_budget_clients_get_503_with_retry_after() -> None:
 def test_a_worker_left_alone_does_not_count_as_a_survivor() -> None:
     async def main() -> None:
         gateway, _ = mesh(Engines())
-        assert gateway.survivors(MODEL) == 1
-        assert mesh(_Whole())[0].survivors(MODEL) == 2
+        assert gateway.count_available_workers(MODEL) == 1
+        assert mesh(_Whole())[0].count_available_workers(MODEL) == 2
 
     run_virtually(main())
 
@@ -216,8 +220,11 @@ def test_an_adapters_requests_go_on_at_once_by_the_workers_that_have_it() -> Non
         for number in (DEAD, ALIVE):
             there[number] = replace(worker(number), loras=frozenset({"french"}))
         gateway = Gateway(router, engines, lambda: Snapshot(instances=there))
-        gateway.reroutes = Reroutes(per_worker=1)
-        assert (gateway.survivors(MODEL), gateway.survivors(MODEL, "french")) == (8, 2)
+        gateway.migrations = MigrationLimiter(per_worker=1)
+        assert (
+            gateway.count_available_workers(MODEL),
+            gateway.count_available_workers(MODEL, "french"),
+        ) == (8, 2)
         await many_lost(gateway, engines, 5, RoutingHints(lora_name="french"))
         assert router.again() == [0, 1], "the share of the two workers that have it"
         for number in (0, 1):
@@ -234,7 +241,7 @@ class _Both(Engines):
 
     whole: frozenset[int] = frozenset()
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset(pool) - self.whole
 
 
@@ -245,7 +252,7 @@ def test_with_nobody_else_left_a_worker_that_failed_it_is_asked_as_soon_as_it_is
         gateway, router = mesh(engines)
         router_asks = router.asked
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-        gateway.open(Plan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
+        gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
         await turns()
         (sink,) = engines.doomed
         engines.whole = frozenset()  # its stream broke, and the other one hangs
@@ -269,7 +276,7 @@ def test_a_worker_that_refused_it_and_is_not_left_alone_is_not_asked_again_for_t
         engines.whole = frozenset({DEAD})
         gateway, router = mesh(engines)
         request = PreprocessedRequest(model=MODEL, token_ids=TokenIds.of([1, 2, 3]))
-        gateway.open(Plan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
+        gateway.open(RequestPlan("0", request, deadline=100.0), Query(MODEL, 3, 0.0), Client())
         await turns()
         (sink,) = engines.doomed
         sink.rejected(Overloaded(1.0))

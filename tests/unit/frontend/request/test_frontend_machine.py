@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from common.errors import (
-    Bug,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -46,19 +46,19 @@ from common.request.preprocessed import (
     TokenLogprob,
     usage,
 )
-from common.request.token_stream import Order, Terminal
+from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.request.machine import (
-    LAST_WORD_S,
     NOT_MIGRATABLE,
+    USAGE_WAIT_S,
     Leg,
-    Outcome,
-    PassedBody,
-    Place,
-    Placed,
-    Plan,
+    PassThroughPayload,
+    Placement,
     RequestMachine,
-    pinned_by,
+    RequestOutcome,
+    RequestPlan,
+    RoutingDecision,
+    migration_blockers,
 )
 
 PROMPT = [1, 2, 3]
@@ -72,7 +72,7 @@ def plan(
     min_tokens: int | None = None,
     migratable: bool = True,
     attempts_max: int = 4,
-) -> Plan:
+) -> RequestPlan:
     request = PreprocessedRequest(
         model="m",
         token_ids=TokenIds.of(PROMPT),
@@ -82,7 +82,7 @@ def plan(
         prefill_result=PrefillResult({"handle": 1}),
         bootstrap_info=BootstrapInfo("h", 1, 2),
     )
-    return Plan(
+    return RequestPlan(
         "r",
         request,
         DEADLINE,
@@ -99,13 +99,13 @@ class Ports:
     """Surroundings that write down what they are asked for, and bear nothing after the end."""
 
     places: list[tuple[int, frozenset[int]]] = field(default_factory=list)
-    submitted: list[tuple[int, Order, Leg]] = field(default_factory=list)
+    submitted: list[tuple[int, LegRequest, Leg]] = field(default_factory=list)
     aborted: list[tuple[Leg, str]] = field(default_factory=list)
     prefills: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     wake: float | None = None
     time: float = 0.0
     may_retry: bool = True
@@ -117,9 +117,9 @@ class Ports:
         self._alive()
         self.places.append((attempt, excluded))
 
-    def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
         self._alive()
-        self.submitted.append((worker_id, order, leg))
+        self.submitted.append((worker_id, leg_request, leg))
 
     def abort(self, leg: Leg, reason: str) -> None:
         self._alive()
@@ -146,7 +146,7 @@ class Ports:
         self._alive()
         self.chunks.append(json)
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: RequestOutcome) -> None:
         self._alive()
         self.outcomes.append(outcome)
 
@@ -160,7 +160,7 @@ class Ports:
     def take_retry(self) -> bool:
         return self.may_retry
 
-    def lost_s(self) -> float:
+    def stalled_s(self) -> float:
         return self.lost
 
     def silent_s(self, worker_id: int) -> float:
@@ -174,11 +174,11 @@ class Ports:
         return self.submitted[-1][2]
 
     @property
-    def order(self) -> Order:
+    def leg_request(self) -> LegRequest:
         return self.submitted[-1][1]
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RequestOutcome:
         assert len(self.outcomes) == 1
         return self.outcomes[0]
 
@@ -193,7 +193,7 @@ class Life:
     def place(self, worker_id: int, now: float = 0.0) -> Leg:
         """The router answers what was asked last."""
         self.ports.time = now
-        self.machine.placed(self.ports.places[-1][0], Placed(worker_id), now)
+        self.machine.placed(self.ports.places[-1][0], RoutingDecision(worker_id), now)
         return self.ports.leg
 
     def run(self, worker_id: int, token_ids: Sequence[int] = (), now: float = 0.0) -> Leg:
@@ -205,7 +205,7 @@ class Life:
         return leg
 
 
-def begin(one: Plan | None = None) -> Life:
+def begin(one: RequestPlan | None = None) -> Life:
     ports = Ports()
     life = Life(RequestMachine(one or plan(), ports), ports)
     life.machine.start()
@@ -234,10 +234,10 @@ def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
     ports = life.ports
     assert ports.places == [(0, frozenset())]
     assert ports.wake == DEADLINE
-    placed = Placed(11, 1, 4, 64, ("overlap",))
+    placed = RoutingDecision(11, 1, 4, 64, ("overlap",))
     life.machine.placed(0, placed, 40.0)
     assert [worker_id for worker_id, _, _ in ports.submitted] == [11]
-    assert ports.order == Order(
+    assert ports.leg_request == LegRequest(
         "r",
         attempt=0,
         timeout_s=60.0,
@@ -258,7 +258,7 @@ def test_a_request_is_placed_submitted_streamed_and_finished() -> None:
     assert ports.freed == [0]
     assert ports.aborted == []
     details = PromptTokensDetails(cached_tokens=2)
-    assert ports.outcome == Outcome(
+    assert ports.outcome == RequestOutcome(
         finish_reason=FinishReason.STOP,
         error=None,
         usage=replace(usage(3, 3), prompt_tokens_details=details),
@@ -290,7 +290,7 @@ def test_an_answer_may_be_empty() -> None:
 def test_a_request_whose_router_finds_no_place_fails_and_frees_nothing() -> None:
     life = begin()
     error = Unavailable("nobody", 1.0)
-    life.machine.place_failed(0, error)
+    life.machine.placement_failed(0, error)
     outcome = life.ports.outcome
     assert (outcome.finish_reason, outcome.error) == (FinishReason.ERROR, error)
     assert (outcome.attempts, outcome.worker_ids, outcome.placed) == (1, (), None)
@@ -322,16 +322,16 @@ def test_a_pass_through_chunk_is_a_bug() -> None:
 # A body that is passed through
 
 
-def passing(field: Literal["chat_json", "completion_json"] = "chat_json") -> Plan:
+def passing(field: Literal["chat_json", "completion_json"] = "chat_json") -> RequestPlan:
     nothing = PreprocessedRequest(model="m", token_ids=TokenIds())
-    return Plan("r", nothing, DEADLINE, body=PassedBody(field, b'{"model":"m"}'))
+    return RequestPlan("r", nothing, DEADLINE, body=PassThroughPayload(field, b'{"model":"m"}'))
 
 
 def test_a_body_is_passed_through_as_it_is_and_its_chunks_come_back() -> None:
     life = begin(passing())
     leg = life.run(1)
-    order = life.ports.order
-    assert (order.chat_json, order.completion_json, order.request) == (
+    leg_request = life.ports.leg_request
+    assert (leg_request.chat_json, leg_request.completion_json, leg_request.request) == (
         b'{"model":"m"}',
         None,
         None,
@@ -349,8 +349,8 @@ def test_a_body_is_passed_through_as_it_is_and_its_chunks_come_back() -> None:
 def test_a_completion_body_goes_where_completions_go() -> None:
     life = begin(passing("completion_json"))
     life.run(1)
-    assert life.ports.order.completion_json == b'{"model":"m"}'
-    assert life.ports.order.chat_json is None
+    assert life.ports.leg_request.completion_json == b'{"model":"m"}'
+    assert life.ports.leg_request.chat_json is None
 
 
 def test_a_passed_body_is_tried_elsewhere_until_its_first_chunk() -> None:
@@ -368,7 +368,7 @@ def test_a_passed_body_is_tried_elsewhere_until_its_first_chunk() -> None:
 
 def test_a_passed_body_cannot_run_on_a_pair() -> None:
     life = begin(passing())
-    life.machine.placed(0, Placed(1, prefill=Place(2)), 0.0)
+    life.machine.placed(0, RoutingDecision(1, prefill=Placement(2)), 0.0)
     assert isinstance(life.ports.outcome.error, Unsupported)
     assert life.ports.freed == [0]
     assert life.ports.submitted == []
@@ -399,12 +399,14 @@ def test_a_leg_that_fails_before_a_token_is_tried_elsewhere(fail: Callable[[Leg]
     assert life.ports.places == [(0, frozenset()), (1, frozenset({11}))]
     assert not life.ports.outcomes
     leg = life.run(12, [5], now=1.0)
-    assert life.ports.order.attempt == 1
-    assert life.ports.order.request == one.request, "nothing was generated: nothing is changed"
+    assert life.ports.leg_request.attempt == 1
+    assert life.ports.leg_request.request == one.request, (
+        "nothing was generated: nothing is changed"
+    )
     leg.terminal(end_of())
     outcome = life.ports.outcome
     assert (outcome.attempts, outcome.worker_ids) == (2, (11, 12))
-    assert outcome.placed == Placed(12)
+    assert outcome.placed == RoutingDecision(12)
     assert life.ports.freed == [0, 1]
 
 
@@ -412,7 +414,7 @@ def test_a_worker_that_does_not_accept_in_time_is_left() -> None:
     life = begin()
     first = life.place(11, now=10.0)
     assert life.ports.wake == 13.0
-    life.machine.on_time(13.0)
+    life.machine.on_timer(13.0)
     assert life.ports.aborted == [(first, "not_accepted")]
     assert life.ports.places[-1] == (1, frozenset({11}))
     first.accepted()
@@ -426,24 +428,24 @@ def test_a_worker_that_does_not_accept_in_time_is_left() -> None:
 def test_a_timer_that_is_early_by_a_hair_does_not_forget_the_acceptance() -> None:
     life = begin()
     life.place(11, now=10.0)
-    life.machine.on_time(12.999999999)
+    life.machine.on_timer(12.999999999)
     assert life.ports.aborted == []
     assert life.ports.wake == 13.0
-    life.machine.on_time(13.0)
+    life.machine.on_timer(13.0)
     assert life.ports.places[-1] == (1, frozenset({11}))
 
 
 def test_the_deadline_is_kept_while_another_worker_is_looked_for() -> None:
     life = begin()
     life.place(11, now=10.0)
-    life.machine.on_time(13.0)
+    life.machine.on_timer(13.0)
     assert life.ports.wake == DEADLINE
 
 
 def test_a_leg_that_was_accepted_has_until_the_deadline() -> None:
     life = begin()
     life.run(11, now=10.0)
-    life.machine.on_time(13.0)
+    life.machine.on_timer(13.0)
     assert life.ports.wake == DEADLINE
     assert not life.ports.aborted
 
@@ -452,14 +454,14 @@ def test_the_deadline_comes_before_the_acceptance_where_it_is_nearer() -> None:
     life = begin()
     life.place(11, now=99.0)
     assert life.ports.wake == DEADLINE
-    assert life.ports.order.timeout_s == 1.0
+    assert life.ports.leg_request.timeout_s == 1.0
     life = begin()
     life.place(11, now=100.5)
-    assert life.ports.order.timeout_s == 0.001, "never zero or less"
+    assert life.ports.leg_request.timeout_s == 0.001, "never zero or less"
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidRequest("no", "f"), Bug("oops"), WorkerLost(retryable=False)]
+    "error", [InvalidRequest("no", "f"), InternalError("oops"), WorkerLost(retryable=False)]
 )
 @pytest.mark.parametrize("how", ["rejected", "terminal", "lost"])
 def test_an_error_that_no_other_worker_cures_is_the_end(error: MeshError, how: str) -> None:
@@ -490,7 +492,7 @@ def test_a_retry_that_finds_no_place_ends_with_the_routers_word() -> None:
     life = begin()
     life.run(11, [5]).lost(LOST)
     error = Unavailable("nobody else")
-    life.machine.place_failed(1, error)
+    life.machine.placement_failed(1, error)
     assert life.ports.outcome.error is error
     assert life.ports.outcome.usage == usage(3, 1)
     assert life.ports.freed == [0]
@@ -505,13 +507,13 @@ def test_a_stream_goes_on_elsewhere_from_where_it_was() -> None:
     first = life.run(11, [5, 6, 7])
     first.lost(LOST)
     second = life.run(12, now=30.0)
-    moved = life.ports.order.request
+    moved = life.ports.leg_request.request
     assert moved is not None
     assert moved.token_ids.tolist() == [*PROMPT, 5, 6, 7]
     assert moved.stop_conditions == replace(one.request.stop_conditions, max_tokens=7, min_tokens=1)
     assert moved.prefill_result is None
     assert moved.bootstrap_info is None
-    assert life.ports.order.timeout_s == 70.0
+    assert life.ports.leg_request.timeout_s == 70.0
     assert (
         replace(
             moved,
@@ -525,7 +527,7 @@ def test_a_stream_goes_on_elsewhere_from_where_it_was() -> None:
     second.tokens([8, 9], ())
     second.lost(LOST)
     third = life.run(13)
-    moved = life.ports.order.request
+    moved = life.ports.leg_request.request
     assert moved is not None
     assert moved.token_ids.tolist() == [*PROMPT, 5, 6, 7, 8, 9]
     assert moved.stop_conditions.max_tokens == 5
@@ -544,7 +546,7 @@ def test_an_answer_without_limits_moves_without_limits() -> None:
     life = begin(plan(max_tokens=None))
     life.run(11, [5]).lost(LOST)
     life.run(12)
-    moved = life.ports.order.request
+    moved = life.ports.leg_request.request
     assert moved is not None
     assert moved.stop_conditions.max_tokens is None
     assert moved.stop_conditions.min_tokens is None
@@ -571,7 +573,7 @@ def test_what_is_not_migratable_fails_once_it_has_started_but_not_before() -> No
         plan(max_tokens=2, attempts_max=1),
     ],
 )
-def test_an_answer_of_full_length_whose_end_was_lost_is_complete(one: Plan) -> None:
+def test_an_answer_of_full_length_whose_end_was_lost_is_complete(one: RequestPlan) -> None:
     life = begin(one)
     life.run(11, [5, 6]).lost(LOST)
     assert life.ports.outcome.finish_reason is FinishReason.LENGTH
@@ -599,7 +601,7 @@ def test_a_request_for_no_tokens_is_not_complete_before_a_worker_says_so() -> No
 )
 def test_an_answer_whose_tokens_say_it_all_may_move(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
-    assert pinned_by(one) == ""
+    assert migration_blockers(one) == ""
 
 
 @pytest.mark.parametrize(
@@ -617,18 +619,18 @@ def test_an_answer_whose_tokens_say_it_all_may_move(sampling: dict[str, Any]) ->
 def test_an_answer_with_state_outside_of_its_tokens_may_not_move(sampling: dict[str, Any]) -> None:
     one = replace(plan().request, sampling_options=SamplingOptions(**sampling))
     (named,) = sampling
-    assert pinned_by(one) == named.replace("guided_decoding", "guided decoding")
+    assert migration_blockers(one) == named.replace("guided_decoding", "guided decoding")
 
 
 def test_a_prompt_that_is_not_tokens_may_not_move() -> None:
-    assert pinned_by(replace(plan().request, prompt_embeds="AA==")) == "prompt_embeds"
+    assert migration_blockers(replace(plan().request, prompt_embeds="AA==")) == "prompt_embeds"
 
 
 @pytest.mark.parametrize("name", ["logits_processors", "custom_logit_processor"])
 def test_a_logits_processor_of_the_clients_own_may_not_move(name: str) -> None:
     one = replace(plan().request, extra_args={name: "module:Class"})
-    assert "processor" in pinned_by(one)
-    assert pinned_by(replace(one, extra_args={"chunked": True})) == ""
+    assert "processor" in migration_blockers(one)
+    assert migration_blockers(replace(one, extra_args={"chunked": True})) == ""
 
 
 def test_what_pins_an_answer_is_named_in_its_error() -> None:
@@ -648,7 +650,7 @@ def test_min_tokens_moves_for_what_was_generated_is_taken_off_it() -> None:
     life = begin(plan(min_tokens=3))
     life.run(11, [5, 6]).lost(LOST)
     life.run(12)
-    moved = life.ports.order.request
+    moved = life.ports.leg_request.request
     assert moved is not None
     assert moved.stop_conditions.min_tokens == 1
 
@@ -657,14 +659,14 @@ def test_min_tokens_moves_for_what_was_generated_is_taken_off_it() -> None:
 
 
 def test_time_that_the_frontend_lost_itself_is_not_held_against_a_worker() -> None:
-    life = begin(replace(plan(), accept_s=1.0))
+    life = begin(replace(plan(), accept_timeout_s=1.0))
     life.ports.lost = 7.0
     life.place(11, now=10.0)
     life.ports.lost = 9.5  # the loop stood still for 2.5 s of the 2.6 since
-    life.machine.on_time(12.6)
+    life.machine.on_timer(12.6)
     assert life.ports.aborted == [], "it may have accepted, unread"
     assert life.ports.wake == pytest.approx(13.5)
-    life.machine.on_time(13.5)
+    life.machine.on_timer(13.5)
     assert [reason for _, reason in life.ports.aborted] == ["not_accepted"]
 
 
@@ -672,7 +674,7 @@ def test_a_deadline_is_the_clients_whoever_lost_the_time() -> None:
     life = begin()
     life.place(11)
     life.ports.lost = 50.0
-    life.machine.on_time(DEADLINE)
+    life.machine.on_timer(DEADLINE)
     assert isinstance(life.ports.outcome.error, DeadlineExceeded)
 
 
@@ -684,7 +686,7 @@ def in_turn() -> tuple[Life, Leg]:
     one = plan()
     bare = replace(one.request, prefill_result=None, bootstrap_info=None)
     life = begin(replace(one, request=bare))
-    life.machine.placed(0, Placed(20, prefill=Place(10)), 0.0)
+    life.machine.placed(0, RoutingDecision(20, prefill=Placement(10)), 0.0)
     life.ports.leg.accepted()
     return life, life.ports.leg
 
@@ -709,7 +711,7 @@ def test_prefills_answer_may_be_stopped_from_within_emit() -> None:
 def test_a_decode_cancelled_at_its_worker_aborts_prefill_and_not_itself() -> None:
     life = begin()
     room = BootstrapInfo("h", 1, 2)
-    life.machine.placed(0, Placed(20, prefill=Place(10), bootstrap=room), 0.0)
+    life.machine.placed(0, RoutingDecision(20, prefill=Placement(10), bootstrap=room), 0.0)
     (_, _, prefill), (_, _, decode) = life.ports.submitted
     decode.accepted()
     decode.terminal(end_of(FinishReason.CANCELLED))
@@ -769,7 +771,7 @@ STATES: list[tuple[Callable[[], Life], list[int], int]] = [
 
 def ends(
     life: Life, freed: list[int], aborts: int, reason: str, finish_reason: FinishReason
-) -> Outcome:
+) -> RequestOutcome:
     """What every end from outside must have done; then what comes late is tried on it."""
     ports = life.ports
     assert ports.freed == freed
@@ -786,13 +788,13 @@ def ends(
         leg.lost(LOST)
     machine = life.machine
     for attempt in range(-1, 3):
-        machine.placed(attempt, Placed(77), 1.0)
-        machine.place_failed(attempt, Unavailable("late"))
+        machine.placed(attempt, RoutingDecision(77), 1.0)
+        machine.placement_failed(attempt, Unavailable("late"))
     machine.start()
     machine.client_gone()
     machine.stop()
-    machine.fail(Bug("late"), "late")
-    machine.on_time(1000.0)
+    machine.fail(InternalError("late"), "late")
+    machine.on_timer(1000.0)
     assert ports.freed == freed
     return ports.outcome
 
@@ -813,7 +815,7 @@ def test_the_gateway_stops_the_request_well_in_every_state(
 ) -> None:
     life = state()
     life.machine.stop()
-    life.machine.on_time(LAST_WORD_S)  # where a worker was to say what was cached: it did not
+    life.machine.on_timer(USAGE_WAIT_S)  # where a worker was to say what was cached: it did not
     outcome = ends(life, freed, aborts, "stop_string", FinishReason.STOP)
     assert outcome.error is None
 
@@ -835,7 +837,7 @@ def test_the_deadline_ends_the_request_in_every_state(
     life = state()
     assert life.ports.wake is not None
     assert life.ports.wake <= DEADLINE
-    life.machine.on_time(DEADLINE)
+    life.machine.on_timer(DEADLINE)
     outcome = ends(life, freed, aborts, "deadline", FinishReason.ERROR)
     assert isinstance(outcome.error, DeadlineExceeded)
 
@@ -875,10 +877,10 @@ def test_an_answer_that_a_stop_string_ended_waits_for_what_was_cached() -> None:
 
 def test_the_wait_for_what_was_cached_is_bounded() -> None:
     life, _ = stopped()
-    assert life.ports.wake == 5.0 + LAST_WORD_S
-    life.machine.on_time(5.0 + LAST_WORD_S - 0.01)
+    assert life.ports.wake == 5.0 + USAGE_WAIT_S
+    life.machine.on_timer(5.0 + USAGE_WAIT_S - 0.01)
     assert life.ports.outcomes == []
-    life.machine.on_time(5.0 + LAST_WORD_S)
+    life.machine.on_timer(5.0 + USAGE_WAIT_S)
     assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
     assert life.ports.outcome.usage == usage(3, 2)
 
@@ -887,7 +889,7 @@ def test_the_wait_for_what_was_cached_is_bounded() -> None:
     "fail",
     [
         lambda leg: leg.lost(LOST),
-        lambda leg: leg.terminal(end_of(None, error=Bug("the engine failed"))),
+        lambda leg: leg.terminal(end_of(None, error=InternalError("the engine failed"))),
     ],
 )
 def test_an_answer_that_a_stop_string_ended_stays_complete_when_its_worker_fails(
@@ -901,9 +903,9 @@ def test_an_answer_that_a_stop_string_ended_stays_complete_when_its_worker_fails
 
 def test_the_deadline_does_not_undo_an_answer_that_a_stop_string_ended() -> None:
     life = begin()
-    life.run(11, [5], now=DEADLINE - LAST_WORD_S / 2)
+    life.run(11, [5], now=DEADLINE - USAGE_WAIT_S / 2)
     life.machine.stop()
-    life.machine.on_time(DEADLINE)
+    life.machine.on_timer(DEADLINE)
     assert (life.ports.outcome.finish_reason, life.ports.outcome.error) == (FinishReason.STOP, None)
 
 
@@ -944,12 +946,12 @@ def test_events_of_dead_legs_are_not_heard() -> None:
 def test_a_placement_nobody_waits_for_is_ignored() -> None:
     life = begin()
     life.place(11)
-    life.machine.placed(0, Placed(12), 0.0)
-    life.machine.place_failed(0, Unavailable("late"))
+    life.machine.placed(0, RoutingDecision(12), 0.0)
+    life.machine.placement_failed(0, Unavailable("late"))
     assert len(life.ports.submitted) == 1
     life.ports.leg.lost(LOST)
-    life.machine.placed(0, Placed(12), 0.0)
-    life.machine.place_failed(0, Unavailable("late"))
+    life.machine.placed(0, RoutingDecision(12), 0.0)
+    life.machine.placement_failed(0, Unavailable("late"))
     assert len(life.ports.submitted) == 1
     assert not life.ports.outcomes
 
@@ -1027,17 +1029,17 @@ class Lives(RuleBasedStateMachine):
         before = len(self.ports.submitted)
         if works:
             self.next_worker += 1
-            self.alive.machine.placed(attempt, Placed(self.next_worker), self.now)
+            self.alive.machine.placed(attempt, RoutingDecision(self.next_worker), self.now)
         else:
-            self.alive.machine.place_failed(attempt, Unavailable("none"))
+            self.alive.machine.placement_failed(attempt, Unavailable("none"))
         if attempt != awaited:
             assert len(self.ports.submitted) == before
             return
         (self.placed if works else self.refused).append(attempt)
         if works:
-            self.check_order(self.ports.order)
+            self.check_order(self.ports.leg_request)
 
-    def check_order(self, one: Order) -> None:
+    def check_order(self, one: LegRequest) -> None:
         request, asked = one.request, self.one.request
         assert request is not None
         assert request.token_ids.tolist() == PROMPT + self.delivered
@@ -1118,7 +1120,7 @@ class Lives(RuleBasedStateMachine):
             return
         machine = self.alive.machine
         if way == "fail":
-            machine.fail(Bug("gateway"), "gateway")
+            machine.fail(InternalError("gateway"), "gateway")
         else:
             getattr(machine, way)()
         # Who was accepted may still say what was cached.
@@ -1134,7 +1136,7 @@ class Lives(RuleBasedStateMachine):
         self.now += by
         leg = self.some_leg(1)
         was_live = leg is not None and leg.is_live and not leg.is_accepted
-        self.alive.machine.on_time(self.now)
+        self.alive.machine.on_timer(self.now)
         if was_live and leg is not None and not leg.is_live:
             self.failed_workers.add(leg.worker_id)
         if self.now >= DEADLINE:
@@ -1179,7 +1181,7 @@ class Lives(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.life is not None:
-            self.alive.machine.on_time(DEADLINE)
+            self.alive.machine.on_timer(DEADLINE)
             assert self.ports.outcome
             self.check_books()
             asked = {attempt for attempt, _ in self.ports.places}

@@ -23,27 +23,27 @@ from common.request.preprocessed import (
     TokenLogprob,
     usage,
 )
-from common.request.token_stream import Order, Terminal
+from common.request.token_stream import LegRequest, Terminal
 from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.request.machine import (
+    ACCEPT_RECHECK_S,
     ALL_EXCLUDED,
-    LAST_WORD_S,
-    LOOK_AGAIN_S,
+    USAGE_WAIT_S,
     Leg,
-    Outcome,
-    Place,
-    Placed,
-    Plan,
+    Placement,
     RequestMachine,
+    RequestOutcome,
+    RequestPlan,
+    RoutingDecision,
 )
 
-PEER_LOST = "HANDOFF_PEER_LOST"
+PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
 NO_BLOCKS = "HANDOFF_NO_BLOCKS"
 PREFILL, DECODE = 21, 22
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 ROOM = BootstrapInfo(bootstrap_host="127.0.0.1", bootstrap_port=9, bootstrap_room=77)
-PAIR = Placed(DECODE, prefill=Place(PREFILL), bootstrap=ROOM)
-IN_TURN = Placed(DECODE, prefill=Place(PREFILL))
+PAIR = RoutingDecision(DECODE, prefill=Placement(PREFILL), bootstrap=ROOM)
+IN_TURN = RoutingDecision(DECODE, prefill=Placement(PREFILL))
 HANDLE = PrefillResult(disaggregated_params={"handle": 1})
 
 
@@ -52,12 +52,12 @@ class Ports:
     """Writes down what it is asked for; nothing may be asked for after the end."""
 
     places: list[tuple[int, frozenset[int]]] = field(default_factory=list)
-    legs: list[tuple[Leg, Order]] = field(default_factory=list)
+    legs: list[tuple[Leg, LegRequest]] = field(default_factory=list)
     aborted: list[tuple[str, str]] = field(default_factory=list)
     prefills: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[RequestOutcome] = field(default_factory=list)
     wake: float = 0.0
     time: float = 0.0
     may_retry: bool = True
@@ -67,10 +67,10 @@ class Ports:
         assert not self.outcomes
         self.places.append((attempt, excluded))
 
-    def submit(self, worker_id: int, order: Order, leg: Leg) -> None:
+    def submit(self, worker_id: int, leg_request: LegRequest, leg: Leg) -> None:
         assert not self.outcomes
         assert worker_id == leg.worker_id
-        self.legs.append((leg, order))
+        self.legs.append((leg, leg_request))
 
     def abort(self, leg: Leg, reason: str) -> None:
         assert not self.outcomes
@@ -90,7 +90,7 @@ class Ports:
     def emit_chunk(self, json: bytes) -> None:
         raise AssertionError("nothing is passed through here")
 
-    def finish(self, outcome: Outcome) -> None:
+    def finish(self, outcome: RequestOutcome) -> None:
         assert not self.outcomes
         self.outcomes.append(outcome)
 
@@ -103,24 +103,24 @@ class Ports:
     def take_retry(self) -> bool:
         return self.may_retry
 
-    def lost_s(self) -> float:
+    def stalled_s(self) -> float:
         return 0.0
 
     def silent_s(self, worker_id: int) -> float:
         return self.silent.get(worker_id, math.inf)
 
-    def last(self, phase: str) -> tuple[Leg, Order]:
+    def last(self, phase: str) -> tuple[Leg, LegRequest]:
         return next(pair for pair in reversed(self.legs) if pair[0].phase == phase)
 
 
 def begin(
-    placed: Placed, *, max_tokens: int | None = 8, trace_id: str = ""
+    placed: RoutingDecision, *, max_tokens: int | None = 8, trace_id: str = ""
 ) -> tuple[RequestMachine, Ports]:
     request = PreprocessedRequest(
         token_ids=TokenIds.of([1, 2, 3]),
         stop_conditions=StopConditions(max_tokens=max_tokens, min_tokens=2),
     )
-    plan = Plan("r", request, deadline=100.0, trace_id=trace_id)
+    plan = RequestPlan("r", request, deadline=100.0, trace_id=trace_id)
     ports = Ports()
     machine = RequestMachine(plan, ports, Random(1))
     machine.start()
@@ -139,7 +139,7 @@ def end(reason: FinishReason = FinishReason.LENGTH, cached: int | None = None) -
 def test_with_a_bootstrap_both_legs_start_at_once_and_prefill_makes_one_token() -> None:
     _, ports = begin(PAIR)
     assert [leg.phase for leg, _ in ports.legs] == ["prefill", "decode"]
-    prefill, decode = (order.request for _, order in ports.legs)
+    prefill, decode = (leg_request.request for _, leg_request in ports.legs)
     assert prefill is not None
     assert decode is not None
     assert prefill.bootstrap_info == decode.bootstrap_info == ROOM
@@ -153,12 +153,12 @@ def test_of_a_pair_a_worker_that_talks_and_is_slow_has_longer_to_accept() -> Non
     (prefill, _), _ = ports.legs
     prefill.accepted()
     ports.silent[DECODE] = 0.1
-    machine.on_time(1.0)
+    machine.on_timer(1.0)
     assert ports.aborted == [], "it is heard of all the time"
-    assert ports.wake == 1.0 + LOOK_AGAIN_S
-    machine.on_time(2.9)
+    assert ports.wake == 1.0 + ACCEPT_RECHECK_S
+    machine.on_timer(2.9)
     assert ports.wake == 3.0, "no longer than anybody"
-    machine.on_time(3.0)
+    machine.on_timer(3.0)
     assert [reason for _, reason in ports.aborted] == ["not_accepted"] * 2
 
 
@@ -168,12 +168,12 @@ def test_of_a_pair_a_silent_worker_has_a_second(silent: dict[int, float]) -> Non
     (prefill, _), _ = ports.legs
     prefill.accepted()
     ports.silent = {PREFILL: 0.0, **silent}
-    machine.on_time(1.0)
+    machine.on_timer(1.0)
     assert [reason for _, reason in ports.aborted] == ["not_accepted"] * 2
     assert ports.places[-1] == (1, frozenset({DECODE}))
 
 
-def cached_tokens_of(outcome: Outcome) -> int | None:
+def cached_tokens_of(outcome: RequestOutcome) -> int | None:
     details = outcome.usage.prompt_tokens_details
     return None if details is None else details.cached_tokens
 
@@ -194,7 +194,7 @@ def test_a_complete_answer_waits_for_prefill_to_say_what_was_cached() -> None:
     _, ports, prefill = complete_before_prefill(decode_says=0)
     assert ports.emitted == [5, 6], "the client has it all"
     assert ports.outcomes == []
-    assert ports.wake == 5.0 + LAST_WORD_S
+    assert ports.wake == 5.0 + USAGE_WAIT_S
     prefill.tokens([5], ())
     prefill.terminal(end(cached=2))
     (outcome,) = ports.outcomes
@@ -209,9 +209,9 @@ def test_the_wait_for_prefills_word_is_bounded_and_decodes_word_will_do(
     decode_says: int | None,
 ) -> None:
     machine, ports, prefill = complete_before_prefill(decode_says)
-    machine.on_time(ports.wake - 0.01)
+    machine.on_timer(ports.wake - 0.01)
     assert ports.outcomes == []
-    machine.on_time(ports.wake)
+    machine.on_timer(ports.wake)
     (outcome,) = ports.outcomes
     assert (outcome.finish_reason, cached_tokens_of(outcome)) == (FinishReason.EOS, decode_says)
     prefill.terminal(end(cached=2))  # too late, and nobody's any more
@@ -294,11 +294,11 @@ def test_without_a_bootstrap_decode_starts_with_what_prefill_handed_over() -> No
     prefill.tokens([5], ())
     ports.time = 7.0
     prefill.terminal(replace(end(), prefill_result=HANDLE))
-    decode, order = ports.legs[1]
+    decode, leg_request = ports.legs[1]
     assert decode.phase == "decode"
-    assert order.request is not None
-    assert order.request.prefill_result == HANDLE
-    assert order.timeout_s == 93.0
+    assert leg_request.request is not None
+    assert leg_request.request.prefill_result == HANDLE
+    assert leg_request.timeout_s == 93.0
     assert ports.wake == 10.0, "and it has its time to accept"
     decode.tokens([5, 6], ())
     decode.terminal(end())
@@ -322,9 +322,9 @@ def test_an_answer_of_one_token_is_fetched_too_or_its_handoff_would_wait() -> No
     prefill.tokens([5], ())
     prefill.terminal(replace(end(), prefill_result=HANDLE))
     assert ports.emitted == []
-    decode, order = ports.legs[1]
-    assert order.request is not None
-    assert order.request.stop_conditions.max_tokens == 1
+    decode, leg_request = ports.legs[1]
+    assert leg_request.request is not None
+    assert leg_request.request.stop_conditions.max_tokens == 1
     decode.tokens([5], ())
     decode.terminal(end())
     assert ports.emitted == [5]
@@ -361,7 +361,7 @@ def test_the_failure_of_decode_tells_prefill() -> None:
 def test_a_leg_that_lost_its_peer_blames_the_peer(failing: int, blamed: int) -> None:
     _, ports = begin(PAIR)
     ports.legs[failing][0].terminal(
-        Terminal(1, None, error=Unavailable("no peer", reason=PEER_LOST))
+        Terminal(1, None, error=Unavailable("no peer", reason=PEER_FAULT_REASONS))
     )
     assert ports.places[-1] == (1, frozenset({blamed}))
 
@@ -390,11 +390,11 @@ def test_the_only_decode_worker_is_waited_for_twice_when_it_has_no_blocks() -> N
     machine, ports = begin(PAIR)
     nobody_else = Unavailable("all are excluded", reason=ALL_EXCLUDED)
     ports.last("decode")[0].terminal(full())
-    machine.place_failed(1, nobody_else)
+    machine.placement_failed(1, nobody_else)
     assert ports.places[-1] == (2, frozenset()), "it may have some by now"
     machine.placed(2, PAIR, ports.now())
     ports.last("decode")[0].terminal(full())
-    machine.place_failed(3, nobody_else)
+    machine.placement_failed(3, nobody_else)
     (outcome,) = ports.outcomes
     assert outcome.error is not None
     answer = http_error(outcome.error)
@@ -405,7 +405,9 @@ def test_the_only_decode_worker_is_waited_for_twice_when_it_has_no_blocks() -> N
 def test_a_decode_that_finds_no_handoff_blames_the_prefill_that_has_ended() -> None:
     _, ports = begin(IN_TURN)
     ports.legs[0][0].terminal(replace(end(), prefill_result=HANDLE))
-    ports.legs[1][0].terminal(Terminal(1, None, error=Unavailable("gone", reason=PEER_LOST)))
+    ports.legs[1][0].terminal(
+        Terminal(1, None, error=Unavailable("gone", reason=PEER_FAULT_REASONS))
+    )
     assert ports.places[-1] == (1, frozenset({PREFILL}))
 
 
@@ -424,7 +426,7 @@ def test_once_decode_has_delivered_prefills_fate_is_its_own() -> None:
 def test_a_pair_that_is_not_accepted_in_time_is_aborted_prefill_first() -> None:
     machine, ports = begin(PAIR)
     ports.legs[0][0].accepted()
-    machine.on_time(1.0)
+    machine.on_timer(1.0)
     assert ports.aborted == [("prefill", "not_accepted"), ("decode", "not_accepted")]
     assert ports.places[-1] == (1, frozenset({DECODE})), "only who did not accept is left out"
 
@@ -450,10 +452,10 @@ def test_decode_is_linked_to_prefill_and_a_retry_to_the_decode_that_failed() -> 
     decode.tokens([5], ())
     decode.lost(WorkerLost("gone", retryable=True))
     machine.placed(1, PAIR, 3.0)
-    retried, order = ports.last("prefill")
-    assert order.request is not None
-    assert order.request.migration_link is not None
-    assert order.request.migration_link.span_id == decode.span_id
+    retried, leg_request = ports.last("prefill")
+    assert leg_request.request is not None
+    assert leg_request.request.migration_link is not None
+    assert leg_request.request.migration_link.span_id == decode.span_id
     again = ports.last("decode")[1].request
     assert again is not None
     assert again.migration_link is not None
@@ -464,7 +466,7 @@ def test_a_decode_that_dies_goes_on_with_prompt_and_answer() -> None:
     machine, ports = begin(PAIR)
     ports.legs[1][0].tokens([5, 6], ())
     ports.legs[1][0].lost(WorkerLost("gone", retryable=True))
-    machine.placed(1, Placed(30), 3.0)
+    machine.placed(1, RoutingDecision(30), 3.0)
     request = ports.last("")[1].request
     assert request is not None
     assert list(request.token_ids) == [1, 2, 3, 5, 6]
@@ -512,13 +514,13 @@ def test_no_order_of_events_breaks_the_transaction(
             case 4:
                 machine.placed(ports.places[-1][0], placed, 0.0)
             case 5:
-                machine.on_time(1.0 * count)
+                machine.on_timer(1.0 * count)
             case 6 if count == 3:
                 machine.client_gone()
             case 6 if count == 2:
                 machine.stop()
             case 7 if leg is not None:
-                leg.terminal(Terminal(1, None, error=Unavailable("x", reason=PEER_LOST)))
+                leg.terminal(Terminal(1, None, error=Unavailable("x", reason=PEER_FAULT_REASONS)))
         live = [one for one, _ in ports.legs if one.is_live]
         assert len(live) <= 2
         assert {one.attempt for one in live} <= {ports.places[-1][0]}

@@ -9,34 +9,41 @@ from random import Random
 from common.errors import MeshError
 from common.registry.instances import Snapshot
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
-from common.request.token_stream import LegSink, Order
-from frontend_svc.core.peers.recently_left import Departed
-from frontend_svc.core.request.machine import Outcome, Place, Placed, Plan
-from frontend_svc.peers.router_client import Key, Query
+from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.recently_left import RecentlyLeft
+from frontend_svc.core.request.machine import (
+    Placement,
+    RequestOutcome,
+    RequestPlan,
+    RoutingDecision,
+)
+from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from tests.sim.loop import run_virtually
 
-PAIR = Placed(1, prefill=Place(2, address="w:2"), address="w:1")
+PAIR = RoutingDecision(1, prefill=Placement(2, address="w:2"), address="w:1")
 
 
 class Router:
     """Places everything as it was told."""
 
-    def __init__(self, placed: Placed) -> None:
+    def __init__(self, placed: RoutingDecision) -> None:
         self.placed = placed
         self.asked = 0
 
-    def place(self, key: Key, query: Query, answer: Callable[[Placed | MeshError], None]) -> None:
+    def place(
+        self, key: PlacementKey, query: Query, answer: Callable[[RoutingDecision | MeshError], None]
+    ) -> None:
         self.asked += 1
         asyncio.get_running_loop().call_soon(answer, self.placed)
 
-    def prefill_done(self, key: Key) -> None:
+    def prefill_done(self, key: PlacementKey) -> None:
         pass
 
-    def output(self, key: Key, blocks: int, decay_fraction: float | None) -> None:
+    def output(self, key: PlacementKey, blocks: int, decay_fraction: float | None) -> None:
         pass
 
-    def free(self, key: Key) -> None:
+    def free(self, key: PlacementKey) -> None:
         pass
 
 
@@ -47,14 +54,16 @@ class Workers:
         self.orders: list[tuple[int, str]] = []
         self.open_slots: dict[int, int] = {}
 
-    def submit(self, worker_id: int, address: str, order: Order, sink: LegSink) -> Workers:
+    def submit(
+        self, worker_id: int, address: str, leg_request: LegRequest, sink: LegSink
+    ) -> Workers:
         self.orders.append((worker_id, address))
         return self
 
     def abort(self, reason: str) -> None:
         pass
 
-    def left_alone(self, pool: Iterable[int]) -> frozenset[int]:
+    def excluded_workers(self, pool: Iterable[int]) -> frozenset[int]:
         return frozenset()
 
 
@@ -62,46 +71,48 @@ class Silent:
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
         pass
 
-    def finished(self, outcome: Outcome) -> None:
+    def finished(self, outcome: RequestOutcome) -> None:
         pass
 
 
-def orders_of(placed: Placed, departed: Departed | None) -> tuple[list[tuple[int, str]], int]:
+def orders_of(
+    placed: RoutingDecision, recently_left: RecentlyLeft | None
+) -> tuple[list[tuple[int, str]], int]:
     """Who is asked where, when discovery shows nobody; and how often the router was asked."""
 
     async def main() -> tuple[list[tuple[int, str]], int]:
         router, workers = Router(placed), Workers()
-        gateway = Gateway(router, workers, Snapshot, Random(1), departed=departed)
+        gateway = Gateway(router, workers, Snapshot, Random(1), recently_left=recently_left)
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]))
-        ticket = gateway.open(Plan("r", request, now + 5.0), Query("m", 3, now), Silent())
+        handle = gateway.open(RequestPlan("r", request, now + 5.0), Query("m", 3, now), Silent())
         await asyncio.sleep(0.5)
-        ticket.client_gone()
+        handle.client_gone()
         return workers.orders, router.asked
 
     return run_virtually(main())
 
 
 def test_a_worker_that_discovery_does_not_show_yet_is_asked_where_the_router_says() -> None:
-    assert orders_of(Placed(1, address="w:1"), Departed()) == ([(1, "w:1")], 1)
+    assert orders_of(RoutingDecision(1, address="w:1"), RecentlyLeft()) == ([(1, "w:1")], 1)
 
 
 def test_so_is_the_prefill_worker_of_a_pair() -> None:
-    assert orders_of(PAIR, Departed()) == ([(2, "w:2")], 1)
+    assert orders_of(PAIR, RecentlyLeft()) == ([(2, "w:2")], 1)
 
 
 def test_a_worker_that_was_seen_to_leave_is_asked_nothing() -> None:
-    departed = Departed()
-    departed.follow([1])
-    departed.follow([])
-    orders, asked = orders_of(Placed(1, address="w:1"), departed)
+    recently_left = RecentlyLeft()
+    recently_left.follow([1])
+    recently_left.follow([])
+    orders, asked = orders_of(RoutingDecision(1, address="w:1"), recently_left)
     assert orders == []
     assert asked > 1, "it is placed elsewhere"
 
 
 def test_a_router_that_knows_no_address_leads_nowhere() -> None:
-    assert orders_of(Placed(1), Departed())[0] == []
+    assert orders_of(RoutingDecision(1), RecentlyLeft())[0] == []
 
 
 def test_a_gateway_that_does_not_watch_who_leaves_asks_only_whom_discovery_shows() -> None:
-    assert orders_of(Placed(1, address="w:1"), None)[0] == []
+    assert orders_of(RoutingDecision(1, address="w:1"), None)[0] == []

@@ -9,19 +9,19 @@ import pytest
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, usage
-from frontend_svc.core.request.machine import Outcome
+from frontend_svc.core.request.machine import RequestOutcome
 from frontend_svc.metrics import DeploymentState, Endpoint
 from frontend_svc.request.gateway import UNREAD_TOKENS_MAX
-from frontend_svc.request.response import TOKENS_A_CHUNK, Answer
+from frontend_svc.request.response import TOKENS_PER_CHUNK, ResponseBuffer
 from tests.sim.loop import run_virtually
 
-DONE = Outcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
+DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
 
 
-def an_answer() -> Answer:
+def an_answer() -> ResponseBuffer:
     clock = asyncio.get_running_loop().time
     state = DeploymentState(lambda: ("m",), clock=clock)
-    return Answer(state.begin("m", Endpoint.COMPLETIONS, True), clock)
+    return ResponseBuffer(state.begin("m", Endpoint.COMPLETIONS, True), clock)
 
 
 def later(after_s: float, what: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ def later(after_s: float, what: Callable[[], None]) -> None:
 def test_silence_wakes_the_reader_each_time_and_tokens_put_it_off() -> None:
     async def main() -> list[tuple[float, list[int]]]:
         loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_in_silence(15.0)
+        answer.wake_when_idle(15.0)
         later(10.0, lambda: answer.tokens([1], ()))
         later(60.0, lambda: answer.tokens([2], ()))
         later(61.0, lambda: answer.finished(DONE))
@@ -64,7 +64,7 @@ def test_without_a_wish_for_it_silence_lasts() -> None:
 def test_a_reader_who_is_busy_elsewhere_is_not_woken_for_silence() -> None:
     async def main() -> None:
         loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_in_silence(1.0)
+        answer.wake_when_idle(1.0)
         await asyncio.sleep(10.3)  # say, its client takes nothing
         later(0.5, lambda: answer.tokens([1], ()))
         assert await answer.next() == [1], "it has waited for half a second only"
@@ -77,17 +77,17 @@ def test_a_reader_who_is_busy_elsewhere_is_not_woken_for_silence() -> None:
 def test_an_ended_answer_leaves_no_timer_behind() -> None:
     async def main() -> None:
         answer = an_answer()
-        answer.wake_in_silence(5.0)
+        answer.wake_when_idle(5.0)
         answer.finished(DONE)
         late = an_answer()
         late.finished(DONE)
-        late.wake_in_silence(5.0)
+        late.wake_when_idle(5.0)
         assert await late.next() == []
 
     run_virtually(main())
 
 
-class Ticket:
+class RequestHandle:
     def __init__(self) -> None:
         self.why = ""
 
@@ -98,14 +98,14 @@ class Ticket:
 @pytest.mark.parametrize("kind", ["tokens", "chunks"])
 def test_what_a_client_does_not_take_is_bounded(kind: str) -> None:
     async def main() -> None:
-        answer, ticket = an_answer(), Ticket()
-        answer.ticket = ticket  # type: ignore[assignment]  # all of it that is used
-        most = UNREAD_TOKENS_MAX if kind == "tokens" else UNREAD_TOKENS_MAX // TOKENS_A_CHUNK
+        answer, handle = an_answer(), RequestHandle()
+        answer.handle = handle  # type: ignore[assignment]  # all of it that is used
+        most = UNREAD_TOKENS_MAX if kind == "tokens" else UNREAD_TOKENS_MAX // TOKENS_PER_CHUNK
         for _ in range(most):
             answer.tokens([1], ()) if kind == "tokens" else answer.chunk(b"{}")
-        assert ticket.why == ""
+        assert handle.why == ""
         answer.tokens([1], ()) if kind == "tokens" else answer.chunk(b"{}")
-        assert ticket.why == "slow_reader"
+        assert handle.why == "slow_reader"
 
     run_virtually(main())
 
@@ -113,7 +113,7 @@ def test_what_a_client_does_not_take_is_bounded(kind: str) -> None:
 def test_its_end_is_waited_for_past_silence_and_tokens_that_nobody_wants() -> None:
     async def main() -> float:
         loop, answer = asyncio.get_running_loop(), an_answer()
-        answer.wake_in_silence(15.0)
+        answer.wake_when_idle(15.0)
         later(10.0, lambda: answer.tokens([1], ()))
         later(40.0, lambda: answer.finished(DONE))
         assert await answer.end() is DONE

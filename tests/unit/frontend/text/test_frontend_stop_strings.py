@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from frontend_svc.core.text.stop_strings import StopMachine
+from frontend_svc.core.text.stop_strings import StopStringMatcher
 
 # Few letters, so that stop strings overlap each other, themselves and the text.
 texts = st.text("abc", max_size=30)
@@ -20,27 +20,27 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise(edges)]
 
 
-def first_match(text: str, stops: Sequence[str]) -> tuple[int, int, str] | None:
+def first_match(text: str, stop_strings: Sequence[str]) -> tuple[int, int, str] | None:
     """(end, start, stop) of the match that completes first, of these the one that starts first."""
-    found = [(text.find(stop), stop) for stop in stops]
+    found = [(text.find(stop), stop) for stop in stop_strings]
     return min(((at + len(stop), at, stop) for at, stop in found if at >= 0), default=None)
 
 
-def undecided(text: str, stops: Sequence[str]) -> str:
+def undecided(text: str, stop_strings: Sequence[str]) -> str:
     """The longest suffix that is a proper prefix of a stop string."""
     suffixes = (text[start:] for start in range(len(text)))
-    return next((s for s in suffixes if any(t != s and t.startswith(s) for t in stops)), "")
+    return next((s for s in suffixes if any(t != s and t.startswith(s) for t in stop_strings)), "")
 
 
 @settings(max_examples=150)
-@given(text=texts, stops=stop_lists, places=positions, include=st.booleans())
+@given(text=texts, stop_strings=stop_lists, places=positions, include=st.booleans())
 def test_every_chunking_stops_where_str_find_says(
-    text: str, stops: list[str], places: list[int], include: bool
+    text: str, stop_strings: list[str], places: list[int], include: bool
 ) -> None:
-    machine = StopMachine(stops, include)
+    machine = StopStringMatcher(stop_strings, include)
     steps = [machine.feed(piece) for piece in cut(text, places)]
     output = "".join(step.emit for step in steps) + machine.finish()
-    match = first_match(text, stops)
+    match = first_match(text, stop_strings)
 
     if match is None:
         assert output == text
@@ -53,26 +53,26 @@ def test_every_chunking_stops_where_str_find_says(
 
 
 @settings(max_examples=150)
-@given(text=texts, stops=stop_lists, places=positions)
+@given(text=texts, stop_strings=stop_lists, places=positions)
 def test_held_back_is_exactly_what_may_still_become_a_stop_string(
-    text: str, stops: list[str], places: list[int]
+    text: str, stop_strings: list[str], places: list[int]
 ) -> None:
-    machine = StopMachine(stops)
+    machine = StopStringMatcher(stop_strings)
     seen = sent = ""
     for piece in cut(text, places):
         seen += piece
         sent += machine.feed(piece).emit
         if machine.matched is not None:
             return
-        assert sent == seen.removesuffix(undecided(seen, stops))
+        assert sent == seen.removesuffix(undecided(seen, stop_strings))
 
 
 @settings(max_examples=100)
-@given(text=texts, stops=stop_lists, places=positions)
+@given(text=texts, stop_strings=stop_lists, places=positions)
 def test_nothing_is_held_back_when_the_stop_string_is_output_anyway(
-    text: str, stops: list[str], places: list[int]
+    text: str, stop_strings: list[str], places: list[int]
 ) -> None:
-    machine = StopMachine(stops, include_in_output=True)
+    machine = StopStringMatcher(stop_strings, include_in_output=True)
     for piece in cut(text, places):
         step = machine.feed(piece)
         if machine.matched is not None:
@@ -81,7 +81,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_output_anyway(
 
 
 def test_a_stop_string_split_over_pieces_never_leaks() -> None:
-    machine = StopMachine(["\n\nUser:"])
+    machine = StopStringMatcher(["\n\nUser:"])
 
     assert machine.feed("Hello.\n") == ("Hello.", None)
     assert machine.feed("\nUs") == ("", None)
@@ -89,7 +89,7 @@ def test_a_stop_string_split_over_pieces_never_leaks() -> None:
 
 
 def test_held_text_goes_out_as_soon_as_it_cannot_become_a_stop_string() -> None:
-    machine = StopMachine(["END"])
+    machine = StopStringMatcher(["END"])
 
     assert machine.feed("the E") == ("the ", None)
     assert machine.feed("N") == ("", None)
@@ -100,16 +100,16 @@ def test_held_text_goes_out_as_soon_as_it_cannot_become_a_stop_string() -> None:
 
 
 def test_the_match_that_completes_first_wins() -> None:
-    assert StopMachine(["abcd", "bc"]).feed("abcd") == ("a", "bc")
-    assert StopMachine(["abcd", "ab"]).feed("abcd") == ("", "ab")
+    assert StopStringMatcher(["abcd", "bc"]).feed("abcd") == ("a", "bc")
+    assert StopStringMatcher(["abcd", "ab"]).feed("abcd") == ("", "ab")
 
 
 def test_of_two_that_complete_together_the_longer_wins() -> None:
-    assert StopMachine(["c", "abc", "bc"]).feed("xabc") == ("x", "abc")
+    assert StopStringMatcher(["c", "abc", "bc"]).feed("xabc") == ("x", "abc")
 
 
 def test_text_after_a_match_is_ignored() -> None:
-    machine = StopMachine(["stop"])
+    machine = StopStringMatcher(["stop"])
 
     assert machine.feed("now stop here") == ("now ", "stop")
     assert machine.feed("stop again") == ("", None)
@@ -118,14 +118,14 @@ def test_text_after_a_match_is_ignored() -> None:
 
 
 def test_the_stop_string_ends_the_output_on_request() -> None:
-    machine = StopMachine(["END"], include_in_output=True)
+    machine = StopStringMatcher(["END"], include_in_output=True)
 
     assert machine.feed("the E") == ("the E", None)
     assert machine.feed("ND of it") == ("ND", "END")
 
 
 def test_stop_strings_may_be_of_any_characters() -> None:
-    machine = StopMachine(["停止", "👩‍💻"])
+    machine = StopStringMatcher(["停止", "👩‍💻"])
 
     assert machine.feed("好停") == ("好", None)
     assert machine.feed("👩") == ("停", None)
@@ -133,24 +133,24 @@ def test_stop_strings_may_be_of_any_characters() -> None:
 
 
 def test_without_stop_strings_the_machine_is_passive_and_hands_text_on() -> None:
-    machine = StopMachine([])
+    machine = StopStringMatcher([])
     text = "".join(["any ", "text"])
 
-    assert machine.passive
+    assert machine.is_passive
     assert machine.feed(text).emit is text
     assert machine.finish() == ""
-    assert not StopMachine(["a"]).passive
+    assert not StopStringMatcher(["a"]).is_passive
 
 
 def test_an_empty_stop_string_is_refused_by_its_place() -> None:
     with pytest.raises(ValueError, match=r"stop\[1\]"):
-        StopMachine(["a", ""])
+        StopStringMatcher(["a", ""])
 
 
 def test_work_stays_linear_for_a_long_stop_string_that_repeats_itself() -> None:
     length = 20_000
     stop = "a" * length + "b"
-    machine = StopMachine([stop])
+    machine = StopStringMatcher([stop])
 
     assert machine.feed("a" * (3 * length)) == ("a" * (2 * length), None)
     assert machine.feed("b") == ("", stop)

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 import worker_svc
 from common.errors import PromptTooLong
-from frontend_svc.core.openai.bodies import check_length, parse_chat, parse_completion
-from frontend_svc.core.text.token_bound import bytes_a_token_max
+from frontend_svc.core.openai.bodies import check_prompt_length, parse_chat, parse_completion
+from frontend_svc.core.text.token_bound import max_bytes_per_token
 
 RAW = (Path(worker_svc.__file__).parent / "engines/sim/model" / "tokenizer.json").read_text("utf-8")
 # The worst that NFC does: seven bytes that become two.
@@ -61,7 +61,7 @@ texts = st.lists(st.text(max_size=8) | st.sampled_from([one * 4 for one in RUNS]
 @pytest.mark.parametrize("name", BOUNDED)
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
     tokenizer = BOUNDED[name]
-    most = bytes_a_token_max(tokenizer.to_str())
+    most = max_bytes_per_token(tokenizer.to_str())
     assert most is not None
 
     @settings(max_examples=100, deadline=None)
@@ -73,10 +73,10 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
 
 
 def test_the_bound_is_the_longest_piece() -> None:
-    assert bytes_a_token_max(RAW) == max(map(len, json.loads(RAW)["model"]["vocab"]))
+    assert max_bytes_per_token(RAW) == max(map(len, json.loads(RAW)["model"]["vocab"]))
     added = byte_level(None, AddedToken("日本" * 20))
-    assert bytes_a_token_max(added.to_str()) == 6 * 20
-    assert bytes_a_token_max(fallback().to_str()) == len("▁▁▁▁".encode())
+    assert max_bytes_per_token(added.to_str()) == 6 * 20
+    assert max_bytes_per_token(fallback().to_str()) == len("▁▁▁▁".encode())
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> str:
@@ -119,7 +119,7 @@ LOSING: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", LOSING)
 def test_where_text_may_be_lost_there_is_no_bound(name: str) -> None:
-    assert bytes_a_token_max(changed(LOSING[name])) is None
+    assert max_bytes_per_token(changed(LOSING[name])) is None
 
 
 def test_a_tokenizer_that_loses_text_would_break_a_bound() -> None:
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_loses_text_would_break_a_bound() -> None:
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     assert len(tokenizer.encode("a" + " " * 1000).ids) == 1
-    assert bytes_a_token_max(tokenizer.to_str()) is None
+    assert max_bytes_per_token(tokenizer.to_str()) is None
 
 
 @pytest.mark.slow
@@ -153,11 +153,11 @@ def test_nfc_makes_no_text_more_than_four_times_as_short() -> None:
 def test_a_prompt_that_is_hopelessly_long_is_refused_as_one_that_was_counted() -> None:
     chat = parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "hi"}]}')
     text = parse_completion(b'{"model": "m", "prompt": "hi"}')
-    check_length(chat, 9, 10)
-    check_length(chat, 10**9, 0)  # the context is unknown
+    check_prompt_length(chat, 9, 10)
+    check_prompt_length(chat, 10**9, 0)  # the context is unknown
     with pytest.raises(PromptTooLong, match="at least 10 tokens") as refused:
-        check_length(chat, 10, 10)
+        check_prompt_length(chat, 10, 10)
     assert refused.value.field == "messages"
     with pytest.raises(PromptTooLong, match="of the prompt") as refused:
-        check_length(text, 11, 10)
+        check_prompt_length(text, 11, 10)
     assert refused.value.field == "prompt"

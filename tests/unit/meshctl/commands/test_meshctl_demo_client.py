@@ -8,7 +8,7 @@ import pytest
 
 from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
-from meshctl.commands.demo_client import find_router
+from meshctl.commands.demo_client import wait_for_router
 
 ROUTER = Instance(7, "default", "router", "", "127.0.0.1:1")
 
@@ -16,7 +16,7 @@ ROUTER = Instance(7, "default", "router", "", "127.0.0.1:1")
 async def test_a_router_that_is_not_shown_at_first_is_waited_for() -> None:
     store = MemoryStore()
     registry = MemoryRegistry(store)
-    finding = asyncio.create_task(find_router(registry))
+    finding = asyncio.create_task(wait_for_router(registry))
     await registry.register(Instance(1, "default", "frontend", "", "127.0.0.1:2"))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -28,4 +28,4 @@ async def test_a_router_that_is_not_shown_at_first_is_waited_for() -> None:
 
 async def test_a_mesh_without_routers_is_reported_and_not_waited_for_without_end() -> None:
     with pytest.raises(SystemExit, match="no router"):
-        await find_router(MemoryRegistry(MemoryStore()), within_s=0.01)
+        await wait_for_router(MemoryRegistry(MemoryStore()), find_timeout_s=0.01)

@@ -13,8 +13,8 @@ from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Role, Service
 from common.runtime.config import ServiceConfig
 from kvmesh.types.v1 import load_pb2
-from meshctl.commands.status import NOT_ASKED, Row, gather, status, token_hint
-from meshctl.services import MeshOptions, mesh_services
+from meshctl.commands.status import EXIT_UNREACHABLE, Row, describe_token_problem, gather, status
+from meshctl.services import MeshOptions, build_service_specs
 
 # Port 1 is nobody's.
 ADDRESS = "127.0.0.1:1"
@@ -38,7 +38,7 @@ def test_programs_get_numbers_nulls_and_ids_that_no_reader_rounds() -> None:
         load_pb2.Load(running=1, kv_used_blocks=1, kv_total_blocks=8),
     )
     worker = Row(member(BIG_ID, "worker", "worker-0", model="sim"), "serving", loads)
-    assert json.loads(json.dumps(worker.facts())) == {
+    assert json.loads(json.dumps(worker.fields())) == {
         "service": "worker",
         "name": "worker-0",
         "id": str(BIG_ID),
@@ -50,7 +50,7 @@ def test_programs_get_numbers_nulls_and_ids_that_no_reader_rounds() -> None:
         "waiting": 1,
         "kv": 0.125,
     }
-    router = Row(member(2, "router"), "serving").facts()
+    router = Row(member(2, "router"), "serving").fields()
     absent = ("name", "model", "role", "running", "waiting", "kv")
     assert [router[key] for key in absent] == [None] * 6
 
@@ -67,7 +67,9 @@ def test_an_id_of_the_table_can_be_copied_to_a_pin_and_what_is_not_there_is_a_da
 
 
 async def test_rows_stand_as_the_table_of_up_has_them(tmp_path: Path) -> None:
-    specs = mesh_services(MeshOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0))
+    specs = build_service_specs(
+        MeshOptions(frontends=2, workers=11, prefill=2, decode=2, http_port=0)
+    )
     shown = [spec.name for spec in specs]
     services: dict[str, Service] = {"frontend": "frontend", "router": "router"}
     services |= {"indexer": "indexer"}
@@ -102,7 +104,7 @@ def test_a_registry_that_cannot_be_reached_is_not_an_empty_mesh(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = ServiceConfig(registry="consul", consul_url=f"http://{ADDRESS}")
-    assert status(config, as_json=as_json) == NOT_ASKED
+    assert status(config, as_json=as_json) == EXIT_UNREACHABLE
     shown = capsys.readouterr()
     assert f"meshctl: cannot reach Consul at http://{ADDRESS}\n" in shown.err
     assert "nobody" not in shown.out
@@ -112,7 +114,9 @@ def test_a_registry_that_cannot_be_reached_is_not_an_empty_mesh(
 def test_whoever_does_not_know_us_asks_for_the_mesh_token() -> None:
     known = Row(member(1, "worker"), "serving")
     unknown = Row(member(2, "worker"), "unauthenticated")
-    assert token_hint([known], ServiceConfig()) == ""
-    assert "KVMESH_MESH_TOKEN is not set here" in token_hint([known, unknown], ServiceConfig())
-    other = token_hint([unknown], ServiceConfig(mesh_token="t"))
+    assert describe_token_problem([known], ServiceConfig()) == ""
+    assert "KVMESH_MESH_TOKEN is not set here" in describe_token_problem(
+        [known, unknown], ServiceConfig()
+    )
+    other = describe_token_problem([unknown], ServiceConfig(mesh_token="t"))
     assert "KVMESH_MESH_TOKEN is another than theirs" in other

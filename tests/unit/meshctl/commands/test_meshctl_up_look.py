@@ -10,18 +10,18 @@ from common.registry.file import FileRegistry
 from common.registry.instances import Instance
 from common.registry.open import open_registry
 from common.runtime.config import ServiceConfig
-from meshctl.commands.up import look_around
+from meshctl.commands.up import describe_existing_services
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshctl.commands.up.LOOK_S", 20.0)
+    monkeypatch.setattr("meshctl.commands.up.LOOKUP_TIMEOUT_S", 20.0)
 
 
 async def look(config: ServiceConfig) -> str:
     registry = open_registry(config)
     try:
-        return await look_around(registry, config)
+        return await describe_existing_services(registry, config)
     finally:
         await registry.close()
 

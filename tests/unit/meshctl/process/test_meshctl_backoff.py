@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshctl.process.backoff import JITTER, Backoff, Policy
+from meshctl.process.backoff import JITTER, Backoff, BackoffPolicy
 
 
 class NoJitter(Random):
@@ -29,53 +29,53 @@ def pauses(backoff: Backoff, count: int, *, ready: bool = True) -> list[float | 
 
 
 def test_pauses_double_from_the_first_to_the_limit() -> None:
-    backoff = Backoff(Policy(), NO_JITTER)
+    backoff = Backoff(BackoffPolicy(), NO_JITTER)
     assert pauses(backoff, 8) == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0])
 
 
 def test_a_healthy_time_starts_again_from_the_first_pause() -> None:
-    backoff = Backoff(Policy(), NO_JITTER)
+    backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ready(100.0)
     assert backoff.ended(130.0) == pytest.approx(0.2)
 
 
 def test_a_ready_time_that_is_too_short_does_not() -> None:
-    backoff = Backoff(Policy(), NO_JITTER)
+    backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ready(100.0)
     assert backoff.ended(129.9) == pytest.approx(3.2)
 
 
 def test_a_long_time_without_being_ready_is_not_healthy() -> None:
-    backoff = Backoff(Policy(), NO_JITTER)
+    backoff = Backoff(BackoffPolicy(), NO_JITTER)
     pauses(backoff, 4)
     backoff.ended(1000.0)
     assert backoff.ended(5000.0) == pytest.approx(6.4)
 
 
 def test_what_was_never_ready_is_given_up_at_the_fifth_end() -> None:
-    found = pauses(Backoff(Policy(), NO_JITTER), 5, ready=False)
+    found = pauses(Backoff(BackoffPolicy(), NO_JITTER), 5, ready=False)
     assert None not in found[:4]
     assert found[4] is None
 
 
 def test_what_was_ready_once_is_never_given_up() -> None:
-    backoff = Backoff(Policy(), NO_JITTER)
+    backoff = Backoff(BackoffPolicy(), NO_JITTER)
     backoff.ready(0.0)
     assert None not in pauses(backoff, 5000, ready=False)
-    assert backoff.ended(0.0, can_heal=False) is not None
+    assert backoff.ended(0.0, is_retryable=False) is not None
 
 
 def test_what_cannot_heal_is_given_up_at_its_first_end() -> None:
-    assert Backoff(Policy(), NO_JITTER).ended(0.0, can_heal=False) is None
+    assert Backoff(BackoffPolicy(), NO_JITTER).ended(0.0, is_retryable=False) is None
 
 
 @settings(max_examples=50)
 @given(seed=st.integers(), count=st.integers(1, 60))
 def test_jitter_only_shortens_and_by_a_bounded_part(seed: int, count: int) -> None:
-    plain = pauses(Backoff(Policy(), NO_JITTER), count)
-    jittered = pauses(Backoff(Policy(), Random(seed)), count)
+    plain = pauses(Backoff(BackoffPolicy(), NO_JITTER), count)
+    jittered = pauses(Backoff(BackoffPolicy(), Random(seed)), count)
     for longest, pause_s in zip(plain, jittered, strict=True):
         assert longest is not None
         assert pause_s is not None

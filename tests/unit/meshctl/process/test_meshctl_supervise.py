@@ -11,22 +11,22 @@ from typing import TypeVar
 import pytest
 
 from common.errors import InvalidRequest, Unavailable
-from meshctl.process.backoff import Policy
+from meshctl.process.backoff import BackoffPolicy
 from meshctl.process.child import ReadyLine
 from meshctl.process.supervise import (
     BecameReady,
     Died,
-    Ended,
     Event,
-    GivenUp,
     NotDeregistered,
+    RestartsExhausted,
     State,
+    Stopped,
     Supervisor,
 )
 from meshctl.services import ServiceSpec
 
 WAIT_S = 20.0
-FAST = Policy(first_s=0.001, limit_s=0.004)
+FAST = BackoffPolicy(initial_pause_s=0.001, max_pause_s=0.004)
 E = TypeVar("E", bound=Event)
 
 
@@ -139,14 +139,14 @@ def silent(process: FakeProcess) -> None:
 
 @asynccontextmanager
 async def running(
-    world: World, *specs: ServiceSpec, policy: Policy = FAST, start_s: float = WAIT_S
+    world: World, *specs: ServiceSpec, policy: BackoffPolicy = FAST, start_s: float = WAIT_S
 ) -> AsyncIterator[Supervisor]:
     supervisor = Supervisor(
         specs,
         world,
         world,
         namespace="ns",
-        tell=world.events.put_nowait,
+        on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,
         rng=Random(1),
         policy=policy,
@@ -163,7 +163,7 @@ async def running(
 async def test_all_are_ready_when_the_last_one_is() -> None:
     world = World(born=silent)
     async with running(world, spec("a"), spec("b")) as supervisor:
-        ready = asyncio.ensure_future(supervisor.all_ready())
+        ready = asyncio.ensure_future(supervisor.wait_all_ready())
         await world.log.has("START b")
         world.processes[0].say_ready()
         await world.told(BecameReady)
@@ -179,10 +179,10 @@ async def test_a_service_that_died_is_deregistered_and_started_again() -> None:
         world.processes[0].end(-11)
         died = await world.told(Died)
         assert (died.service, died.status) == ("a", -11)
-        assert died.again_in_s is not None
+        assert died.restart_in_s is not None
         assert world.deregistered == [("ns", 100)]
         assert (await world.told(BecameReady)).line.pid == 101
-        await supervisor.all_ready()
+        await supervisor.wait_all_ready()
 
 
 async def test_an_orderly_exit_nobody_asked_for_is_a_death_too() -> None:
@@ -197,11 +197,11 @@ async def test_an_orderly_exit_nobody_asked_for_is_a_death_too() -> None:
 async def test_what_is_never_ready_is_given_up_and_the_others_are_stopped() -> None:
     world = World(born=lambda process: (dead if process.spec.name == "a" else well)(process))
     async with running(world, spec("a"), spec("b")) as supervisor:
-        assert await world.told(GivenUp) == GivenUp("a", 5)
-        await supervisor.stopping()
-        assert (await world.told(Ended)).service == "b"
+        assert await world.told(RestartsExhausted) == RestartsExhausted("a", 5)
+        await supervisor.wait_for_stop()
+        assert (await world.told(Stopped)).service == "b"
     assert world.log.entries.count("START a") == 5
-    assert not supervisor.clean
+    assert not supervisor.is_clean
     assert [child.state for child in supervisor.children] == [State.FAILED, State.STOPPED]
 
 
@@ -209,11 +209,11 @@ async def test_what_cannot_be_used_as_it_is_configured_ends_the_mesh_at_its_firs
     world = World(born=lambda process: process.end(2))
     async with running(world, spec("a")) as supervisor:
         died = await world.told(Died)
-        assert (died.status, died.again_in_s) == (2, None)
-        assert await world.told(GivenUp) == GivenUp("a", 1, can_heal=False)
-        await supervisor.stopping()
+        assert (died.status, died.restart_in_s) == (2, None)
+        assert await world.told(RestartsExhausted) == RestartsExhausted("a", 1, is_retryable=False)
+        await supervisor.wait_for_stop()
     assert world.log.entries == ["START a"]
-    assert not supervisor.clean
+    assert not supervisor.is_clean
 
 
 async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
@@ -221,14 +221,14 @@ async def test_a_service_that_cannot_be_started_counts_as_dead() -> None:
     world.launch_error = OSError("no more processes")
     async with running(world, spec("a")):
         died = await world.told(Died)
-        assert (died.status, died.why) == (None, "no more processes")
-        await world.told(GivenUp)
+        assert (died.status, died.reason) == (None, "no more processes")
+        await world.told(RestartsExhausted)
 
 
 async def test_a_service_that_hangs_while_it_starts_is_killed_and_started_again() -> None:
     world = World(born=silent)
     async with running(world, spec("a"), start_s=0.01):
-        assert "not ready within" in (await world.told(Died)).why
+        assert "not ready within" in (await world.told(Died)).reason
         assert world.log.entries[:2] == ["START a", "KILL a"]
 
 
@@ -238,7 +238,7 @@ async def test_a_ready_line_that_makes_no_sense_is_a_death() -> None:
 
     world = World(born=nonsense)
     async with running(world, spec("a")):
-        assert (await world.told(Died)).why == "ready line.pid: Field required"
+        assert (await world.told(Died)).reason == "ready line.pid: Field required"
 
 
 @pytest.mark.parametrize("instance_id", ["7", "not a number"])
@@ -256,7 +256,7 @@ async def test_the_end_comes_rank_by_rank_and_the_next_rank_waits_for_the_one_be
     world = World(born=well, obedient=False)
     specs = (spec("worker", 2), spec("front-0", 0), spec("router", 1), spec("front-1", 0))
     async with running(world, *specs) as supervisor:
-        await supervisor.all_ready()
+        await supervisor.wait_all_ready()
         supervisor.stop()
         by_name = {process.spec.name: process for process in world.processes}
         for wave in (["front-0", "front-1"], ["router"], ["worker"]):
@@ -266,36 +266,36 @@ async def test_the_end_comes_rank_by_rank_and_the_next_rank_waits_for_the_one_be
             for name in wave:
                 by_name[name].end(0)
     assert asked == ["TERM front-0", "TERM front-1", "TERM router", "TERM worker"]
-    assert supervisor.clean
+    assert supervisor.is_clean
 
 
 async def test_what_does_not_end_in_time_is_killed_and_said() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", drain_s=0.01)) as supervisor:
-        await supervisor.all_ready()
+        await supervisor.wait_all_ready()
         supervisor.stop()
-        ended = await world.told(Ended)
+        ended = await world.told(Stopped)
         assert (ended.status, ended.killed) == (-9, True)
         assert ended.after_s >= 0.01
-    assert not supervisor.clean
+    assert not supervisor.is_clean
 
 
 async def test_a_kill_ends_all_at_once_in_the_midst_of_an_orderly_end() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
-        await supervisor.all_ready()
+        await supervisor.wait_all_ready()
         supervisor.stop()
         await world.log.has("TERM a")
         supervisor.kill()
-        await world.told(Ended)
+        await world.told(Stopped)
     assert "KILL a" in world.log.entries
     assert "KILL b" in world.log.entries
-    assert not supervisor.clean
+    assert not supervisor.is_clean
 
 
 async def test_a_stop_during_the_pause_starts_nothing_more() -> None:
     world = World(born=dead)
-    policy = Policy(first_s=WAIT_S, limit_s=WAIT_S)
+    policy = BackoffPolicy(initial_pause_s=WAIT_S, max_pause_s=WAIT_S)
     async with running(world, spec("a"), policy=policy) as supervisor:
         await world.told(Died)
         assert [child.state for child in supervisor.children] == [State.WAITING]
@@ -307,12 +307,12 @@ async def test_a_stop_during_the_pause_starts_nothing_more() -> None:
 async def test_a_service_that_dies_while_others_drain_stays_dead_and_is_said() -> None:
     world = World(born=well, obedient=False)
     async with running(world, spec("a", 0), spec("b", 1)) as supervisor:
-        await supervisor.all_ready()
+        await supervisor.wait_all_ready()
         supervisor.stop()
         await world.log.has("TERM a")
         world.processes[1].end(1)
         died = await world.told(Died)
-        assert (died.service, died.again_in_s) == ("b", None)
+        assert (died.service, died.restart_in_s) == ("b", None)
         world.processes[0].end(0)
     assert world.log.entries.count("START b") == 1
 
@@ -324,7 +324,7 @@ async def test_a_service_stopped_before_it_could_listen_ended_well() -> None:
         supervisor.stop()
         await world.log.has("TERM a")
         world.processes[0].end(-15)
-    assert supervisor.clean
+    assert supervisor.is_clean
 
 
 async def test_no_process_outlives_a_supervisor_that_is_cancelled() -> None:
@@ -334,7 +334,7 @@ async def test_no_process_outlives_a_supervisor_that_is_cancelled() -> None:
         world,
         world,
         namespace="ns",
-        tell=world.events.put_nowait,
+        on_event=world.events.put_nowait,
         clock=asyncio.get_running_loop().time,
         rng=Random(1),
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import httpx
 import pytest
 
-from meshctl.view.frontend import GatewayError, chat, chat_body, why_not_serving
+from meshctl.view.frontend import GatewayError, chat, chat_body, find_serving_problem
 
 URL = "http://gateway"
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -25,7 +25,7 @@ def models(*names: str) -> httpx.Response:
 async def missing(health: int, listing: httpx.Response) -> str:
     answers = {"/health": httpx.Response(health), "/v1/models": listing}
     async with answering(answers) as http:
-        return await why_not_serving(http, URL, "sim")
+        return await find_serving_problem(http, URL, "sim")
 
 
 async def answer(response: httpx.Response) -> list[str]:
@@ -59,7 +59,7 @@ async def test_a_gateway_that_cannot_be_reached_does_not_answer() -> None:
         raise httpx.ConnectError("refused")
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(refuse)) as http:
-        assert "does not answer: refused" in await why_not_serving(http, URL, "sim")
+        assert "does not answer: refused" in await find_serving_problem(http, URL, "sim")
 
 
 async def test_the_pieces_of_an_answer_come_in_order() -> None:

@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from meshctl.process.backoff import Backoff, Policy
+from meshctl.process.backoff import Backoff, BackoffPolicy
 from meshctl.process.child import ReadyLine
-from meshctl.process.supervise import BecameReady, Child, Died, Ended, Event, GivenUp
+from meshctl.process.supervise import BecameReady, Child, Died, Event, RestartsExhausted, Stopped
 from meshctl.services import ServiceSpec
-from meshctl.view.screen import Screen, hints, http_url, status_text, table, wants_colour
+from meshctl.view.screen import Screen, describe_status, hints, http_url, should_colour, table
 
 LINE = ReadyLine("worker", 7, "1", {"grpc": "127.0.0.1:1"})
 
@@ -73,7 +73,7 @@ def test_what_was_killed_or_ended_well_has_no_reason_in_its_log(status: int | No
 
 def test_giving_up_says_the_reason_and_nothing_more() -> None:
     shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
-    shown.line(GivenUp("worker-1", 5))
+    shown.line(RestartsExhausted("worker-1", 5))
     assert shown.err.getvalue() == (
         "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"
     )
@@ -81,7 +81,7 @@ def test_giving_up_says_the_reason_and_nothing_more() -> None:
 
 def test_giving_up_shows_the_end_of_a_log_without_a_reason() -> None:
     shown = Shown(['{"event": "loading"}'])
-    shown.line(GivenUp("worker-1", 5))
+    shown.line(RestartsExhausted("worker-1", 5))
     assert 'the end of logs/worker-1.log:\n  | {"event": "loading"}' in shown.err.getvalue()
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_used_as_it_is_configured_is_told_once() -> None:
     lines = ["worker: the configuration cannot be used:", "  --block-size: must be at least 1"]
     shown = Shown(lines)
     shown.line(Died("worker-1", 2, "", 3.0, None))
-    shown.line(GivenUp("worker-1", 1, can_heal=False))
+    shown.line(RestartsExhausted("worker-1", 1, is_retryable=False))
     assert shown.err.getvalue() == (
         "".join(f"  | {line}\n" for line in lines)
         + "meshctl: worker-1 cannot be used as it is configured\n"
@@ -97,19 +97,19 @@ def test_what_cannot_be_used_as_it_is_configured_is_told_once() -> None:
 
 
 def test_a_service_that_had_to_be_killed_is_said_to_be() -> None:
-    assert "killed    20.3 s after SIGTERM" in Shown().line(Ended("router-0", -9, 20.3, True))
+    assert "killed    20.3 s after SIGTERM" in Shown().line(Stopped("router-0", -9, 20.3, True))
 
 
 def test_exit_statuses_are_words() -> None:
-    assert status_text(3) == "exit status 3"
-    assert status_text(-signal.SIGSEGV) == "killed by SIGSEGV"
-    assert status_text(-63) == "killed by signal 63"
-    assert status_text(None) == "could not be started"
+    assert describe_status(3) == "exit status 3"
+    assert describe_status(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert describe_status(-63) == "killed by signal 63"
+    assert describe_status(None) == "could not be started"
 
 
 def test_the_table_has_a_row_for_each_service() -> None:
     child = Child(
-        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Backoff(Policy(), Random())
+        ServiceSpec("frontend-0", "frontend_svc", (), 0, 1.0), Backoff(BackoffPolicy(), Random())
     )
     header, row = table([child])
     assert header.split() == ["SERVICE", "STATE", "PID", "ADDRESS", "URL"]
@@ -135,6 +135,6 @@ def test_colours_can_be_refused(environ: dict[str, str]) -> None:
         def isatty(self) -> bool:
             return True
 
-    assert wants_colour(Terminal(), {})
-    assert not wants_colour(Terminal(), environ)
-    assert not wants_colour(io.StringIO(), {})
+    assert should_colour(Terminal(), {})
+    assert not should_colour(Terminal(), environ)
+    assert not should_colour(io.StringIO(), {})

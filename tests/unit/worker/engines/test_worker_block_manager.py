@@ -17,7 +17,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksRemoved, BlocksStored, Holding
+from worker_svc.engines.sim.block_manager import (
+    BlockManager,
+    BlocksRemoved,
+    BlocksStored,
+    BlockTable,
+)
 
 TOTAL = 9
 SIZE = 4
@@ -43,17 +48,17 @@ def tokens_of(path: Path) -> bytes:
     return b"".join(bytes([content, 0, 0, 0]) * SIZE for content in path)
 
 
-def named(manager: BlockManager, path: Path) -> Holding:
+def named(manager: BlockManager, path: Path) -> BlockTable:
     """A holding of the path's blocks, computed and named."""
-    holding = manager.admit(names_of(path), SIZE * len(path))
-    assert holding is not None
-    name_rest(manager, holding, path)
-    return holding
+    block_table = manager.admit(names_of(path), SIZE * len(path))
+    assert block_table is not None
+    name_rest(manager, block_table, path)
+    return block_table
 
 
-def name_rest(manager: BlockManager, holding: Holding, path: Path) -> None:
-    start = holding.named
-    manager.name(holding, names_of(path)[start:], tokens_of(path[start:]))
+def name_rest(manager: BlockManager, block_table: BlockTable, path: Path) -> None:
+    start = block_table.named
+    manager.name(block_table, names_of(path)[start:], tokens_of(path[start:]))
 
 
 def cached(manager: BlockManager, path: Path) -> None:
@@ -67,7 +72,7 @@ class Twin:
     path: contents of the blocks it has or may come to have.
     """
 
-    real: Holding
+    real: BlockTable
     path: Path
     blocks: list[Path | int]
     named: int
@@ -137,22 +142,25 @@ class BlockManagerMachine(RuleBasedStateMachine):
     )
     def admit(self, path: Path, tokens: int) -> Twin | None:
         full = tokens // SIZE
-        holding = self.manager.admit(names_of(path[:full]), tokens)
-        reused = 0
-        while reused < (tokens - 1) // SIZE and path[: reused + 1] in self.model.idle_since:
-            reused += 1
-        twin = Twin(Holding(), path, [path[: i + 1] for i in range(reused)], reused)
+        block_table = self.manager.admit(names_of(path[:full]), tokens)
+        reused_count = 0
+        while (
+            reused_count < (tokens - 1) // SIZE
+            and path[: reused_count + 1] in self.model.idle_since
+        ):
+            reused_count += 1
+        twin = Twin(BlockTable(), path, [path[: i + 1] for i in range(reused_count)], reused_count)
         self.model.twins.append(twin)
-        missing = -(-tokens // SIZE) - reused
+        missing = -(-tokens // SIZE) - reused_count
         if missing > self.model.free() + len(self.model.idle()):
             self.model.twins.remove(twin)
-            assert holding is None
+            assert block_table is None
             return None
         self.expect_removed(self.model.make_room(missing))
         twin.blocks += self.model.new_privates(missing)
-        assert holding is not None
-        assert (holding.reused, holding.named) == (reused, reused)
-        twin.real = holding
+        assert block_table is not None
+        assert (block_table.reused_count, block_table.named) == (reused_count, reused_count)
+        twin.real = block_table
         return twin
 
     @rule(twin=twins, more=st.integers(0, 2 * SIZE))
@@ -257,7 +265,7 @@ def test_a_second_request_reuses_the_blocks_of_the_first() -> None:
     second = manager.admit(names_of((0, 1, 1)), 3 * SIZE)
 
     assert second is not None
-    assert second.reused == 2
+    assert second.reused_count == 2
     assert second.blocks[:2] == first.blocks[:2]
     assert manager.used_blocks == 4
 
@@ -266,11 +274,11 @@ def test_of_a_fully_cached_prompt_the_last_token_is_computed_again() -> None:
     manager = BlockManager(TOTAL, SIZE)
     cached(manager, (0, 1, 0))
 
-    for tokens, reused in ((3 * SIZE, 2), (3 * SIZE + 1, 3), (1, 0)):
-        holding = manager.admit(names_of((0, 1, 0)), tokens)
-        assert holding is not None
-        assert holding.reused == reused
-        manager.release(holding)
+    for tokens, reused_count in ((3 * SIZE, 2), (3 * SIZE + 1, 3), (1, 0)):
+        block_table = manager.admit(names_of((0, 1, 0)), tokens)
+        assert block_table is not None
+        assert block_table.reused_count == reused_count
+        manager.release(block_table)
 
 
 def test_the_least_recently_used_leaf_goes_first_and_a_parent_after_its_children() -> None:
@@ -287,12 +295,12 @@ def test_the_least_recently_used_leaf_goes_first_and_a_parent_after_its_children
 def test_without_room_nothing_changes() -> None:
     manager = BlockManager(4, SIZE)
     cached(manager, (0, 1))
-    holding = manager.admit(names_of((1, 1, 1)), 2 * SIZE)
-    assert holding is not None
+    block_table = manager.admit(names_of((1, 1, 1)), 2 * SIZE)
+    assert block_table is not None
     before = (manager.names(), manager.available_blocks, manager.take_events())
 
     assert manager.admit(names_of((0, 0)), 3 * SIZE) is None
-    assert manager.grow(holding, 5 * SIZE) is False
+    assert manager.grow(block_table, 5 * SIZE) is False
     assert (manager.names(), manager.available_blocks) == before[:2]
     assert manager.take_events() == []
 
@@ -332,11 +340,11 @@ def test_events_carry_parents_and_tokens_in_order() -> None:
 
 def test_pinned_blocks_outlive_their_request_until_the_transfer_ends() -> None:
     manager = BlockManager(4, SIZE)
-    holding = manager.admit([], 4 * SIZE)
-    assert holding is not None
-    transfer = manager.pin(holding)
+    block_table = manager.admit([], 4 * SIZE)
+    assert block_table is not None
+    transfer = manager.pin(block_table)
 
-    manager.release(holding)
+    manager.release(block_table)
     assert (manager.used_blocks, manager.open_transfers) == (4, 1)
     assert manager.admit([], 1) is None
 
@@ -348,28 +356,28 @@ def test_a_name_taken_under_another_parent_leaves_the_blocks_private() -> None:
     manager = BlockManager(TOTAL, SIZE)
     cached(manager, (0, 1))
     collides = [name_of((1,)), name_of((0, 1)), name_of((1, 1, 1))]
-    holding = manager.admit(collides, 3 * SIZE)
-    assert holding is not None
+    block_table = manager.admit(collides, 3 * SIZE)
+    assert block_table is not None
 
-    manager.name(holding, collides, tokens_of((1, 1, 1)))
+    manager.name(block_table, collides, tokens_of((1, 1, 1)))
 
     manager.check()
-    assert holding.named == 1
+    assert block_table.named == 1
     assert manager.match(collides) == 1
-    manager.release(holding)
+    manager.release(block_table)
     assert manager.used_blocks == 0
 
 
 def test_giving_back_twice_or_unpinning_what_is_not_pinned_is_a_bug_of_ours() -> None:
     manager = BlockManager(4, SIZE)
-    holding = manager.admit([], 1)
-    assert holding is not None
-    transfer = manager.pin(holding)
+    block_table = manager.admit([], 1)
+    assert block_table is not None
+    transfer = manager.pin(block_table)
 
     with pytest.raises(AssertionError):
         manager.release(transfer)
     with pytest.raises(AssertionError):
-        manager.unpin(holding)
+        manager.unpin(block_table)
 
 
 def test_sizes_below_one_are_refused_by_name() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import Bug, InvalidRequest, MeshError
+from common.errors import InternalError, InvalidRequest, MeshError
 from common.request import preprocessed
 from worker_svc.engines import contract as engine
 from worker_svc.engines.contract import (
@@ -21,7 +21,7 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     chunk,
     usage,
-    validated,
+    validate_stream,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.engine import SimConfig, SimEngine
@@ -219,7 +219,7 @@ class Script:
 
 
 async def collect(script: Script) -> list[LLMEngineOutput]:
-    return [output async for output in validated(script.run(), request_id="r1")]
+    return [output async for output in validate_stream(script.run(), request_id="r1")]
 
 
 @pytest.mark.row("S4-30")
@@ -244,7 +244,7 @@ async def test_a_stream_that_breaks_the_rules_fails_loudly_and_is_closed(
 ) -> None:
     script = Script(*items)
 
-    with pytest.raises(Bug, match=f"r1.*{says}"):
+    with pytest.raises(InternalError, match=f"r1.*{says}"):
         await collect(script)
     assert script.is_closed
 
@@ -253,7 +253,7 @@ async def test_a_stream_that_breaks_the_rules_fails_loudly_and_is_closed(
 async def test_a_typed_error_is_terminal_and_keeps_its_type() -> None:
     error = InvalidRequest("temperature is too hot", "temperature")
     script = Script(chunk.token(1), error)
-    stream = validated(script.run(), request_id="r1")
+    stream = validate_stream(script.run(), request_id="r1")
 
     assert await anext(stream) == chunk.token(1)
     with pytest.raises(InvalidRequest) as raised:
@@ -265,7 +265,7 @@ async def test_a_typed_error_is_terminal_and_keeps_its_type() -> None:
 @pytest.mark.row("S4-39")
 async def test_closing_the_validated_stream_closes_the_engines() -> None:
     script = Script(chunk.token(1), chunk.stop())
-    stream = validated(script.run(), request_id="r1")
+    stream = validate_stream(script.run(), request_id="r1")
     await anext(stream)
 
     await stream.aclose()

@@ -21,7 +21,12 @@ from common.request.preprocessed import (
     TokenIds,
 )
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.contract import EngineContext, GenerateContext, LLMEngineOutput, validated
+from worker_svc.engines.contract import (
+    EngineContext,
+    GenerateContext,
+    LLMEngineOutput,
+    validate_stream,
+)
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 
 
@@ -42,7 +47,9 @@ def context(request_id: str = "r1") -> GenerateContext:
 
 
 async def said(engine: EchoEngine, asked: PreprocessedRequest) -> list[LLMEngineOutput]:
-    async with aclosing(validated(engine.generate(asked, context()), request_id="r")) as outputs:
+    async with aclosing(
+        validate_stream(engine.generate(asked, context()), request_id="r")
+    ) as outputs:
         return [output async for output in outputs]
 
 
@@ -52,7 +59,7 @@ async def chunks_of(
     """The chunk objects and the terminal chunk."""
     ctx = ctx or context()
     stream = engine.generate_pass_through(kind, json.dumps(body).encode(), ctx)
-    async with aclosing(validated(stream, request_id=ctx.id)) as outputs:
+    async with aclosing(validate_stream(stream, request_id=ctx.id)) as outputs:
         *chunks, terminal = [output async for output in outputs]
     assert terminal.chunk_json is None
     return [json.loads(chunk.chunk_json or b"") for chunk in chunks], terminal
@@ -142,7 +149,7 @@ async def test_a_stop_between_tokens_ends_the_echo_with_a_cancelled_chunk() -> N
     engine = EchoEngine(EchoConfig(token_delay_s=3600.0))
     await engine.start(1)
     ctx = context()
-    stream = validated(engine.generate(request(1, 2), ctx), request_id="r")
+    stream = validate_stream(engine.generate(request(1, 2), ctx), request_id="r")
     pending = asyncio.ensure_future(anext(stream))
     await asyncio.sleep(0)
     assert engine.loads()[0].running == 1

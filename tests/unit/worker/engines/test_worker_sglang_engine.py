@@ -15,10 +15,10 @@ from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
 from worker_svc.engines.contract import EngineContext, GenerateContext
 from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
-from worker_svc.engines.sglang.sampling import Facts
+from worker_svc.engines.sglang.sampling import EngineProperties
 from worker_svc.engines.sim.transfer import NO_BLOCKS
 
-FACTS = Facts(
+FACTS = EngineProperties(
     vocab_size=100,
     context_length=64,
     max_input_tokens=59,
@@ -47,12 +47,12 @@ class Played:
 
     def __init__(self, *says: list[int]) -> None:
         self.snapshot = Snapshot()
-        self.aborted: list[str] = []
+        self.abort_error: list[str] = []
         self.may_speak = asyncio.Event()
         self._says = says
         self.tokenizer_manager = SimpleNamespace(
             load_snapshot_reader=SimpleNamespace(read_all=lambda: [self.snapshot]),
-            abort_request=lambda rid: self.aborted.append(rid),
+            abort_request=lambda rid: self.abort_error.append(rid),
         )
 
     async def async_generate(self, **_: Any) -> AsyncGenerator[dict[str, Any], None]:
@@ -68,14 +68,14 @@ class Played:
 def engine_over(played: Played) -> SglangEngine:
     """A decode worker whose legs have waited long enough as soon as they are there."""
     engine = SglangEngine(SglangConfig(role="decode", handoff_timeout_s=0.0))
-    engine._engine, engine._facts = played, FACTS
+    engine._engine, engine._properties = played, FACTS
     return engine
 
 
 async def read_until_aborted(engine: SglangEngine, played: Played) -> None:
     """One reading need not do: a loaded machine makes fresh snapshots old."""
     async with asyncio.timeout(30):
-        while not played.aborted:
+        while not played.abort_error:
             played.snapshot = Snapshot()
             await engine._read_loads()
 
@@ -119,6 +119,6 @@ async def test_only_a_fresh_snapshot_is_believed() -> None:
     engine._decode_queue.open("leg", 0, time.monotonic() - 100.0)
     played.snapshot = Snapshot(timestamp=time.time() - 30.0)
     await engine._read_loads()
-    assert played.aborted == []
+    assert played.abort_error == []
     await read_until_aborted(engine, played)
-    assert played.aborted == ["leg"]
+    assert played.abort_error == ["leg"]

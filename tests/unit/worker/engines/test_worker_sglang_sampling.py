@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import (
-    Bug,
+    InternalError,
     InvalidRequest,
     MeshError,
     Overloaded,
@@ -37,27 +37,27 @@ from common.request.preprocessed import (
 )
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.sglang.sampling import (
-    FAKE_BOOTSTRAP_HOST,
     LOGPROB_MIN,
-    OWNED,
-    Answer,
-    Call,
-    Facts,
+    NO_PARTNER_HOST,
+    RESERVED_ARGUMENTS,
+    EngineProperties,
     MinTokens,
-    Stop,
-    aborted,
-    call_of,
-    invalid,
-    kv_index_of,
-    kv_silence_of,
-    load_of,
-    page_size_of,
+    OutputConverter,
+    SglangRequest,
+    StopToken,
+    abort_error,
+    build_sglang_request,
+    count_waiting_for_pages,
+    find_kv_events_off_reason,
+    model_kv_index,
+    resolve_page_size,
     server_arguments,
-    waiting_for_pages,
+    to_invalid_request,
+    to_load,
 )
 from worker_svc.engines.sim.transfer import PEER_LOST
 
-FACTS = Facts(
+FACTS = EngineProperties(
     vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1
 )
 ROOM = BootstrapInfo("10.0.0.1", 9000, 2**61)
@@ -67,14 +67,18 @@ def asked(**parts: Any) -> PreprocessedRequest:
     return PreprocessedRequest(**{"token_ids": TokenIds.of([5, 6, 7]), **parts})
 
 
-def sampling_of(request: PreprocessedRequest, facts: Facts = FACTS) -> dict[str, Any]:
-    sampling: dict[str, Any] = call_of(request, facts).arguments["sampling_params"]
+def sampling_of(
+    request: PreprocessedRequest, properties: EngineProperties = FACTS
+) -> dict[str, Any]:
+    sampling: dict[str, Any] = build_sglang_request(request, properties).arguments[
+        "sampling_params"
+    ]
     return sampling
 
 
-def refusal(request: PreprocessedRequest, facts: Facts = FACTS) -> MeshError:
+def refusal(request: PreprocessedRequest, properties: EngineProperties = FACTS) -> MeshError:
     with pytest.raises(MeshError) as caught:
-        call_of(request, facts)
+        build_sglang_request(request, properties)
     return caught.value
 
 
@@ -82,15 +86,15 @@ def refusal(request: PreprocessedRequest, facts: Facts = FACTS) -> MeshError:
 
 
 def test_a_plain_request_gets_the_rest_of_the_context_and_the_models_eos() -> None:
-    call = call_of(asked(), FACTS)
-    assert call.arguments == {
+    sglang_request = build_sglang_request(asked(), FACTS)
+    assert sglang_request.arguments == {
         "input_ids": [5, 6, 7],
         "sampling_params": {"max_new_tokens": 61, "stop_token_ids": [2]},
         "priority": 0,
         "routed_dp_rank": None,
         "lora_path": None,
     }
-    assert call.stops == {2: Stop(FinishReason.EOS)}
+    assert sglang_request.stop_tokens == {2: StopToken(FinishReason.EOS)}
 
 
 @pytest.mark.parametrize(
@@ -143,25 +147,29 @@ def test_every_sampling_option_is_mapped(
     ],
 )
 def test_every_stop_condition_is_mapped(stop: StopConditions, expected: Mapping[str, Any]) -> None:
-    call = call_of(asked(stop_conditions=stop), FACTS)
-    assert call.arguments["sampling_params"] == expected
-    assert call.needs_min_tokens is ("custom_params" in expected)
+    sglang_request = build_sglang_request(asked(stop_conditions=stop), FACTS)
+    assert sglang_request.arguments["sampling_params"] == expected
+    assert sglang_request.needs_min_tokens is ("custom_params" in expected)
 
 
 def test_visible_wins_over_eos_and_eos_over_hidden() -> None:
     stop = StopConditions(stop_token_ids_hidden=(2, 3, 4), stop_token_ids_visible=(3,))
-    stops = call_of(asked(stop_conditions=stop, eos_token_ids=(3,)), FACTS).stops
-    assert stops == {
-        2: Stop(FinishReason.EOS),
-        3: Stop(FinishReason.STOP, is_visible=True),
-        4: Stop(FinishReason.STOP),
+    stop_tokens = build_sglang_request(
+        asked(stop_conditions=stop, eos_token_ids=(3,)), FACTS
+    ).stop_tokens
+    assert stop_tokens == {
+        2: StopToken(FinishReason.EOS),
+        3: StopToken(FinishReason.STOP, is_visible=True),
+        4: StopToken(FinishReason.STOP),
     }
 
 
 def test_logprobs_ask_for_that_many_alternatives() -> None:
-    arguments = call_of(asked(output_options=OutputOptions(logprobs=0)), FACTS).arguments
+    arguments = build_sglang_request(
+        asked(output_options=OutputOptions(logprobs=0)), FACTS
+    ).arguments
     assert (arguments["return_logprob"], arguments["top_logprobs_num"]) == (True, 0)
-    assert "return_logprob" not in call_of(asked(), FACTS).arguments
+    assert "return_logprob" not in build_sglang_request(asked(), FACTS).arguments
 
 
 @pytest.mark.parametrize(
@@ -232,25 +240,25 @@ def test_what_is_wrong_is_refused_with_its_field(
 
 
 def test_priority_rank_and_adapter_are_carried_through() -> None:
-    facts = replace(FACTS, dp_size=2, loras=frozenset({"a"}))
+    properties = replace(FACTS, dp_size=2, loras=frozenset({"a"}))
     routing = RoutingHints(priority=3, dp_rank=1, lora_name="a")
-    arguments = call_of(asked(routing=routing), facts, priority=9).arguments
+    arguments = build_sglang_request(asked(routing=routing), properties, priority=9).arguments
     assert (arguments["priority"], arguments["routed_dp_rank"]) == (3, 1)
     assert arguments["lora_path"] == "a"
-    assert call_of(asked(), facts, priority=9).arguments["priority"] == 9
+    assert build_sglang_request(asked(), properties, priority=9).arguments["priority"] == 9
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_leg_carries_its_rendezvous_and_is_refused_without(role: Any) -> None:
-    facts = replace(FACTS, role=role)
-    call = call_of(asked(bootstrap_info=ROOM), facts)
-    assert call.bootstrap == ROOM
+    properties = replace(FACTS, role=role)
+    sglang_request = build_sglang_request(asked(bootstrap_info=ROOM), properties)
+    assert sglang_request.bootstrap == ROOM
     names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-    assert [call.arguments[one] for one in names] == ["10.0.0.1", 9000, 2**61]
-    error = refusal(asked(), facts)
+    assert [sglang_request.arguments[one] for one in names] == ["10.0.0.1", 9000, 2**61]
+    error = refusal(asked(), properties)
     assert error.field == "bootstrap_info"
-    probe = call_of(asked(is_probe=True), facts).arguments
-    assert probe["bootstrap_host"] == FAKE_BOOTSTRAP_HOST
+    probe = build_sglang_request(asked(is_probe=True), properties).arguments
+    assert probe["bootstrap_host"] == NO_PARTNER_HOST
 
 
 def test_a_probe_asks_for_one_token_whatever_else_it_says() -> None:
@@ -259,8 +267,11 @@ def test_a_probe_asks_for_one_token_whatever_else_it_says() -> None:
 
 
 def test_a_refusal_of_sglangs_names_our_field() -> None:
-    assert invalid(ValueError("top_p must be in (0, 1], got 2")).field == "sampling_options.top_p"
-    assert invalid(ValueError("something else")).field is None
+    assert (
+        to_invalid_request(ValueError("top_p must be in (0, 1], got 2")).field
+        == "sampling_options.top_p"
+    )
+    assert to_invalid_request(ValueError("something else")).field is None
 
 
 def test_stop_tokens_are_ruled_out_until_there_are_enough() -> None:
@@ -275,24 +286,30 @@ def test_stop_tokens_are_ruled_out_until_there_are_enough() -> None:
 # Answers.
 
 
-def out(ids: Sequence[int], finish: Mapping[str, Any] | None = None, **meta: Any) -> dict[str, Any]:
+def raw_output(
+    ids: Sequence[int], finish: Mapping[str, Any] | None = None, **meta: Any
+) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {"finish_reason": finish, **meta}}
 
 
-def answer(stops: Mapping[int, Stop] | None = None, facts: Facts = FACTS, **parts: Any) -> Answer:
-    return Answer(Call({}, stops or {}, **parts), facts, 3)
+def answer(
+    stop_tokens: Mapping[int, StopToken] | None = None,
+    properties: EngineProperties = FACTS,
+    **parts: Any,
+) -> OutputConverter:
+    return OutputConverter(SglangRequest({}, stop_tokens or {}, **parts), properties, 3)
 
 
 def test_a_growing_list_is_cut_into_what_is_new() -> None:
     one, growing = answer(), [4]
-    first = one.take(out(growing))
+    first = one.convert(raw_output(growing))
     growing += [5, 6]
-    second = one.take(out(growing))
+    second = one.convert(raw_output(growing))
     assert first is not None
     assert second is not None
     growing.append(7)  # what was passed on does not change with it
     assert (first.token_ids, second.token_ids) == ((4,), (5, 6))
-    assert one.take(out([4, 5, 6])) is None
+    assert one.convert(raw_output([4, 5, 6])) is None
 
 
 @given(st.lists(st.integers(3, 9), min_size=1, max_size=12), st.data())
@@ -301,9 +318,9 @@ def test_however_it_is_cut_the_tokens_are_the_same(ids: list[int], data: st.Data
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
     one, got = answer(), list[int]()
     for cut in cuts:
-        chunk = one.take(out(ids[:cut]))
+        chunk = one.convert(raw_output(ids[:cut]))
         got += chunk.token_ids if chunk else ()
-    last = one.take(out(ids, {"type": "length", "length": len(ids)}, cached_tokens=1))
+    last = one.convert(raw_output(ids, {"type": "length", "length": len(ids)}, cached_tokens=1))
     assert last is not None
     assert [*got, *last.token_ids] == ids
     assert last.completion_usage is not None
@@ -311,9 +328,9 @@ def test_however_it_is_cut_the_tokens_are_the_same(ids: list[int], data: st.Data
 
 
 STOPS = {
-    2: Stop(FinishReason.EOS),
-    8: Stop(FinishReason.STOP, is_visible=True),
-    9: Stop(FinishReason.STOP),
+    2: StopToken(FinishReason.EOS),
+    8: StopToken(FinishReason.STOP, is_visible=True),
+    9: StopToken(FinishReason.STOP),
 }
 
 
@@ -335,7 +352,7 @@ def test_every_end_is_mapped(
     reason: FinishReason,
     stop_reason: int | None,
 ) -> None:
-    last = answer(STOPS).take(out([4, 5, 2], finish, cached_tokens=2))
+    last = answer(STOPS).convert(raw_output([4, 5, 2], finish, cached_tokens=2))
     assert last is not None
     assert (last.token_ids, last.finish_reason, last.stop_reason) == (tokens, reason, stop_reason)
     usage = last.completion_usage
@@ -346,8 +363,8 @@ def test_every_end_is_mapped(
 
 
 def test_a_stop_by_text_means_that_sglang_computed_nonsense() -> None:
-    with pytest.raises(Bug, match="NaN happened"):
-        answer().take(out([4], {"type": "stop", "matched": "NaN happened"}))
+    with pytest.raises(InternalError, match="NaN happened"):
+        answer().convert(raw_output([4], {"type": "stop", "matched": "NaN happened"}))
 
 
 def test_logprobs_go_with_the_tokens_that_are_passed_on() -> None:
@@ -356,7 +373,7 @@ def test_logprobs_go_with_the_tokens_that_are_passed_on() -> None:
         "output_token_logprobs": [(-0.5, 4, None), (-math.inf, 9, None)],
         "output_top_logprobs": [[(-0.5, 4, None), (-math.inf, 7, None)], [(0.0, 9, None)]],
     }
-    last = one.take(out([4, 9], {"type": "stop", "matched": 9}, **meta))
+    last = one.convert(raw_output([4, 9], {"type": "stop", "matched": 9}, **meta))
     assert last is not None
     (only,) = last.logprobs
     assert (only.token_id, only.logprob) == (4, -0.5)
@@ -364,15 +381,21 @@ def test_logprobs_go_with_the_tokens_that_are_passed_on() -> None:
 
 
 def test_without_alternatives_there_are_none() -> None:
-    chunk = answer(logprobs=0).take(out([4], None, output_token_logprobs=[(-1.0, 4, None)]))
+    chunk = answer(logprobs=0).convert(
+        raw_output([4], None, output_token_logprobs=[(-1.0, 4, None)])
+    )
     assert chunk is not None
     assert [one.top for one in chunk.logprobs] == [()]
 
 
 def test_prefill_ends_with_what_decode_needs_and_decode_without() -> None:
     ended = {"type": "length", "length": 0}
-    prefill = answer(facts=replace(FACTS, role="prefill"), bootstrap=ROOM).take(out([4], ended))
-    decode = answer(facts=replace(FACTS, role="decode"), bootstrap=ROOM).take(out([4], ended))
+    prefill = answer(properties=replace(FACTS, role="prefill"), bootstrap=ROOM).convert(
+        raw_output([4], ended)
+    )
+    decode = answer(properties=replace(FACTS, role="decode"), bootstrap=ROOM).convert(
+        raw_output([4], ended)
+    )
     assert prefill is not None
     assert decode is not None
     assert prefill.disaggregated_params == {
@@ -390,13 +413,13 @@ def test_prefill_ends_with_what_decode_needs_and_decode_without() -> None:
         (503, "aggregated", Overloaded, True),
         (None, "aggregated", WorkerLost, True),
         (500, "prefill", WorkerLost, True),
-        (500, "aggregated", Bug, False),
+        (500, "aggregated", InternalError, False),
     ],
 )
 def test_every_abort_of_sglangs_is_a_typed_error(
     status: int | None, role: Any, error: type[MeshError], retryable: bool
 ) -> None:
-    found = aborted({"message": "why", "status_code": status}, replace(FACTS, role=role))
+    found = abort_error({"message": "why", "status_code": status}, replace(FACTS, role=role))
     assert type(found) is error
     assert found.retryable is retryable
     assert "why" in found.message
@@ -406,14 +429,14 @@ def test_every_abort_of_sglangs_is_a_typed_error(
 
 def test_an_abort_in_a_chunk_is_raised() -> None:
     with pytest.raises(WorkerLost):
-        answer().take(out([4], {"type": "abort", "message": "gone"}))
+        answer().convert(raw_output([4], {"type": "abort", "message": "gone"}))
 
 
 # The server.
 
 
 @dataclass
-class Queues:
+class QueueMetrics:
     prefill_bootstrap_queue_reqs: int = 1
     prefill_inflight_queue_reqs: int = 2
     decode_prealloc_queue_reqs: int = 4
@@ -435,22 +458,26 @@ class Snapshot:
 
 
 def test_load_is_in_blocks_and_its_step_moves_with_chunks_and_prefill() -> None:
-    load = load_of(Snapshot(), 16, 5)
+    load = to_load(Snapshot(), 16, 5)
     assert (load.kv_used_blocks, load.kv_total_blocks) == (2, 10)
     assert (load.running, load.waiting, load.waiting_tokens, load.dp_rank) == (2, 3, 40, 1)
     assert (load.engine_step, load.rooms_open) == (1005, 0)
-    assert load_of(Snapshot(disaggregation=Queues()), 16, 5).rooms_open == 15
-    assert load_of(Snapshot(max_total_num_tokens=0), 16, 5).kv_total_blocks is None
+    assert to_load(Snapshot(disaggregation=QueueMetrics()), 16, 5).rooms_open == 15
+    assert to_load(Snapshot(max_total_num_tokens=0), 16, 5).kv_total_blocks is None
 
 
 def test_a_rank_that_says_nothing_of_its_queues_has_nobody_waiting_for_pages() -> None:
-    assert waiting_for_pages(Snapshot()) == 0
-    assert waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
+    assert count_waiting_for_pages(Snapshot()) == 0
+    assert count_waiting_for_pages(Snapshot(queues=SimpleNamespace(prealloc_ready=3))) == 3
 
 
 def arguments_of(role: Any = "aggregated", *, is_cpu: bool = True, **extra: Any) -> dict[str, Any]:
     return server_arguments(
-        role, extra, is_cpu=is_cpu, block_size=16, owned={"model_path": "m", "host": "h"}
+        role,
+        extra,
+        is_cpu=is_cpu,
+        block_size=16,
+        adapter_arguments={"model_path": "m", "host": "h"},
     )
 
 
@@ -466,24 +493,24 @@ def test_an_operators_arguments_win_over_defaults() -> None:
     assert (arguments["dtype"], arguments["page_size"], arguments["tp_size"]) == ("bfloat16", 8, 2)
 
 
-@pytest.mark.parametrize("name", sorted(OWNED))
+@pytest.mark.parametrize("name", sorted(RESERVED_ARGUMENTS))
 def test_arguments_that_the_adapter_depends_on_are_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        page_size_of({name: 1}, 16)
+        resolve_page_size({name: 1}, 16)
     assert caught.value.field == f"engine_args.{name}"
 
 
 @pytest.mark.parametrize("page", [0, 3, 32, "16", True])
 def test_pages_that_do_not_divide_blocks_are_refused(page: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        page_size_of({"page_size": page}, 16)
+        resolve_page_size({"page_size": page}, 16)
     assert caught.value.field == "engine_args.page_size"
 
 
 def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> None:
-    assert kv_index_of(is_hybrid=False, is_speculative=False) == ("events", "")
-    assert kv_index_of(is_hybrid=True, is_speculative=False)[0] == "none"
-    assert kv_index_of(is_hybrid=False, is_speculative=True)[0] == "none"
+    assert model_kv_index(is_hybrid=False, is_speculative=False) == ("events", "")
+    assert model_kv_index(is_hybrid=True, is_speculative=False)[0] == "none"
+    assert model_kv_index(is_hybrid=False, is_speculative=True)[0] == "none"
 
 
 @pytest.mark.parametrize(
@@ -503,7 +530,7 @@ def test_models_whose_prefixes_cannot_be_shared_are_kept_out_of_the_index() -> N
 def test_a_worker_that_reports_nothing_says_why(
     role: Any, resolved: Mapping[str, Any], kv_events: bool, word: str
 ) -> None:
-    silence = kv_silence_of(role, resolved, kv_events=kv_events)
+    silence = find_kv_events_off_reason(role, resolved, kv_events=kv_events)
     assert bool(silence) is bool(word)
     assert word in silence
 

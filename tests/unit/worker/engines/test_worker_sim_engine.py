@@ -14,8 +14,8 @@ import pytest
 import structlog
 
 from common.errors import (
-    Bug,
     Conflict,
+    InternalError,
     InvalidRequest,
     MeshError,
     NotFound,
@@ -44,7 +44,7 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
     PagedEngine,
-    validated,
+    validate_stream,
 )
 from worker_svc.engines.sim.block_manager import BlocksStored, KvEvent
 from worker_svc.engines.sim.engine import (
@@ -55,11 +55,11 @@ from worker_svc.engines.sim.engine import (
     load_sim_model,
 )
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved, PagesStored
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
-TRUTH = Truth(MODEL.word_ids, 2)
+TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
 PROMPT = [1, 2, 3]
 AT_ONCE = Timing(speedup=0)
 
@@ -137,7 +137,7 @@ async def outputs_of(
     engine: SimEngine, asked: PreprocessedRequest, ctx: GenerateContext | None = None
 ) -> list[LLMEngineOutput]:
     ctx = ctx or context()
-    async with aclosing(validated(engine.generate(asked, ctx), request_id=ctx.id)) as outputs:
+    async with aclosing(validate_stream(engine.generate(asked, ctx), request_id=ctx.id)) as outputs:
         return [output async for output in outputs]
 
 
@@ -166,7 +166,7 @@ async def test_after_start_the_engine_generates_at_once_and_says_what_it_is() ->
     engine = SimEngine(SimConfig(served_model_name="m", timing=AT_ONCE), model=MODEL)
     config = await engine.start(2**63 - 1)
 
-    assert (await answer_of(engine, request()))[0] == TRUTH.continue_tokens(PROMPT, 8)
+    assert (await answer_of(engine, request()))[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
     assert (config.model, config.advertised_name) == ("kvmesh-sim", "m")
     assert (config.context_length, config.kv_cache_block_size) == (32_768, 16)
     assert (config.total_kv_blocks, config.max_num_seqs) == (16_384, 256)
@@ -195,7 +195,7 @@ async def test_the_models_folder_is_read_at_start() -> None:
     engine = SimEngine(SimConfig(timing=AT_ONCE))
     config = await engine.start(1)
     model = load_sim_model(SIM_MODEL_DIR)
-    truth = Truth(model.word_ids, model.eos_ids[0])
+    truth = TokenOracle(model.word_ids, model.eos_ids[0])
 
     assert config.context_length == 32_768
     assert (await answer_of(engine, request()))[0] == truth.continue_tokens(PROMPT, 8)
@@ -297,7 +297,7 @@ async def test_many_requests_at_once_each_get_their_truth_and_one_terminal_chunk
         )
 
         assert [tokens for tokens, _ in answers] == [
-            TRUTH.continue_tokens(prompt, 150) for prompt in prompts
+            TOKEN_ORACLE.continue_tokens(prompt, 150) for prompt in prompts
         ]
         assert {end.finish_reason for _, end in answers} == {FinishReason.EOS, FinishReason.LENGTH}
         assert engine.counters["finished"] == 50
@@ -318,7 +318,7 @@ async def test_a_stream_keeps_going_whatever_its_caller_does_with_the_request() 
             await at.advance(0.02)
 
     tokens = [token for output in collecting.result() for token in output.token_ids]
-    assert tokens == TRUTH.continue_tokens(PROMPT, 8)
+    assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
 
 
 @pytest.mark.row("S4-34")
@@ -484,12 +484,12 @@ async def test_abort_by_itself_does_nothing_since_the_stop_did_it_all() -> None:
 
 async def finish_of(engine: SimEngine, stop: StopConditions, **more: Any) -> tuple[int, object]:
     tokens, end = await answer_of(engine, request(stop=stop, **more))
-    assert tokens == TRUTH.continue_tokens(PROMPT, len(tokens), ignore_eos=True)
+    assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, len(tokens), ignore_eos=True)
     return len(tokens), end.finish_reason
 
 
 async def test_eos_ends_an_answer_unless_it_is_ignored_or_too_early() -> None:
-    natural = len(TRUTH.continue_tokens(PROMPT, 10_000))
+    natural = len(TOKEN_ORACLE.continue_tokens(PROMPT, 10_000))
     async with running() as engine:
         plain = StopConditions(max_tokens=500)
         ignored = StopConditions(max_tokens=500, ignore_eos=True)
@@ -501,7 +501,7 @@ async def test_eos_ends_an_answer_unless_it_is_ignored_or_too_early() -> None:
 
 
 async def test_stop_tokens_end_an_answer_hidden_ones_are_left_out() -> None:
-    truth = TRUTH.continue_tokens(PROMPT, 20)
+    truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
     async with running() as engine:
         for stop, length, reason in (
             (StopConditions(stop_token_ids_hidden=(truth[4],)), 4, truth[4]),
@@ -515,7 +515,7 @@ async def test_stop_tokens_end_an_answer_hidden_ones_are_left_out() -> None:
 
 
 async def test_ids_of_the_request_count_as_eos_and_ignore_eos_ignores_all_stop_tokens() -> None:
-    truth = TRUTH.continue_tokens(PROMPT, 20)
+    truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
     hidden = StopConditions(max_tokens=9, stop_token_ids_hidden=(truth[4],))
     ignored = StopConditions(max_tokens=9, ignore_eos=True, stop_token_ids_visible=(truth[4],))
     async with running() as engine:
@@ -605,7 +605,7 @@ async def test_sampling_and_penalties_cannot_move_a_point_mass() -> None:
     async with running() as engine:
         tokens, _ = await answer_of(engine, request(sampling_options=options))
 
-    assert tokens == TRUTH.continue_tokens(PROMPT, 8)
+    assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
 
 
 @pytest.mark.parametrize("alternatives", [None, 0, 5])
@@ -644,8 +644,8 @@ async def test_an_adapter_answers_otherwise_than_its_model() -> None:
         french = RoutingHints(lora_name="french")
         tokens, _ = await answer_of(engine, request(routing=french))
 
-    assert tokens == TRUTH.continue_tokens(PROMPT, 8, lora_name="french")
-    assert tokens != TRUTH.continue_tokens(PROMPT, 8)
+    assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8, lora_name="french")
+    assert tokens != TOKEN_ORACLE.continue_tokens(PROMPT, 8)
 
 
 async def test_the_larger_priority_goes_first_and_the_hint_outweighs_the_context() -> None:
@@ -722,7 +722,7 @@ class Sink:
     def take(self, events: Iterable[ExternalEvent]) -> None:
         self.events += events
 
-    def lose(self, rank: int, why: str) -> None: ...
+    def record_loss(self, rank: int, why: str) -> None: ...
 
     def reset(self, rank: int) -> None: ...
 
@@ -735,7 +735,7 @@ async def test_a_sink_is_told_of_pages_that_are_the_blocks_of_the_cache() -> Non
         await outputs_of(engine, request(range(40)))
         (stored,) = [one for one in sink.events if isinstance(one, PagesStored) and not one.parent]
         assert list(stored.hashes) == engine.blocks.names()[: len(stored.hashes)]
-        assert stored.page_size == engine.kv_rules.page_size == engine.config.block_size
+        assert stored.page_size == engine.kv_event_format.page_size == engine.config.block_size
         engine.flush_cache()
         assert isinstance(sink.events[-1], PagesRemoved)
 
@@ -780,7 +780,7 @@ async def test_with_few_blocks_requests_are_preempted_and_every_answer_is_still_
         )
 
         assert [tokens for tokens, _ in answers] == [
-            TRUTH.continue_tokens([seed] * 9, 30, ignore_eos=True) for seed in range(6)
+            TOKEN_ORACLE.continue_tokens([seed] * 9, 30, ignore_eos=True) for seed in range(6)
         ]
         assert engine.counters["preempted"] > 0
         assert at_rest(engine)
@@ -802,7 +802,7 @@ async def test_a_frozen_engine_looks_hung_and_goes_on_when_thawed() -> None:
         assert engine.loads()[0].engine_step == frozen.engine_step
         assert frozen.running == 1
 
-        engine.thaw()
+        engine.unfreeze()
         await turns()
         assert not collecting.done()
         for _ in range(10):
@@ -831,7 +831,7 @@ async def test_after_a_breakdown_all_requests_fail_with_its_error_each_with_an_o
         tasks = [asyncio.ensure_future(outputs_of(engine, request())) for _ in range(2)]
         await turns()
 
-        engine.break_down(WorkerLost("the accelerator fell off the bus", retryable=True))
+        engine.inject_failure(WorkerLost("the accelerator fell off the bus", retryable=True))
 
         errors = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(error) for error in errors] == [WorkerLost, WorkerLost]
@@ -851,7 +851,7 @@ async def test_when_stepping_itself_fails_no_stream_hangs() -> None:
 
         asked = request(range(40), stop=StopConditions(ignore_eos=True))
 
-        with pytest.raises(Bug, match="engine broke"):
+        with pytest.raises(InternalError, match="engine broke"):
             await outputs_of(engine, asked)
 
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from common.kv.hashing import PrefixHasher
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
-from worker_svc.engines.sim.scheduler import End, Job, SimScheduler, SimSequence, Stop
+from worker_svc.engines.sim.scheduler import EndReason, Job, SimScheduler, SimSequence, StopToken
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
 EOS = 2
 SIZE = 4
-TRUTH = Truth(range(100, 900), EOS)
+TOKEN_ORACLE = TokenOracle(range(100, 900), EOS)
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE)
-EOS_ENDS = {EOS: Stop(End.EOS)}
+EOS_ENDS = {EOS: StopToken(EndReason.EOS)}
 
 
 def scheduler_of(
@@ -28,7 +28,7 @@ def scheduler_of(
     return SimScheduler(
         BlockManager(blocks, SIZE),
         timing or Timing(),
-        TRUTH,
+        TOKEN_ORACLE,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
     )
@@ -63,8 +63,8 @@ def test_an_answer_is_the_truth_of_its_prompt() -> None:
 
     run_to_end(scheduler)
 
-    assert seq.output == TRUTH.continue_tokens([1, 2, 3], 200)
-    assert seq.end is End.EOS
+    assert seq.output == TOKEN_ORACLE.continue_tokens([1, 2, 3], 200)
+    assert seq.end is EndReason.EOS
     assert at_rest(scheduler)
 
 
@@ -103,11 +103,11 @@ def test_under_any_load_each_answer_is_its_truth_and_the_books_return_to_zero(
     run_to_end(scheduler)
 
     for index, (seq, (tokens, most, _, _)) in enumerate(zip(seqs, jobs, strict=True)):
-        truth = TRUTH.continue_tokens(tokens, most, ignore_eos=True)
+        truth = TOKEN_ORACLE.continue_tokens(tokens, most, ignore_eos=True)
         if index in removed and seq.end is None:
             assert seq.output == truth[: len(seq.output)]
         else:
-            assert (seq.output, seq.end) == (truth, End.LENGTH)
+            assert (seq.output, seq.end) == (truth, EndReason.LENGTH)
     assert at_rest(scheduler)
 
 
@@ -157,7 +157,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -
     scheduler.step(0.0)
     assert (large.started_at, small.started_at) == (None, None)
     run_to_end(scheduler)
-    assert (large.end, small.end) == (End.LENGTH, End.LENGTH)
+    assert (large.end, small.end) == (EndReason.LENGTH, EndReason.LENGTH)
 
 
 def test_without_blocks_the_latest_gives_way_and_keeps_its_answer() -> None:
@@ -171,7 +171,7 @@ def test_without_blocks_the_latest_gives_way_and_keeps_its_answer() -> None:
 
     assert scheduler.preemptions >= 1
     assert finished == [first, second]
-    assert second.output == TRUTH.continue_tokens([2] * 8, 24, ignore_eos=True)
+    assert second.output == TOKEN_ORACLE.continue_tokens([2] * 8, 24, ignore_eos=True)
     assert at_rest(scheduler)
 
 
@@ -214,7 +214,7 @@ def test_a_repeated_prompt_is_found_in_the_cache_but_for_its_last_token(
 
 
 def test_the_next_turn_finds_the_answer_of_the_last_one_too() -> None:
-    answer = TRUTH.continue_tokens([1] * 6, 10, ignore_eos=True)
+    answer = TOKEN_ORACLE.continue_tokens([1] * 6, 10, ignore_eos=True)
     next_turn = [1] * 6 + answer + [5] * 6
 
     # The last token of an answer was never an input, so its KV is not there.
@@ -283,14 +283,14 @@ def test_removal_frees_everything_at_once_wherever_the_sequence_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_visible", "extra", "end"), [(True, 1, End.STOP), (False, 0, End.STOP)]
+    ("is_visible", "extra", "end"), [(True, 1, EndReason.STOP), (False, 0, EndReason.STOP)]
 )
 def test_a_stop_token_ends_the_answer_and_only_a_visible_one_is_part_of_it(
-    is_visible: bool, extra: int, end: End
+    is_visible: bool, extra: int, end: EndReason
 ) -> None:
-    truth = TRUTH.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    truth = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {truth[5]: Stop(End.STOP, is_visible), **EOS_ENDS}
+    stops = {truth[5]: StopToken(EndReason.STOP, is_visible), **EOS_ENDS}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops), 0.0)
 
     run_to_end(scheduler)
@@ -300,9 +300,9 @@ def test_a_stop_token_ends_the_answer_and_only_a_visible_one_is_part_of_it(
 
 
 def test_no_stop_token_counts_before_min_tokens() -> None:
-    truth = TRUTH.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    truth = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {truth[2]: Stop(End.STOP), truth[9]: Stop(End.STOP)}
+    stops = {truth[2]: StopToken(EndReason.STOP), truth[9]: StopToken(EndReason.STOP)}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5), 0.0)
 
     run_to_end(scheduler)
@@ -342,17 +342,17 @@ def test_the_time_of_a_step_counts_reused_tokens_and_none_of_those_gone() -> Non
 
 def test_when_pins_hold_all_blocks_the_engine_waits_and_goes_on_afterwards() -> None:
     scheduler = scheduler_of(blocks=4)
-    holding = scheduler.blocks.admit([], 4 * SIZE)
-    assert holding is not None
-    transfer = scheduler.blocks.pin(holding)
-    scheduler.blocks.release(holding)
+    block_table = scheduler.blocks.admit([], 4 * SIZE)
+    assert block_table is not None
+    transfer = scheduler.blocks.pin(block_table)
+    scheduler.blocks.release(block_table)
     seq = scheduler.submit(job([1] * 4, 2), 0.0)
 
     assert scheduler.plan(0.0) is None
     scheduler.blocks.unpin(transfer)
     run_to_end(scheduler)
 
-    assert seq.end is End.LENGTH
+    assert seq.end is EndReason.LENGTH
 
 
 def test_limits_that_contradict_each_other_are_refused_by_name() -> None:

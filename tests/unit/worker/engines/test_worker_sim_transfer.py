@@ -23,35 +23,35 @@ from worker_svc.engines.sim.transfer import (
     Abort,
     Aborted,
     Action,
-    Arrived,
-    DecodeRoom,
+    CloseConnection,
+    DecodeMachine,
     Dial,
     Done,
     Drop,
-    End,
+    EndLeg,
     Fail,
-    Hangup,
+    HandoffOutcome,
+    HandoffTimeouts,
     Joined,
-    Limits,
+    KvArrived,
     Message,
-    Outcome,
     Ping,
-    PrefillRoom,
+    PrefillMachine,
     Pull,
     Received,
-    Release,
+    ReleaseBlocks,
     Send,
+    SendDrop,
     StartWriting,
     StopWriting,
-    TellDropped,
     Write,
     from_bytes,
-    lost,
+    handoff_error,
     page_stamps,
     to_bytes,
 )
 
-LIMITS = Limits(partner_s=10.0, abort_s=2.0, lease_s=30.0)
+LIMITS = HandoffTimeouts(partner_timeout_s=10.0, abort_s=2.0, lease_s=30.0)
 PULL = Pull(room=2**64 - 1, incarnation=7, tokens=40, block_size=16, pages=[5, 0, 9])
 DONE = Done(token=101, cached_tokens=16)
 EVERY_MESSAGE: list[Message] = [
@@ -63,7 +63,7 @@ EVERY_MESSAGE: list[Message] = [
 def failing(reason: str) -> Callable[[Action], bool]:
     """Whether an action ends the leg with that reason."""
     return lambda action: (
-        isinstance(action, End) and action.error is not None and action.error.reason == reason
+        isinstance(action, EndLeg) and action.error is not None and action.error.reason == reason
     )
 
 
@@ -71,23 +71,23 @@ def kinds(actions: list[Action]) -> list[type[Action]]:
     return [type(action) for action in actions]
 
 
-def prefill(*, leg: bool = True, pull: bool = False, kv: bool = False) -> PrefillRoom:
-    room = PrefillRoom(LIMITS, 0.0)
+def prefill(*, leg: bool = True, pull: bool = False, kv: bool = False) -> PrefillMachine:
+    room = PrefillMachine(LIMITS, 0.0)
     if leg:
-        room.enter(0.0)
+        room.attach_leg(0.0)
     if pull:
-        room.join(0.0, PULL)
+        room.attach_peer(0.0, PULL)
     if kv:
-        room.compute(0.0)
+        room.on_prompt_computed(0.0)
     return room
 
 
-def decode(*, placed: bool = True, pulled: bool = True) -> DecodeRoom:
-    room = DecodeRoom(LIMITS, 0.0)
+def decode(*, placed: bool = True, pulled: bool = True) -> DecodeMachine:
+    room = DecodeMachine(LIMITS, 0.0)
     if placed:
-        room.place()
+        room.start_pull()
     if pulled:
-        room.connected(PULL)
+        room.on_connected(PULL)
     return room
 
 
@@ -141,7 +141,7 @@ def test_pages_are_known_by_all_tokens_up_to_their_end() -> None:
 
 
 def test_a_leg_that_lost_its_handoff_may_be_retried() -> None:
-    error = lost(PEER_LOST)
+    error = handoff_error(PEER_LOST)
     assert (error.retryable, error.reason) == (True, PEER_LOST)
 
 
@@ -150,11 +150,11 @@ def test_a_leg_that_lost_its_handoff_may_be_retried() -> None:
 
 @pytest.mark.parametrize("order", ["lpk", "plk", "lkp"])
 def test_prefill_writes_once_leg_pull_and_kv_are_there_in_any_order(order: str) -> None:
-    room = PrefillRoom(LIMITS, 0.0)
+    room = PrefillMachine(LIMITS, 0.0)
     events: dict[str, Callable[[], list[Action]]] = {
-        "l": lambda: room.enter(1.0),
-        "p": lambda: room.join(2.0, PULL),
-        "k": lambda: room.compute(3.0),
+        "l": lambda: room.attach_leg(1.0),
+        "p": lambda: room.attach_peer(2.0, PULL),
+        "k": lambda: room.on_prompt_computed(3.0),
     }
 
     steps = [events[event]() for event in order]
@@ -163,31 +163,31 @@ def test_prefill_writes_once_leg_pull_and_kv_are_there_in_any_order(order: str) 
     assert kinds(steps[-1])[-1] is StartWriting
     said = [action for step in steps for action in step if isinstance(action, Send)]
     assert said == [Send(Joined())]
-    assert room.sent(4.0) == []
-    assert room.hear(5.0, Received()) == [Release(), End(None), Hangup()]
-    assert (room.is_over, room.outcome) == (True, Outcome.HANDED_OVER)
+    assert room.on_done_sent(4.0) == []
+    assert room.receive(5.0, Received()) == [ReleaseBlocks(), EndLeg(None), CloseConnection()]
+    assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
 
 
 def test_a_lease_is_pulled_without_a_leg() -> None:
-    room = PrefillRoom(LIMITS, 0.0)
-    assert room.compute(0.0) == []
-    assert room.join(29.9, PULL) == [Send(Joined()), StartWriting()]
-    room.sent(30.5)
-    assert room.hear(31.0, Received()) == [Release(), Hangup()]
-    assert room.outcome is Outcome.HANDED_OVER
+    room = PrefillMachine(LIMITS, 0.0)
+    assert room.on_prompt_computed(0.0) == []
+    assert room.attach_peer(29.9, PULL) == [Send(Joined()), StartWriting()]
+    room.on_done_sent(30.5)
+    assert room.receive(31.0, Received()) == [ReleaseBlocks(), CloseConnection()]
+    assert room.outcome is HandoffOutcome.HANDED_OVER
 
 
 def test_a_lease_expires() -> None:
-    room = PrefillRoom(LIMITS, 0.0)
-    room.compute(0.0)
+    room = PrefillMachine(LIMITS, 0.0)
+    room.on_prompt_computed(0.0)
     assert room.tick(29.9) == []
-    assert room.tick(30.0) == [Release()]
-    assert room.outcome is Outcome.EXPIRED
+    assert room.tick(30.0) == [ReleaseBlocks()]
+    assert room.outcome is HandoffOutcome.EXPIRED
 
 
 def test_a_lease_that_is_dropped_is_free_at_once() -> None:
     room = prefill(leg=False, kv=True)
-    assert room.drop() == [Release()]
+    assert room.on_peer_dropped() == [ReleaseBlocks()]
     assert room.is_over
 
 
@@ -195,16 +195,16 @@ def test_a_prefill_leg_whose_partner_never_comes_ends_in_time() -> None:
     room = prefill(kv=True)
     assert room.tick(9.9) == []
     release, end = room.tick(10.0)
-    assert release == Release()
+    assert release == ReleaseBlocks()
     assert failing(NO_PARTNER)(end)
-    assert room.outcome is Outcome.TIMED_OUT
+    assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
 def test_a_pull_whose_leg_never_comes_is_told_so_in_time() -> None:
     room = prefill(leg=False, pull=True)
     assert room.tick(9.9) == []
-    assert room.tick(10.0) == [Send(Fail(NO_PARTNER)), Hangup()]
-    assert room.outcome is Outcome.TIMED_OUT
+    assert room.tick(10.0) == [Send(Fail(NO_PARTNER)), CloseConnection()]
+    assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
 def test_prefill_shows_that_it_lives_while_the_prompt_waits() -> None:
@@ -217,35 +217,35 @@ def test_prefill_shows_that_it_lives_while_the_prompt_waits() -> None:
 def test_a_transfer_lasts_as_long_as_it_moves() -> None:
     room = prefill(pull=True, kv=True)
     for now in range(0, 100, 9):
-        room.wrote(float(now), 0.0)
+        room.extend_deadline(float(now), 0.0)
         assert all(action == Send(Ping()) for action in room.tick(now + 8.0))
     end, stop, hangup = room.tick(110.0)
     assert failing(PEER_LOST)(end)
-    assert (stop, hangup) == (StopWriting(), Hangup())
-    assert room.stopped() == [Release()]
+    assert (stop, hangup) == (StopWriting(), CloseConnection())
+    assert room.on_writing_stopped() == [ReleaseBlocks()]
 
 
 def test_decode_that_does_not_acknowledge_is_given_up() -> None:
     room = prefill(pull=True, kv=True)
-    room.sent(1.0)
-    assert kinds(room.tick(11.0)) == [Release, End, Hangup]
-    assert room.outcome is Outcome.TIMED_OUT
+    room.on_done_sent(1.0)
+    assert kinds(room.tick(11.0)) == [ReleaseBlocks, EndLeg, CloseConnection]
+    assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
 def test_an_aborted_prefill_keeps_its_blocks_until_nothing_is_read() -> None:
     room = prefill(pull=True, kv=True)
     assert room.abort() == [StopWriting()]
     assert room.is_aborting
-    assert room.stopped() == [Release(), Send(Aborted()), Hangup()]
-    assert (room.is_over, room.outcome) == (True, Outcome.ABORTED)
+    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Aborted()), CloseConnection()]
+    assert (room.is_over, room.outcome) == (True, HandoffOutcome.ABORTED)
 
 
 @pytest.mark.parametrize(
     ("pull", "kv", "expected"),
     [
         (False, False, []),
-        (False, True, [Release()]),
-        (True, False, [Send(Fail(PEER_ABORTED)), Hangup()]),
+        (False, True, [ReleaseBlocks()]),
+        (True, False, [Send(Fail(PEER_ABORTED)), CloseConnection()]),
     ],
 )
 def test_an_aborted_prefill_that_does_not_write_ends_at_once(
@@ -258,38 +258,38 @@ def test_an_aborted_prefill_that_does_not_write_ends_at_once(
 
 def test_decodes_abort_ends_the_prefill_leg_at_once_and_the_writing_before_the_answer() -> None:
     room = prefill(pull=True, kv=True)
-    end, stop = room.hear(1.0, Abort())
+    end, stop = room.receive(1.0, Abort())
     assert failing(PEER_ABORTED)(end)
     assert stop == StopWriting()
-    assert room.hear(1.0, Abort()) == []
-    assert room.stopped() == [Release(), Send(Aborted()), Hangup()]
+    assert room.receive(1.0, Abort()) == []
+    assert room.on_writing_stopped() == [ReleaseBlocks(), Send(Aborted()), CloseConnection()]
 
 
 @pytest.mark.parametrize("kv", [False, True])
 def test_a_prefill_leg_without_its_peer_keeps_nothing(kv: bool) -> None:
     room = prefill(pull=True, kv=kv)
-    actions = [*room.lose(), *room.stopped()]
+    actions = [*room.on_connection_lost(), *room.on_writing_stopped()]
     assert sum(map(failing(PEER_LOST), actions)) == 1
-    assert kinds(actions).count(Release) == kv
+    assert kinds(actions).count(ReleaseBlocks) == kv
     assert room.is_over
 
 
 def test_prompts_that_do_not_fit_end_the_prefill_leg() -> None:
     room = prefill()
-    assert failing(MISMATCH)(room.refuse(MISMATCH)[0])
+    assert failing(MISMATCH)(room.reject(MISMATCH)[0])
     assert room.is_over
 
 
 def test_nonsense_from_decode_is_the_loss_of_it() -> None:
     room = prefill(pull=True)
-    assert failing(PEER_LOST)(room.hear(0.0, Received())[0])
+    assert failing(PEER_LOST)(room.receive(0.0, Received())[0])
     assert room.is_over
 
 
 def test_writing_that_breaks_off_by_itself_ends_the_room() -> None:
     room = prefill(pull=True, kv=True)
-    actions = room.stopped()
-    assert kinds(actions).count(Release) == 1
+    actions = room.on_writing_stopped()
+    assert kinds(actions).count(ReleaseBlocks) == 1
     assert room.is_over
 
 
@@ -298,19 +298,24 @@ def test_writing_that_breaks_off_by_itself_ends_the_room() -> None:
 
 def test_decode_dials_pulls_and_goes_on_with_the_first_token() -> None:
     room = decode(placed=False, pulled=False)
-    assert room.place() == [Dial()]
-    assert room.connected(PULL) == [Send(PULL)]
+    assert room.start_pull() == [Dial()]
+    assert room.on_connected(PULL) == [Send(PULL)]
     for message in (Joined(), Write([5], [1]), Ping()):
-        assert room.hear(1.0, message) == []
-    assert room.hear(2.0, DONE) == [Send(Received()), Release(), Arrived(DONE), Hangup()]
-    assert (room.is_over, room.outcome) == (True, Outcome.HANDED_OVER)
+        assert room.receive(1.0, message) == []
+    assert room.receive(2.0, DONE) == [
+        Send(Received()),
+        ReleaseBlocks(),
+        KvArrived(DONE),
+        CloseConnection(),
+    ]
+    assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
 
 
 def test_a_decode_leg_waits_for_its_partner_as_long_as_that_lives() -> None:
     room = decode()
     for now in range(0, 100, 9):
         assert room.tick(float(now)) == []
-        room.hear(float(now), Ping())
+        room.receive(float(now), Ping())
     end, abort = room.tick(109.0)
     assert failing(NO_PARTNER)(end)
     assert abort == Send(Abort())
@@ -322,8 +327,8 @@ def test_a_decode_leg_that_never_pulls_ends_in_time() -> None:
     assert room.tick(9.9) == []
     end, *rest = room.tick(10.0)
     assert failing(NO_PARTNER)(end)
-    assert kinds(rest) == [Hangup, Release, TellDropped]
-    assert room.outcome is Outcome.TIMED_OUT
+    assert kinds(rest) == [CloseConnection, ReleaseBlocks, SendDrop]
+    assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
 def test_a_decode_leg_without_blocks_says_so_before_its_partner_gives_up() -> None:
@@ -331,18 +336,18 @@ def test_a_decode_leg_without_blocks_says_so_before_its_partner_gives_up() -> No
     room = decode(placed=False, pulled=False)
     assert room.tick(7.4) == []
     end, tell = room.tick(7.5)
-    assert isinstance(end, End)
+    assert isinstance(end, EndLeg)
     assert isinstance(end.error, Overloaded)
     assert (end.error.retryable, end.error.reason) == (True, NO_BLOCKS)
     assert end.error.retry_after_s == 10.0
-    assert tell == TellDropped()
-    assert room.outcome is Outcome.TIMED_OUT
+    assert tell == SendDrop()
+    assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
 def test_blocks_that_came_late_leave_prefill_what_is_left_of_its_time() -> None:
     room = decode(placed=False, pulled=False)
     room.tick(7.4)
-    room.place()
+    room.start_pull()
     assert room.tick(9.9) == []
     assert failing(NO_PARTNER)(room.tick(10.0)[0])
 
@@ -350,10 +355,10 @@ def test_blocks_that_came_late_leave_prefill_what_is_left_of_its_time() -> None:
 def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_says_that_it_stopped() -> None:
     room = decode()
     assert room.abort(1.0) == [Send(Abort())]
-    assert room.hear(1.1, Write([5], [1])) == []
+    assert room.receive(1.1, Write([5], [1])) == []
     assert room.is_aborting
-    assert Release() in room.hear(1.2, Aborted())
-    assert (room.is_over, room.outcome) == (True, Outcome.ABORTED)
+    assert ReleaseBlocks() in room.receive(1.2, Aborted())
+    assert (room.is_over, room.outcome) == (True, HandoffOutcome.ABORTED)
 
 
 @pytest.mark.parametrize("word", [DONE, Fail(PEER_ABORTED), Aborted()])
@@ -362,65 +367,75 @@ def test_each_last_word_of_prefill_frees_the_pages_and_tells_a_leg_that_left_not
 ) -> None:
     room = decode()
     room.abort(1.0)
-    actions = room.hear(1.1, word)
-    assert set(kinds(actions)) == {Release, Hangup}
+    actions = room.receive(1.1, word)
+    assert set(kinds(actions)) == {ReleaseBlocks, CloseConnection}
     assert room.is_over
 
 
 def test_a_silent_peer_is_hung_up_on_before_the_pages_go() -> None:
     room = decode()
     room.abort(1.0)
-    room.hear(2.0, Write([5], [1]))
+    room.receive(2.0, Write([5], [1]))
     assert room.tick(2.9) == []
-    assert room.tick(3.0) == [Hangup(), Release()]
-    assert room.outcome is Outcome.FORCED
+    assert room.tick(3.0) == [CloseConnection(), ReleaseBlocks()]
+    assert room.outcome is HandoffOutcome.FORCED
 
 
 def test_a_decode_leg_that_leaves_before_its_pull_says_so() -> None:
-    assert decode(placed=False, pulled=False).abort(0.0) == [TellDropped()]
+    assert decode(placed=False, pulled=False).abort(0.0) == [SendDrop()]
     room = decode(pulled=False)
-    assert room.abort(0.0) == [Hangup(), Release(), TellDropped()]
-    assert room.connected(PULL) == [Hangup()]
+    assert room.abort(0.0) == [CloseConnection(), ReleaseBlocks(), SendDrop()]
+    assert room.on_connected(PULL) == [CloseConnection()]
 
 
 @pytest.mark.parametrize("word", [Fail(EXPIRED), Fail("SOMETHING_NEW")])
 def test_prefills_reason_becomes_that_of_the_decode_leg(word: Fail) -> None:
-    hangup, release, end = decode().hear(0.0, word)
-    assert (hangup, release) == (Hangup(), Release())
+    hangup, release, end = decode().receive(0.0, word)
+    assert (hangup, release) == (CloseConnection(), ReleaseBlocks())
     assert failing(word.reason)(end)
 
 
 def test_a_lost_connection_ends_the_decode_leg() -> None:
-    assert failing(PEER_LOST)(decode().lose()[-1])
-    assert failing(PEER_LOST)(decode(pulled=False).lose()[-1])
+    assert failing(PEER_LOST)(decode().on_connection_lost()[-1])
+    assert failing(PEER_LOST)(decode(pulled=False).on_connection_lost()[-1])
 
 
 def test_nonsense_from_prefill_is_the_loss_of_it() -> None:
-    assert failing(PEER_LOST)(decode().hear(0.0, PULL)[-1])
+    assert failing(PEER_LOST)(decode().receive(0.0, PULL)[-1])
 
 
 def test_a_room_that_is_over_does_nothing_more() -> None:
     room = decode()
-    room.hear(0.0, DONE)
-    assert [room.hear(1.0, DONE), room.lose(), room.abort(1.0), room.tick(99.0)] == [[]] * 4
+    room.receive(0.0, DONE)
+    assert [
+        room.receive(1.0, DONE),
+        room.on_connection_lost(),
+        room.abort(1.0),
+        room.tick(99.0),
+    ] == [[]] * 4
     other = prefill(pull=True, kv=True)
-    other.sent(0.0)
-    other.hear(0.0, Received())
-    assert [other.abort(), other.drop(), other.stopped(), other.tick(99.0)] == [[]] * 4
-    assert other.hear(1.0, Abort()) == []
-    assert other.lose() == [Hangup()]
-    assert (room.outcome, other.outcome) == (Outcome.HANDED_OVER, Outcome.HANDED_OVER)
+    other.on_done_sent(0.0)
+    other.receive(0.0, Received())
+    assert [
+        other.abort(),
+        other.on_peer_dropped(),
+        other.on_writing_stopped(),
+        other.tick(99.0),
+    ] == [[]] * 4
+    assert other.receive(1.0, Abort()) == []
+    assert other.on_connection_lost() == [CloseConnection()]
+    assert (room.outcome, other.outcome) == (HandoffOutcome.HANDED_OVER, HandoffOutcome.HANDED_OVER)
 
 
 # Both.
 
 
-class Eager(DecodeRoom):
+class Eager(DecodeMachine):
     """Gives its pages back when the leg leaves, as if nobody could still write to them."""
 
     def abort(self, now: float) -> list[Action]:
         actions = super().abort(now)
-        return [*actions, Release()] if actions == [Send(Abort())] else actions
+        return [*actions, ReleaseBlocks()] if actions == [Send(Abort())] else actions
 
 
 class Pair:
@@ -431,15 +446,15 @@ class Pair:
 
     CHUNKS = 3
 
-    def __init__(self, rng: Random, decode_room: type[DecodeRoom]) -> None:
+    def __init__(self, rng: Random, decode_machine: type[DecodeMachine]) -> None:
         self.rng = rng
         self.now = 0.0
         self.blocks = BlockManager(2 * self.CHUNKS, 4)
-        self.decode = decode_room(LIMITS, 0.0)
-        self.prefill: PrefillRoom | None = None
+        self.decode = decode_machine(LIMITS, 0.0)
+        self.prefill: PrefillMachine | None = None
         self.pages: list[int] = []
-        self.holding = self.blocks.admit((), 4 * self.CHUNKS)
-        assert self.holding is not None
+        self.block_table = self.blocks.admit((), 4 * self.CHUNKS)
+        assert self.block_table is not None
         self.is_placed = False
         self.is_legless = rng.random() < 0.2
         self.has_kv = False
@@ -449,8 +464,8 @@ class Pair:
         self.said: Counter[str] = Counter()
         self.left: set[str] = set()
 
-    def room(self) -> PrefillRoom:
-        self.prefill = self.prefill or PrefillRoom(LIMITS, self.now)
+    def room(self) -> PrefillMachine:
+        self.prefill = self.prefill or PrefillMachine(LIMITS, self.now)
         return self.prefill
 
     def do(self, who: str, actions: list[Action]) -> None:
@@ -462,7 +477,7 @@ class Pair:
         match action:
             case Send(message):
                 out.append(message)
-            case Hangup():
+            case CloseConnection():
                 out.append(None)
                 (self.to_decode if who == "decode" else self.to_prefill).clear()
             case Dial():
@@ -471,19 +486,19 @@ class Pair:
                 self.written = 0
             case StopWriting():
                 self.said["stop"] = 1
-            case Release():
+            case ReleaseBlocks():
                 self.said[f"{who} release"] += 1
                 if who == "decode" and self.said["decode release"] == 1:
                     self.reuse()
-            case Arrived() | End():
+            case KvArrived() | EndLeg():
                 assert who not in self.left, "a leg that left is told nothing"
                 self.said[f"{who} end"] += 1
-                if isinstance(action, Arrived):
+                if isinstance(action, KvArrived):
                     assert self.written == self.CHUNKS, "all was written before"
 
     def reuse(self) -> None:
-        assert self.holding is not None
-        self.blocks.release(self.holding)
+        assert self.block_table is not None
+        self.blocks.release(self.block_table)
         again = self.blocks.admit((), 4 * self.CHUNKS)
         assert again is not None
         self.blocks.fill(again, 0, self.CHUNKS)
@@ -492,17 +507,17 @@ class Pair:
         """What can happen next."""
         found = [self.pass_time]
         if not self.is_placed and not self.decode.is_over:
-            found.append(self.place)
+            found.append(self.start_pull)
         if self.said["dial"]:
             found.append(self.connect)
         if self.to_decode:
             found.append(self.hear_at_decode)
         if self.to_prefill:
             found.append(self.hear_at_prefill)
-        if not self.is_legless and (self.prefill is None or self.prefill.awaits_leg):
-            found.append(self.enter)
+        if not self.is_legless and (self.prefill is None or self.prefill.can_attach_leg):
+            found.append(self.attach_leg)
         if self.prefill and self.prefill.has_leg and not self.prefill.is_over and not self.has_kv:
-            found.append(self.compute)
+            found.append(self.on_prompt_computed)
         if 0 <= self.written <= self.CHUNKS and not self.said["sent"]:
             found.append(self.write)
         if self.rng.random() < 0.1:
@@ -515,16 +530,16 @@ class Pair:
         if self.prefill:
             self.do("prefill", self.prefill.tick(self.now))
 
-    def place(self) -> None:
-        assert self.holding is not None
+    def start_pull(self) -> None:
+        assert self.block_table is not None
         self.is_placed = True
-        self.pages = [block.page for block in self.holding.blocks]
-        self.do("decode", self.decode.place())
+        self.pages = [block.page for block in self.block_table.blocks]
+        self.do("decode", self.decode.start_pull())
 
     def connect(self) -> None:
         self.said["dial"] = 0
         pages = self.pages
-        self.do("decode", self.decode.connected(Pull(1, 2, 4 * self.CHUNKS, 4, pages)))
+        self.do("decode", self.decode.on_connected(Pull(1, 2, 4 * self.CHUNKS, 4, pages)))
 
     def hear_at_decode(self) -> None:
         message = self.to_decode.popleft()
@@ -533,40 +548,44 @@ class Pair:
         if isinstance(message, Write):
             for page, stamp in zip(message.pages, message.stamps, strict=True):
                 self.blocks.write(page, stamp)
-        heard = self.decode.lose() if message is None else self.decode.hear(self.now, message)
+        heard = (
+            self.decode.on_connection_lost()
+            if message is None
+            else self.decode.receive(self.now, message)
+        )
         self.do("decode", heard)
 
     def hear_at_prefill(self) -> None:
         message = self.to_prefill.popleft()
         if isinstance(message, Pull):
-            self.do("prefill", self.room().join(self.now, message))
+            self.do("prefill", self.room().attach_peer(self.now, message))
         elif self.prefill is not None and message is None:
-            self.do("prefill", self.prefill.lose())
+            self.do("prefill", self.prefill.on_connection_lost())
         elif self.prefill is not None and message is not None:
-            self.do("prefill", self.prefill.hear(self.now, message))
+            self.do("prefill", self.prefill.receive(self.now, message))
 
-    def enter(self) -> None:
-        self.do("prefill", self.room().enter(self.now))
+    def attach_leg(self) -> None:
+        self.do("prefill", self.room().attach_leg(self.now))
 
-    def compute(self) -> None:
+    def on_prompt_computed(self) -> None:
         self.has_kv = True
         assert self.prefill is not None
-        self.do("prefill", self.prefill.compute(self.now))
+        self.do("prefill", self.prefill.on_prompt_computed(self.now))
 
     def write(self) -> None:
         assert self.prefill is not None
         assert not self.said["prefill release"], "blocks are read only while they are held"
         if self.said["stop"]:
             self.said["sent"] = 1
-            self.do("prefill", self.prefill.stopped())
+            self.do("prefill", self.prefill.on_writing_stopped())
         elif self.written == self.CHUNKS:
             self.said["sent"] = 1
             self.to_decode.append(DONE)
-            self.do("prefill", self.prefill.sent(self.now))
+            self.do("prefill", self.prefill.on_done_sent(self.now))
         else:
             self.to_decode.append(Write([self.pages[self.written]], [self.written]))
             self.written += 1
-            self.prefill.wrote(self.now, 0.0)
+            self.prefill.extend_deadline(self.now, 0.0)
 
     def abort_decode(self) -> None:
         if not self.said["decode end"]:
@@ -591,20 +610,20 @@ class Pair:
         return self.decode.is_over and (self.prefill is None or self.prefill.is_over)
 
 
-def play(seed: int, decode_room: type[DecodeRoom] = DecodeRoom) -> Pair:
+def play(seed: int, decode_machine: type[DecodeMachine] = DecodeMachine) -> Pair:
     """One random life of a room, to its end."""
     rng = Random(seed)
-    pair = Pair(rng, decode_room)
+    pair = Pair(rng, decode_machine)
     for _ in range(400):
         rng.choice(pair.events())()
         if pair.is_over() and not pair.to_decode:
             break
-    pair.blocks.take_damaged()
+    pair.blocks.take_corrupt_blocks()
     return pair
 
 
 def test_in_every_order_of_events_both_ends_end_and_nobody_is_written_over() -> None:
-    outcomes: Counter[tuple[Outcome | None, Outcome | None]] = Counter()
+    outcomes: Counter[tuple[HandoffOutcome | None, HandoffOutcome | None]] = Counter()
     for seed in range(2000):
         pair = play(seed)
         said, prefill_room = pair.said, pair.prefill
@@ -618,8 +637,8 @@ def test_in_every_order_of_events_both_ends_end_and_nobody_is_written_over() -> 
         assert said["prefill end"] or "prefill" in pair.left or not has_leg, f"seed {seed}"
         outcomes[pair.decode.outcome, prefill_room.outcome if prefill_room else None] += 1
     # Chance has been everywhere.
-    assert {pair[0] for pair in outcomes} >= set(Outcome) - {Outcome.EXPIRED}
-    assert outcomes[Outcome.HANDED_OVER, Outcome.HANDED_OVER] > 100
+    assert {pair[0] for pair in outcomes} >= set(HandoffOutcome) - {HandoffOutcome.EXPIRED}
+    assert outcomes[HandoffOutcome.HANDED_OVER, HandoffOutcome.HANDED_OVER] > 100
 
 
 def test_pages_that_are_given_back_too_early_are_found_written_over() -> None:

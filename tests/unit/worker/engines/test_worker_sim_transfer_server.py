@@ -36,12 +36,12 @@ from worker_svc.engines.contract import (
     EngineContext,
     GenerateContext,
     LLMEngineOutput,
-    validated,
+    validate_stream,
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
 from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import (
     EXPIRED,
     MISMATCH,
@@ -51,19 +51,24 @@ from worker_svc.engines.sim.transfer import (
     PEER_LOST,
     ROOM_TAKEN,
     Action,
-    DecodeRoom,
+    DecodeMachine,
     Drop,
     Fail,
     Pull,
-    Release,
+    ReleaseBlocks,
     Write,
     from_bytes,
     to_bytes,
 )
-from worker_svc.engines.sim.transfer_server import Connection, Listener, Serve, SimHandoffConfig
+from worker_svc.engines.sim.transfer_server import (
+    Connection,
+    ConnectionHandler,
+    Listener,
+    SimHandoffConfig,
+)
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
-TRUTH = Truth(MODEL.word_ids, 2)
+TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
 # A prompt of 64 tokens takes 64 ms, a step with nothing but decodes 1 ms.
 TIMING = Timing(base_s=1e-3, prefill_token_s=1e-3, decode_seq_s=0.0, kv_token_s=0.0)
 # A page of 16 tokens takes 16 ms.
@@ -132,14 +137,14 @@ class MemoryNetwork:
         self.rng = rng
         self.delay_s = delay_s
         self.is_severed = False
-        self.servers: dict[int, Serve] = {}
+        self.servers: dict[int, ConnectionHandler] = {}
         self.tasks: set[asyncio.Future[None]] = set()
         self.open: list[MemoryConnection] = []
 
     def delay(self) -> float:
         return self.rng.expovariate(1 / self.delay_s) if self.rng else self.delay_s
 
-    async def listen(self, host: str, port: int, serve: Serve) -> Listener:
+    async def listen(self, host: str, port: int, serve: ConnectionHandler) -> Listener:
         port = port or 1000 + len(self.servers)
         self.servers[port] = serve
         return MemoryListener(self, port)
@@ -152,7 +157,7 @@ class MemoryNetwork:
         ours.peer, theirs.peer = theirs, ours
         self.open += [ours, theirs]
 
-        async def served(serve: Serve) -> None:
+        async def served(serve: ConnectionHandler) -> None:
             try:
                 await serve(theirs)
             finally:
@@ -253,7 +258,7 @@ async def answer(
 ) -> tuple[list[int], LLMEngineOutput]:
     """All tokens and the terminal chunk."""
     stream = engine.generate(asked, context(request_id))
-    async with aclosing(validated(stream, request_id=request_id)) as outputs:
+    async with aclosing(validate_stream(stream, request_id=request_id)) as outputs:
         chunks = [output async for output in outputs]
     return [token for one in chunks for token in one.token_ids], chunks[-1]
 
@@ -329,7 +334,7 @@ def test_a_decode_engine_may_compute_plain_requests_itself() -> None:
     async def work() -> None:
         async with legs() as both:
             tokens, last = await answer(both.decode, request(PROMPT, 20))
-            assert tokens == TRUTH.continue_tokens(PROMPT, 20)
+            assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert last.disaggregated_params is None
             assert both.decode.counters["rooms_opened"] == 0
 
@@ -408,7 +413,7 @@ def test_the_legs_of_a_room_meet_whichever_comes_first(first: str, lead_s: float
                 late = tasks.create_task(answer(engines[1], asked))
             one, other = early.result(), late.result()
             prefill, decode = (one, other) if first == "prefill" else (other, one)
-            truth = TRUTH.continue_tokens(PROMPT, 20)
+            truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert decode[0] == truth
             assert prefill[0] == truth[:1]
             assert prefill[1].finish_reason is FinishReason.LENGTH
@@ -462,7 +467,7 @@ def test_decode_reports_what_prefill_found_in_its_cache() -> None:
 
 
 def prompt_that_ends_at_once() -> list[int]:
-    return next([i] for i in range(10_000) if TRUTH.continue_tokens([i], 1) == [])
+    return next([i] for i in range(10_000) if TOKEN_ORACLE.continue_tokens([i], 1) == [])
 
 
 def test_an_answer_that_ends_with_its_first_token_ends_on_both_legs() -> None:
@@ -483,7 +488,7 @@ def test_decode_waits_for_blocks_before_it_pulls() -> None:
             async with asyncio.TaskGroup() as tasks:
                 done = [tasks.create_task(both.pair([i] * 64, 9, i)) for i in range(1, 5)]
             for i, one in enumerate(done, 1):
-                assert one.result()[1][0] == TRUTH.continue_tokens([i] * 64, 9)
+                assert one.result()[1][0] == TOKEN_ORACLE.continue_tokens([i] * 64, 9)
             assert both.at_rest()
 
     virtually(work)
@@ -493,7 +498,7 @@ def test_a_decode_sequence_that_gave_up_its_blocks_goes_on() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=14, eos_one_in=0)
         async with legs(decode=decode, prefill=replace(decode, total_kv_blocks=100)) as both:
-            truth = Truth(MODEL.word_ids, 2, eos_one_in=0)
+            truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
             async with asyncio.TaskGroup() as tasks:
                 done = [tasks.create_task(both.pair([i] * 64, 60, i)) for i in range(1, 4)]
             for i, one in enumerate(done, 1):
@@ -542,7 +547,7 @@ def test_content_that_is_not_the_prompts_is_counted_and_seen_in_the_answer() -> 
                     answer(both.decode, request(PROMPT, 20, **both.bootstrap()))
                 )
             assert both.decode.counters["corrupt_pages"] == 4
-            assert leg.result()[0] != TRUTH.continue_tokens(PROMPT, 20)
+            assert leg.result()[0] != TOKEN_ORACLE.continue_tokens(PROMPT, 20)
 
     virtually(work)
 
@@ -588,7 +593,7 @@ def test_an_infinitely_fast_pair_hands_over_too() -> None:
         async with legs(prefill=at_once, decode=at_once) as both:
             start = now()
             _, decode = await both.pair(PROMPT, 20)
-            assert decode[0] == TRUTH.continue_tokens(PROMPT, 20)
+            assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert now() - start < 0.02
 
     virtually(work)
@@ -650,7 +655,7 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
                 )
                 both.decode.freeze()
                 error = await late
-                both.decode.thaw()
+                both.decode.unfreeze()
             assert isinstance(error, Overloaded)
             assert error.reason == NO_BLOCKS
             assert len(slow.result()[0]) == 60
@@ -708,7 +713,7 @@ def test_a_leg_that_leaves_at_any_time_ends_the_other_and_leaves_nothing(
             await both.rest(within_s=0.1)
             assert both.decode.counters["aborts_forced"] == 0
             _, control = await both.pair(PROMPT, 20, 2)
-            assert control[0] == TRUTH.continue_tokens(PROMPT, 20)
+            assert control[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             for engine in (leaver, other):
                 assert engine.counters["corrupt_pages"] == 0
 
@@ -830,7 +835,7 @@ def test_an_engine_that_breaks_down_leaves_its_rooms() -> None:
             prefill = asyncio.ensure_future(error_of(answer(both.prefill, asked)))
             decode = asyncio.ensure_future(error_of(answer(both.decode, asked)))
             await asyncio.sleep(0.1)
-            both.prefill.break_down(WorkerLost("the accelerator fell off", retryable=True))
+            both.prefill.inject_failure(WorkerLost("the accelerator fell off", retryable=True))
             assert (await prefill).message == "the accelerator fell off"
             assert (await decode).reason == PEER_ABORTED
             await both.rest(within_s=0.1)
@@ -846,7 +851,7 @@ def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
             tokens, last = await answer(both.prefill, request(PROMPT, 1))
-            truth = TRUTH.continue_tokens(PROMPT, 20)
+            truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert (tokens, last.finish_reason) == (truth[:1], FinishReason.LENGTH)
             assert both.prefill.loads()[0].rooms_open == 1
             assert both.prefill.loads()[0].kv_used_blocks == 4
@@ -945,7 +950,7 @@ def test_drain_waits_for_transfers_in_flight() -> None:
             assert 0.02 < now() - start < 0.04
             assert both.prefill.loads()[0].rooms_open == 0
             (_, decode) = await pair
-            assert decode[0] == TRUTH.continue_tokens(PROMPT, 20)
+            assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
 
     virtually(work)
 
@@ -990,9 +995,9 @@ def test_drain_does_not_wait_for_a_prompt_that_is_never_computed() -> None:
             start = now()
             await both.prefill.drain()
             assert now() - start == pytest.approx(3.0, abs=0.01)
-            both.prefill.thaw()
+            both.prefill.unfreeze()
             _, decode = await pair
-            assert decode[0] == TRUTH.continue_tokens(PROMPT, 4)
+            assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 4)
 
     virtually(work)
 
@@ -1000,16 +1005,16 @@ def test_drain_does_not_wait_for_a_prompt_that_is_never_computed() -> None:
 # Pages that are written too late.
 
 
-class EagerRoom(DecodeRoom):
+class EagerRoom(DecodeMachine):
     """Gives its pages back when the leg leaves, as if nobody could still write to them."""
 
     def abort(self, now: float) -> list[Action]:
         actions = super().abort(now)
-        return [*actions, Release()] if self.is_aborting else actions
+        return [*actions, ReleaseBlocks()] if self.is_aborting else actions
 
 
 class EagerEngine(SimEngine):
-    decode_room = EagerRoom
+    decode_machine = EagerRoom
 
 
 class Published:
@@ -1039,7 +1044,7 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
     rng = Random(seed)
     network = MemoryNetwork(rng, delay_s=0.02)
     few = SimConfig(timing=TIMING, total_kv_blocks=24, eos_one_in=0)
-    truth = Truth(MODEL.word_ids, 2, eos_one_in=0)
+    truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
     seen: Counter[str] = Counter()
 
     async def one(both: Legs, room: int) -> None:
@@ -1121,7 +1126,7 @@ def test_who_gets_the_pages_of_an_aborted_leg_is_safe_only_with_the_guard(
             tokens, _ = await answer(both.decode, request(victim, 200))
             await asyncio.wait([prefill, decode])
 
-            truth = Truth(MODEL.word_ids, 2, eos_one_in=0).continue_tokens(victim, 200)
+            truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0).continue_tokens(victim, 200)
             is_guarded = engine is SimEngine
             assert (tokens == truth) == is_guarded
             assert (both.decode.counters["corrupt_pages"] == 0) == is_guarded
@@ -1134,7 +1139,7 @@ def test_a_page_written_too_late_spoils_the_one_who_has_it_now() -> None:
     blocks = BlockManager(4, 16)
     first = blocks.admit((), 32)
     assert first is not None
-    blocks.expect(first, [7, 8])
+    blocks.expect_stamps(first, [7, 8])
     late = first.blocks[0].page
     blocks.release(first)
     second = blocks.admit((), 64)
@@ -1144,28 +1149,28 @@ def test_a_page_written_too_late_spoils_the_one_who_has_it_now() -> None:
 
     blocks.write(late, 7)
 
-    assert {block.page for block in blocks.take_damaged()} == {late}
+    assert {block.page for block in blocks.take_corrupt_blocks()} == {late}
     assert not blocks.is_intact(second, 0, 4)
-    assert (blocks.take_damaged(), blocks.corrupt_pages) == (set(), 1)
+    assert (blocks.take_corrupt_blocks(), blocks.corrupt_pages) == (set(), 1)
 
 
 def test_a_page_that_is_written_over_before_its_owner_computes_is_not_spoilt() -> None:
     blocks = BlockManager(1, 16)
-    holding = blocks.admit((), 16)
-    assert holding is not None
+    block_table = blocks.admit((), 16)
+    assert block_table is not None
     blocks.write(0, 7)
-    assert blocks.take_damaged() == set()
-    blocks.fill(holding, 0, 1)
-    assert blocks.is_intact(holding, 0, 1)
+    assert blocks.take_corrupt_blocks() == set()
+    blocks.fill(block_table, 0, 1)
+    assert blocks.is_intact(block_table, 0, 1)
 
 
 def test_a_page_nobody_wrote_is_not_what_decode_expects() -> None:
     blocks = BlockManager(2, 16)
-    holding = blocks.admit((), 32)
-    assert holding is not None
-    blocks.expect(holding, [7, 8])
-    blocks.write(holding.blocks[0].page, 7)
-    assert not blocks.settle(holding, 2)
+    block_table = blocks.admit((), 32)
+    assert block_table is not None
+    blocks.expect_stamps(block_table, [7, 8])
+    blocks.write(block_table.blocks[0].page, 7)
+    assert not blocks.verify_received(block_table, 2)
     assert blocks.corrupt_pages == 1
 
 
@@ -1195,7 +1200,7 @@ def test_a_peer_that_talks_nonsense_is_hung_up_on() -> None:
             assert answered is not None
             assert from_bytes(answered) == Fail(MISMATCH)
             _, decode = await both.pair(PROMPT, 20)
-            assert decode[0] == TRUTH.continue_tokens(PROMPT, 20)
+            assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert both.at_rest()
 
     virtually(work)

@@ -7,14 +7,14 @@ from random import Random
 
 import pytest
 
-from worker_svc.engines.sglang.starvation import OLD_S, DecodeQueue
+from worker_svc.engines.sglang.starvation import COUNT_AGE_MAX_S, StarvationDetector
 
 BLOCKS_S = 7.5
 
 
-def queue(*leg_ids: str) -> DecodeQueue:
+def queue(*leg_ids: str) -> StarvationDetector:
     """Legs of rank 0, opened at 0."""
-    made = DecodeQueue(BLOCKS_S)
+    made = StarvationDetector(BLOCKS_S)
     for leg_id in leg_ids:
         made.open(leg_id, 0, 0.0)
     return made
@@ -22,76 +22,76 @@ def queue(*leg_ids: str) -> DecodeQueue:
 
 def test_a_leg_alone_starves_once_it_has_waited_for_blocks_long_enough() -> None:
     made = queue("a")
-    assert made.starved(0, 1, 0.0, BLOCKS_S - 0.1) == []
-    assert made.starved(0, 1, 0.0, BLOCKS_S) == ["a"]
+    assert made.find_starved(0, 1, 0.0, BLOCKS_S - 0.1) == []
+    assert made.find_starved(0, 1, 0.0, BLOCKS_S) == ["a"]
 
 
 def test_a_leg_that_has_its_blocks_waits_for_its_partner_and_does_not_starve() -> None:
-    assert queue("a").starved(0, 0, 0.0, 100.0) == []
+    assert queue("a").find_starved(0, 0, 0.0, 100.0) == []
 
 
 def test_of_some_of_the_legs_nothing_is_said_for_a_later_one_may_have_passed_them() -> None:
     """The engine gives blocks to a leg whose prefill worker it reached before an earlier leg's."""
     made = queue("was not ready", "passed it and has its blocks")
-    assert made.starved(0, 1, 0.0, 100.0) == []
-    assert made.starved(0, 2, 0.0, 100.0) == ["was not ready", "passed it and has its blocks"]
+    assert made.find_starved(0, 1, 0.0, 100.0) == []
+    assert made.find_starved(0, 2, 0.0, 100.0) == ["was not ready", "passed it and has its blocks"]
 
 
 def test_of_those_that_wait_only_the_patient_ones_starve() -> None:
     made = queue("a")
     made.open("b", 0, 5.0)
-    assert made.starved(0, 2, 0.0, BLOCKS_S) == ["a"]
+    assert made.find_starved(0, 2, 0.0, BLOCKS_S) == ["a"]
 
 
 def test_a_leg_that_was_heard_of_is_out_of_the_queue() -> None:
     made = queue("a", "b")
     made.close("a", 50.0)
     made.close("a", 99.9)
-    assert made.starved(0, 1, 0.0, 100.0) == ["b"]
+    assert made.find_starved(0, 1, 0.0, 100.0) == ["b"]
 
 
 def test_a_leg_that_has_just_ended_may_be_the_one_that_is_said_to_wait() -> None:
     made = queue("waits for its partner", "was aborted")
     made.close("was aborted", 50.0)
-    assert made.starved(0, 1, 0.0, 50.0 + OLD_S / 2) == []
-    assert made.starved(0, 1, 0.0, 50.0 + OLD_S) == ["waits for its partner"]
+    assert made.find_starved(0, 1, 0.0, 50.0 + COUNT_AGE_MAX_S / 2) == []
+    assert made.find_starved(0, 1, 0.0, 50.0 + COUNT_AGE_MAX_S) == ["waits for its partner"]
 
 
 def test_a_count_from_before_the_end_of_a_leg_may_be_of_that_leg() -> None:
     made = queue("waits for its partner", "was aborted")
     made.close("was aborted", 50.0)
-    assert made.starved(0, 1, OLD_S / 2, 50.0 + OLD_S) == []
+    assert made.find_starved(0, 1, COUNT_AGE_MAX_S / 2, 50.0 + COUNT_AGE_MAX_S) == []
 
 
-@pytest.mark.parametrize("age", [OLD_S, 60.0, -0.1])
+@pytest.mark.parametrize("age", [COUNT_AGE_MAX_S, 60.0, -0.1])
 def test_an_old_count_or_one_from_the_future_is_not_believed(age: float) -> None:
-    assert queue("a").starved(0, 1, age, 100.0) == []
+    assert queue("a").find_starved(0, 1, age, 100.0) == []
 
 
 def test_a_leg_that_came_after_the_count_is_not_among_those_counted() -> None:
     made = queue("a")
     made.open("b", 0, 99.9)
-    assert made.starved(0, 1, 0.2, 100.0) == ["a"]
-    assert made.starved(0, 1, 0.0, 100.0) == []
+    assert made.find_starved(0, 1, 0.2, 100.0) == ["a"]
+    assert made.find_starved(0, 1, 0.0, 100.0) == []
 
 
 def test_each_rank_has_a_queue_of_its_own() -> None:
-    made = DecodeQueue(BLOCKS_S)
+    made = StarvationDetector(BLOCKS_S)
     made.open("a", 0, 0.0)
     made.open("b", 1, 0.0)
     made.open("c", 2, 0.0)
     made.close("c", 100.0)
-    assert made.starved(0, 0, 0.0, 100.0) == []
-    assert made.starved(1, 1, 0.0, 100.0) == ["b"]
+    assert made.find_starved(0, 0, 0.0, 100.0) == []
+    assert made.find_starved(1, 1, 0.0, 100.0) == ["b"]
 
 
 def test_a_leg_whose_rank_the_engine_chose_may_be_on_any() -> None:
     made = queue("a")
     made.open("somewhere", None, 0.0)
-    assert made.starved(0, 1, 0.0, 100.0) == []
-    assert made.starved(0, 2, 0.0, 100.0) == ["a", "somewhere"]
+    assert made.find_starved(0, 1, 0.0, 100.0) == []
+    assert made.find_starved(0, 2, 0.0, 100.0) == ["a", "somewhere"]
     made.close("somewhere", 100.0)
-    assert made.starved(0, 1, 0.0, 100.0) == []
+    assert made.find_starved(0, 1, 0.0, 100.0) == []
 
 
 def test_however_many_legs_there_are_each_is_looked_at_once_and_none_when_nobody_waits() -> None:
@@ -104,16 +104,16 @@ def test_however_many_legs_there_are_each_is_looked_at_once_and_none_when_nobody
 
     made = queue(*map(str, range(1000)))
     legs = made._legs = Counted(made._legs)  # type: ignore[assignment]
-    assert made.starved(0, 0, 0.0, 100.0) == []
+    assert made.find_starved(0, 0, 0.0, 100.0) == []
     assert legs.walks == 0
-    assert len(made.starved(0, 1000, 0.0, 100.0)) == 1000
+    assert len(made.find_starved(0, 1000, 0.0, 100.0)) == 1000
     assert legs.walks == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_is_said_to_starve_waits_for_blocks(seed: int) -> None:
     """An engine that gives blocks to any leg, whenever it likes, and says so a little late."""
-    rng, made, said = Random(seed), DecodeQueue(BLOCKS_S), 0
+    rng, made, said = Random(seed), StarvationDetector(BLOCKS_S), 0
     waits: list[str] = []
     served: list[str] = []
     for step in range(3000):
@@ -127,7 +127,7 @@ def test_whoever_is_said_to_starve_waits_for_blocks(seed: int) -> None:
             case 2 | 3 | 4 if served:
                 made.close(served.pop(rng.randrange(len(served))), now)
         count, age = len(waits), rng.choice([0.0, 0.2])
-        starved = made.starved(0, count, age, now + age)
-        assert set(starved) <= set(waits)
-        said += len(starved)
+        find_starved = made.find_starved(0, count, age, now + age)
+        assert set(find_starved) <= set(waits)
+        said += len(find_starved)
     assert said

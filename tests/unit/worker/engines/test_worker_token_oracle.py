@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker_svc.engines.sim.token_oracle import Truth
+from worker_svc.engines.sim.token_oracle import TokenOracle
 
 WORDS = range(100, 900)
 EOS = 2
@@ -16,8 +16,8 @@ token_ids = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def truth() -> Truth:
-    return Truth(WORDS, EOS)
+def truth() -> TokenOracle:
+    return TokenOracle(WORDS, EOS)
 
 
 def mix(x: int) -> int:
@@ -34,7 +34,7 @@ def state_by_the_docstring(tokens: list[int]) -> int:
     return state
 
 
-def test_the_golden_vector_never_changes(truth: Truth) -> None:
+def test_the_golden_vector_never_changes(truth: TokenOracle) -> None:
     answer = truth.continue_tokens([1, 2, 3], 1000)
 
     assert truth.state_of([]) == 0x243F6A8885A308D3
@@ -51,14 +51,14 @@ def test_the_documented_formula_gives_the_same_tokens(tokens: list[int]) -> None
     x = mix(state)
     word = WORDS[(x % 2**32 * len(WORDS)) >> 32]
 
-    assert Truth(WORDS, EOS).state_of(tokens) == state
-    assert Truth(WORDS, EOS).next_token(state) == (EOS if (x >> 32) % 96 == 0 else word)
-    assert Truth(WORDS, EOS).next_token(state, may_end=False) == word
+    assert TokenOracle(WORDS, EOS).state_of(tokens) == state
+    assert TokenOracle(WORDS, EOS).next_token(state) == (EOS if (x >> 32) % 96 == 0 else word)
+    assert TokenOracle(WORDS, EOS).next_token(state, can_end=False) == word
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 9000])
 def test_a_long_prompt_in_bulk_gives_the_state_of_one_token_after_the_other(
-    truth: Truth, length: int
+    truth: TokenOracle, length: int
 ) -> None:
     tokens = [(7919 * i) % 2**32 for i in range(length)]
     state = truth.state_of([])
@@ -73,7 +73,7 @@ def test_a_long_prompt_in_bulk_gives_the_state_of_one_token_after_the_other(
 def test_an_answer_continued_elsewhere_is_the_uninterrupted_one(
     prompt: list[int], data: st.DataObject
 ) -> None:
-    truth = Truth(WORDS, EOS)
+    truth = TokenOracle(WORDS, EOS)
     whole = truth.continue_tokens(prompt, 64)
     cut = data.draw(st.integers(0, len(whole)))
 
@@ -83,7 +83,7 @@ def test_an_answer_continued_elsewhere_is_the_uninterrupted_one(
 @given(st.lists(token_ids, min_size=1, max_size=30), st.data())
 @settings(max_examples=50)
 def test_every_earlier_token_counts(prompt: list[int], data: st.DataObject) -> None:
-    truth = Truth(WORDS, EOS)
+    truth = TokenOracle(WORDS, EOS)
     place = data.draw(st.integers(0, len(prompt) - 1))
     changed = [*prompt]
     changed[place] = data.draw(token_ids.filter(lambda token: token != prompt[place]))
@@ -92,14 +92,14 @@ def test_every_earlier_token_counts(prompt: list[int], data: st.DataObject) -> N
     assert truth.state_of([0, *prompt]) != truth.state_of(prompt)
 
 
-def test_answers_end_by_themselves_about_once_in_96_tokens(truth: Truth) -> None:
+def test_answers_end_by_themselves_about_once_in_96_tokens(truth: TokenOracle) -> None:
     lengths = [len(truth.continue_tokens([seed], 10_000)) for seed in range(200)]
 
     assert 80 < sum(lengths) / len(lengths) < 112
 
 
 def test_below_min_tokens_the_word_of_the_place_stands_where_eos_would() -> None:
-    truth = Truth(WORDS, EOS, eos_one_in=8)
+    truth = TokenOracle(WORDS, EOS, eos_one_in=8)
     prompt = next([seed] for seed in range(100) if len(truth.continue_tokens([seed], 5)) < 5)
     ignored = truth.continue_tokens(prompt, 20, ignore_eos=True)
     held = truth.continue_tokens(prompt, 20, min_tokens=5)
@@ -110,7 +110,7 @@ def test_below_min_tokens_the_word_of_the_place_stands_where_eos_would() -> None
 
 
 def test_with_one_in_zero_no_answer_ends_by_itself() -> None:
-    assert len(Truth(WORDS, EOS, eos_one_in=0).continue_tokens([1], 2000)) == 2000
+    assert len(TokenOracle(WORDS, EOS, eos_one_in=0).continue_tokens([1], 2000)) == 2000
 
 
 @pytest.mark.parametrize(
@@ -127,4 +127,4 @@ def test_a_vocabulary_that_makes_no_sense_is_refused_by_name(
     words: list[int], eos: int, one_in: int, name: str
 ) -> None:
     with pytest.raises(ValueError, match=name):
-        Truth(words, eos, eos_one_in=one_in)
+        TokenOracle(words, eos, eos_one_in=one_in)

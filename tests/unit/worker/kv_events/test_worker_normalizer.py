@@ -20,27 +20,35 @@ from hypothesis.stateful import (
     rule,
 )
 
-from common.kv.events import CHUNK_BLOCKS, Event, EventKind, Hashes, Source, SourceState, Tier
+from common.kv.events import (
+    SNAPSHOT_CHUNK_BLOCKS,
+    Event,
+    EventKind,
+    Hashes,
+    Source,
+    SourceState,
+    Tier,
+)
 from common.kv.hashing import ChainState, PrefixHasher, TokenIds
 from worker_svc.kv_events.normalizer import (
     RING_BATCHES,
-    Canonicaliser,
-    Duplicates,
+    DuplicatePolicy,
+    EventLog,
     ExternalEvent,
-    Feed,
-    KvRules,
-    Ledger,
+    KvEventFormat,
+    Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
+    SourceFeed,
 )
 
 SOURCE = Source(7)
 B = 4
-ONE_TO_ONE = KvRules(B, B, Duplicates.IDEMPOTENT)
+ONE_TO_ONE = KvEventFormat(B, B, DuplicatePolicy.IDEMPOTENT)
 
 
-def hasher_of(lora: str, salt: str, block_size: int) -> PrefixHasher | None:
+def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher | None:
     if lora == "unpublished":
         return None
     return PrefixHasher(
@@ -54,7 +62,7 @@ def le(tokens: Iterable[int]) -> bytes:
 
 
 def names_of(tokens: Sequence[int], lora: str = "", salt: str = "", block: int = B) -> list[int]:
-    hasher = hasher_of(lora, salt, block)
+    hasher = hasher_factory(lora, salt, block)
     assert hasher is not None
     names: list[int] = hasher.prefix_hashes(list(tokens)).tolist()
     return names
@@ -72,7 +80,7 @@ class Listener:
         for parent, name in zip((None, *names), names, strict=False):
             self.parents[name] = parent
 
-    def hasher_of(self, lora: str, salt: str, block_size: int) -> PrefixHasher:
+    def hasher_factory(self, lora: str, salt: str, block_size: int) -> PrefixHasher:
         """A hasher that tells which block it names after which."""
         return _Telling(self, block_size)
 
@@ -133,14 +141,14 @@ class Record:
 class Model:
     """The plainest reading of the rules: which external pages are held, and of what content."""
 
-    def __init__(self, rules: KvRules) -> None:
-        self.rules = rules
+    def __init__(self, event_format: KvEventFormat) -> None:
+        self.event_format = event_format
         self.records: dict[tuple[int, int], Record] = {}
 
     def content_of(self, tier: int, value: int | None) -> tuple[int, ...] | None:
         if value is None:
             return ()
-        for one in (tier, *range(self.rules.tiers)):
+        for one in (tier, *range(self.event_format.tiers)):
             record = self.records.get((one, value))
             if record is not None and record.content is not None:
                 return record.content
@@ -156,7 +164,7 @@ class Model:
         else:
             if record.content is None:
                 record.parent, record.token, record.content = parent, token, content
-            if self.rules.duplicates is Duplicates.COUNTED:
+            if self.event_format.duplicates is DuplicatePolicy.COUNTED:
                 record.count += 1
         self._adopt()
 
@@ -187,12 +195,12 @@ class Model:
 
     def names_in(self, content: tuple[int, ...]) -> list[int]:
         """Names of the blocks that end in the last page of `content`."""
-        size, block = self.rules.page_size, self.rules.block_size
+        size, block = self.event_format.page_size, self.event_format.block_size
         before, now = (len(content) - 1) * size // block, len(content) * size // block
         return names_of(self.tokens(content), block=block)[before:now]
 
     def tokens(self, content: tuple[int, ...]) -> list[int]:
-        return [token for token in content for _ in range(self.rules.page_size)]
+        return [token for token in content for _ in range(self.event_format.page_size)]
 
 
 BLOCK = 2  # Of the state machines: short prompts then have several blocks.
@@ -209,13 +217,13 @@ class Cache(RuleBasedStateMachine):
     @initialize(
         page_size=st.sampled_from([2, 1, 4]),
         tiers=st.sampled_from([1, 2, 3]),
-        duplicates=st.sampled_from(Duplicates),
+        duplicates=st.sampled_from(DuplicatePolicy),
     )
-    def begin(self, page_size: int, tiers: int, duplicates: Duplicates) -> None:
-        rules = KvRules(BLOCK, page_size, duplicates, tiers)
-        self.model = Model(rules)
+    def begin(self, page_size: int, tiers: int, duplicates: DuplicatePolicy) -> None:
+        event_format = KvEventFormat(BLOCK, page_size, duplicates, tiers)
+        self.model = Model(event_format)
         self.listener = Listener(tiers)
-        self.canonicaliser = Canonicaliser(rules, self.listener.hasher_of)
+        self.normalizer = Normalizer(event_format, self.listener.hasher_factory)
         self.blocks_max: int | None = None
         self.meanings: dict[int, tuple[int, ...]] = {}
 
@@ -272,13 +280,13 @@ class Cache(RuleBasedStateMachine):
     def _store(
         self, values: Sequence[int], parent: int | None, path: tuple[int, ...], tier: int
     ) -> None:
-        rules = self.model.rules
+        event_format = self.model.event_format
         token_ids = le(self.model.tokens(path))
-        tier_ = Tier(tier % rules.tiers)
-        self._apply(PagesStored(values, parent, token_ids, rules.page_size, tier_))
+        tier_ = Tier(tier % event_format.tiers)
+        self._apply(PagesStored(values, parent, token_ids, event_format.page_size, tier_))
 
     def _apply(self, event: ExternalEvent) -> None:
-        self.canonicaliser.apply(event)
+        self.normalizer.apply(event)
         match event:
             case PagesStored():
                 parent = None if event.parent is None else _u64(event.parent)
@@ -292,7 +300,7 @@ class Cache(RuleBasedStateMachine):
                     self.model.remove(event.tier, _u64(value))
             case PagesCleared():
                 self.model.records.clear()
-        self.listener.hear(self.canonicaliser.take())
+        self.listener.hear(self.normalizer.take())
 
     @invariant()
     def the_sets_are_the_closure(self) -> None:
@@ -300,7 +308,7 @@ class Cache(RuleBasedStateMachine):
             return
         for tier, published in enumerate(self.listener.sets):
             self._compare(published, self.model.published(tier))
-        assert self.canonicaliser.published_blocks == len(self.listener.sets[-1])
+        assert self.normalizer.published_blocks == len(self.listener.sets[-1])
 
     def _compare(self, published: set[int], expected: set[int]) -> None:
         assert published == expected
@@ -311,7 +319,7 @@ class Cache(RuleBasedStateMachine):
         for tier, value in list(self.model.records):
             while (tier, value) in self.model.records:
                 self._apply(PagesRemoved([value], Tier(tier)))
-        assert self.canonicaliser.footprint == 0
+        assert self.normalizer.entry_count == 0
         assert not any(self.listener.sets)
 
 
@@ -327,26 +335,26 @@ class ShrunkCache(Cache):
     def shrink(self, blocks: int) -> None:
         before = len(self.listener.sets[-1])
         remain = before if self.blocks_max is None else min(before, self.blocks_max)
-        self.canonicaliser.shrink(blocks)
+        self.normalizer.shrink(blocks)
         self.blocks_max = max(0, remain - blocks)
         self.seen_max = max(before, self.blocks_max)
 
     @rule(blocks=st.integers(1, 4))
     def grow(self, blocks: int) -> None:
-        self.canonicaliser.grow(blocks)
+        self.normalizer.grow(blocks)
         if self.blocks_max is not None:
             self.blocks_max += blocks
             self.seen_max = max(self.seen_max, self.blocks_max)
 
     @rule(pages=st.integers(1, 6))
-    @precondition(lambda self: hasattr(self, "model") and self.canonicaliser.is_resizing)
+    @precondition(lambda self: hasattr(self, "model") and self.normalizer.is_resizing)
     def resize(self, pages: int) -> None:
         """A part of what was begun: other events may have come since."""
         before = len(self.listener.sets[-1])
-        changed = self.canonicaliser.resize(pages)
-        self.listener.hear(self.canonicaliser.take())
+        changed = self.normalizer.resize(pages)
+        self.listener.hear(self.normalizer.take())
         assert len(self.listener.sets[-1]) == before + changed
-        if self.canonicaliser._blocks_max is None:
+        if self.normalizer._blocks_max is None:
             self.blocks_max = None
 
     def _compare(self, published: set[int], expected: set[int]) -> None:
@@ -363,7 +371,7 @@ class ShrunkCache(Cache):
         widest = len(self.listener.sets[-1])
         assert widest <= self.seen_max
         self.seen_max = max(self.blocks_max, widest)
-        assert self.canonicaliser.is_resizing or widest <= self.blocks_max
+        assert self.normalizer.is_resizing or widest <= self.blocks_max
 
 
 class LyingCache(Cache):
@@ -407,9 +415,9 @@ TestLyingCache.settings = _SETTINGS
 class Worker:
     """One worker's canonicaliser and somebody who listens."""
 
-    def __init__(self, rules: KvRules = ONE_TO_ONE, **limits: int) -> None:
-        self.canonicaliser = Canonicaliser(rules, hasher_of, **limits)
-        self.listener = Listener(rules.tiers)
+    def __init__(self, event_format: KvEventFormat = ONE_TO_ONE, **limits: int) -> None:
+        self.normalizer = Normalizer(event_format, hasher_factory, **limits)
+        self.listener = Listener(event_format.tiers)
 
     @property
     def published(self) -> set[int]:
@@ -417,7 +425,7 @@ class Worker:
 
     @property
     def counts(self) -> dict[str, int]:
-        return dict(self.canonicaliser.counts)
+        return dict(self.normalizer.counts)
 
     def store(
         self, hashes: Sequence[int], tokens: Sequence[int], after: Sequence[int] = (), **more: Any
@@ -427,30 +435,30 @@ class Worker:
             names_of([*after, *tokens], more.get("lora") or "", more.get("salt", ""))
         )
         more.setdefault("parent", None)
-        more.setdefault("page_size", self.canonicaliser.rules.page_size)
+        more.setdefault("page_size", self.normalizer.event_format.page_size)
         self.apply(PagesStored(hashes, token_ids=le(tokens), **more))
 
     def remove(self, *hashes: int, tier: Tier = Tier.DEVICE) -> None:
         self.apply(PagesRemoved(hashes, tier))
 
     def apply(self, event: ExternalEvent) -> None:
-        self.canonicaliser.apply(event)
-        self.listener.hear(self.canonicaliser.take())
+        self.normalizer.apply(event)
+        self.listener.hear(self.normalizer.take())
 
     def shrink(self, blocks: int) -> None:
         """To its end."""
-        self.canonicaliser.shrink(blocks)
+        self.normalizer.shrink(blocks)
         self.resize()
 
     def grow(self, blocks: int) -> None:
         """To its end."""
-        self.canonicaliser.grow(blocks)
+        self.normalizer.grow(blocks)
         self.resize()
 
     def resize(self, pages: int = 2) -> None:
-        while self.canonicaliser.is_resizing:
-            self.canonicaliser.resize(pages)
-            self.listener.hear(self.canonicaliser.take())
+        while self.normalizer.is_resizing:
+            self.normalizer.resize(pages)
+            self.listener.hear(self.normalizer.take())
 
 
 PROMPT = list(range(100, 112))
@@ -469,7 +477,7 @@ def test_workers_may_name_equal_content_differently() -> None:
     assert other.published == set(NAMES[:1])
     assert one.published == set(NAMES[:2])
     other.remove(-91)
-    assert other.canonicaliser.footprint == 0
+    assert other.normalizer.entry_count == 0
 
 
 def test_the_tail_counts_again_when_a_middle_block_returns() -> None:
@@ -487,13 +495,13 @@ def test_the_tail_counts_again_when_a_middle_block_returns() -> None:
 
 
 def test_one_event_tells_a_run_shallow_first_and_its_end_deep_first() -> None:
-    canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
-    canonicaliser.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
-    canonicaliser.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
-    (stored,) = canonicaliser.take()
+    normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
+    normalizer.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
+    normalizer.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
+    (stored,) = normalizer.take()
     assert (stored.kind, stored.hashes.tolist()) == (EventKind.STORED, NAMES)
-    canonicaliser.apply(PagesRemoved([1, 2, 3]))
-    (removed,) = canonicaliser.take()
+    normalizer.apply(PagesRemoved([1, 2, 3]))
+    (removed,) = normalizer.take()
     assert (removed.kind, removed.hashes.tolist()) == (EventKind.REMOVED, NAMES[::-1])
 
 
@@ -525,14 +533,14 @@ def test_a_hash_that_changes_its_meaning_unremoved_means_the_last_thing_said() -
     assert worker.counts == {"contradictions": 1}
     worker.remove(2)
     worker.remove(1)
-    assert worker.canonicaliser.footprint == 0
+    assert worker.normalizer.entry_count == 0
 
 
 def test_two_hashes_of_equal_content_count_once_and_go_with_the_last() -> None:
     worker = Worker()
     worker.store([1], PROMPT[:4])
     worker.store([2], PROMPT[:4])
-    assert worker.canonicaliser.published_blocks == 1
+    assert worker.normalizer.published_blocks == 1
     worker.remove(1)
     assert worker.published == set(NAMES[:1])
     worker.remove(2)
@@ -543,7 +551,7 @@ def test_two_hashes_of_equal_content_count_once_and_go_with_the_last() -> None:
 def test_the_duplicate_rule_says_how_many_removals_a_block_takes(
     rule_: str, left: set[int]
 ) -> None:
-    worker = Worker(KvRules(B, B, Duplicates(rule_)))
+    worker = Worker(KvEventFormat(B, B, DuplicatePolicy(rule_)))
     for _ in range(3):
         worker.store([1], PROMPT[:4])
     worker.remove(1)
@@ -551,11 +559,11 @@ def test_the_duplicate_rule_says_how_many_removals_a_block_takes(
     assert worker.published == left
     worker.remove(1)
     assert worker.published == set()
-    assert worker.canonicaliser.footprint == 0
+    assert worker.normalizer.entry_count == 0
 
 
 def test_pages_smaller_than_a_block_are_gathered() -> None:
-    worker = Worker(KvRules(B, 1, Duplicates.IDEMPOTENT))
+    worker = Worker(KvEventFormat(B, 1, DuplicatePolicy.IDEMPOTENT))
     worker.store([1, 2, 3], PROMPT[:3])
     assert worker.published == set()
     worker.store([4, 5, 6], PROMPT[3:6], after=PROMPT[:3], parent=3)
@@ -569,7 +577,7 @@ def test_pages_smaller_than_a_block_are_gathered() -> None:
 
 
 def test_a_page_of_several_blocks_is_all_of_them() -> None:
-    worker = Worker(KvRules(B, 12, Duplicates.IDEMPOTENT))
+    worker = Worker(KvEventFormat(B, 12, DuplicatePolicy.IDEMPOTENT))
     worker.store([1], PROMPT)
     assert worker.published == set(NAMES)
     longer = [*PROMPT, *range(12)]
@@ -581,11 +589,11 @@ def test_a_page_of_several_blocks_is_all_of_them() -> None:
 
 def test_a_page_size_that_does_not_fit_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="page_size: 6 neither divides block_size 4"):
-        KvRules(4, 6, Duplicates.COUNTED)
+        KvEventFormat(4, 6, DuplicatePolicy.COUNTED)
     with pytest.raises(ValueError, match="at least 1"):
-        KvRules(4, 0, Duplicates.COUNTED)
+        KvEventFormat(4, 0, DuplicatePolicy.COUNTED)
     with pytest.raises(ValueError, match="tiers: 4"):
-        KvRules(4, 4, Duplicates.COUNTED, tiers=4)
+        KvEventFormat(4, 4, DuplicatePolicy.COUNTED, tiers=4)
     with pytest.raises(ValueError, match="page_size: 0"):
         PagesStored([], None, b"", 0)
     with pytest.raises(ValueError, match="token_ids: 12 bytes, not 16 for 1 pages of 4 tokens"):
@@ -598,11 +606,11 @@ def test_an_event_of_another_page_size_or_tier_is_not_claimed_and_shows() -> Non
     worker.store([1], PROMPT[:4], tier=Tier.HOST)
     assert worker.published == set()
     assert worker.counts == {"misfits": 3}
-    assert worker.canonicaliser.is_incomplete
+    assert worker.normalizer.is_incomplete
 
 
 def test_a_block_counts_for_its_tier_and_all_slower_ones() -> None:
-    worker = Worker(KvRules(B, B, Duplicates.IDEMPOTENT, tiers=3))
+    worker = Worker(KvEventFormat(B, B, DuplicatePolicy.IDEMPOTENT, tiers=3))
     sets = worker.listener.sets
     worker.store([1, 2, 3], PROMPT)
     assert sets == [set(NAMES)] * 3
@@ -622,7 +630,7 @@ def test_blocks_wait_for_a_parent_that_comes_later() -> None:
     assert worker.published == set()
     worker.store([1], PROMPT[:4])
     assert worker.published == set(NAMES)
-    assert not worker.canonicaliser.is_incomplete
+    assert not worker.normalizer.is_incomplete
 
 
 def test_a_waiting_block_that_is_removed_is_forgotten() -> None:
@@ -632,7 +640,7 @@ def test_a_waiting_block_that_is_removed_is_forgotten() -> None:
     worker.store([1], PROMPT[:4])
     assert worker.published == set(NAMES[:1])
     worker.remove(3, 1)
-    assert worker.canonicaliser.footprint == 0
+    assert worker.normalizer.entry_count == 0
 
 
 def test_waiting_blocks_are_bounded_and_the_oldest_are_given_up() -> None:
@@ -643,7 +651,7 @@ def test_waiting_blocks_are_bounded_and_the_oldest_are_given_up() -> None:
     kept = {names_of([*PROMPT[:4], *[value] * 4])[1] for value in (12, 13)}
     assert worker.published == {NAMES[0], *kept}
     assert worker.counts["orphans_dropped"] == 1
-    assert worker.canonicaliser.is_incomplete
+    assert worker.normalizer.is_incomplete
 
 
 def test_an_engine_that_never_removes_does_not_grow_the_maps_without_bound() -> None:
@@ -652,7 +660,7 @@ def test_an_engine_that_never_removes_does_not_grow_the_maps_without_bound() -> 
     worker.store([3], PROMPT[8:], after=PROMPT[:8], parent=2)
     assert worker.published == set(NAMES[:2])
     assert worker.counts == {"over_limit": 1}
-    assert worker.canonicaliser.is_incomplete
+    assert worker.normalizer.is_incomplete
 
 
 def test_adapters_and_salts_have_names_of_their_own() -> None:
@@ -670,7 +678,7 @@ def test_blocks_of_unknown_identity_are_ignored_by_policy_and_counted(
     worker.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B, **identity))
     assert worker.published == set()
     assert worker.counts == {"ignored": 2}
-    assert not worker.canonicaliser.is_incomplete, "nothing was lost: they are not to be here"
+    assert not worker.normalizer.is_incomplete, "nothing was lost: they are not to be here"
     worker.remove(1)
     assert worker.counts == {"ignored": 2, "unknown_removals": 1}
 
@@ -684,11 +692,11 @@ def test_equal_hashes_in_different_scopes_are_different_blocks() -> None:
 
 
 def test_clear_ends_a_run_of_changes() -> None:
-    canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
-    canonicaliser.apply(PagesStored([1], None, le(PROMPT[:4]), B))
-    canonicaliser.apply(PagesCleared())
-    canonicaliser.apply(PagesStored([1], None, le(PROMPT[:4]), B))
-    kinds = [event.kind for event in canonicaliser.take()]
+    normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
+    normalizer.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    normalizer.apply(PagesCleared())
+    normalizer.apply(PagesStored([1], None, le(PROMPT[:4]), B))
+    kinds = [event.kind for event in normalizer.take()]
     assert kinds == [EventKind.STORED, EventKind.CLEARED, EventKind.STORED]
 
 
@@ -750,53 +758,57 @@ def stored(*names: int) -> Event:
     return event(EventKind.STORED, *names)
 
 
-def contents(ledger: Ledger) -> list[int]:
-    return [name for chunk in ledger.snapshot() for name in chunk.hashes.tolist()]
+def contents(event_log: EventLog) -> list[int]:
+    return [name for chunk in event_log.snapshot() for name in chunk.hashes.tolist()]
 
 
 @pytest.mark.row("S1-10")
 def test_batches_are_numbered_from_one_without_gaps() -> None:
-    ledger = Ledger(SOURCE)
-    assert ledger.state == SourceState(SOURCE, 1, 0)
-    numbers = [batch.sequence for n in range(3) for batch in ledger.append([stored(n)])]
+    event_log = EventLog(SOURCE)
+    assert event_log.state == SourceState(SOURCE, 1, 0)
+    numbers = [batch.sequence for n in range(3) for batch in event_log.append([stored(n)])]
     assert numbers == [1, 2, 3]
-    assert ledger.append([]) == []
-    assert ledger.state == SourceState(SOURCE, 1, 3)
+    assert event_log.append([]) == []
+    assert event_log.state == SourceState(SOURCE, 1, 3)
 
 
 def test_all_changes_of_a_tick_are_one_batch_unless_they_are_very_many() -> None:
-    ledger = Ledger(SOURCE)
-    (batch,) = ledger.append([stored(1, 2), event(EventKind.REMOVED, 2)])
+    event_log = EventLog(SOURCE)
+    (batch,) = event_log.append([stored(1, 2), event(EventKind.REMOVED, 2)])
     assert [len(one.hashes) for one in batch.events] == [2, 1]
-    many = ledger.append([stored(*range(10, 10 + 2 * CHUNK_BLOCKS + 1))])
-    assert [len(one.events[0].hashes) for one in many] == [CHUNK_BLOCKS, CHUNK_BLOCKS, 1]
-    assert contents(ledger) == [1, *range(10, 10 + 2 * CHUNK_BLOCKS + 1)]
+    many = event_log.append([stored(*range(10, 10 + 2 * SNAPSHOT_CHUNK_BLOCKS + 1))])
+    assert [len(one.events[0].hashes) for one in many] == [
+        SNAPSHOT_CHUNK_BLOCKS,
+        SNAPSHOT_CHUNK_BLOCKS,
+        1,
+    ]
+    assert contents(event_log) == [1, *range(10, 10 + 2 * SNAPSHOT_CHUNK_BLOCKS + 1)]
 
 
 @pytest.mark.row("S1-09")
 def test_the_ring_keeps_the_last_1024_batches_and_says_when_one_is_too_old() -> None:
-    ledger = Ledger(SOURCE)
+    event_log = EventLog(SOURCE)
     for n in range(RING_BATCHES):
-        ledger.append([stored(n)])
-    assert ledger.can_replay(1)
-    ledger.append([stored(RING_BATCHES)])
-    assert not ledger.can_replay(1)
-    assert ledger.batch(1) is None
+        event_log.append([stored(n)])
+    assert event_log.has_batches_from(1)
+    event_log.append([stored(RING_BATCHES)])
+    assert not event_log.has_batches_from(1)
+    assert event_log.batch(1) is None
     for sequence in (2, 500, RING_BATCHES + 1):
-        batch = ledger.batch(sequence)
+        batch = event_log.batch(sequence)
         assert batch is not None
         assert batch.sequence == sequence
-    assert ledger.can_replay(RING_BATCHES + 2), "the next one to come"
-    assert not ledger.can_replay(RING_BATCHES + 3), "nobody can have seen this"
+    assert event_log.has_batches_from(RING_BATCHES + 2), "the next one to come"
+    assert not event_log.has_batches_from(RING_BATCHES + 3), "nobody can have seen this"
     with pytest.raises(ValueError, match="ring: 10 is below 1024"):
-        Ledger(SOURCE, ring=10)
+        EventLog(SOURCE, ring=10)
 
 
 def test_a_snapshot_is_of_its_moment_in_chunks_parents_first() -> None:
-    ledger = Ledger(SOURCE, tiers=2)
-    ledger.append([event(EventKind.STORED, *range(5000), tier=Tier.HOST), stored(0, 1)])
-    chunks = ledger.snapshot()
-    ledger.append([event(EventKind.REMOVED, 1, 0)])
+    event_log = EventLog(SOURCE, tiers=2)
+    event_log.append([event(EventKind.STORED, *range(5000), tier=Tier.HOST), stored(0, 1)])
+    chunks = event_log.snapshot()
+    event_log.append([event(EventKind.REMOVED, 1, 0)])
     shape = [(c.tier, len(c.hashes), c.first, c.last, c.epoch, c.sequence) for c in chunks]
     assert shape == [
         (Tier.DEVICE, 2, True, False, 1, 2),
@@ -807,76 +819,76 @@ def test_a_snapshot_is_of_its_moment_in_chunks_parents_first() -> None:
 
 
 def test_a_snapshot_of_nothing_is_one_empty_chunk() -> None:
-    (chunk,) = Ledger(SOURCE).snapshot()
+    (chunk,) = EventLog(SOURCE).snapshot()
     assert (chunk.first, chunk.last, len(chunk.hashes), chunk.sequence) == (True, True, 0, 0)
 
 
 def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> None:
-    ledger = Ledger(SOURCE)
-    ledger.append([stored(1)])
-    batch = ledger.begin_epoch(is_degraded=False)
+    event_log = EventLog(SOURCE)
+    event_log.append([stored(1)])
+    batch = event_log.begin_epoch(is_degraded=False)
     assert (batch.epoch, batch.sequence) == (2, 1)
     assert batch.events == ()
-    assert contents(ledger) == []
-    assert ledger.batch(1) is batch
-    assert ledger.state == SourceState(SOURCE, 2, 1)
+    assert contents(event_log) == []
+    assert event_log.batch(1) is batch
+    assert event_log.state == SourceState(SOURCE, 2, 1)
 
 
 # The two together.
 
 
-def feed(**limits: int) -> Feed:
-    return Feed(SOURCE, Canonicaliser(ONE_TO_ONE, hasher_of, **limits))
+def feed(**limits: int) -> SourceFeed:
+    return SourceFeed(SOURCE, Normalizer(ONE_TO_ONE, hasher_factory, **limits))
 
 
 def test_a_clear_keeps_the_epoch() -> None:
     source = feed()
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
-    source.cut()
+    source.seal_changes()
     source.apply(PagesCleared())
-    (batch,) = source.cut()
+    (batch,) = source.seal_changes()
     assert (batch.epoch, batch.sequence) == (1, 2)
-    assert contents(source.ledger) == []
+    assert contents(source.event_log) == []
 
 
 def test_a_restarted_engine_begins_a_new_epoch_whatever_its_own_numbering() -> None:
     """Defect 12 of Dynamo 1.6.1: batches after a sequence reset are ignored silently."""
     source = feed()
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
-    source.cut()
+    source.seal_changes()
     source.reset()
     source.apply(PagesStored([1], None, le([9] * 4), B))
-    (batch,) = source.cut()
+    (batch,) = source.seal_changes()
     assert (batch.epoch, batch.sequence) == (2, 2)
-    assert contents(source.ledger) == names_of([9] * 4)
-    assert not source.ledger.is_degraded
+    assert contents(source.event_log) == names_of([9] * 4)
+    assert not source.event_log.is_degraded
 
 
 def test_a_loss_drops_all_claims_and_degrades_until_the_cache_is_cleared() -> None:
     source = feed()
     source.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
-    source.cut()
-    source.lose()
-    assert source.ledger.state == SourceState(SOURCE, 2, 1, degraded=True)
+    source.seal_changes()
+    source.record_loss()
+    assert source.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
     source.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
     source.apply(PagesRemoved([1]))
-    source.cut()
-    assert contents(source.ledger) == [], "its parent may be gone, nobody knows"
+    source.seal_changes()
+    assert contents(source.event_log) == [], "its parent may be gone, nobody knows"
     source.apply(PagesCleared())
-    assert source.ledger.state == SourceState(SOURCE, 3, 1)
+    assert source.event_log.state == SourceState(SOURCE, 3, 1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
-    source.cut()
-    assert contents(source.ledger) == NAMES[:1]
-    assert not source.ledger.is_degraded
+    source.seal_changes()
+    assert contents(source.event_log) == NAMES[:1]
+    assert not source.event_log.is_degraded
 
 
 def test_blocks_left_out_degrade_the_source_but_keep_its_claims() -> None:
     source = feed(pages_max=1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     source.apply(PagesStored([2], 1, le(PROMPT[4:8]), B))
-    source.cut()
-    assert contents(source.ledger) == NAMES[:1]
-    assert source.ledger.state == SourceState(SOURCE, 1, 1, degraded=True)
+    source.seal_changes()
+    assert contents(source.event_log) == NAMES[:1]
+    assert source.event_log.state == SourceState(SOURCE, 1, 1, degraded=True)
 
 
 def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
@@ -890,12 +902,12 @@ def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
         PagesRemoved([3]),
     ):
         source.apply(change)
-        for batch in source.cut():
+        for batch in source.seal_changes():
             listener.hear(batch.events)
-        assert set(contents(source.ledger)) == listener.sets[0]
-    source.canonicaliser.shrink(1)
-    source.canonicaliser.resize(100)
-    for batch in source.cut():
+        assert set(contents(source.event_log)) == listener.sets[0]
+    source.normalizer.shrink(1)
+    source.normalizer.resize(100)
+    for batch in source.seal_changes():
         listener.hear(batch.events)
     assert listener.sets[0] == set(NAMES[:1])
 
@@ -910,19 +922,19 @@ def test_what_was_forgotten_is_freed_in_parts_and_without_garbage_collection() -
     gc.disable()
     try:
         before = pages_alive()
-        canonicaliser = Canonicaliser(ONE_TO_ONE, hasher_of)
-        canonicaliser.apply(PagesStored(range(100), None, le(range(B * 100)), B))
+        normalizer = Normalizer(ONE_TO_ONE, hasher_factory)
+        normalizer.apply(PagesStored(range(100), None, le(range(B * 100)), B))
         assert pages_alive() - before == 101
-        canonicaliser.forget()
-        canonicaliser.apply(PagesStored([7], None, le(range(B)), B))
+        normalizer.discard_all()
+        normalizer.apply(PagesStored([7], None, le(range(B)), B))
         assert pages_alive() - before > 101, "nothing is freed at once"
         turns = 1
-        while canonicaliser.sweep(10):
+        while normalizer.free_deferred(10):
             turns += 1
         assert turns >= 10
         assert pages_alive() - before == 2, "the root and what was stored since"
-        canonicaliser.apply(PagesRemoved([7]))
-        assert canonicaliser.footprint == 0
-        assert not canonicaliser.sweep(10)
+        normalizer.apply(PagesRemoved([7]))
+        assert normalizer.entry_count == 0
+        assert not normalizer.free_deferred(10)
     finally:
         gc.enable()

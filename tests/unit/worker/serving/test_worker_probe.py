@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from common.errors import Bug, Overloaded, WorkerLost
+from common.errors import InternalError, Overloaded, WorkerLost
 from common.kv.load import Load
 from common.registry.instances import Role
 from common.request.preprocessed import TokenIds
-from common.request.token_stream import Order
-from common.service.lifecycle import Health, Life
+from common.request.token_stream import LegRequest
+from common.service.lifecycle import HealthReporter, Lifecycle
 from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
@@ -24,7 +24,7 @@ from worker_svc.engines.contract import (
 from worker_svc.engines.sim.engine import SimConfig, SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
-from worker_svc.serving.probe import HUNG_MAX, Canary
+from worker_svc.serving.probe import HUNG_PROBES_MAX, EngineProbe
 from worker_svc.serving.runner import Runner
 
 WAIT_S = 20.0
@@ -84,20 +84,20 @@ async def until(condition: Callable[[], object], what: str) -> None:
 @asynccontextmanager
 async def watched(
     runner: Runner, *, idle_s: float = IDLE_S, timeout_s: float = 0.05
-) -> AsyncIterator[tuple[Canary, list[bool]]]:
+) -> AsyncIterator[tuple[EngineProbe, list[bool]]]:
     told: list[bool] = []
 
     async def tell(is_alive: bool) -> None:
         told.append(is_alive)
 
-    life = Life(Health())
-    canary = Canary(runner, tell, life.spawn, idle_s=idle_s, timeout_s=timeout_s)
-    task = life.spawn(canary.run(), name="canary", essential=False)
+    lifecycle = Lifecycle(HealthReporter())
+    canary = EngineProbe(runner, tell, lifecycle.spawn, idle_s=idle_s, timeout_s=timeout_s)
+    task = lifecycle.spawn(canary.run(), name="canary", essential=False)
     try:
         yield canary, told
         assert not task.done(), task
     finally:
-        assert await life.cancel_tasks(WAIT_S) == []
+        assert await lifecycle.cancel_tasks(WAIT_S) == []
 
 
 async def test_an_idle_engine_that_lives_is_probed_again_and_again_and_nobody_is_told() -> None:
@@ -143,8 +143,8 @@ async def test_answers_to_requests_bring_a_dead_engine_back_without_a_probe() ->
     async with watched(runner) as (_, told):
         await until(lambda: told == [False], "it fails")
         engine.mood = "well"
-        order = Order("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
-        await runner.run(runner.admit(order), lambda _: None)
+        leg_request = LegRequest("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
+        await runner.run(runner.admit(leg_request), lambda _: None)
         engine.mood = "error"
         await until(lambda: True in told, "it is said to be back")
 
@@ -220,9 +220,9 @@ async def test_that_a_request_was_cancelled_or_failed_is_no_sign_of_life(
     runner = Runner(engine)
     async with watched(runner, timeout_s=0.01) as (_, told):
         await until(lambda: told == [False], "it fails")
-        order = Order("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
-        with suppress(Bug):  # what a chunk that says error becomes
-            await runner.run(runner.admit(order), lambda _: None)
+        leg_request = LegRequest("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
+        with suppress(InternalError):  # what a chunk that says error becomes
+            await runner.run(runner.admit(leg_request), lambda _: None)
         failed = runner.counters["canaries_failed"]
         await until(lambda: runner.counters["canaries_failed"] > failed + 1, "it is probed again")
         assert told == [False]
@@ -275,14 +275,15 @@ async def test_an_engine_that_does_not_let_go_of_a_probe_is_dead_and_does_not_ho
 
 
 async def test_no_more_than_a_few_probes_are_left_hanging() -> None:
-    engine = Clinging("silent", streams=2 * HUNG_MAX)
+    engine = Clinging("silent", streams=2 * HUNG_PROBES_MAX)
     runner = Runner(engine)
     async with watched(runner, timeout_s=0.002) as (canary, told):
         try:
             await until(
-                lambda: runner.counters["canaries_failed"] >= HUNG_MAX + 3, "it goes on failing"
+                lambda: runner.counters["canaries_failed"] >= HUNG_PROBES_MAX + 3,
+                "it goes on failing",
             )
-            assert engine.clinging == len(engine.probes) == HUNG_MAX
+            assert engine.clinging == len(engine.probes) == HUNG_PROBES_MAX
             assert told == [False]
             engine.mood = "well"
         finally:
@@ -380,5 +381,5 @@ async def test_a_frozen_sim_is_found_out_and_so_is_its_thaw() -> None:
     ):
         engine.freeze()
         await until(lambda: not canary.is_alive, "it is found to be frozen")
-        engine.thaw()
+        engine.unfreeze()
         await until(lambda: canary.is_alive, "it is back")

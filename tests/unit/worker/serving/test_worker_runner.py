@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from common.errors import (
-    Bug,
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     MeshError,
     PromptTooLong,
@@ -23,7 +23,7 @@ from common.errors import (
 )
 from common.kv.load import Load
 from common.request.preprocessed import TokenIds, usage
-from common.request.token_stream import Order
+from common.request.token_stream import LegRequest
 from tests.sim.loop import run_virtually
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -107,9 +107,9 @@ def raising(error: BaseException) -> Script:
     return script
 
 
-def order(request_id: str, *, mdc_sum: str | None = None, **parts: Any) -> Order:
+def leg_request(request_id: str, *, mdc_sum: str | None = None, **parts: Any) -> LegRequest:
     request = PreprocessedRequest(token_ids=TokenIds.of([1, 2, 3]), mdc_sum=mdc_sum)
-    return Order(request_id, request=request, **parts)
+    return LegRequest(request_id, request=request, **parts)
 
 
 class Emitted:
@@ -140,7 +140,7 @@ async def running(
     runner: Runner, request_id: str, **parts: Any
 ) -> AsyncIterator[tuple[int, asyncio.Task[LLMEngineOutput]]]:
     """A request after its first chunk: key and task; the task has ended afterwards."""
-    key, emitted = runner.admit(order(request_id, **parts)), Emitted()
+    key, emitted = runner.admit(leg_request(request_id, **parts)), Emitted()
     task = asyncio.create_task(runner.run(key, emitted))
     try:
         async with asyncio.timeout(WAIT_S):
@@ -155,7 +155,7 @@ async def running(
 async def test_chunks_are_emitted_and_the_terminal_one_is_returned() -> None:
     runner = Runner(ScriptedEngine(a=good))
     emitted = Emitted()
-    terminal = await runner.run(runner.admit(order("a")), emitted)
+    terminal = await runner.run(runner.admit(leg_request("a")), emitted)
     assert emitted.token_ids == [7, 8]
     assert terminal.finish_reason is FinishReason.STOP
     assert dict(runner.counters) == {"accepted": 1, "finished": 1}
@@ -168,7 +168,7 @@ async def test_usage_on_the_terminal_chunk_is_optional(counted: Any) -> None:
         yield LLMEngineOutput(finish_reason=FinishReason.LENGTH, completion_usage=counted)
 
     runner = Runner(ScriptedEngine(a=script))
-    terminal = await runner.run(runner.admit(order("a")), Emitted())
+    terminal = await runner.run(runner.admit(leg_request("a")), Emitted())
     assert terminal.completion_usage == counted
 
 
@@ -178,8 +178,8 @@ async def test_a_breach_of_the_contract_is_a_bug_of_that_request_only(broken: Sc
     engine = ScriptedEngine(a=broken, b=until_stopped)
     runner = Runner(engine)
     async with running(runner, "b") as (key, other):
-        with pytest.raises(Bug, match="request a"):
-            await runner.run(runner.admit(order("a")), Emitted())
+        with pytest.raises(InternalError, match="request a"):
+            await runner.run(runner.admit(leg_request("a")), Emitted())
         await runner.stop(key, "test")
         assert (await other).finish_reason is FinishReason.CANCELLED
     assert runner.counters["failed"] == runner.counters["stopped"] == 1
@@ -200,7 +200,7 @@ async def test_a_typed_error_keeps_its_type_and_all_it_carries(error: MeshError)
     engine = ScriptedEngine(a=raising(error))
     runner = Runner(engine)
     with pytest.raises(MeshError) as caught:
-        await runner.run(runner.admit(order("a")), Emitted())
+        await runner.run(runner.admit(leg_request("a")), Emitted())
     assert caught.value is error
     assert engine.closed == ["a"]  # and not polled again
     assert runner.counters["failed"] == 1
@@ -214,7 +214,7 @@ async def test_an_engine_may_refuse_before_it_makes_a_stream() -> None:
 
     runner = Runner(Refusing())
     with pytest.raises(Unsupported) as caught:
-        await runner.run(runner.admit(order("a")), Emitted())
+        await runner.run(runner.admit(leg_request("a")), Emitted())
     assert caught.value.field == "sampling_options.n"
     assert_at_rest(runner)
 
@@ -225,8 +225,8 @@ async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
         yield chunk.error("CUDA went away")
 
     runner = Runner(ScriptedEngine(a=script))
-    with pytest.raises(Bug, match="CUDA went away"):
-        await runner.run(runner.admit(order("a")), Emitted())
+    with pytest.raises(InternalError, match="CUDA went away"):
+        await runner.run(runner.admit(leg_request("a")), Emitted())
     assert runner.counters["failed"] == 1
 
 
@@ -236,8 +236,8 @@ async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
 )
 async def test_what_an_engine_lets_slip_is_a_bug_and_not_shown(error: BaseException) -> None:
     runner = Runner(ScriptedEngine(a=raising(error)))
-    with pytest.raises(Bug) as caught:
-        await runner.run(runner.admit(order("a")), Emitted())
+    with pytest.raises(InternalError) as caught:
+        await runner.run(runner.admit(leg_request("a")), Emitted())
     assert "secret" not in caught.value.message
     assert dict(runner.counters) == {"accepted": 1, "failed": 1}
 
@@ -283,7 +283,7 @@ async def test_a_decode_leg_is_aborted_once_its_first_token_is_there(
     gate = Gate(deaf=True)
     engine = ScriptedEngine(a=gate)
     runner = Runner(engine, role=role)
-    key = runner.admit(order("a", phase=phase))
+    key = runner.admit(leg_request("a", phase=phase))
     task = asyncio.create_task(runner.run(key, Emitted()))
     await asyncio.sleep(0)
     await runner.stop(key, "client_gone")
@@ -305,7 +305,7 @@ async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None
     gate = Gate()
     engine = ScriptedEngine(a=gate)
     runner = Runner(engine)
-    key = runner.admit(order("a", phase="decode"))
+    key = runner.admit(leg_request("a", phase="decode"))
     task = asyncio.create_task(runner.run(key, Emitted()))
     await asyncio.sleep(0)
     began = asyncio.get_running_loop().time()
@@ -327,7 +327,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
         gate = Gate()
         engine = ScriptedEngine(a=gate)
         runner = Runner(engine, role="decode" if phase else "aggregated")
-        key = runner.admit(order("a", phase=phase))
+        key = runner.admit(leg_request("a", phase=phase))
         task = asyncio.create_task(runner.run(key, Emitted()))
         await asyncio.sleep(0)
         assert engine.contexts["a"].first_token_sender() is None
@@ -340,7 +340,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
 async def test_a_request_that_ends_by_itself_is_never_aborted() -> None:
     engine = ScriptedEngine(a=good)
     runner = Runner(engine)
-    await runner.run(runner.admit(order("a")), Emitted())
+    await runner.run(runner.admit(leg_request("a")), Emitted())
     assert engine.aborted == []
 
 
@@ -366,21 +366,21 @@ async def test_dropping_the_stream_closes_the_generator_and_frees_the_slot() -> 
         await asyncio.wait([task], timeout=WAIT_S)
         assert engine.closed == ["a"]
         async with asyncio.timeout(WAIT_S):
-            await runner.idle()
+            await runner.wait_idle()
     assert_at_rest(runner)
 
 
 @pytest.mark.row("S4-39")
 async def test_a_task_cancelled_before_its_first_step_frees_the_slot_too() -> None:
     runner = Runner(ScriptedEngine(a=good))
-    key = runner.admit(order("a"))
+    key = runner.admit(leg_request("a"))
     task = asyncio.create_task(runner.run(key, Emitted()))
-    task.add_done_callback(lambda _: runner.forget(key))
+    task.add_done_callback(lambda _: runner.discard(key))
     task.cancel()
     async with asyncio.timeout(WAIT_S):
-        await runner.idle()
+        await runner.wait_idle()
     assert dict(runner.counters) == {"accepted": 1, "closed": 1}
-    runner.forget(key)
+    runner.discard(key)
     assert_at_rest(runner)
 
 
@@ -403,7 +403,7 @@ def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
 
 async def test_a_stop_before_the_run_began_is_forced_as_well() -> None:
     runner = Runner(ScriptedEngine(a=deaf))
-    key = runner.admit(order("a"))
+    key = runner.admit(leg_request("a"))
     await runner.stop(key, "early")
     async with asyncio.timeout(WAIT_S):
         terminal = await runner.run(key, Emitted())
@@ -449,13 +449,13 @@ async def test_abort_by_request_id_stops_all_its_legs_and_no_other() -> None:
 async def test_a_prompt_made_with_another_card_is_refused() -> None:
     runner = Runner(ScriptedEngine(a=good), card_checksum="ours")
     with pytest.raises(InvalidRequest) as caught:
-        runner.admit(order("a", mdc_sum="theirs"))
+        runner.admit(leg_request("a", mdc_sum="theirs"))
     assert (caught.value.field, caught.value.reason) == ("mdc_sum", "CARD_MISMATCH")
     assert "theirs" in caught.value.message
     assert "ours" in caught.value.message
     assert not caught.value.retryable
     for same in ("ours", None):
-        await runner.run(runner.admit(order("a", mdc_sum=same)), Emitted())
+        await runner.run(runner.admit(leg_request("a", mdc_sum=same)), Emitted())
     assert dict(runner.counters) == {"rejected": 1, "accepted": 2, "finished": 2}
 
 
@@ -464,7 +464,7 @@ async def test_a_draining_worker_refuses_retryably_and_lets_what_runs_go_on() ->
     async with running(runner, "a") as (key, task):
         runner.is_draining = True
         with pytest.raises(Unavailable) as caught:
-            runner.admit(order("b"))
+            runner.admit(leg_request("b"))
         assert (caught.value.retryable, caught.value.reason) == (True, "DRAINING")
         assert not task.done()
         await runner.stop(key, "test")
@@ -476,7 +476,7 @@ async def test_a_full_worker_refuses_with_a_hint() -> None:
     runner = Runner(ScriptedEngine(a=until_stopped, b=good), max_requests=1)
     async with running(runner, "a"):
         with pytest.raises(Unavailable) as caught:
-            runner.admit(order("b"))
+            runner.admit(leg_request("b"))
     assert (caught.value.reason, caught.value.retry_after_s) == ("FULL", 1.0)
     assert runner.counters["rejected"] == 1
 
@@ -484,7 +484,7 @@ async def test_a_full_worker_refuses_with_a_hint() -> None:
 async def test_bodies_for_an_engine_that_takes_only_tokens_are_refused() -> None:
     runner = Runner(ScriptedEngine())
     with pytest.raises(Unsupported) as caught:
-        runner.admit(Order("a", chat_json=b"{}"))
+        runner.admit(LegRequest("a", chat_json=b"{}"))
     assert caught.value.field == "payload"
 
 
@@ -502,7 +502,7 @@ async def test_the_first_chunk_with_tokens_fires_the_first_token_signal() -> Non
         yield chunk.length()
 
     runner = Runner(ScriptedEngine(a=script))
-    await runner.run(runner.admit(order("a", phase="decode")), Emitted())
+    await runner.run(runner.admit(leg_request("a", phase="decode")), Emitted())
     assert fired == [False, False, True, True]
 
 
@@ -511,7 +511,7 @@ async def test_the_first_chunk_with_tokens_fires_the_first_token_signal() -> Non
 async def test_other_legs_have_no_first_token_signal(phase: str) -> None:
     engine = ScriptedEngine(a=good)
     runner = Runner(engine)
-    await runner.run(runner.admit(order("a", phase=phase)), Emitted())
+    await runner.run(runner.admit(leg_request("a", phase=phase)), Emitted())
     assert engine.contexts["a"].first_token_sender() is None
 
 
@@ -568,7 +568,7 @@ def test_whatever_becomes_of_requests_the_counters_add_up(fates: list[str]) -> N
         runner = Runner(engine)
         tasks = []
         for i, fate in enumerate(fates):
-            key, emitted = runner.admit(order(f"r{i}")), Emitted()
+            key, emitted = runner.admit(leg_request(f"r{i}")), Emitted()
             task = asyncio.create_task(runner.run(key, emitted))
             tasks.append(task)
             await emitted.first.wait() if fate in ("stopped", "dropped") else None
