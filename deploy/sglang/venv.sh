@@ -15,7 +15,7 @@
 # disk or memory, or no such libraries. Whatever else goes wrong is another status.
 set -eu
 
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 needs_handoff=no
 if [ "${1:-}" = --handoff ]; then needs_handoff=yes && shift; fi
 venv=${1:-.venv-sglang}
