@@ -22,7 +22,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str, **environ: str) -> s
     return capsys.readouterr().err
 
 
-def test_nothing_given_is_a_small_sim_mesh_on_port_8000() -> None:
+def test_without_flags_up_starts_a_small_sim_mesh_on_port_8000() -> None:
     options = up()
     mesh = options.mesh
     assert (mesh.frontends, mesh.routers, mesh.workers) == (1, 1, 2)
@@ -42,7 +42,7 @@ def test_then_takes_the_rest_of_the_line_and_replaces_the_sample_of_once() -> No
     assert not options.sample
 
 
-def test_mesh_wide_variables_are_the_defaults_that_services_see_too() -> None:
+def test_mesh_wide_variables_are_defaults_of_meshctl_and_of_services() -> None:
     options = up(KVMESH_NAMESPACE="n1", KVMESH_REGISTRY_PATH="/r", KVMESH_FRONTEND_HTTP_HOST="::1")
     assert (options.mesh.namespace, options.mesh.registry_path) == ("n1", Path("/r"))
     assert options.http_host == "::1"
@@ -84,7 +84,7 @@ def test_a_registry_that_processes_cannot_share_is_refused_from_the_environment_
     assert "memory" in refusal(capsys, KVMESH_REGISTRY="memory")
 
 
-def test_variables_that_nobody_reads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_variables_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "KVMESH_MESHCTL_WORKERS" in refusal(capsys, KVMESH_MESHCTL_WORKERS="3")
 
 
@@ -121,7 +121,7 @@ def test_variables_that_nobody_reads_are_refused(capsys: pytest.CaptureFixture[s
         ),
     ],
 )
-def test_a_refusal_says_what_would_do_and_which_help_tells_more(
+def test_a_usage_error_names_the_valid_values_and_the_help_command(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
