@@ -28,7 +28,7 @@ def best_ns(call: Callable[[], object], calls: int = CALLS) -> float:
 
 
 def whole_dump(response_id: str) -> bytes:
-    """What a chunk costs when it is serialised anew each time."""
+    """The cost of a chunk that is serialized each time."""
     choice = {
         "index": 0,
         "delta": {"content": TOKEN},

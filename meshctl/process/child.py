@@ -81,7 +81,7 @@ class ChildProcess:
         return self._popen.pid
 
     async def ready(self) -> ReadyLine | None:
-        """The ready line; None if the child exited without one. Raises InvalidRequest if invalid."""
+        """The ready line; None if the child exited without one. Raises InvalidRequest."""
         await self._ready_line_done.wait()
         return parse_ready_line(bytes(self._ready_line)) if self._ready_line else None
 

@@ -212,7 +212,7 @@ def test_the_real_parts_break_no_rule_with_a_feature(scenario: Scenario) -> None
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_the_scenarios_with_a_feature_have_what_it_is_for(scenario: Scenario, what: str) -> None:
+def test_the_scenarios_with_a_feature_use_it(scenario: Scenario, what: str) -> None:
     assert run_scenario(scenario).counts[what] > 0
 
 

@@ -47,7 +47,7 @@ class EndsTwice(Gateway):
 
 
 @pytest.mark.slow
-def test_a_breach_comes_with_what_led_to_it_and_the_command_that_repeats_it() -> None:
+def test_a_violation_is_printed_with_its_events_and_the_command_that_repeats_it() -> None:
     report = run_scenario(Scenario(seed=7, client_specs=CLIENT_SPECS), Parts(gateway=EndsTwice))
     name = report.violations[0].what.split()[0]
     lines = [line.strip() for line in str(report).splitlines()]
