@@ -44,7 +44,7 @@ from common.kv.events import (
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -225,12 +225,12 @@ class IndexFeed:
         """Where a known source's blocks are."""
         return self._entries[source].partition
 
-    def position(self, source: Source) -> SourceState:
+    def position(self, source: Source) -> SourcePosition:
         """The batch applied last of a known source; heard last, if it is load-only."""
         entry = self._entries[source]
-        return SourceState(source, entry.epoch, entry.sequence, entry.degraded)
+        return SourcePosition(source, entry.epoch, entry.sequence, entry.degraded)
 
-    def positions(self) -> list[SourceState]:
+    def positions(self) -> list[SourcePosition]:
         """The positions of all sources: what a subscriber resumes from, after
         `mark_all_disconnected`."""
         return [self.position(source) for source in self._entries]
@@ -284,7 +284,7 @@ class IndexFeed:
 
     # What sources and those who know them say.
 
-    def register_source(self, partition: Partition, state: SourceState, now: float) -> None:
+    def register_source(self, partition: Partition, state: SourcePosition, now: float) -> None:
         """A publisher says where it stands, at the start of its stream."""
         entry = self._get_or_create_entry(partition, state.source)
         self._drop_pending(entry)
