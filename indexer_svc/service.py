@@ -17,7 +17,8 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
-from common.kv.index_feed import EXACT, STALE_GRACE_S
+from common.kv.index_feed import STALE_GRACE_S
+from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (

@@ -25,7 +25,6 @@ from common.kv.events import (
     Tier,
 )
 from common.kv.index_feed import (
-    LOAD_ONLY,
     RETRY_S,
     STALE_GRACE_S,
     BatchApplied,
@@ -35,6 +34,7 @@ from common.kv.index_feed import (
     StatusChanged,
     run_all_steps,
 )
+from common.kv.source_entry import LOAD_ONLY
 
 PARTITION = Partition("m", 16, 1)
 SOURCE = Source(7, 0)
