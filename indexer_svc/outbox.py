@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 
 from common.errors import MeshError
-from common.kv.events import Source, SourceState
+from common.kv.events import Source, SourcePosition
 from common.kv.index_feed import ResendRequest
 from common.wire.kv import source_state_to_proto
 from kvmesh.indexer.v1 import indexer_pb2
@@ -24,7 +24,7 @@ class PublisherOutbox:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._acked: dict[Source, SourceState] = {}
+        self._acked: dict[Source, SourcePosition] = {}
         self._resends: dict[Source, ResendRequest] = {}
         self._shrink_blocks = 0
         self._is_closed = False
@@ -33,7 +33,7 @@ class PublisherOutbox:
         self._must_send_now = asyncio.Event()
         self._written_at = clock()
 
-    def acknowledge(self, state: SourceState) -> None:
+    def acknowledge(self, state: SourcePosition) -> None:
         """The batch applied last of a source."""
         self._acked[state.source] = state
         self._has_items.set()

@@ -16,8 +16,9 @@ import grpc.aio
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, NotFound, Overloaded, Unavailable
-from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
-from common.kv.index_feed import EXACT, STALE_GRACE_S
+from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
+from common.kv.index_feed import STALE_GRACE_S
+from common.kv.source_entry import EXACT
 from common.rpc import channel as rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
@@ -219,7 +220,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             del self._ingest.subscribers[subscriber]
 
     def _create_subscriber(
-        self, resume: Sequence[SourceState], partition: Partition | None, *, loads_only: bool
+        self, resume: Sequence[SourcePosition], partition: Partition | None, *, loads_only: bool
     ) -> Subscriber:
         ingest = self._ingest
         subscriber = Subscriber(
@@ -323,7 +324,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             index, advertised = feed.advertised(source)
             # What is not known of a load-only source is not what it holds at its position.
             known = not feed.is_load_only(source)
-            at = feed.position(source) if known else SourceState(source, 0, 0)
+            at = feed.position(source) if known else SourcePosition(source, 0, 0)
             chunks = snapshot_chunks(at, index.chunks(advertised))
         while True:
             async with self._ingest.exclusive():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import MeshError, Unavailable
-from common.kv.events import EMPTY_HASHES, Event, EventKind, Hashes, Source, Tier
+from common.kv.events import EMPTY_HASHES, EventKind, Hashes, KvEvent, Source, Tier
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.wire.kv import TIER_BY_NAME, hashes_from_wire
@@ -148,7 +148,7 @@ def _touched_blocks(
     batches = None if history is None else history.batches_since(worker_listing.epoch, oldest)
     if batches is None:
         raise Unavailable("it changed too much while it was compared")
-    events: list[Event] = [event for batch in batches for event in batch.events]
+    events: list[KvEvent] = [event for batch in batches for event in batch.events]
     if any(event.kind is EventKind.CLEARED for event in events):
         raise Unavailable("it was cleared while it was compared")
     return np.concatenate([EMPTY_HASHES, *(event.hashes for event in events)])

@@ -59,7 +59,7 @@ class Source(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Event:
+class KvEvent:
     """One change. hashes: stored shallow first, removed deep first, none when cleared."""
 
     kind: EventKind
@@ -78,11 +78,11 @@ class EventBatch:
     source: Source
     epoch: int
     sequence: int
-    events: Sequence[Event]
+    events: Sequence[KvEvent]
 
 
 @dataclass(frozen=True, slots=True)
-class SourceState:
+class SourcePosition:
     """Where a source stands. sequence 0: nothing of that epoch yet.
 
     degraded: events were lost beyond repair; what is claimed is still held, but not all is claimed.

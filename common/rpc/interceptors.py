@@ -71,24 +71,7 @@ _UNAUTHENTICATED_SERVICES = (
     "/grpc.reflection.v1alpha.ServerReflection/",
 )
 
-# The one table from errors to status. Order does not matter: it is looked up by exact class.
-STATUS_CODE_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = {
-    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.Unsupported: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.PromptTooLong: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.UnknownModel: grpc.StatusCode.NOT_FOUND,
-    errors.Conflict: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.WorkerLost: grpc.StatusCode.ABORTED,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.RequestCancelled: grpc.StatusCode.CANCELLED,
-    errors.Unimplemented: grpc.StatusCode.UNIMPLEMENTED,
-    errors.InternalError: grpc.StatusCode.INTERNAL,
-}
+_GRPC_CODE_BY_NUMBER = {code.value[0]: code for code in grpc.StatusCode}
 # For a status that carries no details of ours: proxies, the gRPC library, other servers.
 _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequest,
@@ -107,7 +90,6 @@ _ERROR_BY_CODE: Mapping[grpc.StatusCode, type[MeshError]] = {
     grpc.StatusCode.CANCELLED: errors.Unavailable,
     grpc.StatusCode.UNIMPLEMENTED: errors.Unimplemented,
 }
-_ERROR_BY_KIND: Mapping[str, type[MeshError]] = {cls.kind: cls for cls in errors.MESH_ERROR_CLASSES}
 
 # grpc refuses headers beyond 8 KiB more and more likely, and an error must arrive rather than be
 # complete. Worst case, in bytes: the message three times itself as percent-encoded text, and once
@@ -167,10 +149,8 @@ def outgoing_metadata(token: str | None = None) -> tuple[tuple[str, str], ...]:
 
 def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.Status]:
     """The gRPC status of an error, and the same with its details. Long texts are cut."""
-    code = STATUS_CODE_BY_ERROR.get(type(error), grpc.StatusCode.INTERNAL)
-    status = status_pb2.Status(
-        code=code.value[0], message=_truncate(error.message, _MESSAGE_BYTES_MAX)
-    )
+    code = errors.status_code(error)
+    status = status_pb2.Status(code=code, message=_truncate(error.message, _MESSAGE_BYTES_MAX))
     entries = list(error.metadata.items())[:_METADATA_ENTRIES_MAX]
     metadata = {
         _truncate(key, _VALUE_BYTES_MAX): _truncate(value, _VALUE_BYTES_MAX)
@@ -193,7 +173,7 @@ def mesh_error_to_status(error: MeshError) -> tuple[grpc.StatusCode, status_pb2.
         delay = Duration()
         delay.FromNanoseconds(round(max(0.0, error.retry_after_s) * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    return code, status
+    return _GRPC_CODE_BY_NUMBER[code], status
 
 
 def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
@@ -202,7 +182,7 @@ def mesh_error_from_rpc(error: grpc.aio.AioRpcError) -> MeshError:
     message = error.details() or code.name
     details = _parse_status_details(error.trailing_metadata())
     info, field, retry_after_s = _unpack_details(details)
-    cls = _ERROR_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
+    cls = errors.ERROR_CLASS_BY_KIND.get(info.metadata[_KIND_KEY]) if info is not None else None
     if info is not None and cls is not None:
         metadata = {k: v for k, v in info.metadata.items() if k not in (_KIND_KEY, _RETRYABLE_KEY)}
         return cls.restore(

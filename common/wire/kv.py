@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from common.errors import InvalidRequest
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -76,7 +76,7 @@ def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Sou
     return Source(message.worker_id, message.dp_rank)
 
 
-def source_state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
+def source_state_to_proto(state: SourcePosition) -> indexer_pb2.SourceState:
     """The message of a source's state."""
     return indexer_pb2.SourceState(
         source=source_to_proto(state.source),
@@ -86,10 +86,12 @@ def source_state_to_proto(state: SourceState) -> indexer_pb2.SourceState:
     )
 
 
-def source_state_from_proto(message: indexer_pb2.SourceState, field: str = "state") -> SourceState:
+def source_state_from_proto(
+    message: indexer_pb2.SourceState, field: str = "state"
+) -> SourcePosition:
     """A source's state."""
     source = source_from_proto(message.source, f"{field}.source")
-    return SourceState(source, message.epoch, message.sequence, message.degraded)
+    return SourcePosition(source, message.epoch, message.sequence, message.degraded)
 
 
 def source_status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
@@ -225,7 +227,7 @@ def message_parts(
     yield from message.more
 
 
-def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
+def _event_from_proto(message: indexer_pb2.Event, field: str) -> KvEvent:
     try:
         kind = EventKind(message.kind)
     except ValueError as error:
@@ -233,7 +235,7 @@ def _event_from_proto(message: indexer_pb2.Event, field: str) -> Event:
             f"{field}.kind has the unknown value {message.kind}", f"{field}.kind"
         ) from error
     hashes = hashes_from_wire(message.prefix_hashes, f"{field}.prefix_hashes")
-    return Event(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
+    return KvEvent(kind, hashes, _tier_from_proto(message.tier, f"{field}.tier"))
 
 
 def _tier_from_proto(value: int, field: str) -> Tier:

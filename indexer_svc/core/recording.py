@@ -34,14 +34,14 @@ from common.errors import InvalidRequest
 from common.kv.events import (
     EMPTY_HASHES,
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -307,14 +307,14 @@ def _status_of(fields: _JsonFields) -> SourceStatus:
 
 
 # Any: a JSON value.
-def _events_of(value: Any) -> list[Event]:
+def _events_of(value: Any) -> list[KvEvent]:
     if not isinstance(value, list):
         raise ValueError("events is no list")
     events = []
     for one in value:
         match one:
             case [str(kind), str(tier), str(hashes)]:
-                events.append(Event(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
+                events.append(KvEvent(_kind_of(kind), _hashes_of(hashes, "events"), _tier_of(tier)))
             case _:
                 raise ValueError("events: one is not [kind, tier, hashes]")
     return events
@@ -371,9 +371,9 @@ class SourcePositions:
         self._positions: dict[Source, tuple[int, int]] = {}
         self._loading: dict[Source, tuple[int, int]] = {}
 
-    def states(self) -> list[SourceState]:
+    def states(self) -> list[SourcePosition]:
         """One for each source that is known, after `IndexLost` was taken."""
-        return [SourceState(source, *at) for source, at in self._positions.items()]
+        return [SourcePosition(source, *at) for source, at in self._positions.items()]
 
     def is_loading(self, worker_id: int) -> bool:
         """Whether a snapshot of one of its sources is under way."""

@@ -31,7 +31,7 @@ from common.kv.events import (
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -97,7 +97,7 @@ class Subscriber:
         self,
         feed: IndexFeed,
         histories: Mapping[Source, BatchHistory],
-        resume: Iterable[SourceState],
+        resume: Iterable[SourcePosition],
         partition: Partition | None,
         cap_bytes: int,
         *,
@@ -316,7 +316,7 @@ class Subscriber:
 
 
 def snapshot_chunks(
-    at: SourceState, parts: Iterator[tuple[Tier, Hashes]]
+    at: SourcePosition, parts: Iterator[tuple[Tier, Hashes]]
 ) -> Iterator[SnapshotChunk]:
     """The parts as chunks, marked first and last; one empty chunk when there are none."""
     tier, hashes = next(parts, (Tier.DEVICE, EMPTY_HASHES))

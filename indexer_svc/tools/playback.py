@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
-from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourceState
+from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
@@ -321,10 +321,10 @@ class _PublisherStreams:
             state = source_state_to_proto(self._state_of(source))
             await self._streams[source.worker_id].write(states=[state])
 
-    def _state_of(self, source: Source) -> SourceState:
+    def _state_of(self, source: Source) -> SourcePosition:
         known = {one.source: one for one in self._positions.states()}
-        at = known.get(source, SourceState(source, 0, 0))
-        return SourceState(source, at.epoch, at.sequence, self._degraded.get(source, False))
+        at = known.get(source, SourcePosition(source, 0, 0))
+        return SourcePosition(source, at.epoch, at.sequence, self._degraded.get(source, False))
 
     async def _stream(self, source: Source) -> _PublishStream:
         stream = self._streams.get(source.worker_id)

@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 
 import router_svc
 from common.errors import DeadlineExceeded, NotFound, Unavailable, UnknownModel
-from common.kv.events import Event, EventBatch, EventKind, Partition, Source, SourceState
+from common.kv.events import EventBatch, EventKind, KvEvent, Partition, Source, SourcePosition
 from common.kv.hashing import HASH_SCHEME_ID, PrefixHasher, hashes_to_bytes
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, ModelNetworkName
@@ -149,7 +149,7 @@ class Bed:
             partition=partition_to_proto(PART),
             sources=[indexer_pb2.SourceState(source=source_to_proto(source))],
         )
-        batch = EventBatch(source, 0, 1, [Event(EventKind.STORED, blocks)])
+        batch = EventBatch(source, 0, 1, [KvEvent(EventKind.STORED, blocks)])
         await call.write(indexer_pb2.PublishRequest(hello=hello))
         await call.write(
             indexer_pb2.PublishRequest(
@@ -423,7 +423,7 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
         async for told in call:
             chunk = snapshot_chunk_from_proto(told.chunk)
             if chunk.first:
-                state = SourceState(chunk.source, chunk.epoch, chunk.sequence)
+                state = SourcePosition(chunk.source, chunk.epoch, chunk.sequence)
                 copy.register_source(partition_from_proto(told.partition), state, 0.0)
             run_all_steps(copy.load(chunk, 0.0))
         for depth in (1, 90, 91, 200):

@@ -20,9 +20,9 @@ import pytest
 import indexer_svc.tools.record
 from common.errors import Unavailable
 from common.kv.events import (
-    Event,
     EventBatch,
     EventKind,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
@@ -314,7 +314,7 @@ def told(t: float, rank: int, state: str) -> bytes:
 
 
 def stored(t: float, rank: int, sequence: int, *blocks: int) -> bytes:
-    event = Event(EventKind.STORED, np.array(blocks, dtype=np.uint64))
+    event = KvEvent(EventKind.STORED, np.array(blocks, dtype=np.uint64))
     return encode_line(t, EventBatch(Source(1, rank), 1, sequence, [event]))
 
 

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 
 from common.errors import NotFound, Unavailable, Unimplemented
-from common.kv.events import EventKind, Partition, Source, SourceState
+from common.kv.events import EventKind, Partition, Source, SourcePosition
 from common.kv.hashing import PrefixHasher, hashes_from_bytes
 from common.kv.load import Load
 from common.registry.instances import Instance
@@ -65,7 +65,7 @@ class Stream:
     """One Publish stream as the indexer saw it."""
 
     context: Any
-    hello: list[SourceState] = field(default_factory=list)
+    hello: list[SourcePosition] = field(default_factory=list)
     partition: pb.Partition | None = None
     batches: list[tuple[int, int]] = field(default_factory=list)
     chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
@@ -153,7 +153,7 @@ class FakeIndexer:
         await self.stream.write(pb.PublishResponse(resends=[resend]))
 
     async def ack(self, epoch: int, sequence: int) -> None:
-        state = source_state_to_proto(SourceState(SOURCE, epoch, sequence))
+        state = source_state_to_proto(SourcePosition(SOURCE, epoch, sequence))
         await self.stream.write(pb.PublishResponse(acked=[state]))
 
     async def shrink(self, blocks: int) -> None:
@@ -176,7 +176,7 @@ class FakeIndexer:
         return response
 
     def _acked(self) -> pb.SourceState:
-        return source_state_to_proto(SourceState(SOURCE, self.epoch, self.sequence))
+        return source_state_to_proto(SourcePosition(SOURCE, self.epoch, self.sequence))
 
     def _apply(self, stream: Stream, message: pb.EventBatch) -> None:
         batch = batch_from_proto(message, WORKER)
@@ -317,7 +317,7 @@ async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() ->
         m.store_pages()
         await m.settled(indexer)
         assert indexer.stream.batches == [(1, 1), (1, 2)]
-        assert indexer.stream.hello == [SourceState(SOURCE, 1, 0)]
+        assert indexer.stream.hello == [SourcePosition(SOURCE, 1, 0)]
         partition = indexer.stream.partition
         assert partition is not None
         assert (partition.model, partition.block_size, partition.hash_scheme) == ("m", BLOCK, 1)
@@ -598,7 +598,7 @@ async def test_a_loss_is_told_by_a_new_hello_and_so_is_its_end() -> None:
         m.publisher.record_loss(0, "a test")
         await until(lambda: len(indexer.streams) == 2, "a new stream")
         assert indexer.streams[0].is_over, "streams of one worker do not overlap"
-        assert indexer.stream.hello == [SourceState(SOURCE, 2, 1, degraded=True)]
+        assert indexer.stream.hello == [SourcePosition(SOURCE, 2, 1, degraded=True)]
         await m.settled(indexer)
         assert indexer.held == set()
         m.publisher.take([PagesCleared()])
@@ -630,7 +630,7 @@ async def test_events_that_cannot_be_applied_never_hurt_the_engine() -> None:
         broken: Any = ["not a hash"]
         m.publisher.take([PagesRemoved(broken), PagesStored([], None, b"", BLOCK, rank=5)])
         await m.cut()
-        assert m.feed.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
+        assert m.feed.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
         assert m.publisher.metric_values()["kv_events_lost"] == 1
         assert m.publisher.metric_values()["kv_unknown_rank"] == 1
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import MeshError
-from common.kv.events import Event, EventBatch, EventKind, Source
+from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.peers.stall_clock import never_stalled
@@ -413,7 +413,7 @@ def test_a_mistake_with_a_feature_is_caught_by_its_rule(
 
 def test_the_rule_about_the_backlog_of_a_subscriber_can_fail() -> None:
     """A subscriber that is not cut holds more than it may."""
-    stored = Event(EventKind.STORED, np.arange(100, dtype=np.uint64))
+    stored = KvEvent(EventKind.STORED, np.arange(100, dtype=np.uint64))
     batch = EventBatch(Source(1), 1, 1, [stored])
 
     async def policy(subscriber_bytes: int) -> set[str]:

@@ -42,13 +42,13 @@ import numpy as np
 
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher
@@ -377,11 +377,11 @@ class Normalizer:
             case PagesCleared():
                 self.clear()
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[KvEvent]:
         """The changes since the last call, in order; neighbours of one kind and tier are one."""
         changes, self._changes = self._changes, []
         return [
-            Event(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
+            KvEvent(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
             for kind, tier, hashes in changes
         ]
 
@@ -867,18 +867,18 @@ class EventLog:
         self._sets: list[dict[int, None]] = [{} for _ in range(tiers)]
 
     @property
-    def state(self) -> SourceState:
+    def state(self) -> SourcePosition:
         """Where the source stands."""
-        return SourceState(self.source, self.epoch, self.sequence, self.is_degraded)
+        return SourcePosition(self.source, self.epoch, self.sequence, self.is_degraded)
 
     def blocks(self, tier: Tier = Tier.DEVICE) -> int:
         """Blocks in a tier's set; 0 for a tier there is not."""
         return len(self._sets[tier]) if tier < len(self._sets) else 0
 
-    def append(self, events: Iterable[Event]) -> list[EventBatch]:
+    def append(self, events: Iterable[KvEvent]) -> list[EventBatch]:
         """Numbers the events: one batch, more where they have above CHUNK_BLOCKS hashes."""
         batches: list[EventBatch] = []
-        group: list[Event] = []
+        group: list[KvEvent] = []
         size = 0
         for event in _split_large_events(events):
             if group and size + len(event.hashes) > SNAPSHOT_CHUNK_BLOCKS:
@@ -890,7 +890,7 @@ class EventLog:
             batches.append(self._append_batch(group))
         return batches
 
-    def _append_batch(self, events: Sequence[Event]) -> EventBatch:
+    def _append_batch(self, events: Sequence[KvEvent]) -> EventBatch:
         for event in events:
             self._update_sets(event)
         self.sequence += 1
@@ -898,7 +898,7 @@ class EventLog:
         self._ring.append(batch)
         return batch
 
-    def _update_sets(self, event: Event) -> None:
+    def _update_sets(self, event: KvEvent) -> None:
         if event.kind is EventKind.CLEARED:
             for one in self._sets:
                 one.clear()
@@ -954,13 +954,13 @@ def _chunked(hashes: Hashes) -> Iterator[Hashes]:
         yield hashes[start : start + SNAPSHOT_CHUNK_BLOCKS]
 
 
-def _split_large_events(events: Iterable[Event]) -> Iterator[Event]:
+def _split_large_events(events: Iterable[KvEvent]) -> Iterator[KvEvent]:
     """The events, those with too many hashes for a batch in parts."""
     for event in events:
         if len(event.hashes) <= SNAPSHOT_CHUNK_BLOCKS:
             yield event
         else:
-            yield from (Event(event.kind, part, event.tier) for part in _chunked(event.hashes))
+            yield from (KvEvent(event.kind, part, event.tier) for part in _chunked(event.hashes))
 
 
 class SourceFeed:

@@ -26,7 +26,7 @@ from typing import Protocol, TypeAlias
 import structlog
 
 from common.errors import MeshError
-from common.kv.events import Partition, SnapshotChunk, SourceState
+from common.kv.events import Partition, SnapshotChunk, SourcePosition
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.registry.registry import Registry
@@ -428,7 +428,7 @@ class Link:
     def _build_hello(self) -> indexer_pb2.PublishRequest:
         """Says where every rank stands, and starts over with the cursors."""
         publisher = self._publisher
-        states: list[SourceState] = [feed.event_log.state for feed in publisher.feeds.values()]
+        states: list[SourcePosition] = [feed.event_log.state for feed in publisher.feeds.values()]
         self.acked = {}
         self.has_response = False
         # Nothing can be missing of a rank that has said nothing yet.
@@ -536,7 +536,7 @@ class Link:
             self._publisher.shrink(response.shrink_blocks, self.acked)
         self._wakeup.set()
 
-    def _on_ack(self, state: SourceState) -> None:
+    def _on_ack(self, state: SourcePosition) -> None:
         rank = state.source.dp_rank
         cursor = self._cursors.get(rank)
         if cursor is None:

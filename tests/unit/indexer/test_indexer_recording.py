@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from common.kv.events import (
     EMPTY_HASHES,
-    Event,
     EventBatch,
     EventKind,
     Hashes,
+    KvEvent,
     Partition,
     SnapshotChunk,
     Source,
-    SourceState,
+    SourcePosition,
     SourceStatus,
     Tier,
 )
@@ -48,12 +48,12 @@ def array(values: Iterable[int]) -> Hashes:
     return np.array(list(values), dtype=np.uint64)
 
 
-def batch(sequence: int, *events: Event, epoch: int = 1) -> EventBatch:
+def batch(sequence: int, *events: KvEvent, epoch: int = 1) -> EventBatch:
     return EventBatch(SOURCE, epoch, sequence, events)
 
 
-def stored(*values: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(EventKind.STORED, array(values), tier)
+def stored(*values: int, tier: Tier = Tier.DEVICE) -> KvEvent:
+    return KvEvent(EventKind.STORED, array(values), tier)
 
 
 def chunk(sequence: int, *values: int, first: bool = True, last: bool = True) -> SnapshotChunk:
@@ -80,7 +80,7 @@ def facts(entry: RecordingEntry) -> object:
 hashes = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(array)
 sources = st.builds(Source, st.integers(1, 2**64 - 1), st.integers(0, 2**32 - 1))
 numbers = st.integers(1, 2**64 - 1)
-events = st.builds(Event, st.sampled_from(EventKind), hashes, st.sampled_from(Tier))
+events = st.builds(KvEvent, st.sampled_from(EventKind), hashes, st.sampled_from(Tier))
 partitions = st.builds(Partition, st.text(min_size=1), numbers, numbers, numbers)
 statuses = st.builds(
     SourceStatus, st.sampled_from(["exact", "gapped", "stale", "degraded", "gone"]), st.text()
@@ -212,7 +212,7 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
         chunk(4, 1, 2, first=True, last=False),
         batch(5, stored(9)),
         chunk(4, 3, first=False),
-        batch(6, Event(EventKind.REMOVED, array([2]), Tier.HOST)),
+        batch(6, KvEvent(EventKind.REMOVED, array([2]), Tier.HOST)),
     ]
     feed = IndexFeed()
     for t, entry in RecordingReader(written(*story, IndexLost())):
@@ -221,7 +221,7 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
     held = {(tier, key) for tier, part in index.chunks(advertised) for key in part.tolist()}
     assert held == {(Tier.HOST, 1), (Tier.HOST, 3), (Tier.DEVICE, 9)}
     assert feed.status(SOURCE).state == "stale", "its recorder was lost"
-    assert feed.position(SOURCE) == SourceState(SOURCE, 1, 6)
+    assert feed.position(SOURCE) == SourcePosition(SOURCE, 1, 6)
 
 
 def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
@@ -249,7 +249,7 @@ def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
 
 def test_the_largest_batch_fits_into_a_line() -> None:
     # Of one hash each, with the longest names.
-    event = Event(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
+    event = KvEvent(EventKind.REMOVED, np.array([2**64 - 1], dtype=np.uint64), Tier.DEVICE)
     one, two = (
         len(encode_line(0.0, EventBatch(SOURCE, 2**64 - 1, 2**64 - 1, [event] * n))) for n in (1, 2)
     )

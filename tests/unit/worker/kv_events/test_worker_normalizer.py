@@ -22,11 +22,11 @@ from hypothesis.stateful import (
 
 from common.kv.events import (
     SNAPSHOT_CHUNK_BLOCKS,
-    Event,
     EventKind,
     Hashes,
+    KvEvent,
     Source,
-    SourceState,
+    SourcePosition,
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher, TokenIds
@@ -84,7 +84,7 @@ class Listener:
         """A hasher that tells which block it names after which."""
         return _Telling(self, block_size)
 
-    def hear(self, events: Iterable[Event]) -> None:
+    def hear(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event.kind:
                 case EventKind.CLEARED:
@@ -750,11 +750,11 @@ def test_a_withdrawn_block_that_is_stored_anew_is_announced_where_there_is_room(
 # The ledger.
 
 
-def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> Event:
-    return Event(kind, np.array(names, dtype=np.uint64), tier)
+def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> KvEvent:
+    return KvEvent(kind, np.array(names, dtype=np.uint64), tier)
 
 
-def stored(*names: int) -> Event:
+def stored(*names: int) -> KvEvent:
     return event(EventKind.STORED, *names)
 
 
@@ -765,11 +765,11 @@ def contents(event_log: EventLog) -> list[int]:
 @pytest.mark.row("S1-10")
 def test_batches_are_numbered_from_one_without_gaps() -> None:
     event_log = EventLog(SOURCE)
-    assert event_log.state == SourceState(SOURCE, 1, 0)
+    assert event_log.state == SourcePosition(SOURCE, 1, 0)
     numbers = [batch.sequence for n in range(3) for batch in event_log.append([stored(n)])]
     assert numbers == [1, 2, 3]
     assert event_log.append([]) == []
-    assert event_log.state == SourceState(SOURCE, 1, 3)
+    assert event_log.state == SourcePosition(SOURCE, 1, 3)
 
 
 def test_all_changes_of_a_tick_are_one_batch_unless_they_are_very_many() -> None:
@@ -831,7 +831,7 @@ def test_an_epoch_begins_with_an_empty_batch_so_that_everybody_hears_of_it() -> 
     assert batch.events == ()
     assert contents(event_log) == []
     assert event_log.batch(1) is batch
-    assert event_log.state == SourceState(SOURCE, 2, 1)
+    assert event_log.state == SourcePosition(SOURCE, 2, 1)
 
 
 # The two together.
@@ -869,13 +869,13 @@ def test_a_loss_drops_all_claims_and_degrades_until_the_cache_is_cleared() -> No
     source.apply(PagesStored([1, 2], None, le(PROMPT[:8]), B))
     source.seal_changes()
     source.record_loss()
-    assert source.event_log.state == SourceState(SOURCE, 2, 1, degraded=True)
+    assert source.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
     source.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
     source.apply(PagesRemoved([1]))
     source.seal_changes()
     assert contents(source.event_log) == [], "its parent may be gone, nobody knows"
     source.apply(PagesCleared())
-    assert source.event_log.state == SourceState(SOURCE, 3, 1)
+    assert source.event_log.state == SourcePosition(SOURCE, 3, 1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
     source.seal_changes()
     assert contents(source.event_log) == NAMES[:1]
@@ -888,7 +888,7 @@ def test_blocks_left_out_degrade_the_source_but_keep_its_claims() -> None:
     source.apply(PagesStored([2], 1, le(PROMPT[4:8]), B))
     source.seal_changes()
     assert contents(source.event_log) == NAMES[:1]
-    assert source.event_log.state == SourceState(SOURCE, 1, 1, degraded=True)
+    assert source.event_log.state == SourcePosition(SOURCE, 1, 1, degraded=True)
 
 
 def test_what_a_ledger_holds_is_what_a_listener_of_its_batches_holds() -> None:
