@@ -60,8 +60,9 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import InvalidRequest, MeshError, NotFound, PermissionDenied, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card, model_slug
-from common.registry.instances import Instance, Snapshot, check_namespace, find_card_conflict
+from common.registry.instances import Instance, Snapshot, find_card_conflict
 from common.registry.registry import (
     Lease,
     Watch,
