@@ -32,6 +32,8 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT_NAME = "serve"
+# In meta: the address whose gRPC health Consul checks, as host:port.
+HEALTH_META_KEY = "health"
 # In a router's meta: its policy to serve whole what could be split; absent where it has none.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 
