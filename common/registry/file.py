@@ -45,11 +45,11 @@ import structlog
 from pydantic import TypeAdapter
 
 from common.errors import InvalidRequest, MeshError, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card
 from common.registry.instances import (
     Instance,
     Snapshot,
-    check_namespace,
     find_card_conflict,
     parse_json,
 )

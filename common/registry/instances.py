@@ -21,6 +21,7 @@ from typing import Literal, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from common.errors import InvalidRequest
+from common.namespace import check_namespace
 
 Service = Literal["frontend", "router", "indexer", "worker"]
 Role = Literal["aggregated", "prefill", "decode"]
@@ -31,11 +32,11 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT_NAME = "serve"
+# In meta: the address whose gRPC health Consul checks, as host:port.
+HEALTH_META_KEY = "health"
 # In a router's meta: its policy to serve whole what could be split; absent where it has none.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"
 
-# A namespace is a directory name and a Consul tag.
-_NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _NOT_IN_SLUG = re.compile(r"[^a-z0-9._-]")
 _ADVERTISED_SIZES = (
     "block_size",
@@ -157,16 +158,6 @@ def new_instance_id(rng: Random) -> int:
     `common/runtime/log.py`.
     """
     return rng.randrange(2**53, INSTANCE_ID_LIMIT)
-
-
-def check_namespace(namespace: str) -> None:
-    """InvalidRequest unless letters, digits, `._-`, not starting with a sign, at most 63."""
-    if not _NAMESPACE.fullmatch(namespace):
-        raise InvalidRequest(
-            f"namespace {namespace!r} must be 1 to 63 letters, digits, '.', '_' or '-', "
-            "beginning with a letter or digit",
-            "namespace",
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from typing import NoReturn, Protocol
 import structlog
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from common.namespace import check_namespace
 from common.registry.card import ModelCard, decode_card, encode_card
-from common.registry.instances import Instance, Snapshot, check_namespace, find_card_conflict
+from common.registry.instances import Instance, Snapshot, find_card_conflict
 
 LOG = structlog.get_logger(__name__)
 

@@ -35,7 +35,7 @@ from typing import (
 )
 
 from common.errors import InvalidRequest
-from common.registry.instances import check_namespace
+from common.namespace import check_namespace
 
 SERVICES = ("FRONTEND", "ROUTER", "INDEXER", "WORKER", "MESHCTL")
 PREFIX = "KVMESH_"

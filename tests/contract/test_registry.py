@@ -28,7 +28,7 @@ from structlog.testing import capture_logs
 
 from common.errors import Conflict, InvalidRequest, NotFound, Unavailable
 from common.registry.card import Artifact, ModelCard
-from common.registry.consul import ConsulRegistry
+from common.registry.consul.registry import ConsulRegistry
 from common.registry.file import FileRegistry
 from common.registry.instances import Instance, Snapshot, diff_snapshots, new_instance_id
 from common.registry.registry import MemoryRegistry, MemoryStore, Registry, Watch
@@ -198,7 +198,7 @@ class ChildOwner:
 
 CONSUL_OWNER_PROGRAM = """
 import asyncio, os, sys, time
-from common.registry.consul import ConsulRegistry
+from common.registry.consul.registry import ConsulRegistry
 from common.registry.instances import Instance
 
 async def main(url, raw, forks):

@@ -19,9 +19,10 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 from structlog.testing import capture_logs
 
-import common.registry.consul
+import common.registry.consul.client
+import common.registry.consul.registry
 from common.registry.card import ModelCard
-from common.registry.consul import DEPARTURE_KEPT_S, ConsulRegistry
+from common.registry.consul.registry import DEPARTURE_KEPT_S, ConsulRegistry
 from common.registry.instances import Instance
 
 NS = "blips"
@@ -35,8 +36,8 @@ OLD_NOTE = f"kvmesh/{NS}/left/{1:016x}"
 
 @pytest.fixture(autouse=True)
 def no_call_fails_because_the_machine_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.registry.consul, "CALL_TIMEOUT_S", PATIENCE_S)
-    monkeypatch.setattr(common.registry.consul, "CONNECT_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(common.registry.consul.client, "CALL_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(common.registry.consul.client, "CONNECT_TIMEOUT_S", PATIENCE_S)
 
 
 @dataclass
@@ -113,8 +114,12 @@ class BreakingAgent:
             return 200, b""
         assert path == "/v1/agent/service/register", path
         service = json.loads(body)
-        created = self.services.get(service["ID"], {}).get("CreateIndex", self.index)
-        self.services[service["ID"]] = {**service, "CreateIndex": created}
+        created = self.services.get(service["id"], {}).get("CreateIndex", self.index)
+        self.services[service["id"]] = {
+            "ID": service["id"],
+            "Meta": service["meta"],
+            "CreateIndex": created,
+        }
         return 200, b""
 
     def _key(
@@ -171,7 +176,7 @@ async def test_a_start_survives_connections_that_break_at_any_of_its_calls(
     monkeypatch: pytest.MonkeyPatch, deaf: bool, breaks: int
 ) -> None:
     # Else waiting to be listed would hide what is shown here.
-    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(common.registry.consul.registry, "LISTED_WITHIN_S", 0.0)
     calls = await calls_of_a_start()
     assert calls >= 8
     agents = [BreakingAgent(first, breaks, deaf) for first in range(calls)]
@@ -183,7 +188,7 @@ async def test_a_start_survives_connections_that_break_at_any_of_its_calls(
 async def test_a_registration_that_the_agent_accepted_and_lost_is_made_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(common.registry.consul, "LISTED_WITHIN_S", 0.0)
+    monkeypatch.setattr(common.registry.consul.registry, "LISTED_WITHIN_S", 0.0)
 
     class Forgetful(BreakingAgent):
         def answer(

@@ -22,8 +22,9 @@ from structlog.testing import capture_logs
 
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.registry.card import Artifact, ModelCard
-from common.registry.consul import HEALTH_META_KEY, RECONCILE_S, ConsulRegistry
-from common.registry.instances import Instance, Snapshot, new_instance_id
+from common.registry.consul.registry import ConsulRegistry
+from common.registry.consul.watch import RECONCILE_S
+from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot, new_instance_id
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
@@ -372,7 +373,7 @@ async def test_a_watch_opened_without_an_agent_fills_when_there_is_one(
             await mesh.connect().register(one)
             await seen(watch, lambda s: one.id in s.instances, WAIT_S)
     events = [line["event"] for line in logs if line.get("namespace") == NS]
-    assert events == ["registry_lost", "registry_found"]
+    assert events == ["registry_lost", "registry_recovered"]
 
 
 async def test_fifty_instances_come_and_half_of_them_die_at_once(
