@@ -26,11 +26,11 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.fleet import Placement
+from router_svc.core.types import BookingKey, LoadTotals, Placement, SessionHello
 
 # An orphan is counted this long; a frontend that lives announces it again within 200 ms.
 ORPHAN_S = 3.0
@@ -47,14 +47,6 @@ EXPIRY_SCAN_INTERVAL_S = 30.0
 # Blocks are weighed in parts of 1 / 2^16, as integers, so that sums stay exact.
 _WEIGHT_BITS = 16
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
-
-
-class BookingKey(NamedTuple):
-    """What a booking is known by, whatever router holds it: (frontend incarnation, id, try)."""
-
-    frontend_id: int
-    request_id: str
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +106,6 @@ class Peers(Protocol):
         """A booking of ours was made, changed or given up, or anybody's was freed by our word."""
 
 
-class SessionHello(NamedTuple):
-    """Whose session it is, and which: counts those of the frontend, from 1; 0: it does not say."""
-
-    frontend_id: int
-    generation: int
-
-
 class _NoPeers:
     """A router on its own."""
 
@@ -149,17 +134,6 @@ class _NoBookingObserver:
 
     def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
         """Nobody wants to know."""
-
-
-class LoadTotals(NamedTuple):
-    """Prompt tokens to compute, KV blocks held, requests running or waiting.
-
-    A tuple, because every decision reads one of each rank.
-    """
-
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    requests: int = 0
 
 
 @dataclass(slots=True)

@@ -33,8 +33,9 @@ from itertools import islice
 from struct import Struct
 
 from common.errors import InvalidRequest, Overloaded
-from router_svc.core.load_tracker import Booking, BookingKey, LoadTracker, SessionHello
-from router_svc.core.sessions import SessionAffinity, SessionName, SessionUpdate
+from router_svc.core.load_tracker import Booking, LoadTracker
+from router_svc.core.sessions import SessionAffinity, SessionUpdate
+from router_svc.core.types import BookingKey, SessionHello, SessionName
 
 # Bookings, and client sessions, in one frame: what a peer's loop can take in a few milliseconds.
 FRAME_ENTRIES_MAX = 512

@@ -18,18 +18,12 @@ from random import Random
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import BootstrapInfo
-from router_svc.core.admission import (
-    AdmissionQueue,
-    Blockers,
-    QueuedRequest,
-    QueueOrder,
-    RankCapacity,
-)
+from router_svc.core.admission import AdmissionQueue, Blockers, QueuedRequest, QueueOrder
 from router_svc.core.capacity import LEGS, Capacity
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row, explain
-from router_svc.core.fleet import Candidate, Fleet, Placement
-from router_svc.core.load_tracker import Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.fleet import Fleet
+from router_svc.core.load_tracker import Booking, LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementRequest, Planner, ServingPlan, cached_tokens
@@ -43,8 +37,17 @@ from router_svc.core.query import (
     validate_query,
 )
 from router_svc.core.recent_prefill import RecentPrefill
-from router_svc.core.selectors import SELECTORS, KvSelector, Matches, View, WorkerSelector
-from router_svc.core.sessions import SessionAffinity, SessionName
+from router_svc.core.selectors import SELECTORS, KvSelector, View, WorkerSelector
+from router_svc.core.sessions import SessionAffinity
+from router_svc.core.types import (
+    BookingKey,
+    Candidate,
+    LoadTotals,
+    Matches,
+    Placement,
+    RankCapacity,
+    SessionName,
+)
 
 RECENT_MAX = 4096
 # Candidates of each leg that a remembered decision keeps, cheapest first; a preview keeps all.

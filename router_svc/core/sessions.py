@@ -34,10 +34,9 @@ from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from router_svc.core.eligibility import AffinityConstraint, Leg
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Booking, BookingKey
+from router_svc.core.load_tracker import Booking
 from router_svc.core.query import Query
+from router_svc.core.types import AffinityConstraint, BookingKey, Leg, Placement, SessionName
 
 # hard: a session's requests run on its worker or not at all, while it is there; soft: there if it
 # may serve them and has room, else elsewhere.
@@ -61,16 +60,6 @@ _PIN_FIELDS = (
     "dp_rank",
     "prefill_dp_rank",
 )
-
-
-class SessionName(NamedTuple):
-    """A session of one model, or adapter of it, for adapters reuse nothing of each other's KV and
-    other workers may have them.
-    """
-
-    model: str
-    session_id: str
-    lora_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)

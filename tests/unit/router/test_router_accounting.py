@@ -31,13 +31,10 @@ from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import (
     BOOKING_EXPIRY_S,
     EXPIRY_SCAN_INTERVAL_S,
     Booking,
-    BookingKey,
-    LoadTotals,
     LoadTracker,
 )
 from router_svc.core.overlap import IndexStatus
@@ -45,6 +42,7 @@ from router_svc.core.policy import Policy
 from router_svc.core.query import Query, bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, LoadTotals, Placement
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
 
 FRONTEND = 7

@@ -12,15 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import (
-    ORPHAN_S,
-    REPORT_MAX_AGE_S,
-    Booking,
-    BookingKey,
-    LoadTotals,
-    LoadTracker,
-)
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, Booking, LoadTracker
+from router_svc.core.types import BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
 FRONTEND = 7

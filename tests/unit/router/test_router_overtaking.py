@@ -19,14 +19,12 @@ from router_svc.core.admission import (
     ConstraintClass,
     QueuedRequest,
     QueueSettings,
-    RankCapacity,
 )
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement, RankCapacity
 
 BATCH = 1000
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from common.errors import Overloaded
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, Booking, LoadTracker
 from router_svc.core.replication import (
     BACKLOG_MAX,
     DIGEST_S,
@@ -23,6 +22,7 @@ from router_svc.core.replication import (
     Replica,
     fingerprint,
 )
+from router_svc.core.types import BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
 FRONTEND = 7

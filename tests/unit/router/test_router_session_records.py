@@ -19,8 +19,7 @@ from common.request.preprocessed import (
     SessionAction,
     SessionControl,
 )
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Booking, BookingKey
+from router_svc.core.load_tracker import Booking
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
@@ -29,11 +28,11 @@ from router_svc.core.sessions import (
     RECORD_OVERHEAD_BYTES,
     SessionAffinity,
     SessionConstraint,
-    SessionName,
     SessionPlacement,
     SessionRecord,
     SessionUpdate,
 )
+from router_svc.core.types import BookingKey, Placement, SessionName
 
 FRONTEND = 7
 TTL_S = 60.0
