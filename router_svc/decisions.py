@@ -84,10 +84,11 @@ class Decisions:
         self._rebound_sessions: dict[SessionName, None] = {}  # Bound anew while somebody waited.
         self._next_slice_at = 0.0  # Loop time.
         self._is_closed = False
-        router.book.capacity_freed = self._on_capacity_freed
-        router.book.on_session_superseded = self.withdraw_session
-        router.fleet_changed = self._on_fleet_changed
-        router.affinity.on_session_moved = self._on_session_moved
+        events = router.events
+        events.capacity_freed.subscribe(self._on_capacity_freed)
+        events.frontend_session_superseded.subscribe(self.withdraw_session)
+        events.fleet_changed.subscribe(self._on_fleet_changed)
+        events.session_moved.subscribe(self._on_session_moved)
 
     def submit(
         self,

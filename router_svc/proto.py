@@ -11,7 +11,7 @@ from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
-from router_svc.core.load_tracker import COUNTER_MAX, Booking
+from router_svc.core.load_tracker import COUNTER_MAX
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
 from router_svc.core.router import Decision, PotentialLoad
@@ -21,7 +21,14 @@ from router_svc.core.sessions import (
     SessionRecord,
     SessionUpdate,
 )
-from router_svc.core.types import BookingKey, LoadTotals, Placement, SessionHello, SessionName
+from router_svc.core.types import (
+    Booking,
+    BookingKey,
+    LoadTotals,
+    Placement,
+    SessionHello,
+    SessionName,
+)
 
 REQUEST_ID_CHARS_MAX = 256
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
+from common.errors import InvalidRequest
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 
@@ -50,6 +51,53 @@ class BookingKey(NamedTuple):
     frontend_id: int
     request_id: str
     attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """A charge. Tokens and blocks are counts; `prefill` None means that prefill is on `worker`.
+
+    prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
+    decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
+    request weighs less.
+
+    session_id: the client session that the request is of, empty if of none; session_revision: of
+    the bond that it made or kept, from 1 (see `affinity.Bond`); lora_name: the session's adapter.
+    """
+
+    key: BookingKey
+    model: str
+    worker: Placement
+    prefill: Placement | None = None
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    revision: int = 1
+    decay: float = 1.0
+    generation: int = 0
+    session_id: str = ""
+    session_revision: int = 0
+    lora_name: str = ""
+
+    @property
+    def session(self) -> tuple[str, str, str]:
+        """What its session is known by."""
+        return self.model, self.session_id, self.lora_name
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of two about the same booking, the greater is newer."""
+        return self.generation, self.revision
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise InvalidRequest(
+                f"decay_fraction must be within 0..1, not {self.decay}", "decay_fraction"
+            )
+        for name in ("prefill_tokens", "decode_blocks"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative", name)
+        if self.revision < 1:
+            raise InvalidRequest("revision counts from 1", "revision")
 
 
 class SessionName(NamedTuple):

@@ -256,8 +256,8 @@ def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
     bed = Bed()
     told: list[Placement] = []
     fleets: list[int] = []
-    bed.router.book.capacity_freed = told.append
-    bed.router.fleet_changed = lambda: fleets.append(1)
+    bed.router.events.capacity_freed.subscribe(told.append)
+    bed.router.events.fleet_changed.subscribe(lambda: fleets.append(1))
     placed(bed.admit("a"))
     assert told == [], "a booking is no relief"
     bed.router.book.mark_prefill_done(key("a"))
@@ -1021,7 +1021,7 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     by_fleet = False
 
     capacity_freed: dict[int, None] = {}
-    bed.router.book.capacity_freed = lambda at: capacity_freed.setdefault(at.worker_id)
+    bed.router.events.capacity_freed.subscribe(lambda at: capacity_freed.setdefault(at.worker_id))
 
     def serve() -> None:
         # The fleet changes are for sweeps, all else for reliefs.
