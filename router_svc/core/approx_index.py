@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from common.kv.events import Source
 from common.kv.hashing import hashes_from_bytes
 from common.kv.prefix_index import SourceMatch
-from router_svc.core.fleet import Placement
 from router_svc.core.query import Query
+from router_svc.core.types import Placement
 
 # What separates chains: model, tokens a block, how hashes are made.
 _Partition = tuple[str, int, int]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router_svc.core.fleet import Placement
+from router_svc.core.types import Placement
 
 # Powers of two stay far from the limits of a float; then the zero of time moves.
 _REBASE_HALF_LIVES = 500.0

@@ -34,10 +34,16 @@ from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from router_svc.core.eligibility import AffinityConstraint, Leg
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Booking, BookingKey
+from router_svc.core.events import RouterEvents
 from router_svc.core.query import Query
+from router_svc.core.types import (
+    AffinityConstraint,
+    Booking,
+    BookingKey,
+    Leg,
+    Placement,
+    SessionName,
+)
 
 # hard: a session's requests run on its worker or not at all, while it is there; soft: there if it
 # may serve them and has room, else elsewhere.
@@ -61,16 +67,6 @@ _PIN_FIELDS = (
     "dp_rank",
     "prefill_dp_rank",
 )
-
-
-class SessionName(NamedTuple):
-    """A session of one model, or adapter of it, for adapters reuse nothing of each other's KV and
-    other workers may have them.
-    """
-
-    model: str
-    session_id: str
-    lora_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +202,6 @@ class SessionAffinity:
 
     epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions just count.
 
-    It is the load book's `Uses`. changed: called with a session of which peers are to be told;
-    moved: with one that is bound elsewhere than before, or no more; it must not call back.
     evicted: bonds forgotten for want of room.
     """
 
@@ -219,6 +213,7 @@ class SessionAffinity:
         records_max: int = RECORDS_MAX,
         bytes_max: int = BYTES_MAX,
         epoch_s: float | None = None,
+        events: RouterEvents | None = None,
     ) -> None:
         assert records_max > 0, "there is room for one"
         self._ttl_s = ttl_s
@@ -235,8 +230,9 @@ class SessionAffinity:
         self._idle_since: dict[SessionName, float] = {}
         self._idle_heap: list[tuple[float, SessionName]] = []
         self._newly_idle: dict[SessionName, None] = {}  # Idle from the next `expire` on.
-        self.changed: Callable[[SessionName], None] = _ignore
-        self.on_session_moved: Callable[[SessionName], None] = _ignore
+        self._events = RouterEvents() if events is None else events
+        self._events.booking_added.subscribe(self.booking_began)
+        self._events.booking_removed.subscribe(self.booking_ended)
         self.size = 0  # Bytes, about.
         self.evicted = 0
 
@@ -277,21 +273,24 @@ class SessionAffinity:
         """The request that asked to stay was booked, which made this bond or kept it."""
         if self._records.get(record.session) != record:
             self._store(record)
-            self.changed(record.session)
+            self._events.session_changed(record.session)
         self._mark_used(record.session, now)
 
     # Bookings, of whatever router.
 
     def booking_began(self, booking: Booking) -> None:
-        """See `Uses`."""
+        """See `RouterEvents.booking_added`."""
         session = SessionName(*booking.session)
         self._live_bookings[session] = self._live_bookings.get(session, 0) + 1
         self._newly_idle.pop(session, None)
         if session not in self._closed_sessions:
             self._idle_since.pop(session, None)
 
-    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
-        """See `Uses`. A peer that never heard of so short a booking is told that there was one."""
+    def booking_ended(self, booking: Booking, is_own: bool) -> None:
+        """See `RouterEvents.booking_removed`.
+
+        Peers get an update, since they may never have received so short a booking.
+        """
         session = SessionName(*booking.session)
         self._live_bookings[session] -= 1
         if self._live_bookings[session]:
@@ -300,7 +299,7 @@ class SessionAffinity:
         if session in self._records and session not in self._closed_sessions:
             self._newly_idle[session] = None
             if is_own:
-                self.changed(session)
+                self._events.session_changed(session)
 
     def announced(self, booking: Booking, now: float) -> None:
         """A frontend holds this booking: what nobody here remembers of its session, it teaches."""
@@ -326,7 +325,7 @@ class SessionAffinity:
         if existing is None or record.supersedes(existing):
             self._store(record)
         elif existing.supersedes(record):
-            self.changed(record.session)
+            self._events.session_changed(record.session)
         self._mark_used(record.session, now - idle_s)
 
     def told(self, session: SessionName, now: float) -> SessionUpdate | None:
@@ -390,7 +389,7 @@ class SessionAffinity:
         if record.session_placement is None:
             self._closed_sessions[session] = None
         if old is None or old.session_placement != record.session_placement:
-            self.on_session_moved(session)
+            self._events.session_moved(session)
         while len(self._records) > self._records_max or self.size > self._bytes_max:
             self._evict_one(session)
 
@@ -437,13 +436,9 @@ class SessionAffinity:
         self._closed_sessions.pop(session, None)
         self._idle_since.pop(session, None)
         self._newly_idle.pop(session, None)
-        self.on_session_moved(session)
+        self._events.session_moved(session)
 
 
 def _pins_any_worker(routing: RoutingHints) -> bool:
     """Whether the request says by itself where it, or a leg of it, has to run."""
     return any(getattr(routing, name) is not None for name in _PIN_FIELDS)
-
-
-def _ignore(session: SessionName) -> None:
-    """A router on its own."""
