@@ -24,12 +24,11 @@ from common.kv.hashing import PrefixHasher, hashes_from_bytes, hashes_to_bytes
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from router_svc.config import RouterConfig
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement
 
 BLOCK_SIZE = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK_SIZE)

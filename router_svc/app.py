@@ -20,9 +20,9 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.metrics_server import serve_metrics
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.config import RouterConfig, load_selector
-from router_svc.core.fleet import Placement
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.router import Router
+from router_svc.core.types import Placement
 from router_svc.fleet_watch import FleetWatch
 from router_svc.hashing import HasherCache
 from router_svc.index_replica import IndexReplica, grpc_subscriptions

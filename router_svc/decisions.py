@@ -19,11 +19,10 @@ from common.errors import Conflict, InternalError, MeshError, RequestCancelled, 
 from common.kv.hashing import HASH_SCHEME_ID
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import REPORT_MAX_AGE_S, BookingKey
+from router_svc.core.load_tracker import REPORT_MAX_AGE_S
 from router_svc.core.query import Query, block_size_of
 from router_svc.core.router import AdmissionResult, Decision, Router
-from router_svc.core.sessions import SessionName
+from router_svc.core.types import BookingKey, Placement, SessionName
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics
 from router_svc.proto import query_from_proto
@@ -85,10 +84,11 @@ class Decisions:
         self._rebound_sessions: dict[SessionName, None] = {}  # Bound anew while somebody waited.
         self._next_slice_at = 0.0  # Loop time.
         self._is_closed = False
-        router.book.capacity_freed = self._on_capacity_freed
-        router.book.on_session_superseded = self.withdraw_session
-        router.fleet_changed = self._on_fleet_changed
-        router.affinity.on_session_moved = self._on_session_moved
+        events = router.events
+        events.capacity_freed.subscribe(self._on_capacity_freed)
+        events.frontend_session_superseded.subscribe(self.withdraw_session)
+        events.fleet_changed.subscribe(self._on_fleet_changed)
+        events.session_moved.subscribe(self._on_session_moved)
 
     def submit(
         self,

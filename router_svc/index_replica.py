@@ -40,9 +40,9 @@ from common.wire.kv import (
 )
 from common.wire.load import load_from_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from router_svc.core.fleet import Placement
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
+from router_svc.core.types import Placement
 
 LOG = structlog.get_logger(__name__)
 

@@ -10,17 +10,24 @@ from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.explain import CandidateRow
-from router_svc.core.fleet import Fleet, Placement
-from router_svc.core.load_tracker import COUNTER_MAX, Booking, BookingKey, LoadTotals, SessionHello
+from router_svc.core.fleet import Fleet
+from router_svc.core.load_tracker import COUNTER_MAX
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
 from router_svc.core.router import Decision, PotentialLoad
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
-    SessionName,
     SessionPlacement,
     SessionRecord,
     SessionUpdate,
+)
+from router_svc.core.types import (
+    Booking,
+    BookingKey,
+    LoadTotals,
+    Placement,
+    SessionHello,
+    SessionName,
 )
 
 REQUEST_ID_CHARS_MAX = 256

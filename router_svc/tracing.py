@@ -13,9 +13,9 @@ from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
 from common.runtime import telemetry
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.query import Query
 from router_svc.core.router import Decision
+from router_svc.core.types import BookingKey
 
 # In order of execution.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")

@@ -43,11 +43,8 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from common.errors import Overloaded
-from router_svc.core.eligibility import Leg
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.query import Query
-from router_svc.core.sessions import SessionName
+from router_svc.core.types import BookingKey, Placement, RankCapacity, SessionName
 
 QueuePolicy = Literal["fcfs", "wspt", "lcfs"]
 
@@ -72,13 +69,6 @@ class QueueSettings:
 
 
 NO_QUEUE = QueueSettings()
-
-
-class RankCapacity(NamedTuple):
-    """A rank that somebody waits for, and what it is wanted for."""
-
-    placement: Placement
-    leg: Leg
 
 
 class ConstraintClass(NamedTuple):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from common.kv.events import Source
 from common.kv.hashing import hashes_from_bytes
 from common.kv.prefix_index import SourceMatch
-from router_svc.core.fleet import Placement
 from router_svc.core.query import Query
+from router_svc.core.types import Placement
 
 # Chains are per model, tokens per block and hash scheme.
 _Partition = tuple[str, int, int]

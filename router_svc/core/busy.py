@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from router_svc.core.eligibility import Leg
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadTotals
+from router_svc.core.types import Candidate, Leg, LoadTotals, Placement
 
 # Tokens a batch where a worker does not say: then only absurd loads are busy.
 BATCH_TOKENS_UNKNOWN = 10_000_000

@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import get_args
 
 from common.errors import InvalidRequest, Overloaded, Unavailable
-from router_svc.core.admission import RankCapacity
 from router_svc.core.busy import busy_worker_ids
-from router_svc.core.eligibility import Leg, eligible
-from router_svc.core.fleet import Candidate, Fleet, Placement
+from router_svc.core.eligibility import eligible
+from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.placement import PlacementRequest, Planner, ServingPlan
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
+from router_svc.core.types import Candidate, Leg, Placement, RankCapacity
 
 LEGS: tuple[Leg, ...] = get_args(Leg)
 

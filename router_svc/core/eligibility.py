@@ -8,11 +8,9 @@ from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, MeshError, Overloaded, Unavailable
 from common.request.preprocessed import RoutingHints
-from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query
+from router_svc.core.types import AffinityConstraint, Candidate, Leg
 
-# What a worker is wanted for: the whole request, or one leg of a pair.
-Leg = Literal["whole", "prefill", "decode"]
 # required: a request for an adapter runs where that is resident; preferred: there if somebody who
 # has it may serve, else anywhere, since engines may load adapters when they are asked for.
 LoraResidency = Literal["required", "preferred"]
@@ -39,14 +37,6 @@ class _CandidateFilter:
     accepts: Callable[[Candidate], bool]
     reason: str
     error_if_empty: Callable[[], MeshError] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AffinityConstraint:
-    """Where the request's session is bound for a leg. is_hard: it must run there."""
-
-    placement: Placement
-    is_hard: bool
 
 
 def pinned_worker_id(routing: RoutingHints | None, leg: Leg = "whole") -> int | None:

@@ -8,11 +8,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from router_svc.core.cost import Terms
-from router_svc.core.eligibility import Excluded, Leg
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadTotals
+from router_svc.core.eligibility import Excluded
 from router_svc.core.overlap import UNKNOWN_STATUS, IndexStatus, IndexStatusProvider
 from router_svc.core.selectors import CandidateCosts, Selection, View
+from router_svc.core.types import Candidate, Leg, LoadTotals, Placement
 
 
 class CandidateRow(NamedTuple):

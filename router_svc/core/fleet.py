@@ -8,30 +8,14 @@ a model (its metadata is not known yet) is no candidate.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
 
 from common.registry.instances import Instance, Role, Snapshot, SnapshotDiff, diff_snapshots
+from router_svc.core.types import Candidate, Placement
 
 # A model without workers is unavailable (503), not unknown (404), for this long: its running
 # requests need another worker at that moment.
 GONE_MODEL_TTL_S = 60.0
 _GONE_MODELS_MAX = 1024
-
-
-class Placement(NamedTuple):
-    """A worker and one of its data-parallel ranks. A tuple, because it is hashed on every path."""
-
-    worker_id: int
-    dp_rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A rank that could run a request, with what its worker advertises."""
-
-    placement: Placement
-    instance: Instance
 
 
 class Fleet:

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.fleet import Placement
+from router_svc.core.events import RouterEvents
+from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement, SessionHello
 
 # An orphan counts this long; a live frontend registers it again within 200 ms.
 ORPHAN_S = 3.0
@@ -46,118 +46,6 @@ EXPIRY_SCAN_INTERVAL_S = 30.0
 # Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
-
-
-class BookingKey(NamedTuple):
-    """Identifies a booking at every router: (frontend incarnation, request id, attempt)."""
-
-    frontend_id: int
-    request_id: str
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Booking:
-    """The load of one attempt. `prefill` None: prefill runs on `worker`.
-
-    prefill_tokens count on `prefill` (or `worker`) and become 0 when prefill is done; decode_blocks
-    count on `worker`, each at the weight `decay`, 0..1: a nearly finished request weighs less.
-
-    session_id: the request's client session, empty if none; session_revision: of the session record
-    that the request made or kept, from 1 (see `sessions.SessionRecord`); lora_name: the adapter.
-    """
-
-    key: BookingKey
-    model: str
-    worker: Placement
-    prefill: Placement | None = None
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    revision: int = 1
-    decay: float = 1.0
-    generation: int = 0
-    session_id: str = ""
-    session_revision: int = 0
-    lora_name: str = ""
-
-    @property
-    def session(self) -> tuple[str, str, str]:
-        """The name of its client session."""
-        return self.model, self.session_id, self.lora_name
-
-    @property
-    def version(self) -> tuple[int, int]:
-        """Of two states of one booking, the one with the greater version is newer."""
-        return self.generation, self.revision
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.decay <= 1.0:
-            raise InvalidRequest(
-                f"decay_fraction must be within 0..1, not {self.decay}", "decay_fraction"
-            )
-        for name in ("prefill_tokens", "decode_blocks"):
-            if getattr(self, name) < 0:
-                raise InvalidRequest(f"{name} must not be negative", name)
-        if self.revision < 1:
-            raise InvalidRequest("revision counts from 1", "revision")
-
-
-class Peers(Protocol):
-    """The peer routers as the tracker needs them: see `router_svc/core/replication.py`."""
-
-    def is_held(self, key: BookingKey) -> bool:
-        """Whether a peer reports that it owns the booking."""
-
-    def changed(self, key: BookingKey) -> None:
-        """An own booking was made, changed or given up, or this router freed any booking."""
-
-
-class SessionHello(NamedTuple):
-    """A frontend's session: generations count from 1; 0: the frontend did not send one."""
-
-    frontend_id: int
-    generation: int
-
-
-class _NoPeers:
-    """A router without peers."""
-
-    def is_held(self, key: BookingKey) -> bool:
-        return False
-
-    def changed(self, key: BookingKey) -> None:
-        """See `Peers`."""
-
-
-class BookingObserver(Protocol):
-    """Receives which client sessions have bookings: see `router_svc/core/sessions.py`."""
-
-    def booking_began(self, booking: Booking) -> None:
-        """A booking of a client session was added, whichever router owns it."""
-
-    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
-        """It was removed. is_own: this router reported that to the peers."""
-
-
-class _NoBookingObserver:
-    """No observer."""
-
-    def booking_began(self, booking: Booking) -> None:
-        """See `BookingObserver`."""
-
-    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
-        """See `BookingObserver`."""
-
-
-class LoadTotals(NamedTuple):
-    """Prompt tokens to compute, KV blocks held, requests running or waiting.
-
-    A tuple, because every decision reads one per rank.
-    """
-
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    requests: int = 0
 
 
 @dataclass(slots=True)
@@ -224,7 +112,10 @@ class LoadTracker:
     """All bookings, and their sums per (worker, rank). Times are seconds of one clock."""
 
     def __init__(
-        self, bookings_max: int = BOOKINGS_MAX, expiry_s: float = BOOKING_EXPIRY_S
+        self,
+        bookings_max: int = BOOKINGS_MAX,
+        expiry_s: float = BOOKING_EXPIRY_S,
+        events: RouterEvents | None = None,
     ) -> None:
         self._bookings_max = bookings_max
         self._expiry_s = expiry_s
@@ -239,17 +130,16 @@ class LoadTracker:
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
-        self._peers: Peers = _NoPeers()
-        self.booking_observer: BookingObserver = _NoBookingObserver()
-        # Called with each rank that may have less load; must not call back.
-        self.capacity_freed: Callable[[Placement], None] = _ignore_placement
-        # Called with a session that a later one superseded.
-        self.on_session_superseded: Callable[[int], object] = _ignore_session
+        self._peer_bookings: dict[int, Container[BookingKey]] = {}
+        self.events = RouterEvents() if events is None else events
 
-    def set_peers(self, peers: Peers) -> None:
-        """Replicate the bookings to peer routers; call it before the first booking."""
-        assert not self._entries, "peers must receive every booking"
-        self._peers = peers
+    def add_peer(self, router_id: int, keys: Container[BookingKey]) -> None:
+        """A peer router owns the bookings in `keys`, which is read at each use."""
+        self._peer_bookings[router_id] = keys
+
+    def remove_peer(self, router_id: int) -> None:
+        """The peer was lost. The caller then calls `holder_lost` for each of its bookings."""
+        del self._peer_bookings[router_id]
 
     # Bookings.
 
@@ -295,7 +185,7 @@ class LoadTracker:
             self._apply_load(entry, +1)
             self._discard_if_empty(entry.booking.prefill)
             self._notify_peers(entry)
-            self.capacity_freed(entry.booking.prefill or entry.booking.worker)
+            self.events.capacity_freed(entry.booking.prefill or entry.booking.worker)
         return True
 
     def add_output_blocks(
@@ -326,7 +216,7 @@ class LoadTracker:
         self._apply_load(entry, +1)
         self._notify_peers(entry)
         if entry.booking.decay < booking.decay:
-            self.capacity_freed(booking.worker)
+            self.events.capacity_freed(booking.worker)
         return True
 
     def free(self, key: BookingKey) -> bool:
@@ -334,7 +224,7 @@ class LoadTracker:
         entry = self._entries.get(key)
         if entry is not None:
             self._drop(entry)
-        self._peers.changed(key)  # Ends an orphan that a peer has.
+        self.events.booking_changed(key)  # An orphan of theirs ends with it.
         return entry is not None
 
     def get(self, key: BookingKey) -> Booking | None:
@@ -399,7 +289,7 @@ class LoadTracker:
     def booking_ended(self, key: BookingKey) -> None:
         """End a peer's booking, unless a session here or another peer owns it."""
         entry = self._entries.get(key)
-        if entry is not None and entry.session is None and not self._peers.is_held(key):
+        if entry is not None and entry.session is None and not self._is_held_by_peer(key):
             self._drop(entry)
             self._notify_peers(entry)
 
@@ -455,7 +345,7 @@ class LoadTracker:
         for session, (frontend_id, generation) in self._sessions.items():
             if frontend_id == hello.frontend_id and generation >= previous:
                 self._release_session(session, frontend_id, now)
-                self.on_session_superseded(session)
+                self.events.frontend_session_superseded(session)
 
     def is_superseded(self, session: int) -> bool:
         """Whether its frontend has a later session, so that its requests do not count any more."""
@@ -510,7 +400,7 @@ class LoadTracker:
         rank.report_count += 1
         rank.since_report = _LoadSums()
         rank.estimate = None
-        self.capacity_freed(Placement(worker_id, dp_rank))
+        self.events.capacity_freed(Placement(worker_id, dp_rank))
 
     def worker_left(self, worker_id: int) -> None:
         """Discovery lost a worker: discard its reports."""
@@ -574,7 +464,7 @@ class LoadTracker:
         self._apply_load(entry, +1)
         self._discard_if_empty(booking.prefill)
         if booking.session_id:
-            self.booking_observer.booking_began(booking)
+            self.events.booking_added(booking)
         return entry
 
     def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:
@@ -593,9 +483,9 @@ class LoadTracker:
             self._discard_if_empty(placement)
         if booking.session != old.session:
             if booking.session_id:
-                self.booking_observer.booking_began(booking)
+                self.events.booking_added(booking)
             if old.session_id:
-                self.booking_observer.booking_ended(old, is_own=entry.is_own)
+                self.events.booking_removed(old, entry.is_own)
         self._notify_capacity_freed(old)
         self._notify_capacity_freed(booking)
 
@@ -612,13 +502,13 @@ class LoadTracker:
         self._discard_if_empty(entry.booking.worker)
         self._discard_if_empty(entry.booking.prefill)
         if entry.booking.session_id:
-            self.booking_observer.booking_ended(entry.booking, is_own=entry.is_own)
+            self.events.booking_removed(entry.booking, entry.is_own)
         self._notify_capacity_freed(entry.booking)
 
     def _notify_capacity_freed(self, booking: Booking) -> None:
-        self.capacity_freed(booking.worker)
+        self.events.capacity_freed(booking.worker)
         if booking.prefill is not None:
-            self.capacity_freed(booking.prefill)
+            self.events.capacity_freed(booking.prefill)
 
     def _expire_unrenewed(self, now: float) -> int:
         """End bookings that a session here owns and did not renew in time."""
@@ -642,7 +532,7 @@ class LoadTracker:
 
     def _notify_peers(self, entry: _BookingEntry) -> None:
         if entry.is_own:
-            self._peers.changed(entry.booking.key)
+            self.events.booking_changed(entry.booking.key)
 
     def _assign_owner(self, entry: _BookingEntry, session: int | None, now: float) -> None:
         """Make `session`, or the frontend's newest one, the owner; without any, release the
@@ -667,7 +557,7 @@ class LoadTracker:
 
     def _orphan_or_hand_over(self, entry: _BookingEntry, now: float) -> None:
         """No session here owns it: give it to a peer that holds it, or start an orphan period."""
-        if self._peers.is_held(entry.booking.key):
+        if self._is_held_by_peer(entry.booking.key):
             self._hand_over_to_peer(entry)
             return
         if entry.orphan_deadline is None:
@@ -692,7 +582,10 @@ class LoadTracker:
         entry.session = entry.orphan_deadline = None
         if entry.is_own:
             entry.is_own = False
-            self._peers.changed(entry.booking.key)
+            self.events.booking_changed(entry.booking.key)
+
+    def _is_held_by_peer(self, key: BookingKey) -> bool:
+        return any(key in keys for keys in self._peer_bookings.values())
 
     def _newest_session(self, frontend_id: int) -> int | None:
         sessions = reversed(self._sessions.items())
@@ -787,11 +680,3 @@ def _next_revision(
         decay=booking.decay if decay is None else decay,
         revision=booking.revision + 1,
     )
-
-
-def _ignore_placement(placement: Placement) -> None:
-    """Default of `capacity_freed`."""
-
-
-def _ignore_session(session: int) -> None:
-    """Default of `on_session_superseded`."""

@@ -25,9 +25,8 @@ from typing import Literal, NamedTuple, Protocol
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
-from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.selectors import NO_MATCHES, Matches
+from router_svc.core.types import NO_MATCHES, Candidate, Matches, Placement
 
 IndexKind = Literal["none", "approx", "events"]
 

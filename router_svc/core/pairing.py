@@ -19,8 +19,8 @@ from typing import Literal
 
 from common.registry.instances import Instance
 from common.request.preprocessed import BootstrapInfo, RoutingConstraints, RoutingHints
-from router_svc.core.fleet import Candidate
 from router_svc.core.query import Query
+from router_svc.core.types import Candidate
 
 BOOTSTRAP_ROOM_MAX = 2**63 - 1
 

@@ -45,15 +45,13 @@ from router_svc.core.busy import busy_worker_ids, is_prefill_busy
 from router_svc.core.cost import CostSettings
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
-    AffinityConstraint,
     Excluded,
-    Leg,
     all_busy_error,
     eligible,
     pinned_worker_id,
 )
 from router_svc.core.explain import LegPlan
-from router_svc.core.fleet import Candidate, Fleet, Placement
+from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.pairing import TransferDomain, decode_partners, pairable
 from router_svc.core.policy import Policy
@@ -64,8 +62,9 @@ from router_svc.core.query import (
     predicted_cached_tokens,
 )
 from router_svc.core.recent_prefill import RecentPrefill
-from router_svc.core.selectors import Matches, View, WorkerSelector
+from router_svc.core.selectors import View, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
+from router_svc.core.types import AffinityConstraint, Candidate, Leg, Matches, Placement
 
 # Why a model with halves of pairs served a request in one piece.
 FALLBACK_REASONS = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from router_svc.core.fleet import Placement
+from router_svc.core.types import Placement
 
 # Move the reference time before the powers of two reach the limits of a float.
 _REBASE_HALF_LIVES = 500.0

@@ -35,8 +35,9 @@ from itertools import islice
 from struct import Struct
 
 from common.errors import InvalidRequest, Overloaded
-from router_svc.core.load_tracker import Booking, BookingKey, LoadTracker, SessionHello
-from router_svc.core.sessions import SessionAffinity, SessionName, SessionUpdate
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.sessions import SessionAffinity, SessionUpdate
+from router_svc.core.types import Booking, BookingKey, SessionHello, SessionName
 
 # Bookings, and client sessions, in one frame: a peer applies them in a few milliseconds.
 FRAME_ENTRIES_MAX = 512
@@ -259,8 +260,9 @@ class Replica:
         affinity: SessionAffinity | None = None,
     ) -> None:
         self._load_tracker = load_tracker
-        self._affinity = SessionAffinity(0.0) if affinity is None else affinity
-        self._affinity.changed = self._session_changed
+        self._affinity = (
+            SessionAffinity(0.0, events=load_tracker.events) if affinity is None else affinity
+        )
         self._on_change = on_change
         self._own_digest = Digest()
         self._outbound_syncs: set[OutboundSync] = set()
@@ -269,16 +271,10 @@ class Replica:
         self._last_stream = 0
         self.refused = 0
         self.resends = 0
-        load_tracker.set_peers(self)
+        load_tracker.events.booking_changed.subscribe(self._booking_changed)
+        load_tracker.events.session_changed.subscribe(self._session_changed)
 
-    # Peers of the load tracker.
-
-    def is_held(self, key: BookingKey) -> bool:
-        """See `Peers`."""
-        return any(key in peer_state.bookings for peer_state in self._peer_states.values())
-
-    def changed(self, key: BookingKey) -> None:
-        """See `Peers`."""
+    def _booking_changed(self, key: BookingKey) -> None:
         booking = self._load_tracker.own(key)
         if booking is not None:
             self._own_digest.put(booking)
@@ -324,6 +320,7 @@ class Replica:
         """A peer opened a stream, which replaces its older one; returns its number."""
         self._last_stream += 1
         peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
+        self._load_tracker.add_peer(router_id, peer_state.bookings)
         peer_state.stream, peer_state.sequence, peer_state.awaits_full_sync = (
             self._last_stream,
             0,
@@ -416,6 +413,7 @@ class Replica:
         if not self.is_current(router_id, stream):
             return 0
         peer_state = self._peer_states.pop(router_id)
+        self._load_tracker.remove_peer(router_id)
         for key in peer_state.bookings:
             self._load_tracker.holder_lost(key, now)
         return len(peer_state.bookings)

@@ -10,7 +10,7 @@ many callers there are. `Planner` says on whom.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from random import Random
@@ -18,18 +18,12 @@ from random import Random
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import BootstrapInfo
-from router_svc.core.admission import (
-    AdmissionQueue,
-    Blockers,
-    QueuedRequest,
-    QueueOrder,
-    RankCapacity,
-)
+from router_svc.core.admission import AdmissionQueue, Blockers, QueuedRequest, QueueOrder
 from router_svc.core.capacity import LEGS, Capacity
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row, explain
-from router_svc.core.fleet import Candidate, Fleet, Placement
-from router_svc.core.load_tracker import Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.fleet import Fleet
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
 from router_svc.core.pairing import make_bootstrap_info
 from router_svc.core.placement import PlacementRequest, Planner, ServingPlan, cached_tokens
@@ -43,8 +37,18 @@ from router_svc.core.query import (
     validate_query,
 )
 from router_svc.core.recent_prefill import RecentPrefill
-from router_svc.core.selectors import SELECTORS, KvSelector, Matches, View, WorkerSelector
-from router_svc.core.sessions import SessionAffinity, SessionName
+from router_svc.core.selectors import SELECTORS, KvSelector, View, WorkerSelector
+from router_svc.core.sessions import SessionAffinity
+from router_svc.core.types import (
+    Booking,
+    BookingKey,
+    Candidate,
+    LoadTotals,
+    Matches,
+    Placement,
+    RankCapacity,
+    SessionName,
+)
 
 RECENT_MAX = 4096
 # Candidates of each leg that a remembered decision keeps, cheapest first; a preview keeps all.
@@ -119,11 +123,11 @@ class Router:
         self.overlaps = Overlaps(NoIndex() if index is None else index, choice)
         self.selector = selector
         self.recent_prefill = RecentPrefill(cost_settings.recent_miss_half_life_s)
-        self.affinity = SessionAffinity(policy.session_ttl_s, policy.session_mode, epoch_s=epoch_s)
-        self.book.booking_observer = self.affinity
+        self.events = self.book.events
+        self.affinity = SessionAffinity(
+            policy.session_ttl_s, policy.session_mode, epoch_s=epoch_s, events=self.events
+        )
         self.queue = AdmissionQueue(policy.queue)
-        # Called when other workers may serve than before; must not call back.
-        self.fleet_changed: Callable[[], None] = _ignore
         self._knobs = cost_settings
         self._policy = policy
         self._planner = Planner(self.fleet, self.book, selector, policy, self.recent_prefill)
@@ -155,7 +159,7 @@ class Router:
         if any(instance.service == "worker" for instance in changed):
             self._fleet_version += 1
             self.queue.mark_all_dirty()
-            self.fleet_changed()
+            self.events.fleet_changed()
         return changes
 
     def expire(self, now: float) -> None:
@@ -477,7 +481,7 @@ class Router:
         chosen = plan.prompt_leg_plan.chosen.placement
         with_capacity = {slot.placement for slot in slots if self.capacity.has(slot, now)}
         for at in (chosen, *sorted(with_capacity - {chosen})):
-            self.book.capacity_freed(at)
+            self.events.capacity_freed(at)
 
     def _mark_blocked(
         self,
@@ -692,7 +696,3 @@ def _session_reasons(affinity: str) -> tuple[str, ...]:
 
 def _queue_reasons(queued_s: float | None) -> tuple[str, ...]:
     return () if queued_s is None else (f"queued for {queued_s * 1000:.0f} ms",)
-
-
-def _ignore() -> None:
-    """A router that nobody asks to wait."""

@@ -20,15 +20,12 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RoutingConstraints
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, Terms, draw_index
-from router_svc.core.eligibility import Leg, pinned_worker_id
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import LoadTotals, LoadTracker
+from router_svc.core.eligibility import pinned_worker_id
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
 from router_svc.core.recent_prefill import RecentPrefill
+from router_svc.core.types import NO_MATCHES, Candidate, Leg, LoadTotals, Matches, Placement
 
-# By worker id and rank: a Placement and a Source are equal tuples.
-Matches = Mapping[tuple[int, int], SourceMatch]
-NO_MATCHES: Matches = MappingProxyType({})
 _placement_of = attrgetter("placement")
 
 

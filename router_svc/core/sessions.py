@@ -32,10 +32,16 @@ from typing import Literal, NamedTuple
 
 from common.errors import InvalidRequest, Unsupported
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from router_svc.core.eligibility import AffinityConstraint, Leg
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Booking, BookingKey
+from router_svc.core.events import RouterEvents
 from router_svc.core.query import Query
+from router_svc.core.types import (
+    AffinityConstraint,
+    Booking,
+    BookingKey,
+    Leg,
+    Placement,
+    SessionName,
+)
 
 # hard: while its worker is present, a session's requests run only there; soft: they run there if it
 # is eligible and has capacity, else on another worker.
@@ -59,14 +65,6 @@ _PIN_FIELDS = (
     "dp_rank",
     "prefill_dp_rank",
 )
-
-
-class SessionName(NamedTuple):
-    """A session of one model or adapter: adapters share no KV, and other workers may serve them."""
-
-    model: str
-    session_id: str
-    lora_name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +203,6 @@ class SessionAffinity:
 
     epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions are plain counts.
 
-    Implements the tracker's `BookingObserver`. changed: called with a session to send to the peers;
-    on_session_moved: with one that has another placement than before, or none; must not call back.
     evicted: records dropped for lack of capacity.
     """
 
@@ -218,6 +214,7 @@ class SessionAffinity:
         records_max: int = RECORDS_MAX,
         bytes_max: int = BYTES_MAX,
         epoch_s: float | None = None,
+        events: RouterEvents | None = None,
     ) -> None:
         assert records_max > 0, "records_max must be positive"
         self._ttl_s = ttl_s
@@ -232,8 +229,9 @@ class SessionAffinity:
         self._idle_since: dict[SessionName, float] = {}
         self._idle_heap: list[tuple[float, SessionName]] = []
         self._newly_idle: dict[SessionName, None] = {}  # Idle from the next `expire` on.
-        self.changed: Callable[[SessionName], None] = _ignore
-        self.on_session_moved: Callable[[SessionName], None] = _ignore
+        self._events = RouterEvents() if events is None else events
+        self._events.booking_added.subscribe(self.booking_began)
+        self._events.booking_removed.subscribe(self.booking_ended)
         self.size = 0  # Approximate bytes.
         self.evicted = 0
 
@@ -274,21 +272,24 @@ class SessionAffinity:
         """A request of the session was booked and made or kept this record."""
         if self._records.get(record.session) != record:
             self._store(record)
-            self.changed(record.session)
+            self._events.session_changed(record.session)
         self._mark_used(record.session, now)
 
     # Bookings of all routers.
 
     def booking_began(self, booking: Booking) -> None:
-        """See `BookingObserver`."""
+        """See `RouterEvents.booking_added`."""
         session = SessionName(*booking.session)
         self._live_bookings[session] = self._live_bookings.get(session, 0) + 1
         self._newly_idle.pop(session, None)
         if session not in self._closed_sessions:
             self._idle_since.pop(session, None)
 
-    def booking_ended(self, booking: Booking, *, is_own: bool) -> None:
-        """See `BookingObserver`; sends the record to peers, which may have missed the booking."""
+    def booking_ended(self, booking: Booking, is_own: bool) -> None:
+        """See `RouterEvents.booking_removed`.
+
+        Peers get an update, since they may never have received so short a booking.
+        """
         session = SessionName(*booking.session)
         self._live_bookings[session] -= 1
         if self._live_bookings[session]:
@@ -297,12 +298,10 @@ class SessionAffinity:
         if session in self._records and session not in self._closed_sessions:
             self._newly_idle[session] = None
             if is_own:
-                self.changed(session)
+                self._events.session_changed(session)
 
     def booking_reregistered(self, booking: Booking, now: float) -> None:
-        """A frontend registered this booking again: learn a missing or older session record from
-        it.
-        """
+        """Learn the session record of a booking that was registered again, if it is newer."""
         if not (self._ttl_s and booking.session_id):
             return
         session = SessionName(*booking.session)
@@ -325,7 +324,7 @@ class SessionAffinity:
         if existing is None or record.supersedes(existing):
             self._store(record)
         elif existing.supersedes(record):
-            self.changed(record.session)
+            self._events.session_changed(record.session)
         self._mark_used(record.session, now - idle_s)
 
     def updates(self, sessions: Iterable[SessionName], now: float) -> tuple[SessionUpdate, ...]:
@@ -388,7 +387,7 @@ class SessionAffinity:
         if record.session_placement is None:
             self._closed_sessions[session] = None
         if old is None or old.session_placement != record.session_placement:
-            self.on_session_moved(session)
+            self._events.session_moved(session)
         while len(self._records) > self._records_max or self.size > self._bytes_max:
             self._evict_one(session)
 
@@ -435,13 +434,9 @@ class SessionAffinity:
         self._closed_sessions.pop(session, None)
         self._idle_since.pop(session, None)
         self._newly_idle.pop(session, None)
-        self.on_session_moved(session)
+        self._events.session_moved(session)
 
 
 def _pins_any_worker(routing: RoutingHints) -> bool:
     """Whether the request pins a worker or rank for any of its legs."""
     return any(getattr(routing, name) is not None for name in _PIN_FIELDS)
-
-
-def _ignore(session: SessionName) -> None:
-    """Default of the callbacks."""

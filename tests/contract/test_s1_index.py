@@ -30,12 +30,11 @@ from common.runtime.config import ConfigError, read_config
 from indexer_svc.core.history import BatchHistory
 from indexer_svc.core.subscriber import LoadUpdate, StatusUpdate, Subscriber
 from router_svc.config import RouterConfig
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import Index, IndexSettings, IndexStatus, NoIndex, Overlaps
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection
+from router_svc.core.types import BookingKey, Candidate, Placement
 
 PART = Partition("m", 16, 1)
 ONE, TWO = Source(1), Source(2, 3)

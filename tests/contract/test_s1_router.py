@@ -48,7 +48,7 @@ from kvmesh.router.v1 import router_pb2_grpc
 from kvmesh.types.v1 import load_pb2
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.fleet import Placement
+from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
 from tests.living import WAIT_S, end, living, until
 

@@ -21,8 +21,7 @@ from common.rpc import channel as rpc
 from common.wire.preprocessed import dataclass_to_proto
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import request_pb2
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import LoadTotals
+from router_svc.core.types import LoadTotals, Placement
 from tests.integration.router_bed import (
     RouterBed,
     Session,

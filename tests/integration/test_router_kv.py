@@ -27,7 +27,7 @@ from indexer_svc.config import IndexerConfig
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.types.v1 import load_pb2
-from router_svc.core.fleet import Placement
+from router_svc.core.types import Placement
 from router_svc.tracing import SPANS, DecisionSpans
 from tests.integration.router_bed import NS, RouterBed, key, running
 from tests.living import living, until

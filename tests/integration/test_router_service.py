@@ -37,9 +37,9 @@ from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
-from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.query import Query
 from router_svc.core.selectors import RoundRobinSelector, Selection
+from router_svc.core.types import Candidate, Placement
 from router_svc.service import SERVICE_NAME
 from tests.integration.router_bed import (
     FRONTEND,

@@ -21,8 +21,9 @@ from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
 from kvmesh.router.v1 import router_pb2 as pb
 from kvmesh.router.v1 import router_pb2_grpc
-from router_svc.core.load_tracker import ORPHAN_S, BookingKey
+from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.replication import Replica
+from router_svc.core.types import BookingKey
 from tests.integration.router_bed import FRONTEND, NS, RouterBed, key, new, running
 from tests.living import WAIT_S, until
 

@@ -22,12 +22,12 @@ from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
 from router_svc.core.admission import ConstraintClass, QueuedRequest
 from router_svc.core.busy import BusyLimits
-from router_svc.core.fleet import GONE_MODEL_TTL_S, Placement
-from router_svc.core.load_tracker import BookingKey
+from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexSettings
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
+from router_svc.core.types import BookingKey, Placement
 
 # Guesses are judged by the time of the latest tick, and leave with one of the next.
 APPROX_SLACK_S = TICK_S + 0.01

@@ -18,7 +18,7 @@ from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
 from frontend_svc.peers.engine_client import Submission
 from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
-from router_svc.core.load_tracker import BookingKey
+from router_svc.core.types import BookingKey
 from tests.sim.checks import Checks
 from tests.sim.clients import draw_client_specs
 from tests.sim.faults import Fault, FaultKind

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from router_svc.core.events import Event
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.replication import Frame
 from router_svc.replication_sync import PeerSync
 from tests.sim.clients import draw_client_specs
@@ -86,7 +88,8 @@ class SendsNoBookings(PeerSync):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.replica.changed = lambda key: None  # type: ignore[method-assign]
+        book: LoadTracker = args[2]
+        book.events.booking_changed = Event()
 
 
 class NeverSendsUpdates(PeerSync):

@@ -31,20 +31,13 @@ from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import (
-    BOOKING_EXPIRY_S,
-    EXPIRY_SCAN_INTERVAL_S,
-    Booking,
-    BookingKey,
-    LoadTotals,
-    LoadTracker,
-)
+from router_svc.core.load_tracker import BOOKING_EXPIRY_S, EXPIRY_SCAN_INTERVAL_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query, bookable_decode_blocks, bookable_prefill_tokens
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 from router_svc.proto import booking_from_proto, booking_to_proto, decision_to_proto
 
 FRONTEND = 7
@@ -175,14 +168,8 @@ def test_a_booking_that_is_announced_again_lives_on() -> None:
 
 
 def test_what_a_peer_holds_is_for_the_peer_to_end() -> None:
-    class Peer:
-        def is_held(self, key: BookingKey) -> bool:
-            return True
-
-        def changed(self, key: BookingKey) -> None: ...
-
     book = LoadTracker()
-    book.set_peers(Peer())
+    book.add_peer(9, {booking().key})
     book.receive(booking(), 0.0)
     book.expire(10 * BOOKING_EXPIRY_S)
     assert (len(book), book.expired) == (1, 0)

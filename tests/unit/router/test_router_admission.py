@@ -31,20 +31,25 @@ from router_svc.core.admission import (
     QueuedRequest,
     QueuePolicy,
     QueueSettings,
-    RankCapacity,
     constraint_class_of,
     queue_timeout_error,
 )
 from router_svc.core.busy import BusyLimits
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, LoadTotals
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import AdmissionResult, Decision, Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
-from router_svc.core.sessions import SessionName
+from router_svc.core.types import (
+    BookingKey,
+    Candidate,
+    LoadTotals,
+    Placement,
+    RankCapacity,
+    SessionName,
+)
 
 FRONTEND = 7
 BATCH = 1000
@@ -251,8 +256,8 @@ def test_whoever_waits_for_load_to_go_down_is_told_when_it_does() -> None:
     bed = Bed()
     told: list[Placement] = []
     fleets: list[int] = []
-    bed.router.book.capacity_freed = told.append
-    bed.router.fleet_changed = lambda: fleets.append(1)
+    bed.router.events.capacity_freed.subscribe(told.append)
+    bed.router.events.fleet_changed.subscribe(lambda: fleets.append(1))
     placed(bed.admit("a"))
     assert told == [], "a booking is no relief"
     bed.router.book.mark_prefill_done(key("a"))
@@ -1016,7 +1021,7 @@ def test_whatever_happens_everybody_is_placed_or_told_and_books_return_to_zero(
     by_fleet = False
 
     capacity_freed: dict[int, None] = {}
-    bed.router.book.capacity_freed = lambda at: capacity_freed.setdefault(at.worker_id)
+    bed.router.events.capacity_freed.subscribe(lambda at: capacity_freed.setdefault(at.worker_id))
 
     def serve() -> None:
         # The fleet changes are for sweeps, all else for reliefs.

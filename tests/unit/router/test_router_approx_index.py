@@ -21,8 +21,6 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import (
     EVENT_INDEX_SETTINGS,
     IndexSettings,
@@ -33,6 +31,7 @@ from router_svc.core.overlap import (
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement
 
 B = 16
 TTL_S = 120.0

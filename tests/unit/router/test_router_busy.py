@@ -15,13 +15,12 @@ from common.request.preprocessed import RoutingHints, SessionControl
 from router_svc.core.admission import QueueSettings
 from router_svc.core.busy import BusyLimits, busy_worker_ids
 from router_svc.core.cost import DEFAULT_COST_SETTINGS
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import BookingKey, LoadTotals
 from router_svc.core.placement import PlacementRequest
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 
 FRONTEND = 7
 

@@ -19,12 +19,11 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, draw_index
-from router_svc.core.eligibility import Leg
-from router_svc.core.fleet import Candidate, Placement
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
 from router_svc.core.recent_prefill import RecentPrefill
-from router_svc.core.selectors import KvSelector, Matches, ScoredCandidate, View, score_candidates
+from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
+from router_svc.core.types import Candidate, Leg, Matches, Placement
 
 B = 16
 PLAIN = CostSettings(decode_active_request_weight=0.0, recent_miss_weight=0.0)

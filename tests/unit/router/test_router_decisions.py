@@ -15,13 +15,13 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, BookingKey, SessionHello
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.policy import Policy
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
-from router_svc.core.sessions import SessionName, SessionPlacement, SessionRecord, SessionUpdate
+from router_svc.core.sessions import SessionPlacement, SessionRecord, SessionUpdate
+from router_svc.core.types import BookingKey, Placement, SessionHello, SessionName
 from router_svc.decisions import LOOP_TIME_DIVISOR, REQUESTS_PER_SLICE, Decisions
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics

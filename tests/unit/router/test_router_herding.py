@@ -8,11 +8,12 @@ from random import Random
 import pytest
 
 from common.registry.instances import Instance, Snapshot
-from router_svc.core.load_tracker import BookingKey, LoadTracker
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
 from router_svc.core.replication import OutboundSync, Replica
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey
 
 WORKERS = range(1, 9)
 FRONTEND = 7

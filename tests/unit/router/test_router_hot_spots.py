@@ -17,12 +17,11 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement
 
 B = 16
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)

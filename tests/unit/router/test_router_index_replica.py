@@ -20,8 +20,8 @@ from common.registry.instances import Instance
 from common.wire.kv import batch_to_proto, partition_to_proto, source_to_proto
 from kvmesh.indexer.v1 import indexer_pb2 as pb
 from kvmesh.types.v1 import load_pb2
-from router_svc.core.fleet import Placement
 from router_svc.core.query import Query
+from router_svc.core.types import Placement
 from router_svc.index_replica import SILENCE_TIMEOUT_S, STALE_FORGET_S, IndexReplica, Subscription
 
 PART = Partition("m", 16, 1)

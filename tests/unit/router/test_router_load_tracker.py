@@ -12,15 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import (
-    ORPHAN_S,
-    REPORT_MAX_AGE_S,
-    Booking,
-    BookingKey,
-    LoadTotals,
-    LoadTracker,
-)
+from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, LoadTracker
+from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
 FRONTEND = 7
@@ -108,7 +101,7 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
 def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
     book, session = owned()
     told: list[Placement] = []
-    book.capacity_freed = told.append
+    book.events.capacity_freed.subscribe(told.append)
     split = replace(booking(), prefill=W2)
     book.book(split, session, 0.0)
     book.add_output_blocks(key(), 3)

@@ -19,14 +19,12 @@ from router_svc.core.admission import (
     ConstraintClass,
     QueuedRequest,
     QueueSettings,
-    RankCapacity,
 )
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement, RankCapacity
 
 BATCH = 1000
 
@@ -125,7 +123,7 @@ def test_who_is_kept_from_overtaking_is_looked_at_soon() -> None:
     bed.ask("first")
     bed.ask("waits")
     bed.router.book.mark_prefill_done(key("first"))
-    bed.router.book.capacity_freed = told.append
+    bed.router.events.capacity_freed.subscribe(told.append)
     assert isinstance(bed.ask("newcomer", **PARTICULAR["a pin"]), QueuedRequest)
     assert told == [Placement(1, 0)]
 
@@ -145,7 +143,7 @@ def test_who_makes_way_gets_the_room_that_another_worker_has(is_late: bool) -> N
     bed.router.book.report(2, 0, Load(waiting_tokens=300), bed.now)
     bed.router.book.free(key("second"))
     bed.router.book.free(key("first"))
-    bed.router.book.capacity_freed = told.setdefault
+    bed.router.events.capacity_freed.subscribe(told.setdefault)
     if is_late:
         assert bed.relieve(2) == [], "worker 1 has less to do, but another comes first there"
     else:

@@ -16,13 +16,13 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 FRONTEND = 7
 QUERY = Query("m", 160, bytes(range(80)), 1, 16)

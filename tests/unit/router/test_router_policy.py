@@ -19,13 +19,12 @@ from common.runtime.config import ConfigError, read_config
 from router_svc.app import RouterApp
 from router_svc.config import RouterConfig
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Candidate
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.pairing import Bypass, TransferDomain
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection, View
+from router_svc.core.types import BookingKey, Candidate
 from router_svc.metrics import Metrics
 
 PLUGIN = '''

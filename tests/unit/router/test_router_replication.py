@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from common.errors import Overloaded
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import ORPHAN_S, Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.replication import (
     BACKLOG_MAX,
     DIGEST_S,
@@ -23,6 +22,7 @@ from router_svc.core.replication import (
     Replica,
     fingerprint,
 )
+from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
 FRONTEND = 7
@@ -541,7 +541,7 @@ def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() 
 def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
     one, two, link = pair()
     over: list[int] = []
-    two.book.on_session_superseded = over.append
+    two.book.events.frontend_session_superseded.subscribe(over.append)
     known = two.book.open_session(FRONTEND, generation=1)
     one.book.open_session(FRONTEND, generation=3)
     for second in range(3):

@@ -25,13 +25,13 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import ORPHAN_S, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.query import Query
 from router_svc.core.router import CONSIDERED_MAX, Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector, score_candidates
+from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 
 FRONTEND = 7
 QUERY = Query("m", total_tokens=100)

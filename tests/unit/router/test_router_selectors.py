@@ -15,8 +15,7 @@ from common.errors import InvalidRequest, Unavailable
 from common.registry.instances import Instance
 from common.request.preprocessed import RoutingConstraints, RoutingHints
 from router_svc.core.eligibility import eligible
-from router_svc.core.fleet import Candidate, Placement
-from router_svc.core.load_tracker import Booking, BookingKey, LoadTotals, LoadTracker
+from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query
 from router_svc.core.selectors import (
     SELECTORS,
@@ -25,6 +24,7 @@ from router_svc.core.selectors import (
     load_cost,
     preferred_taint_factor,
 )
+from router_svc.core.types import Booking, BookingKey, Candidate, LoadTotals, Placement
 
 
 def candidate(worker_id: int, dp_rank: int = 0, taints: frozenset[str] = frozenset()) -> Candidate:

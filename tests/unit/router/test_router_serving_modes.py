@@ -20,13 +20,12 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
 from router_svc.core.busy import NO_LIMITS, BusyLimits
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement
 
 BATCH = 1000
 LIMITS = BusyLimits(active_prefill_tokens=500)

@@ -19,8 +19,7 @@ from common.request.preprocessed import (
     SessionAction,
     SessionControl,
 )
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import Booking, BookingKey
+from router_svc.core.events import RouterEvents
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
@@ -29,11 +28,11 @@ from router_svc.core.sessions import (
     RECORD_OVERHEAD_BYTES,
     SessionAffinity,
     SessionConstraint,
-    SessionName,
     SessionPlacement,
     SessionRecord,
     SessionUpdate,
 )
+from router_svc.core.types import Booking, BookingKey, Placement, SessionName
 
 FRONTEND = 7
 TTL_S = 60.0
@@ -536,9 +535,10 @@ def test_whatever_the_order_in_which_routers_hear_of_bonds_they_keep_the_same_on
 
 
 def test_who_hears_of_a_bond_that_does_not_win_tells_its_own() -> None:
-    affinity = SessionAffinity(TTL_S)
+    events = RouterEvents()
+    affinity = SessionAffinity(TTL_S, events=events)
     told: list[SessionName] = []
-    affinity.changed = told.append
+    events.session_changed.subscribe(told.append)
     affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
     affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
     assert told == [], "peers tell everybody themselves"

@@ -13,8 +13,6 @@ from common.errors import InvalidRequest
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.replication import BACKLOG_MAX, FRAME_ENTRIES_MAX, OutboundSync, Replica
@@ -23,11 +21,11 @@ from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
     AffinityMode,
     SessionAffinity,
-    SessionName,
     SessionPlacement,
     SessionRecord,
     SessionUpdate,
 )
+from router_svc.core.types import BookingKey, Placement, SessionName
 from router_svc.proto import (
     booking_from_proto,
     booking_to_proto,

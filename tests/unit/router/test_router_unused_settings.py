@@ -17,12 +17,11 @@ from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
 from router_svc.core.admission import QueuedRequest
 from router_svc.core.cost import CostSettings
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.query import Query
 from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
+from router_svc.core.types import BookingKey, Placement
 
 B = 16
 COST_KNOBS: dict[str, Any] = {

@@ -25,8 +25,8 @@ from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, Routi
 from frontend_svc.peers.router_client import RENEW_INTERVAL_S, PlacementKey, Query, RouterClient
 from frontend_svc.request.gateway import Gateway
 from kvmesh.router.v1 import router_pb2 as pb
-from router_svc.core.fleet import Placement
-from router_svc.core.load_tracker import BookingKey, LoadTracker
+from router_svc.core.load_tracker import LoadTracker
+from router_svc.core.types import BookingKey, Placement
 from router_svc.proto import booking_from_proto
 from tests.sim.loop import run_virtually
 

@@ -1,0 +1,131 @@
+"""Plain values that the parts of the router core exchange (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, NamedTuple
+
+from common.errors import InvalidRequest
+from common.kv.prefix_index import SourceMatch
+from common.registry.instances import Instance
+
+# The part of a request that a worker serves: all of it, or one leg of a pair.
+Leg = Literal["whole", "prefill", "decode"]
+
+
+class Placement(NamedTuple):
+    """A worker and one of its data-parallel ranks. A tuple, because every path hashes it."""
+
+    worker_id: int
+    dp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A rank that could serve a request, with the instance that its worker advertises."""
+
+    placement: Placement
+    instance: Instance
+
+
+class RankCapacity(NamedTuple):
+    """A rank slot: one rank and the leg that it serves."""
+
+    placement: Placement
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class AffinityConstraint:
+    """The rank that a session requires (is_hard) or prefers for one leg."""
+
+    placement: Placement
+    is_hard: bool
+
+
+class BookingKey(NamedTuple):
+    """Identifies a booking at every router: frontend incarnation, request id, attempt."""
+
+    frontend_id: int
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """A charge. Tokens and blocks are counts; `prefill` None means that prefill is on `worker`.
+
+    prefill_tokens are charged to `prefill` (or `worker`) and 0 once prefill is done;
+    decode_blocks are charged to `worker`, each at the weight `decay`, 0..1: a nearly finished
+    request weighs less.
+
+    session_id: the client session that the request is of, empty if of none; session_revision: of
+    the bond that it made or kept, from 1 (see `affinity.Bond`); lora_name: the session's adapter.
+    """
+
+    key: BookingKey
+    model: str
+    worker: Placement
+    prefill: Placement | None = None
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    revision: int = 1
+    decay: float = 1.0
+    generation: int = 0
+    session_id: str = ""
+    session_revision: int = 0
+    lora_name: str = ""
+
+    @property
+    def session(self) -> tuple[str, str, str]:
+        """What its session is known by."""
+        return self.model, self.session_id, self.lora_name
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Of two about the same booking, the greater is newer."""
+        return self.generation, self.revision
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise InvalidRequest(
+                f"decay_fraction must be within 0..1, not {self.decay}", "decay_fraction"
+            )
+        for name in ("prefill_tokens", "decode_blocks"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative", name)
+        if self.revision < 1:
+            raise InvalidRequest("revision counts from 1", "revision")
+
+
+class SessionName(NamedTuple):
+    """A client session of one model or adapter. Adapters share no KV and may run elsewhere."""
+
+    model: str
+    session_id: str
+    lora_name: str = ""
+
+
+class SessionHello(NamedTuple):
+    """A frontend session. generation: number among those of the frontend, from 1; 0: unknown."""
+
+    frontend_id: int
+    generation: int
+
+
+class LoadTotals(NamedTuple):
+    """Prompt tokens to compute, KV blocks held, requests running or waiting.
+
+    A tuple, because every decision reads one per rank.
+    """
+
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    requests: int = 0
+
+
+# By worker id and rank: a Placement and a Source are equal tuples.
+Matches = Mapping[tuple[int, int], SourceMatch]
+NO_MATCHES: Matches = MappingProxyType({})
