@@ -127,7 +127,7 @@ class RouterApp:
         rpc.enable_reflection(self._server, [SERVICE_NAME])
         addresses = {"grpc": self.address, **self._serve_metrics()}
         watch = FleetWatch(self._registry, config.namespace, self.router, self._clock)
-        if not self.router.overlaps.choice.follows_events:
+        if not self.router.overlaps.settings.follows_events:
             LOG.info(
                 "KV events are not followed",
                 kv_events=config.kv_events,

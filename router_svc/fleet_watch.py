@@ -1,4 +1,4 @@
-"""Discovery to core: hands every snapshot to the router."""
+"""Passes every discovery snapshot to the router."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG = structlog.get_logger(__name__)
 
 
 class FleetWatch:
-    """Follows one namespace. `first_snapshot` is set once a first snapshot was taken."""
+    """Follows one namespace. `first_snapshot` is set after the first snapshot."""
 
     def __init__(
         self, registry: Registry, namespace: str, router: Router, clock: Callable[[], float]
@@ -27,7 +27,7 @@ class FleetWatch:
         self.first_snapshot = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow for ever; ends by cancellation only."""
+        """Follow the registry; ends only by cancellation."""
         await follow(self._registry, self._namespace, self._take)
 
     def _take(self, snapshot: Snapshot) -> None:
@@ -40,5 +40,5 @@ class FleetWatch:
         left = [i.id for i in changes.left if i.service == "worker"]
         if joined or left:
             LOG.info(
-                "fleet changed", joined=joined, left=left, workers=self._router.fleet.worker_count
+                "fleet_changed", joined=joined, left=left, workers=self._router.fleet.worker_count
             )

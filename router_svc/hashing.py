@@ -1,4 +1,4 @@
-"""Block identities for callers that send token ids: people with grpcurl, simple clients."""
+"""Prefix hashes for callers that send token ids, for example grpcurl."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HASHERS_MAX = 64
 
 
 class HasherCache:
-    """Hashers by model, block size and adapter; the last HASHERS_MAX that were used."""
+    """Hashers by model, block size and adapter; the HASHERS_MAX used last."""
 
     def __init__(self, mesh_key: bytes) -> None:
         self._mesh_key = mesh_key
@@ -21,7 +21,10 @@ class HasherCache:
     def prefix_hashes(
         self, token_ids: Sequence[int], *, model: str, block_size: int, lora_name: str = ""
     ) -> bytes:
-        """The prompt's chain, 8 B little endian a block; InvalidRequest for a bad block size."""
+        """The prompt's prefix hashes, 8 B little endian per block.
+
+        Raises InvalidRequest if the block size is out of range.
+        """
         if not 1 <= block_size <= BLOCK_SIZE_MAX:
             raise InvalidRequest(
                 f"query.block_size {block_size} is not in 1..{BLOCK_SIZE_MAX}", "query.block_size"

@@ -1,11 +1,10 @@
-"""A replica of one indexer's index, which the router matches prompts against in its own process.
+"""A local replica of an indexer's index, for prefix matching inside the router process.
 
-One indexer of discovery is followed at a time; when it is lost, another one, from where the last
-one left off (`SubscribeRequest.resume`). What nobody reports about goes stale: it counts for 10 s
-more (`common/kv/index_feed.py`), and a minute later it is forgotten. What arrives is applied in
-slices
-of about SLICE_S, between which decisions are made. Loads that come along go to the load book. A
-router without use for KV events follows loads only, so that no events are sent or kept for it.
+The router follows one indexer of discovery at a time. If it loses that one, it follows another
+from the present position (`SubscribeRequest.resume`). A source without updates becomes stale: it
+counts for 10 s more (`common/kv/index_feed.py`) and is dropped a minute later. Updates are applied
+in slices of about SLICE_S, between which decisions run. Load reports on the stream go to the load
+tracker. A router that uses no KV events subscribes to loads only, so that no events are sent.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ from router_svc.core.types import Placement
 
 LOG = structlog.get_logger(__name__)
 
-# Before dialling again; jittered so that a fleet of routers does not stampede a new indexer.
+# Delay before reconnecting, with jitter, so that routers do not all dial a new indexer at once.
 REDIAL_S = 0.3
-# Workers report their load ten times a second: an indexer that says nothing is no use.
+# Workers report load ten times a second, so that a silent indexer has failed.
 SILENCE_TIMEOUT_S = 5.0
 TICK_S = 0.25
-# Longest stretch of applying without letting decisions run.
+# Time of applying after which decisions run.
 SLICE_S = 0.001
 SWEEP_BLOCKS = 4096
-# A source that was stale for this long has no indexer that knows it.
+# No indexer has a source that was stale for this long.
 STALE_FORGET_S = 60.0
 
-_NOT_REPORTED = SourceStatus("gapped", "the indexer has not said how far to trust it")
+_NOT_REPORTED = SourceStatus("gapped", "no status from the indexer yet")
 
-# Takes (worker id, rank, load, now): `LoadBook.report`.
+# Takes (worker id, rank, load, now): `LoadTracker.report`.
 ReportLoad = Callable[[int, int, Load, float], None]
 
 
@@ -68,7 +67,7 @@ class Subscription(Protocol):
     """One Subscribe call."""
 
     async def read(self) -> indexer_pb2.SubscribeResponse | None:
-        """The next message; None at the end. Raises MeshError when it failed."""
+        """The next message; None at the end. Raises MeshError if the stream failed."""
 
 
 Subscribe = Callable[
@@ -77,10 +76,10 @@ Subscribe = Callable[
 
 
 class IndexReplica:
-    """The replica, and the task that keeps it (`run`).
+    """The replica, and the task that maintains it (`run`).
 
-    indexers: those of discovery now. report: where loads go. loads_only: nothing else is wanted.
-    clock: seconds, as decisions see them; stopwatch: those by which slices are measured.
+    indexers: those in discovery now. report: receives loads. loads_only: subscribe to no KV events.
+    clock: seconds, the clock of decisions; stopwatch: seconds, measures slices.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class IndexReplica:
         self._partitions: dict[tuple[str, int, int], tuple[Partition, ...]] = {}
         self._last_received_at: dict[Source, float] = {}
         self._last_message_at = 0.0
-        # While something is being applied, nobody else may touch its source.
+        # While an update is being applied, no other code may change its source.
         self._is_applying = False
         self._is_tick_due = False
         self._slice_began = 0.0
@@ -113,10 +112,10 @@ class IndexReplica:
         self.indexer_id: int | None = None
         self.is_caught_up = False
 
-    # The core's Index.
+    # `core.overlap.Index`.
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
-        """See `Index`; ranks count whatever the version of their adapter is."""
+        """See `Index`; ranks count with any version of their adapter."""
         partitions_by_key = (query.model, query.block_size, query.hash_scheme)
         partitions = self._partitions.get(partitions_by_key, ())
         if not (partitions and query.prefix_hashes):
@@ -131,21 +130,17 @@ class IndexReplica:
         source = Source(*placement)
         received_at = self._last_received_at.get(source)
         if received_at is None or source not in self.feed:
-            reason = (
-                "the index has not heard of it"
-                if self._last_message_at
-                else "no indexer was heard yet"
-            )
+            reason = "not in the index" if self._last_message_at else "no indexer was reached yet"
             return IndexStatus("none", reason)
         state, reason = self.feed.status(source)
         if state == "stale" and not self.feed.is_matchable(source):
-            reason = f"{reason}; counts no more"
+            reason = f"{reason}; not counted any more"
         return IndexStatus(state, reason, now - received_at)
 
     # Following.
 
     async def run(self) -> None:
-        """Follow for ever; ends by cancellation only."""
+        """Follow indexers; ends only by cancellation."""
         async with TaskGroup() as tasks:
             tasks.create_task(self._run_maintenance())
             last: int | None = None
@@ -156,7 +151,7 @@ class IndexReplica:
                 await asyncio.sleep(REDIAL_S * (0.5 + self._rng.random()))
 
     def _choose_indexer(self, last: int | None) -> Instance | None:
-        """Any indexer; not the one that was just lost, if there is another."""
+        """A random indexer; not the one that was just lost, if there is another."""
         indexers = self._indexers()
         alternatives = [i for i in indexers if i.id != last]
         return self._rng.choice(alternatives or indexers) if indexers else None
@@ -164,7 +159,7 @@ class IndexReplica:
     async def _follow_indexer(self, indexer: Instance) -> None:
         resume = [source_state_to_proto(state) for state in self.feed.positions()]
         request = indexer_pb2.SubscribeRequest(resume=resume, loads_only=self._loads_only)
-        reason = "the indexer was lost"
+        reason = "indexer lost"
         try:
             async with (
                 self._subscribe(indexer, request) as subscription,
@@ -175,10 +170,10 @@ class IndexReplica:
                 await self._read(subscription, indexer)
         except MeshError as error:
             reason = f"{reason}: {error}"
-            LOG.warning("indexer lost", indexer_id=indexer.id, reason=str(error))
+            LOG.warning("indexer_lost", indexer_id=indexer.id, reason=str(error))
         except Exception:
-            # Whatever ails the index, decisions go on with what is known, and without it then.
-            LOG.exception("following an indexer failed", indexer_id=indexer.id)
+            # Decisions continue with the present index until it is stale.
+            LOG.exception("indexer_subscription_failed", indexer_id=indexer.id)
         finally:
             self.indexer_id, self.is_caught_up = None, False
             now = self._clock()
@@ -186,12 +181,12 @@ class IndexReplica:
                 self.feed.mark_disconnected(source, now, reason)
 
     async def _read(self, subscription: Subscription, indexer: Instance) -> None:
-        """Until the stream ends, or cannot be used any more: always raises MeshError."""
+        """Apply messages until the stream ends or is unusable; always raises MeshError."""
         while (message := await subscription.read()) is not None:
             self._last_message_at = self._clock()
             if self.indexer_id is None:
                 self.indexer_id = indexer.id
-                LOG.info("following an indexer", indexer_id=indexer.id)
+                LOG.info("indexer_followed", indexer_id=indexer.id)
             self._slice_began = self._stopwatch()
             for part in message_parts(message):
                 await self._apply_part(part)
@@ -204,7 +199,7 @@ class IndexReplica:
         raise Unavailable("the indexer closed the stream")
 
     async def _apply_part(self, part: indexer_pb2.SubscribeResponse) -> None:
-        """What a part of a message says of its source first, then what the source holds."""
+        """Apply a part of a message: the status of its source first, then the blocks."""
         now = self._clock()
         if part.HasField("source"):
             source = source_from_proto(part.source)
@@ -225,7 +220,7 @@ class IndexReplica:
     def _apply_source_status(
         self, source: Source, part: indexer_pb2.SubscribeResponse, now: float
     ) -> None:
-        """What the indexer says of a source; until it says how far to trust it, it is gapped."""
+        """Apply the status of a source; until the first one, the source is gapped."""
         is_known = source in self.feed
         if part.HasField("status"):
             status = source_status_from_proto(part.status)
@@ -238,7 +233,7 @@ class IndexReplica:
             self.feed.forget(source, status.reason)
             return
         if not (is_known or part.HasField("partition")):
-            LOG.debug("status of an unknown source ignored", source=source, state=status.state)
+            LOG.debug("unknown_source_ignored", source=source, state=status.state)
             return
         new_partition = partition_from_proto(part.partition) if part.HasField("partition") else None
         self.feed.apply_status(new_partition, source, status, now, (part.epoch, part.sequence))
@@ -248,7 +243,7 @@ class IndexReplica:
             self._partitions[key] = (*self._partitions.get(key, ()), partition)
 
     async def _run_steps(self, steps: Iterator[None]) -> None:
-        assert isinstance(steps, Generator), "the feed's iterators can be closed"
+        assert isinstance(steps, Generator), "iterators of the feed are generators"
         self._is_applying = True
         try:
             with closing(steps):
@@ -258,7 +253,7 @@ class IndexReplica:
             self._is_applying = False
 
     async def _yield_if_slice_used(self) -> None:
-        """Between two steps, once they have taken SLICE_S together."""
+        """Let decisions run if the steps since the last yield took SLICE_S."""
         if self._stopwatch() - self._slice_began >= SLICE_S:
             await asyncio.sleep(0)
             self._slice_began = self._stopwatch()
@@ -270,15 +265,16 @@ class IndexReplica:
                 self._clock() - self._last_message_at > SILENCE_TIMEOUT_S
                 and self._expects_messages()
             ):
-                raise Unavailable(f"it said nothing for {SILENCE_TIMEOUT_S:g} s")
+                raise Unavailable(f"no message for {SILENCE_TIMEOUT_S:g} s")
 
     def _expects_messages(self) -> bool:
-        """Whether the indexer owes the end of what was there when the call began, or a load: of
-        a worker that lives according to it."""
+        """Whether messages are due: the rest of the initial state, or load reports of workers that
+        the indexer reports as alive.
+        """
         if not self.is_caught_up:
             return True
         states = (self.feed.status(source).state for source in self.feed.sources())
-        # Who wants no claims is told that they are gapped.
+        # With loads_only, the indexer reports live sources as gapped.
         live_states = ("exact", "degraded", "gapped") if self._loads_only else ("exact", "degraded")
         return any(state in live_states for state in states)
 
@@ -297,13 +293,13 @@ class IndexReplica:
                 await asyncio.sleep(0)
 
     def tick(self, now: float) -> None:
-        """End the grace of stale sources, and forget those that stayed stale."""
+        """End the grace period of stale sources, and drop those that stayed stale."""
         self._is_tick_due = False
         self.feed.tick(now)
         for source in self.feed.sources():
             is_stale = self.feed.status(source).state == "stale"
             if is_stale and now - self._last_received_at.get(source, 0.0) > STALE_FORGET_S:
-                self.feed.forget(source, "no indexer knows it")
+                self.feed.forget(source, "no indexer has it")
         for source in [s for s in self._last_received_at if s not in self.feed]:
             del self._last_received_at[source]
         self._rebuild_partitions()
@@ -319,7 +315,7 @@ class IndexReplica:
 
 
 def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
-    """Subscriptions over gRPC. The channel belongs to the subscription and dies with it."""
+    """Subscriptions over gRPC, each on a channel of its own."""
 
     @asynccontextmanager
     async def subscribe(
@@ -350,5 +346,5 @@ class _GrpcSubscription:
 
 
 def _partition_key(partition: Partition) -> tuple[str, int, int]:
-    """What a query says of its partition."""
+    """The fields of a query that select partitions."""
     return (partition.model, partition.block_size, partition.hash_scheme)

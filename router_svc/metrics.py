@@ -1,7 +1,6 @@
-"""The router's metrics: their names, and what is counted where.
+"""The metrics of the router.
 
-Labels take values of fixed sets only: the configured selector, the classes of our errors, and the
-operations of a session.
+Label values come from fixed sets: the configured selector, the error classes, and enumerations.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from router_svc.core.sessions import AFFINITY_OUTCOMES
 from router_svc.index_replica import IndexReplica
 
 PREFIX = "kvmesh_router"
-# What has another name is counted under this one: a selector of somebody else's may raise anything.
+# The label of any other value: a selector of a plug-in may raise any error.
 OTHER = "other"
 OUTCOMES = ("placed", *(error.kind.lower() for error in MESH_ERROR_CLASSES), OTHER)
 UNCLAIMED_KINDS = ("prefill_done", "output", "free", "announce_refused")
@@ -35,9 +34,9 @@ DECISION_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2
 
 
 class Metrics:
-    """Counters of one router process, in a Prometheus registry of their own.
+    """The metrics of one router process, in a Prometheus registry of their own.
 
-    The gauges read the router when they are scraped.
+    The gauges read the router at each scrape.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         decisions = Counter(
             f"{prefix}_decisions",
-            "Decisions by selector and outcome; outcomes are placed or the error's kind.",
+            "Placement decisions by selector and outcome: placed, or the kind of the error.",
             ("selector", "outcome"),
             registry=self.registry,
         )
@@ -60,13 +59,13 @@ class Metrics:
         self._decisions = {name: decisions.labels(selector, name) for name in OUTCOMES}
         self._seconds = Histogram(
             f"{prefix}_decision_seconds",
-            "Time to decide and book, without the wire and the wait in the queue.",
+            "Seconds to decide and book, without network and admission queue.",
             buckets=DECISION_BUCKETS_S,
             registry=self.registry,
         )
         overhead = Histogram(
             f"{prefix}_overhead_seconds",
-            "What a placed request waited for, by stage; total is all of them, and the rest.",
+            "Decision seconds of placed requests by stage; total includes all stages.",
             ("stage",),
             buckets=DECISION_BUCKETS_S,
             registry=self.registry,
@@ -74,88 +73,93 @@ class Metrics:
         self._overhead = {stage: overhead.labels(stage) for stage in STAGES}
         fallbacks = Counter(
             f"{prefix}_aggregated_fallbacks",
-            "Requests in one piece although the model has halves of pairs, by what was missing.",
+            "Requests served aggregated despite prefill or decode workers, by reason.",
             ("reason",),
             registry=self.registry,
         )
         self._fallbacks = {reason: fallbacks.labels(reason) for reason in FALLBACK_REASONS}
         bypasses = Counter(
             f"{prefix}_prefill_bypasses",
-            "Requests in one piece although they could have been split, by why.",
+            "Requests served aggregated although a pair was available, by reason.",
             ("reason",),
             registry=self.registry,
         )
         self._bypasses = {reason: bypasses.labels(reason) for reason in BYPASS_REASONS}
         affinity = Counter(
             f"{prefix}_affinity",
-            "Placed requests that name a session, by what became of its binding.",
+            "Placed requests with a session, by outcome for its placement.",
             ("outcome",),
             registry=self.registry,
         )
         self._affinity = {outcome: affinity.labels(outcome) for outcome in AFFINITY_OUTCOMES}
         self._prompt_blocks = Counter(
-            f"{prefix}_prompt_blocks", "Blocks of placed prompts.", registry=self.registry
+            f"{prefix}_prompt_blocks", "KV blocks of placed prompts.", registry=self.registry
         )
         self._overlap_blocks = Counter(
             f"{prefix}_overlap_blocks",
-            "Those that the chosen worker held already, by the index.",
+            "KV blocks of placed prompts that the chosen worker held according to the index.",
             registry=self.registry,
         )
-        self._gauge(f"{prefix}_queue_requests", "Requests that wait for room.").set_function(
+        self._gauge(f"{prefix}_queue_requests", "Requests in the admission queue.").set_function(
             lambda: len(router.queue)
         )
-        self._gauge(f"{prefix}_queue_tokens", "Their prompt tokens.").set_function(
+        self._gauge(f"{prefix}_queue_tokens", "Prompt tokens in the admission queue.").set_function(
             lambda: router.queue.tokens
         )
         self._wait_seconds = Histogram(
             f"{prefix}_queue_wait_seconds",
-            "How long those waited who had to, whatever became of them.",
+            "Seconds in the admission queue, all outcomes.",
             buckets=WAIT_BUCKETS_S,
             registry=self.registry,
         )
         queue_full = Counter(
             f"{prefix}_queue_full",
-            "Requests turned away because the queue was full, by the limit that was reached.",
+            "Requests rejected because the admission queue was full, by limit reached.",
             ("limit",),
             registry=self.registry,
         )
         self._queue_full = {limit: queue_full.labels(limit) for limit in QUEUE_LIMITS}
         unclaimed = Counter(
             f"{prefix}_unclaimed",
-            "Words about bookings that the router does not hold, or could not take.",
+            "Reports about bookings that the router does not own or could not add, by kind.",
             ("kind",),
             registry=self.registry,
         )
         self._unclaimed = {kind: unclaimed.labels(kind) for kind in UNCLAIMED_KINDS}
-        self.sessions = Gauge(f"{prefix}_sessions", "Open sessions.", registry=self.registry)
-        self._gauge(f"{prefix}_bookings", "Live bookings.").set_function(lambda: len(router.book))
-        self._gauge(
-            f"{prefix}_expired_bookings", "Bookings that nobody renewed in time, since the start."
-        ).set_function(lambda: router.book.expired)
-        self._gauge(f"{prefix}_orphaned_bookings", "Bookings whose session died.").set_function(
-            lambda: router.book.orphan_count
+        self.sessions = Gauge(
+            f"{prefix}_sessions", "Open sessions of frontends.", registry=self.registry
         )
+        self._gauge(f"{prefix}_bookings", "Bookings, including those of peers.").set_function(
+            lambda: len(router.book)
+        )
+        self._gauge(
+            f"{prefix}_expired_bookings", "Bookings that expired without renewal, since the start."
+        ).set_function(lambda: router.book.expired)
+        self._gauge(
+            f"{prefix}_orphaned_bookings", "Bookings without an owner after their session ended."
+        ).set_function(lambda: router.book.orphan_count)
         self._gauge(f"{prefix}_workers", "Workers that serve a model.").set_function(
             lambda: router.fleet.worker_count
         )
-        guessed = Gauge(
+        derived_blocks = Gauge(
             f"{prefix}_guessed_blocks",
-            "Blocks that earlier decisions let workers hold: guesses where nothing is told of a "
-            "cache, predictions beside what is told.",
+            "Blocks derived from earlier decisions: guesses for workers without KV events, "
+            "predictions for workers with them.",
             ("kind",),
             registry=self.registry,
         )
         entries = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
         for kind, entries_of_kind in entries.items():
-            guessed.labels(kind).set_function(partial(_block_count, entries_of_kind))
-        self._gauge(f"{prefix}_affinity_bindings", "Sessions bound to a worker.").set_function(
-            lambda: len(router.affinity)
-        )
+            derived_blocks.labels(kind).set_function(partial(_block_count, entries_of_kind))
         self._gauge(
-            f"{prefix}_affinity_evicted", "Bindings forgotten for want of room, since the start."
+            f"{prefix}_affinity_bindings", "Client sessions placed on a worker."
+        ).set_function(lambda: len(router.affinity))
+        self._gauge(
+            f"{prefix}_affinity_evicted",
+            "Session records evicted for lack of capacity, since the start.",
         ).set_function(lambda: router.affinity.evicted)
         self._gauge(
-            f"{prefix}_stale_reports", "Ranks whose load report is too old to count."
+            f"{prefix}_stale_reports", "Ranks with a load report that is too old to count."
         ).set_function(lambda: router.book.stale_report_count(clock()))
         if index is not None:
             self._add_index_gauges(index, prefix)
@@ -163,22 +167,22 @@ class Metrics:
             self._add_peer_gauges(replica, prefix)
 
     def record_queue_wait(self, seconds: float) -> None:
-        """One request left the queue, whatever became of it."""
+        """Record a request that left the queue, all outcomes."""
         self._wait_seconds.observe(seconds)
 
     def refused(self, error: MeshError) -> None:
-        """One request got an error; counts those that found the queue full."""
+        """Record a request that failed; counts those that found the queue full."""
         if error.reason == "QUEUE_FULL":
             limit = error.metadata.get("limit_kind", OTHER)
             self._queue_full.get(limit, self._queue_full[OTHER]).inc()
 
     def decided(self, outcome: str, seconds: float) -> None:
-        """One decision: `placed`, or the kind of the error in lower case; OTHER if we know none."""
+        """Record a decision: `placed`, or the kind of the error in lower case, else OTHER."""
         self._decisions.get(outcome, self._decisions[OTHER]).inc()
         self._seconds.observe(seconds)
 
     def placed(self, query: Query, decision: Decision, seconds: Sequence[float]) -> None:
-        """One placement. seconds: of each of STAGES."""
+        """Record a placement. seconds: of each of STAGES."""
         for stage, spent in zip(STAGES, seconds, strict=True):
             self._overhead[stage].observe(spent)
         self._prompt_blocks.inc(bookable_decode_blocks(query, block_size_of(query, None)))
@@ -191,20 +195,20 @@ class Metrics:
             self._affinity[decision.affinity].inc()
 
     def unclaimed(self, kind: str) -> None:
-        """A word about a booking that came to nothing: one of UNCLAIMED_KINDS."""
+        """Record a report about a booking that had no effect: one of UNCLAIMED_KINDS."""
         self._unclaimed[kind].inc()
 
     def _add_index_gauges(self, index: IndexReplica, prefix: str) -> None:
         feed = index.feed
-        self._gauge(f"{prefix}_index_connected", "Whether an indexer is followed.").set_function(
-            lambda: index.indexer_id is not None
-        )
         self._gauge(
-            f"{prefix}_index_blocks", "Blocks in the index; one held n times counts n times."
+            f"{prefix}_index_connected", "1 if an indexer is followed, else 0."
+        ).set_function(lambda: index.indexer_id is not None)
+        self._gauge(
+            f"{prefix}_index_blocks", "Blocks in the index; a block on n ranks counts n times."
         ).set_function(lambda: feed.blocks)
         sources = Gauge(
             f"{prefix}_index_sources",
-            "Ranks in the index by state; gapped ones do not count.",
+            "Ranks in the index by state; blocks of gapped ranks are ignored.",
             ("state",),
             registry=self.registry,
         )
@@ -216,15 +220,15 @@ class Metrics:
             sources.labels(state).set_function(partial(count, state))
 
     def _add_peer_gauges(self, replica: Replica, prefix: str) -> None:
-        self._gauge(f"{prefix}_peers", "Routers that tell of their bookings.").set_function(
+        self._gauge(f"{prefix}_peers", "Peer routers that send their bookings.").set_function(
             lambda: len(replica.peers)
         )
-        self._gauge(
-            f"{prefix}_sync_resends", "How often a peer was asked to tell everything anew."
-        ).set_function(lambda: replica.resends)
+        self._gauge(f"{prefix}_sync_resends", "Full syncs requested from peers.").set_function(
+            lambda: replica.resends
+        )
         self._gauge(
             f"{prefix}_sync_refused",
-            "Entries of peers that were left out: they cannot be, or the book is full.",
+            "Entries of peers that were refused: invalid, or too many bookings.",
         ).set_function(lambda: replica.refused)
 
     def _gauge(self, name: str, text: str) -> Gauge:

@@ -1,12 +1,12 @@
-"""Sync over gRPC: keeps the books of the routers in discovery alike.
+"""Replication over gRPC: keeps the bookings of the routers in discovery alike.
 
-Each router opens one stream to every other one, tells its own bookings on it frame by frame, each
-answered before the next, and hears those of others on the streams that they open. What to tell and
-what words mean is decided in `core/replica.py`.
+Each router opens one stream to every other one and sends its own bookings on it, one acknowledged
+frame at a time. It receives those of its peers on the streams that they open. `core/replication.py`
+decides what to send and how to apply what arrives.
 
-A peer that answers nothing for SILENT_S, or tells nothing for so long, is lost: its stream is ended
-here, and its bookings are orphans. Streams are opened again with jitter, so that routers do not all
-dial one that came back in the same moment.
+A peer that sends no response or no frame for SILENCE_TIMEOUT_S is lost: its stream is ended, and
+its bookings become orphans. Streams are reopened with jitter, so that not all routers dial a
+restarted one at once.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from router_svc.proto import (
 
 LOG = structlog.get_logger(__name__)
 
-# Changes are gathered so long before they are told: a frame costs more than what is in it.
+# Changes are batched: a frame costs more than its content.
 BATCH_DELAY_S = 0.01
-# Three digests that did not come, or an answer that did not.
+# Three missing digests, or one missing response.
 SILENCE_TIMEOUT_S = 3.0
 REDIAL_S = 0.2
 TICK_S = 0.1
@@ -50,10 +50,10 @@ SendResponse = Callable[[router_pb2.SyncResponse], Awaitable[None]]
 
 
 class Stream(Protocol):
-    """One Sync call, at the end that opened it."""
+    """The opening end of one Sync call."""
 
     async def read(self) -> router_pb2.SyncResponse | None:
-        """The next answer; None at the end. Raises MeshError when it failed."""
+        """The next response; None at the end. Raises MeshError if the stream failed."""
 
     async def write(self, frame: router_pb2.SyncRequest) -> None:
         """Send a frame. Raises MeshError."""
@@ -66,16 +66,15 @@ OpenSync = Callable[[Instance], AbstractAsyncContextManager[Stream]]
 class PeerSync:
     """One router's streams with its peers.
 
-    routers: those of discovery now, this one perhaps among them. open_sync: how to reach one; by
-    default over gRPC. caught_up: set once every peer that was there when `run` began has said what
-    it has booked.
+    routers: those in discovery, perhaps with this one. open_sync: how to reach one; by default over
+    gRPC. caught_up: set once every peer that was present when `run` began has sent its snapshot.
     """
 
     def __init__(
         self,
         router_id: int,
         routers: Callable[[], Sequence[Instance]],
-        book: LoadTracker,
+        load_tracker: LoadTracker,
         affinity: SessionAffinity | None = None,
         *,
         open_sync: OpenSync | None = None,
@@ -90,13 +89,13 @@ class PeerSync:
         self._change_event = asyncio.Event()
         self._readers: set[asyncio.Task[None]] = set()
         self._awaiting_snapshot: set[int] = set()
-        self.replica = Replica(book, self._change_event.set, affinity)
+        self.replica = Replica(load_tracker, self._change_event.set, affinity)
         self.caught_up = asyncio.Event()
 
-    # Telling.
+    # Outbound.
 
     async def run(self) -> None:
-        """Keep a stream to every peer of discovery; ends by cancellation only."""
+        """Keep a stream to every peer in discovery; ends only by cancellation."""
         async with TaskGroup() as tasks:
             outbound: dict[int, asyncio.Task[None]] = {}
             self._awaiting_snapshot = set(self._peers())
@@ -108,7 +107,7 @@ class PeerSync:
                     outbound.pop(router_id).cancel()
                     self._mark_snapshot_done(router_id)
                 for router_id in peers.keys() - outbound.keys():
-                    # A newcomer finds its peers waiting; they do not all dial it at once.
+                    # A router that starts dials at once; its peers dial it at random times.
                     delay_s = 0.0 if is_first else self._reconnect_delay_s()
                     work = self._keep_outbound_stream(peers[router_id], delay_s)
                     outbound[router_id] = tasks.create_task(work, name=f"sync {router_id}")
@@ -122,7 +121,7 @@ class PeerSync:
         return REDIAL_S * (0.5 + self._rng.random())
 
     def _mark_snapshot_done(self, router_id: int | None) -> None:
-        """That peer's snapshot is in, or will never be."""
+        """That peer's snapshot is complete, or will never arrive."""
         self._awaiting_snapshot.discard(router_id or 0)
         if not self._awaiting_snapshot:
             self.caught_up.set()
@@ -138,15 +137,15 @@ class PeerSync:
                     was_connected = True
                     await self._send_updates(peer.id, stream, outbound)
             except MeshError as error:
-                # One line for a peer that is down, however long.
+                # One line per outage.
                 log = LOG.warning if was_connected else LOG.debug
                 log("peer_lost", router_id=peer.id, reason=str(error))
                 was_connected = False
             except Exception:
-                # Whatever ails a peer, decisions go on.
-                LOG.exception("telling a peer failed", router_id=peer.id)
+                # No failure of a peer may stop placement decisions.
+                LOG.exception("peer_sync_failed", router_id=peer.id)
             finally:
-                self.replica.told(outbound)
+                self.replica.close_outbound(outbound)
                 self.replica.peer_stream_ended(peer.id)
             await asyncio.sleep(self._reconnect_delay_s())
 
@@ -164,7 +163,7 @@ class PeerSync:
         self._mark_snapshot_done(router_id)
 
     async def _send_updates(self, router_id: int, stream: Stream, outbound: OutboundSync) -> None:
-        """Until the stream fails."""
+        """Runs until the stream fails."""
         while True:
             frame = outbound.frame(self._clock())
             await stream.write(frame_to_proto(frame, self._router_id))
@@ -175,7 +174,7 @@ class PeerSync:
             await self._wait_for_changes(outbound)
 
     async def _wait_for_changes(self, outbound: OutboundSync) -> None:
-        """Returns when it is time for the next frame."""
+        """Returns when the next frame is due."""
         if outbound.is_frame_full:
             await asyncio.sleep(0)
             return
@@ -187,21 +186,21 @@ class PeerSync:
                     await self._change_event.wait()
         await asyncio.sleep(BATCH_DELAY_S)
 
-    # Hearing.
+    # Inbound.
 
     async def serve(
         self, frames: AsyncIterator[router_pb2.SyncRequest], send_response: SendResponse
     ) -> None:
-        """One stream that a peer opened, until it ends. Raises MeshError, also for silence."""
+        """Serve a stream that a peer opened, until it ends. Raises MeshError, also on silence."""
         for part in self.replica.snapshot():
             bookings = map(booking_to_proto, part)
             await send_response(
                 router_pb2.SyncResponse(router_id=self._router_id, snapshot=bookings)
             )
         for session_records in self.replica.snapshot_session_records(self._clock()):
-            told = map(session_record_to_proto, session_records)
+            records = map(session_record_to_proto, session_records)
             await send_response(
-                router_pb2.SyncResponse(router_id=self._router_id, snapshot_bindings=told)
+                router_pb2.SyncResponse(router_id=self._router_id, snapshot_bindings=records)
             )
         await send_response(router_pb2.SyncResponse(router_id=self._router_id, ends_snapshot=True))
         inbound = _InboundStream(self.replica, self._router_id, send_response, self._clock)
@@ -222,7 +221,7 @@ class PeerSync:
 
 
 class _InboundStream:
-    """One stream that a peer opened. peer_id: 0 until its first frame."""
+    """A stream that a peer opened. peer_id: 0 until its first frame."""
 
     def __init__(
         self,
@@ -246,14 +245,14 @@ class _InboundStream:
             elif message.router_id != self._peer_id:
                 raise InvalidRequest("router_id must not change on a stream", "router_id")
             elif not self._replica.is_current(self._peer_id, self._stream):
-                raise Conflict("a newer stream of this router took its place", reason="REPLACED")
+                raise Conflict("a newer stream of this router replaced it", reason="REPLACED")
             frame = frame_from_proto(message)
             _log_refused(self._peer_id, (*frame.refused, *frame.refused_session_records))
             resend = self._replica.apply_frame(
                 self._peer_id, self._stream, frame, self._last_received_at
             )
             if resend:
-                LOG.warning("peer_differs", router_id=self._peer_id, sequence=frame.sequence)
+                LOG.warning("peer_state_differs", router_id=self._peer_id, sequence=frame.sequence)
             response = router_pb2.SyncResponse(
                 router_id=self._router_id, acked_sequence=frame.sequence, resend=resend
             )
@@ -261,7 +260,9 @@ class _InboundStream:
 
     def _identify_peer(self, peer_id: int) -> None:
         if peer_id in (0, self._router_id):
-            raise InvalidRequest("router_id must be the sending router's", "router_id")
+            raise InvalidRequest(
+                f"router_id must be the id of the sender, not {peer_id}", "router_id"
+            )
         self._peer_id, self._stream = peer_id, self._replica.stream_opened(peer_id)
         LOG.info("peer_joined", router_id=peer_id)
 
@@ -270,7 +271,7 @@ class _InboundStream:
             await asyncio.sleep(TICK_S)
             if self._clock() - self._last_received_at > SILENCE_TIMEOUT_S:
                 raise Unavailable(
-                    f"the peer said nothing for {SILENCE_TIMEOUT_S:g} s", reason="SILENT"
+                    f"no frame from the peer for {SILENCE_TIMEOUT_S:g} s", reason="SILENT"
                 )
 
     def close_stream(self) -> None:
@@ -280,7 +281,7 @@ class _InboundStream:
 
 
 def _log_refused(router_id: int, refused: Sequence[InvalidRequest]) -> None:
-    """One line, however many entries are wrong."""
+    """One line per message, whatever the number of wrong entries."""
     if refused:
         reason = refused[0].message
         LOG.warning("peer_entries_refused", router_id=router_id, count=len(refused), reason=reason)
@@ -291,14 +292,14 @@ async def _read_response(stream: Stream) -> router_pb2.SyncResponse:
         async with asyncio.timeout(SILENCE_TIMEOUT_S):
             response = await stream.read()
     except TimeoutError:
-        raise Unavailable(f"the peer answered nothing for {SILENCE_TIMEOUT_S:g} s") from None
+        raise Unavailable(f"no response from the peer for {SILENCE_TIMEOUT_S:g} s") from None
     if response is None:
         raise Unavailable("the peer closed the stream")
     return response
 
 
 def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
-    """Sync calls over gRPC. The channel belongs to the call and dies with it."""
+    """Sync calls over gRPC, each on a channel of its own."""
 
     @asynccontextmanager
     async def open_sync(router: Instance) -> AsyncIterator[Stream]:

@@ -1,7 +1,7 @@
-"""The `kv_router.*` spans of a decision, made after the fact from a stopwatch.
+"""The `kv_router.*` spans of a decision, created afterwards from a stopwatch.
 
-A decision takes some 100 µs and a recorded span 55: a request that is not sampled makes none.
-There is no `kv_router.compute_seq_hashes`: a prefix hash names the whole prefix already.
+A decision takes some 100 µs and a recorded span 55 µs, so that a request that is not sampled
+creates none. There is no `kv_router.compute_seq_hashes`: a prefix hash covers the whole prefix.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from router_svc.core.query import Query
 from router_svc.core.router import Decision
 from router_svc.core.types import BookingKey
 
-# In the order in which they happen.
+# In order of execution.
 SPANS = ("kv_router.compute_block_hashes", "kv_router.find_matches", "kv_router.schedule")
-# What the last span calls their durations, in microseconds; total_us is the sum.
+# Attributes of the last span: their durations in microseconds; total_us is the sum.
 DURATION_ATTRIBUTES = ("hash_us", "find_matches_us", "schedule_us")
 
 
 class Stopwatch:
-    """The laps of one decision, one for each of SPANS that was reached."""
+    """The laps of one decision, one for each completed or failed stage of SPANS."""
 
     __slots__ = ("_ends", "began_ns", "started")
 
@@ -34,21 +34,21 @@ class Stopwatch:
         self._ends: list[float] = []
 
     def lap(self) -> None:
-        """A stage ended, and the next begins."""
+        """End a stage and begin the next."""
         self._ends.append(time.perf_counter())
 
     def laps_s(self) -> list[float]:
-        """Seconds of each stage that has ended."""
+        """Seconds of each ended stage."""
         starts = [self.started, *self._ends]
         return [end - start for start, end in zip(starts, self._ends, strict=False)]
 
     def total_s(self) -> float:
-        """Seconds up to the end of the last stage; up to now if none has ended."""
+        """Seconds up to the end of the last stage; if none has ended, up to now."""
         return (self._ends[-1] if self._ends else time.perf_counter()) - self.started
 
 
 class DecisionSpans:
-    """Writes the spans of one router."""
+    """Creates the spans of one router."""
 
     def __init__(self, tracer: trace.Tracer | None = None) -> None:
         self._tracer = trace.get_tracer("kvmesh.router") if tracer is None else tracer
@@ -61,7 +61,7 @@ class DecisionSpans:
         key: BookingKey | None,
         decision: Decision,
     ) -> None:
-        """The spans of a decision, as children of the caller's span."""
+        """Create the spans of a decision, as children of the caller's span."""
         if not traceparent:
             return
         attributes: dict[str, AttributeValue] = {
@@ -87,7 +87,7 @@ class DecisionSpans:
         self._write(traceparent, stopwatch, attributes, None)
 
     def failed(self, traceparent: str, stopwatch: Stopwatch, error: MeshError) -> None:
-        """The spans of the stages up to the one that failed, which carries the error."""
+        """Create the spans of the stages up to the failed one, which carries the error."""
         if traceparent:
             stopwatch.lap()
             self._write(traceparent, stopwatch, {"error.type": type(error).__name__}, error)

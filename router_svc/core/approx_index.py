@@ -1,15 +1,16 @@
-"""What ranks probably hold, guessed from where their prompts were sent (pure).
+"""An approximate index: what ranks probably hold, derived from where prompts were sent (pure).
 
 One ordered map has an entry for each (rank, block) with the time of the last decision that touched
-it, oldest first. A prompt is touched deepest block first, so its beginning is younger than its end,
-and whatever leaves at the old end leaves no hole in a chain. An entry counts for `ttl_s`. When the
-map is full the oldest entries make room, and go on leaving until it is down to
-`prune_target_ratio`, a few at each step: nothing here takes longer than what was just added.
+it, oldest first. A prompt is touched deepest block first, so that its beginning is newer than its
+end, and removal at the old end leaves no hole in a chain. An entry counts for `ttl_s`. If the map
+is full, the oldest entries are dropped, a few at each step, down to `prune_target_ratio`, so that
+no step takes longer than the size of the prompt just added.
 
-Invariants: entries stand in order of time; on one rank a block's ancestors stand behind it; hence
-the blocks of a rank that count are prefix-closed at any moment, and bisection answers. There are
-never more than `blocks_max` entries. A rank that left matches nothing from then on (O(1)); what is
-left of it goes with its time, or to make room. A rank without entries leaves no trace.
+Invariants: entries are ordered by time; on one rank a block's ancestors come after it; therefore
+the valid blocks of a rank are prefix-closed at any moment, and bisection finds their number. There
+are never more than `blocks_max` entries. A rank that left matches nothing from then on (O(1)); its
+entries are dropped when they expire or when the map is full. A rank without entries leaves no
+state.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.kv.prefix_index import SourceMatch
 from router_svc.core.query import Query
 from router_svc.core.types import Placement
 
-# What separates chains: model, tokens a block, how hashes are made.
+# Chains are per model, tokens per block and hash scheme.
 _Partition = tuple[str, int, int]
 
 _NEVER_TOUCHED = float("-inf")
@@ -31,10 +32,10 @@ _NEVER_TOUCHED = float("-inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApproxLimits:
-    """How long a guess counts, in seconds; how many blocks there may be, one held by n ranks
-    counting n times; and the part of them that is left when it was too many.
+    """ttl_s: seconds for which an entry counts. blocks_max: entries, a block on n ranks counting n
+    times. prune_target_ratio: the part of blocks_max that remains after pruning.
 
-    Defaults: NVIDIA Dynamo's. At most about 230 bytes a block (1M of them: 225 MiB).
+    Defaults: NVIDIA Dynamo's. At most about 230 bytes per block (1M blocks: 225 MiB).
     """
 
     ttl_s: float = 120.0
@@ -42,14 +43,14 @@ class ApproxLimits:
     prune_target_ratio: float = 0.8
 
     def __post_init__(self) -> None:
-        assert self.ttl_s > 0, "a guess counts for some time"
-        assert self.blocks_max > 0, "there is room for a block"
-        assert 0 < self.prune_target_ratio <= 1, "a part of what there may be"
+        assert self.ttl_s > 0, "ttl_s must be positive"
+        assert self.blocks_max > 0, "blocks_max must be positive"
+        assert 0 < self.prune_target_ratio <= 1, "prune_target_ratio must be within 0..1"
 
 
 @dataclass(slots=True, eq=False)
 class _RankEntries:
-    """One rank's entries: their keys are `number << 64 | hash`. Numbers are not used again."""
+    """One rank's entries: their keys are `number << 64 | hash`. Numbers are never reused."""
 
     number: int
     partition: _Partition
@@ -58,7 +59,7 @@ class _RankEntries:
 
 
 class ApproxIndex:
-    """Guesses by rank. Times are seconds of one clock and never go back."""
+    """Approximate entries by rank. Times are seconds of one clock and never go back."""
 
     def __init__(self, limits: ApproxLimits | None = None) -> None:
         self.limits = ApproxLimits() if limits is None else limits
@@ -71,18 +72,18 @@ class ApproxIndex:
 
     @property
     def blocks(self) -> int:
-        """Entries, with those that count no more and have not left yet."""
+        """Entries, including expired ones that are not dropped yet."""
         return len(self._touched_at)
 
     def match(self, query: Query) -> list[SourceMatch]:
         """One row for each rank that holds the prompt's first block.
 
-        What counts is judged by the latest time that `touch` or `expire` was told.
+        Entries expire by the latest time passed to `touch` or `expire`.
         """
         entries_by_rank = self._by_partition.get(_partition_of(query))
         if not (entries_by_rank and query.prefix_hashes):
             return []
-        # A memoryview makes an int of the few elements that are looked at, and of no others.
+        # A memoryview creates ints only for the few elements that are read.
         keys = hashes_from_bytes(query.prefix_hashes).data
         horizon = self._now - self.limits.ttl_s
         rows = []
@@ -94,7 +95,7 @@ class ApproxIndex:
         return rows
 
     def touch(self, query: Query, placement: Placement, now: float) -> None:
-        """The prompt was sent there. O(1) for each of its blocks."""
+        """Enter a prompt sent to a rank. O(1) for each of its blocks."""
         if not query.prefix_hashes:
             return
         self._now = now = max(self._now, now)
@@ -116,7 +117,7 @@ class ApproxIndex:
         self.expire(now, 2 * added)
 
     def expire(self, now: float, blocks: int) -> bool:
-        """Time has passed: drops up to `blocks` entries that are due; whether there are more."""
+        """Advance the time and drop up to `blocks` due entries; returns whether there are more."""
         self._now = max(self._now, now)
         for _ in range(blocks):
             if not self._must_drop_oldest():
@@ -125,32 +126,32 @@ class ApproxIndex:
         return self._must_drop_oldest()
 
     def forget(self, worker_id: int) -> None:
-        """The worker left. Costs as much as there are ranks, not blocks."""
+        """Drop a worker that left. The cost grows with the number of ranks, not blocks."""
         for rank_entries in [
             t for t in self._entries_by_number.values() if t.placement.worker_id == worker_id
         ]:
             self._drop_rank(rank_entries)
 
     def _depth(self, base: int, keys: memoryview, horizon: float, expected_depth: int) -> int:
-        """How many leading blocks are there, by bisection that begins at what is likely."""
+        """The number of leading blocks held, by bisection that starts at the expected depth."""
         get_touched_at = self._touched_at.get
         if get_touched_at(base | keys[0], _NEVER_TOUCHED) <= horizon:
             return 0
-        held, not_held = 1, len(keys) + 1  # So many are there; so many are not.
+        held, not_held = 1, len(keys) + 1  # Depths.
         middle = expected_depth
         while not_held - held > 1:
             if not held < middle < not_held:
                 middle = (held + not_held) // 2
             if get_touched_at(base | keys[middle - 1], _NEVER_TOUCHED) > horizon:
                 held = middle
-                # Ranks that share a beginning mostly share its length.
+                # Ranks that share a prefix usually share its length.
                 middle = expected_depth + 1
             else:
                 not_held = middle
         return held
 
     def _must_drop_oldest(self) -> bool:
-        """Whether the oldest entry has to go."""
+        """Whether the oldest entry is due."""
         blocks = len(self._touched_at)
         if blocks <= self.limits.prune_target_ratio * self.limits.blocks_max:
             self._is_pruning = False
@@ -163,9 +164,9 @@ class ApproxIndex:
         key, _ = self._touched_at.popitem(last=False)
         rank_entries = self._entries_by_number.get(key >> 64)
         if rank_entries is None:
-            return  # Its worker has left.
+            return  # Its worker left.
         rank_entries.blocks -= 1
-        assert rank_entries.blocks >= 0, "a rank loses no more than it had"
+        assert rank_entries.blocks >= 0, "negative blocks of a rank"
         if not rank_entries.blocks:
             self._drop_rank(rank_entries)
 

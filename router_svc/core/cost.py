@@ -1,10 +1,10 @@
-"""What a placement costs, and the knobs of that cost (pure).
+"""The cost of a placement, and its settings (pure).
 
-The unit is one block of KV cache: of prompt tokens still to be computed, or of cache held while
-decoding. Lower is better. For a worker rank w and a request of `total_tokens` (block size b,
+The unit is one block of KV cache: of prompt tokens to compute, or of cache held while decoding.
+Lower is better. For a worker rank w and a request of `total_tokens` (block size b,
 R = ceil(total_tokens / b) blocks), with the estimated load of w (queued prompt tokens Q, blocks D,
-requests N) and what w holds of the prompt (leading blocks on the device, and beyond them on the
-host, and beyond those on disk):
+requests N) and the part of the prompt that w holds (leading blocks on the device, beyond them on
+the host, and beyond those on disk):
 
     excess  = (Q - min Q over the eligible) / b / R               0 unless prefill is tracked
     device  = overlap_score_credit / (1 + overlap_score_credit_decay * excess)
@@ -18,23 +18,22 @@ host, and beyond those on disk):
 On the decode leg of a pair, which computes no prompt: prefill = misses = 0, and decode =
 max(0, D + R - reused - credit).
 
-All but `misses` is the cost that NVIDIA Dynamo 1.6 documents. The credit is never more than the
-work it saves: the prefill term stops at zero.
+All but `misses` is the cost that NVIDIA Dynamo 1.6 documents. The credit never exceeds the work it
+saves: the prefill term is at least 0.
 
-Misses. Idle workers have no load to tell them apart, so overlap alone decides, and whoever got the
-first of many short prompts with a common beginning gets all of them for ever. M is what w had to
-compute of the prompts placed on it, in blocks, halved every `recent_miss_half_life_s` (`misses`);
-the term grows like recent_miss_weight * M while M is small and stays below recent_miss_weight * R.
-So a rank that computed much lately looks more expensive to prompts that it holds in part; a prompt
-that it holds nearly whole stays; and where all compute equally much, the term is the same for all.
-It is measured against the mean, not the least: one worker that computes nothing (because it is
-stuck, say) changes the others' terms by little, and equally.
+Misses. The load of idle workers is equal, so overlap alone would decide, and the worker of the
+first of many short prompts with a common prefix would get all of them. M is the recent prefill work
+of w in blocks, halved every `recent_miss_half_life_s` (`RecentPrefill`). The term grows like
+recent_miss_weight * M while M is small and stays below recent_miss_weight * R. A rank with much
+recent prefill is more expensive for prompts that it holds in part; a prompt that it holds nearly
+whole stays; if all compute equally much, the term is the same for all. The reference is the mean,
+not the minimum: one worker that computes nothing (a stuck one, for example) changes the terms of
+the others little, and equally.
 
-Reused. A replica of the books carries charges and no hash lists, so each request's blocks are
-counted whole, also those that requests share. `assume_kv_reuse` says that blocks which w holds of
-the prompt are in use there already, as far as D reaches: reused = min(D, blocks held), else 0. It
-is off by default (Dynamo: on, with exact hash lists): counting whole blocks is what keeps a prompt
-that everybody sends from gathering on one worker.
+Reused. Bookings contain counts and no hash lists, so all blocks of each request are counted, also
+shared ones. With `assume_kv_reuse`, blocks of the prompt that w holds count as in use already, up
+to D: reused = min(D, blocks held), else 0. It is off by default (Dynamo: on, with exact hash
+lists): counting all blocks prevents that a very common prompt gathers on one worker.
 """
 
 from __future__ import annotations
@@ -53,19 +52,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
-    """The knobs of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
+    """The settings of the cost; names and defaults as in NVIDIA Dynamo 1.6 where it has them.
 
     overlap_score_credit: blocks of work that a block held on the device saves.
     overlap_score_credit_decay: how fast that credit falls with queued prefill; 1 halves it for one
-    request's worth of it.
-    prefill_load_scale: weight of the prefill term.
-    decode_active_request_weight: blocks that a request counts beside its own; above 0, requests of
-    unknown length count too.
-    host_cache_hit_weight, disk_cache_hit_weight: credit of a block held there only, 0..1.
-    router_temperature: 0 takes the cheapest; above, the softmax of the costs is drawn from.
+    request's worth of it. prefill_load_scale: weight of the prefill term.
+    decode_active_request_weight: extra blocks per request; above 0, requests of unknown length
+    count. host_cache_hit_weight, disk_cache_hit_weight: credit of a block held there only, 0..1.
+    router_temperature: 0 takes the cheapest; above 0, a draw from the softmax of the costs.
     assume_kv_reuse, recent_miss_weight, recent_miss_half_life_s: see the module.
-    track_prefill_tokens: bookings charge the prompt tokens to be computed.
-    track_active_blocks: bookings charge the blocks held.
+    track_prefill_tokens: bookings include the prompt tokens to be computed. track_active_blocks:
+    bookings include the blocks held.
     """
 
     overlap_score_credit: float = 1.0
@@ -82,10 +79,10 @@ class CostSettings:
     track_active_blocks: bool = True
 
     def with_override(self, override: RouterConfigOverride | None) -> CostSettings:
-        """The knobs for one request.
+        """The settings for one request.
 
-        InvalidRequest names a field that is out of range, Unsupported a shared_cache_multiplier
-        above 0: no shared cache is known here.
+        Raises InvalidRequest for a field out of range, Unsupported for a shared_cache_multiplier
+        above 0: there is no shared cache.
         """
         if override is None:
             return self
@@ -94,12 +91,12 @@ class CostSettings:
         _check_override(override)
         if override.shared_cache_multiplier:
             field = f"{_OVERRIDE_PATH}.shared_cache_multiplier"
-            raise Unsupported(field, "this router knows of no shared cache")
+            raise Unsupported(field, "there is no shared cache")
         if legacy_scale is not None:
             if scale not in (None, legacy_scale):
                 raise InvalidRequest(
-                    f"overlap_score_weight {legacy_scale} is the older name of prefill_load_scale "
-                    f"({scale}): give one",
+                    f"overlap_score_weight ({legacy_scale}) and prefill_load_scale ({scale}) "
+                    "are names of one setting: set only one",
                     f"{_OVERRIDE_PATH}.overlap_score_weight",
                 )
             scale = legacy_scale
@@ -116,22 +113,22 @@ class CostSettings:
         )
 
     def reject_cost_overrides(self, override: RouterConfigOverride | None, selector: str) -> None:
-        """Unsupported, naming the field, for what only a selector with a cost can honour."""
+        """Raise Unsupported for a field that only a selector with a cost can apply."""
         for name in _COST_OVERRIDE_FIELDS:
             if override is not None and getattr(override, name) is not None:
-                reason = f"this router places by {selector}, which has no such cost"
+                reason = f"the selector {selector} has no such cost"
                 raise Unsupported(f"{_OVERRIDE_PATH}.{name}", reason)
 
     def reject_overlap_overrides(self, override: RouterConfigOverride | None, reason: str) -> None:
-        """Unsupported, naming the field, for what asks for overlap where none is ever known."""
+        """Raise Unsupported for a field that uses overlap, if the router has no index."""
         for name in ("overlap_score_credit", "assume_kv_reuse"):
             if override is not None and getattr(override, name):
                 raise Unsupported(
-                    f"{_OVERRIDE_PATH}.{name}", f"this router follows no caches: {reason}"
+                    f"{_OVERRIDE_PATH}.{name}", f"this router has no cache index: {reason}"
                 )
 
     def for_decode_leg(self) -> CostSettings:
-        """Those of the decode leg of a pair: its cache comes from prefill."""
+        """The settings for the decode leg of a pair: its cache comes from prefill."""
         return replace(
             self, overlap_score_credit=0.0, assume_kv_reuse=False, track_prefill_tokens=False
         )
@@ -143,7 +140,7 @@ DEFAULT_COST_SETTINGS = CostSettings()
 class Terms(NamedTuple):
     """The parts of a cost, in blocks; `total` is their sum times `taint_factor`.
 
-    overlap_credit is part of `prefill` (of `decode` on a decode leg) already, and not added.
+    overlap_credit is already part of `prefill` (on a decode leg: of `decode`) and not added.
     """
 
     prefill: float
@@ -159,26 +156,27 @@ class Terms(NamedTuple):
 
 
 def draw_index(costs: Sequence[float], temperature: float, u: float) -> int:
-    """The index drawn by exp(-x / temperature), x being the costs scaled to 0..1.
+    """A random index with probability proportional to exp(-x / temperature), x: the costs scaled to
+    0..1.
 
-    u: uniform in [0, 1). All costs equal: all with equal chance. temperature must be above 0.
+    u: uniform in [0, 1). Equal costs: equal probability. temperature must be above 0.
     """
     cheapest_cost = min(costs)
     span = max(costs) - cheapest_cost
     if span == 0:
         return min(int(u * len(costs)), len(costs) - 1)
-    # The least cost weighs 1, so the sum is never 0.
+    # The least cost has weight 1, so the sum is never 0.
     weights = [math.exp((cheapest_cost - cost) / span / temperature) for cost in costs]
     left = u * sum(weights)
     for at, weight in enumerate(weights):
         left -= weight
         if left < 0:
             return at
-    return costs.index(cheapest_cost)  # Rounding has left a crumb.
+    return costs.index(cheapest_cost)  # Only after a rounding error.
 
 
 _OVERRIDE_PATH = "query.config_override"
-# What an override changes beside what is booked.
+# Fields that change more than the booked load.
 _COST_OVERRIDE_FIELDS = (
     "overlap_score_credit",
     "prefill_load_scale",

@@ -1,8 +1,8 @@
 """The worker fleet as discovery shows it (pure).
 
-Invariants: a candidate belongs to an instance of the newest snapshot; the candidates of a model
-stand in order of (worker id, rank), so that a position in them means the same at every call; a
-worker without a model (its metadata is not known yet) is nobody's candidate.
+Invariants: a candidate belongs to an instance of the newest snapshot; the candidates of a model are
+sorted by (worker id, rank), so that positions have the same meaning in every call; a worker without
+a model (its metadata is not known yet) is no candidate.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from collections.abc import Iterator
 from common.registry.instances import Instance, Role, Snapshot, SnapshotDiff, diff_snapshots
 from router_svc.core.types import Candidate, Placement
 
-# A model whose last worker left is "nobody there" (503), not "unknown" (404), for this long: its
-# running requests are looking for another worker just then.
+# A model without workers is unavailable (503), not unknown (404), for this long: its running
+# requests need another worker at that moment.
 GONE_MODEL_TTL_S = 60.0
 _GONE_MODELS_MAX = 1024
 
 
 class Fleet:
-    """Who could serve what, from snapshots of all services; workers and frontends matter here."""
+    """The instances of the newest snapshot; indexes those of workers by model and role."""
 
     def __init__(self) -> None:
-        self.has_snapshot = False  # Whether there was a snapshot at all.
+        self.has_snapshot = False
         self._snapshot = Snapshot()
         self._candidates: dict[tuple[str, Role], tuple[Candidate, ...]] = {}
         self._ranks_of: dict[int, tuple[Candidate, ...]] = {}
         self._models: frozenset[str] = frozenset()
-        # Models without workers, and when the last one was seen to be gone; oldest first.
+        # When models lost their last worker; oldest first.
         self._gone_models: dict[str, float] = {}
 
     def update(self, snapshot: Snapshot, now: float) -> SnapshotDiff:
-        """Take `snapshot` as the truth; what changed. `now` in seconds."""
+        """Replace the snapshot; returns what changed. `now` in seconds."""
         changes = diff_snapshots(self._snapshot, snapshot)
         self._snapshot = snapshot
         self.has_snapshot = True
@@ -51,37 +51,37 @@ class Fleet:
         return changes
 
     def candidates(self, model: str, role: Role) -> tuple[Candidate, ...]:
-        """Every (worker, rank) of `role` that serves `model`, in order of placement."""
+        """Every (worker, rank) of `role` that serves `model`, sorted by placement."""
         return self._candidates.get((model, role), ())
 
     def ranks_of(self, worker_id: int) -> tuple[Candidate, ...]:
-        """Every rank of a worker that serves a model, in order; empty if there is none such."""
+        """Every rank of a worker that serves a model, in order; empty if there is none."""
         return self._ranks_of.get(worker_id, ())
 
     def all_candidates(self, model: str = "") -> Iterator[Candidate]:
-        """Those of every role, of one model or (\"\") of all."""
+        """The candidates of every role, of one model or, for "", of all."""
         for (name, _), worker_candidates in self._candidates.items():
             if model in ("", name):
                 yield from worker_candidates
 
     def roles(self, model: str) -> tuple[Role, ...]:
-        """The roles that serve `model` now; empty when nobody does."""
+        """The roles that serve `model` now."""
         return tuple(role for name, role in self._candidates if name == model)
 
     def block_size(self, model: str) -> int | None:
-        """Tokens a block by the first worker of the model that advertises them."""
+        """Tokens per block, of the first worker of the model that advertises them."""
         sizes = (c.instance.block_size for c in self.all_candidates(model))
         return next((size for size in sizes if size is not None), None)
 
     def is_known_model(self, model: str, now: float) -> bool:
-        """Whether `model` is served, or was until less than MODEL_MEMORY_S ago."""
+        """Whether `model` is served, or was until less than GONE_MODEL_TTL_S ago."""
         if model in self._models:
             return True
         gone_at = self._gone_models.get(model)
         return gone_at is not None and now - gone_at < GONE_MODEL_TTL_S
 
     def has(self, placement: Placement) -> bool:
-        """Whether the worker is there, serves a model and has that rank."""
+        """Whether the worker is present, serves a model and has that rank."""
         worker = self._snapshot.instances.get(placement.worker_id)
         return (
             worker is not None
@@ -91,13 +91,13 @@ class Fleet:
         )
 
     def candidate(self, placement: Placement) -> Candidate | None:
-        """The worker and rank, if `has` says so."""
+        """The candidate of a placement; None unless `has` is true."""
         if not self.has(placement):
             return None
         return Candidate(placement, self._snapshot.instances[placement.worker_id])
 
     def is_present(self, instance_id: int) -> bool:
-        """Whether discovery shows an instance of that id, of whatever service."""
+        """Whether discovery shows an instance of that id, of any service."""
         return instance_id in self._snapshot.instances
 
     @property
@@ -107,16 +107,16 @@ class Fleet:
 
     @property
     def indexers(self) -> tuple[Instance, ...]:
-        """The indexers."""
+        """The indexers in discovery."""
         return self._snapshot.of("indexer")
 
     @property
     def routers(self) -> tuple[Instance, ...]:
-        """The routers, the one that asks among them once it is registered."""
+        """The routers in discovery, including this one once it is registered."""
         return self._snapshot.of("router")
 
     def address(self, instance_id: int) -> str:
-        """Where an instance serves gRPC; empty if discovery does not show it."""
+        """The gRPC address of an instance; empty if discovery does not show it."""
         instance = self._snapshot.instances.get(instance_id)
         return "" if instance is None else instance.address
 

@@ -1,23 +1,23 @@
-"""The load book: what this router believes each worker has to do (pure).
+"""The estimated load of each worker rank, summed from bookings and load reports (pure).
 
-A *booking* is the charge of one attempt of one request: prompt tokens to compute and KV blocks to
-hold. It is made with the decision, changed as the frontend tells of progress, and ends with `free`,
-or because nobody claims it any more.
+A *booking* is the load of one attempt of one request: prompt tokens to compute and KV blocks to
+hold. The placement decision creates it, progress reports of the frontend change it, and `free` or
+expiry ends it.
 
-Invariants (asserted): no sum is ever negative; the sums of a rank are exactly those of the bookings
-on it; a booking is owned by an open session of its frontend here, or else held by a peer router, or
-else orphaned with a deadline.
+Invariants (asserted): no sum is negative; the sums of a rank equal those of its bookings; a booking
+is owned by an open session of its frontend at this router, or held by a peer router, or orphaned
+with a deadline.
 
-A booking is a *lease*: whoever has a session renews it by announcing it again, at any revision. One
-that an open session has not renewed for `expiry_s` is forgotten by both, and ends.
+A booking is a *lease*: the frontend renews it by registering it again, at any revision. If an open
+session does not renew a booking for `expiry_s`, router and frontend both drop it.
 
-A booking's revision is 1 when it is made and grows by 1 with each change: prefill done (the first
-time) and each word of output blocks. The frontend counts likewise, and announces the same number.
-Its *generation* is that of the session that had it last: a frontend has one session at a time, so
-the latest is right wherever it is open, and one that claims less has only not ended yet.
+A booking's revision starts at 1 and grows by 1 with each change: prefill done (the first time) and
+each report of output blocks. The frontend counts in the same way. Its *generation* is that of the
+session that owned it last: a frontend has one session at a time, so the highest generation is
+right wherever it is open, and a session of a lower one has only not ended yet.
 
-Bookings of a worker that left stay until they are freed. They weigh on nobody, since only ranks of
-the fleet are ever asked for; but should discovery merely have blinked, the load is still known.
+Bookings of a worker that left stay until they are freed. They do not affect decisions, which read
+only ranks of the fleet. If the worker reappears in discovery, its load is still correct.
 """
 
 from __future__ import annotations
@@ -32,26 +32,25 @@ from common.kv.load import Load
 from router_svc.core.events import RouterEvents
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement, SessionHello
 
-# An orphan is counted this long; a frontend that lives announces it again within 200 ms.
+# An orphan counts this long; a live frontend registers it again within 200 ms.
 ORPHAN_S = 3.0
-# A report older than this says nothing any more.
+# Older load reports are ignored.
 REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
-# No count or revision that somebody tells is above this, so that those of a full book can be summed
-# and go on growing in 64 bits.
+# Limit of received counts and revisions, so that the sums of a full tracker fit into 64 bits.
 COUNTER_MAX = 1 << 44
-# A booking that nobody announces for so long is forgotten; frontends announce theirs each 100 s.
+# Frontends renew their bookings each 100 s.
 BOOKING_EXPIRY_S = 300.0
-# How often such ones are looked for: some 10 ms for the fullest book.
+# One scan takes some 10 ms if the tracker is full.
 EXPIRY_SCAN_INTERVAL_S = 30.0
-# Blocks are weighed in parts of 1 / 2^16, as integers, so that sums stay exact.
+# Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
 _WEIGHT_BITS = 16
 _HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
 
 
 @dataclass(slots=True)
 class _LoadSums:
-    """block_weight: in parts of 1 / 2^_WEIGHT_BITS blocks."""
+    """block_weight: in units of 1 / 2^_WEIGHT_BITS blocks."""
 
     prefill_tokens: int = 0
     block_weight: int = 0
@@ -61,9 +60,9 @@ class _LoadSums:
         self.prefill_tokens += prefill_tokens
         self.block_weight += block_weight
         self.requests += requests
-        assert self.prefill_tokens >= 0, "prefill tokens of a rank went negative"
-        assert self.block_weight >= 0, "decode blocks of a rank went negative"
-        assert self.requests >= 0, "requests of a rank went negative"
+        assert self.prefill_tokens >= 0, "negative prefill tokens of a rank"
+        assert self.block_weight >= 0, "negative decode blocks of a rank"
+        assert self.requests >= 0, "negative requests of a rank"
 
     @property
     def decode_blocks(self) -> int:
@@ -73,13 +72,9 @@ class _LoadSums:
 
 @dataclass(slots=True)
 class _RankState:
-    """`since_report` sums the bookings made since the last report: `report_count` tells which
-    those are.
-
-    A counter, because two things may happen at the same `now`.
-
-    estimate: what `LoadTracker.load` answers until `estimated_until`, or until one of the others
-    changes; None: to be computed.
+    """since_report: the sums of the bookings made since the last report, that is at the current
+    `report_count` (a counter, because a booking and a report may have the same `now`). estimate:
+    the cached result of `LoadTracker.load`, valid until `estimated_until` or the next change.
     """
 
     booked: _LoadSums = field(default_factory=_LoadSums)
@@ -97,9 +92,9 @@ class _RankState:
 
 @dataclass(slots=True)
 class _BookingEntry:
-    """A booking in the book, of a session, orphaned, or (both None) held by a peer.
+    """A booking, owned by a session, orphaned, or (both None) held by a peer.
 
-    is_own: a session here had it last, so that it is for this router to tell its peers of it.
+    is_own: a session of this router owned it last, so that this router sends it to the peers.
     """
 
     booking: Booking
@@ -108,7 +103,7 @@ class _BookingEntry:
     prefill_done: bool
     is_own: bool = False
     renewed_at: float = 0.0
-    # How many reports the ranks had seen when it was booked there.
+    # `report_count` of its ranks when it was booked there.
     worker_report_count: int = 0
     prefill_report_count: int = 0
 
@@ -125,15 +120,13 @@ class LoadTracker:
         self._bookings_max = bookings_max
         self._expiry_s = expiry_s
         self._last_expiry_scan_at = -math.inf
-        self.expired = 0  # Bookings that ended because nobody renewed them.
+        self.expired = 0  # Bookings that ended because no frontend renewed them.
         self._entries: dict[BookingKey, _BookingEntry] = {}
         self._keys_by_frontend: dict[int, set[BookingKey]] = {}
         self._ranks: dict[Placement, _RankState] = {}
         self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
-        self._latest_generation: dict[
-            int, int
-        ] = {}  # The latest generation of who has a session here.
+        self._latest_generation: dict[int, int] = {}  # By frontend with a session here.
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
@@ -151,11 +144,12 @@ class LoadTracker:
     # Bookings.
 
     def book(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Add a booking; False if its key is there already, which adopts it and changes no load.
+        """Add a booking; False if its key exists, which assigns it to `session` and changes no
+        load.
 
-        session: the one that asked. None (a caller without a session) stands for the newest open
-        session of its frontend; where there is none, the booking is an orphan from the start.
-        Raises Overloaded when the book is full.
+        session: the requesting one. None (a caller without a session) stands for the newest open
+        session of its frontend; if there is none, the booking starts as an orphan.
+        Raises Overloaded if the tracker is full.
         """
         entry = self._entries.get(booking.key)
         if entry is not None:
@@ -165,9 +159,9 @@ class LoadTracker:
         return True
 
     def reregister(self, booking: Booking, session: int | None, now: float) -> bool:
-        """Take over a booking made elsewhere or by an earlier session, and adopt it.
+        """Take over a booking made at another router or by an earlier session.
 
-        The newest wins; False if ours was as new. Raises Overloaded when full.
+        The newest version wins; False if the existing one was as new. Raises Overloaded if full.
         """
         entry = self._entries.get(booking.key)
         booking = self._with_session_generation(booking, session)
@@ -180,7 +174,7 @@ class LoadTracker:
         return is_new
 
     def mark_prefill_done(self, key: BookingKey) -> bool:
-        """Prefill is over: its tokens leave the load, once. False for a key that is not our own."""
+        """Remove its prefill tokens from the load, once. False if the key is not owned here."""
         entry = self._entries.get(key)
         if entry is None or not entry.is_own:
             return False
@@ -197,11 +191,10 @@ class LoadTracker:
     def add_output_blocks(
         self, key: BookingKey, blocks: int, decay_fraction: float | None = None
     ) -> bool:
-        """The answer grew by `blocks`; False for a key that is not our own.
+        """Add `blocks` of output; False if the key is not owned here.
 
-        decay_fraction: share of the expected output still to come, 0..1. Each block of the booking
-        weighs that much from now on; the weights of a rank are summed, then rounded. None leaves
-        the weight as it is.
+        decay_fraction: share of the expected output still to come, 0..1: the new weight of each
+        block of the booking. The weights of a rank are summed, then rounded. None keeps the weight.
         Raises InvalidRequest for blocks < 1 or a fraction outside 0..1.
         """
         if blocks < 1:
@@ -212,7 +205,7 @@ class LoadTracker:
             )
         entry = self._entries.get(key)
         if entry is None or not entry.is_own:
-            return False  # Whoever has it now hears, or has heard, all of this.
+            return False  # The owner receives this progress.
         self._apply_load(entry, -1)
         booking = entry.booking
         entry.booking = _next_revision(
@@ -227,7 +220,7 @@ class LoadTracker:
         return True
 
     def free(self, key: BookingKey) -> bool:
-        """The booking ended, in whatever state it was; False if the key is not known."""
+        """End the booking in any state; False if the key is unknown."""
         entry = self._entries.get(key)
         if entry is not None:
             self._drop(entry)
@@ -235,12 +228,12 @@ class LoadTracker:
         return entry is not None
 
     def get(self, key: BookingKey) -> Booking | None:
-        """The booking as it is now."""
+        """The current booking."""
         entry = self._entries.get(key)
         return None if entry is None else entry.booking
 
     def keys(self) -> list[BookingKey]:
-        """Those of all bookings."""
+        """The keys of all bookings."""
         return list(self._entries)
 
     def __iter__(self) -> Iterator[Booking]:
@@ -251,21 +244,22 @@ class LoadTracker:
 
     @property
     def orphan_count(self) -> int:
-        """Bookings that nobody owns at the moment."""
+        """Bookings without an owner."""
         return self._orphan_count
 
     # Peers.
 
     def own(self, key: BookingKey) -> Booking | None:
-        """The booking, if it is this router that tells the others of it."""
+        """The booking, if this router sends it to the peers."""
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
 
     def receive(self, booking: Booking, now: float) -> None:
-        """A peer holds it: the newest wins, and an orphan of ours is the peer's.
+        """Apply a booking that a peer owns: the newest version wins, and an orphan becomes the
+        peer's.
 
-        What an open session here owns stays with it, unless the peer has it of a later one. Raises
-        Overloaded when the book is full.
+        A booking that an open session here owns stays with it, unless the peer has a later session.
+        Raises Overloaded if the tracker is full.
         """
         entry = self._entries.get(booking.key)
         if entry is None:
@@ -278,29 +272,29 @@ class LoadTracker:
             self._hand_over_to_peer(entry)
 
     def add_expected(self, booking: Booking, now: float) -> None:
-        """A peer's snapshot has it: an orphan, until the peer tells of it as it does later on.
+        """Add a booking of a peer's snapshot: an orphan, until the peer sends it as its own.
 
-        Raises Overloaded when the book is full.
+        Raises Overloaded if the tracker is full.
         """
         if booking.key not in self._entries:
             entry = self._add(booking, now, prefill_done=booking.prefill_tokens == 0)
             self._orphan_or_hand_over(entry, now)
 
     def extend_expected(self, key: BookingKey, now: float) -> None:
-        """That peer still lives and has not told of it yet: the orphan's time begins anew."""
+        """Restart the orphan period: the peer is alive and has not sent the booking yet."""
         entry = self._entries.get(key)
         if entry is not None and entry.orphan_deadline is not None and not entry.is_own:
             self._orphan_or_hand_over(entry, now)
 
     def booking_ended(self, key: BookingKey) -> None:
-        """A peer's booking ended; also here, unless a session here or another peer has it."""
+        """End a peer's booking, unless a session here or another peer owns it."""
         entry = self._entries.get(key)
         if entry is not None and entry.session is None and not self._is_held_by_peer(key):
             self._drop(entry)
             self._notify_peers(entry)
 
     def holder_lost(self, key: BookingKey, now: float) -> None:
-        """The peer that held it was lost, or gave it up: an orphan, unless another holds it too."""
+        """Orphan a booking that its peer lost or gave up, unless another peer holds it."""
         entry = self._entries.get(key)
         if entry is not None and entry.session is None and entry.orphan_deadline is None:
             self._orphan_or_hand_over(entry, now)
@@ -308,10 +302,10 @@ class LoadTracker:
     # Owners.
 
     def open_session(self, frontend_id: int, generation: int = 0, now: float = 0.0) -> int:
-        """A frontend connected; the number of its session, never used again.
+        """Register a connected frontend; returns the number of its session, never used again.
 
-        generation: which of its sessions, at whatever router, it is; those before are over. 0: it
-        does not say, and `now` does not matter.
+        generation: the frontend's count of its sessions at all routers; earlier ones are
+        superseded. 0: not sent, and `now` has no effect.
         """
         hello = SessionHello(frontend_id, generation)
         self.supersede_sessions(hello, now)
@@ -322,9 +316,9 @@ class LoadTracker:
         return session
 
     def end_session(self, session: int, now: float) -> int:
-        """The session is over: orphan its bookings; how many there were.
+        """End a session and orphan its bookings; returns how many there were.
 
-        Where discovery has lost the frontend already, they are freed instead.
+        If discovery has lost the frontend already, they are freed instead.
         """
         frontend_id = self._sessions.pop(session).frontend_id
         count = self._release_session(session, frontend_id, now)
@@ -336,13 +330,13 @@ class LoadTracker:
         return count
 
     def sessions(self) -> Iterator[SessionHello]:
-        """Those open here that say which they are."""
+        """Open sessions here that have a generation."""
         return (hello for hello in self._sessions.values() if hello.generation)
 
     def supersede_sessions(self, hello: SessionHello, now: float) -> None:
-        """A frontend has that session, here or at a peer: what earlier ones here have is orphaned.
+        """A frontend opened that session, here or at a peer: orphan what its earlier ones here own.
 
-        Its end may be seen here much later, for nobody says goodbye through a link that is cut.
+        This router may notice their end much later: a cut link sends no goodbye.
         """
         previous = self._latest_generation.get(hello.frontend_id, hello.generation)
         if previous >= hello.generation:
@@ -354,14 +348,14 @@ class LoadTracker:
                 self.events.frontend_session_superseded(session)
 
     def is_superseded(self, session: int) -> bool:
-        """Whether its frontend has a later one, so that nothing it asks counts any more."""
+        """Whether its frontend has a later session, so that its requests do not count any more."""
         frontend_id, generation = self._sessions[session]
         return generation < self._latest_generation[frontend_id]
 
     def frontend_left(self, frontend_id: int) -> int:
-        """Discovery lost a frontend: free its orphans at once; how many there were.
+        """Discovery lost a frontend: free its orphans; returns how many there were.
 
-        What an open session of it owns stays until that ends: the stream is the better witness.
+        What an open session of it owns stays until that ends: the stream is more reliable evidence.
         """
         if frontend_id in self._latest_generation:
             self._absent_frontends.add(frontend_id)
@@ -379,9 +373,9 @@ class LoadTracker:
         self._absent_frontends.discard(frontend_id)
 
     def expire(self, now: float) -> int:
-        """Free the orphans whose time is over, and bookings that nobody renews; how many.
+        """Free overdue orphans and bookings that were not renewed; returns how many.
 
-        To be called before reading any load.
+        Call it before reading any load.
         """
         freed = (
             self._expire_unrenewed(now)
@@ -399,7 +393,7 @@ class LoadTracker:
     # Load.
 
     def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
-        """What a worker says of one rank; replaces what it said before."""
+        """Store a worker's load report of one rank; it replaces the previous one."""
         rank = self._rank(Placement(worker_id, dp_rank))
         rank.report = load
         rank.reported_at = now
@@ -409,7 +403,7 @@ class LoadTracker:
         self.events.capacity_freed(Placement(worker_id, dp_rank))
 
     def worker_left(self, worker_id: int) -> None:
-        """Discovery lost a worker: what it reported is void."""
+        """Discovery lost a worker: discard its reports."""
         for placement in [p for p in self._ranks if p.worker_id == worker_id]:
             self._ranks[placement].report = None
             self._ranks[placement].estimate = None
@@ -418,8 +412,8 @@ class LoadTracker:
     def load(self, placement: Placement, now: float) -> LoadTotals:
         """The estimate, per field: max(last report + bookings newer than it, bookings).
 
-        A report counts waiting tokens, KV blocks in use, and requests running or waiting; one older
-        than REPORT_MAX_AGE_S counts nothing.
+        A report contains waiting tokens, KV blocks in use, and requests running or waiting; one
+        older than REPORT_MAX_AGE_S counts as 0.
         """
         rank = self._ranks.get(placement)
         if rank is None:
@@ -430,23 +424,23 @@ class LoadTracker:
         return estimate
 
     def estimate_expires_at(self, placement: Placement, now: float) -> float:
-        """When a rank's estimate goes down by itself, its report being too old: inf if never."""
+        """When the estimate of a rank drops because its report gets too old; inf: never."""
         self.load(placement, now)
         rank = self._ranks.get(placement)
         return math.inf if rank is None else rank.estimated_until
 
     @property
     def next_orphan_deadline(self) -> float:
-        """When the next orphan's time is over, at the earliest: inf if there is none."""
+        """A lower bound of the next orphan deadline; inf: no orphans."""
         return self._orphans[0][0] if self._orphans else math.inf
 
     def report_age_s(self, placement: Placement, now: float) -> float | None:
-        """Seconds since the rank's last report; None if there is none."""
+        """Seconds since the rank's last report; None: no report."""
         rank = self._ranks.get(placement)
         return None if rank is None or rank.report is None else now - rank.reported_at
 
     def stale_report_count(self, now: float) -> int:
-        """Ranks whose last report is too old to count."""
+        """Ranks with a last report that is too old to count."""
         return sum(
             rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
             for rank in self._ranks.values()
@@ -455,10 +449,12 @@ class LoadTracker:
     # Inside.
 
     def _add(self, booking: Booking, now: float, *, prefill_done: bool) -> _BookingEntry:
-        """A new entry, at first an orphan; whose it is, the caller has to say."""
+        """A new entry, at first an orphan; the caller assigns its owner."""
         if len(self._entries) >= self._bookings_max:
             raise Overloaded(
-                1.0, f"the router holds {self._bookings_max} bookings", reason="BOOK_FULL"
+                1.0,
+                f"too many bookings: {len(self._entries)}/{self._bookings_max}; retry after 1 s",
+                reason="BOOK_FULL",
             )
         entry = _BookingEntry(booking, None, now, prefill_done, renewed_at=now)
         self._record_report_counts(entry)
@@ -472,7 +468,7 @@ class LoadTracker:
         return entry
 
     def _update_booking(self, entry: _BookingEntry, booking: Booking) -> None:
-        """Newer facts about the same booking, whoever has it."""
+        """Replace a booking by a newer version, whichever router owns it."""
         if replace(entry.booking, revision=booking.revision, generation=booking.generation) == (
             booking
         ):
@@ -515,7 +511,7 @@ class LoadTracker:
             self.events.capacity_freed(booking.prefill)
 
     def _expire_unrenewed(self, now: float) -> int:
-        """End those that a session here has and has not renewed in time."""
+        """End bookings that a session here owns and did not renew in time."""
         self._last_expiry_scan_at = now
         unrenewed = [
             entry
@@ -528,7 +524,9 @@ class LoadTracker:
         return len(unrenewed)
 
     def _drop_and_notify(self, entry: _BookingEntry) -> None:
-        """By time or discovery, which tell peers by themselves of what is not ours."""
+        """For an end by time or discovery, which peers detect themselves for bookings not owned
+        here.
+        """
         self._drop(entry)
         self._notify_peers(entry)
 
@@ -537,9 +535,10 @@ class LoadTracker:
             self.events.booking_changed(entry.booking.key)
 
     def _assign_owner(self, entry: _BookingEntry, session: int | None, now: float) -> None:
-        """Make `session`, or the frontend's newest one, the owner; without any, release it.
+        """Make `session`, or the frontend's newest one, the owner; without any, release the
+        booking.
 
-        What a later session has, here or elsewhere, stays its own.
+        A booking of a later session, here or at a peer, keeps its owner.
         """
         owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
         if owner is not None:
@@ -557,7 +556,7 @@ class LoadTracker:
         self._notify_peers(entry)
 
     def _orphan_or_hand_over(self, entry: _BookingEntry, now: float) -> None:
-        """No session here has it: a peer holds it, or it is an orphan (anew)."""
+        """No session here owns it: give it to a peer that holds it, or start an orphan period."""
         if self._is_held_by_peer(entry.booking.key):
             self._hand_over_to_peer(entry)
             return
@@ -577,7 +576,7 @@ class LoadTracker:
         return len(session_entries)
 
     def _hand_over_to_peer(self, entry: _BookingEntry) -> None:
-        """To the peer that holds it: no longer ours, no orphan."""
+        """To the peer that holds it: not owned here any more, no orphan."""
         if entry.orphan_deadline is not None:
             self._orphan_count -= 1
         entry.session = entry.orphan_deadline = None
@@ -599,7 +598,7 @@ class LoadTracker:
         )
 
     def _apply_load(self, entry: _BookingEntry, sign: int) -> None:
-        """Add (+1) or take away (-1) what the entry weighs as it is now."""
+        """Add (+1) or subtract (-1) the load of the entry in its present state."""
         booking = entry.booking
         blocks = booking.decode_blocks << _WEIGHT_BITS
         if booking.decay != 1.0:
@@ -631,7 +630,7 @@ class LoadTracker:
             rank.since_report.add(tokens, block_weight, requests)
 
     def _record_report_counts(self, entry: _BookingEntry) -> None:
-        """Its ranks' next reports will be the first ones that can count it."""
+        """Only later reports of its ranks can include this booking."""
         booking = entry.booking
         entry.worker_report_count = self._rank(booking.worker).report_count
         if booking.prefill is not None:
@@ -644,7 +643,7 @@ class LoadTracker:
         return rank
 
     def _discard_if_empty(self, placement: Placement | None) -> None:
-        """Forget a rank that carries nothing, so that the book does not grow with churn."""
+        """Delete the state of an unused rank, so that memory does not grow with churn."""
         if placement is not None and (rank := self._ranks.get(placement)) and rank.is_empty:
             del self._ranks[placement]
 
@@ -653,7 +652,7 @@ _ZERO_LOAD = LoadTotals()
 
 
 def _compute_estimate(rank: _RankState, now: float) -> LoadTotals:
-    """The load of a rank, and until when it holds if nothing happens."""
+    """The load of a rank; also sets until when it is valid without changes."""
     booked, since_report, report = rank.booked, rank.since_report, rank.report
     expires_at = rank.reported_at + REPORT_MAX_AGE_S
     if report is None or now > expires_at:

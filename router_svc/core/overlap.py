@@ -1,18 +1,19 @@
-"""What a router knows of who holds how much of a prompt (pure).
+"""Cache overlap: how much of a prompt each rank holds (pure).
 
-Three ways to know, by what a rank's worker advertises (`Instance.kv_index`):
+The source depends on what a rank's worker advertises (`Instance.kv_index`):
 
-- *events*: the engine tells what it stores and evicts; the index is a replica of that;
-- *approx*: it reuses prefixes and tells nobody; its cache is guessed from earlier decisions;
-- *none*: what it holds says nothing about what it will reuse (a sliding window, recurrent state),
-  or it reuses nothing. It is neither matched nor remembered, and load alone speaks for it.
+- *events*: the engine reports stored and evicted blocks; the index is a replica of its cache;
+- *approx*: the engine reuses prefixes without reports; *approximate entries* are derived from
+  earlier decisions;
+- *none*: the engine reuses nothing, or its cached blocks do not show what it will reuse (a sliding
+  window, recurrent state). It is neither matched nor remembered; only its load counts.
 
-Predictions are guesses too, of short life, about ranks that do publish events: a prompt's blocks
-count from its decision on, not from the moment when they are computed. So the siblings of a burst
-find each other. Of what the events say and what is predicted, the more counts.
+*Predicted entries* are short-lived approximate entries for ranks that publish events: a prompt's
+blocks count from its decision on, before they are computed, so that requests of a burst with one
+prefix meet on one worker. The larger of reported and predicted blocks counts.
 
-A request that names no blocks is kept out as well: it matches nothing and leaves no trace. That is
-how callers keep out what token ids alone do not identify, where the engine's events cannot tell.
+A request without prefix hashes is ignored too: it matches nothing and leaves no entry. Callers use
+that for content that token ids alone do not identify, if the engine's events cannot show it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ IndexKind = Literal["none", "approx", "events"]
 
 
 class IndexStatus(NamedTuple):
-    """How far an index can be trusted about one rank.
+    """How reliable an index is for one rank.
 
-    state: exact, gapped, stale, degraded (`common/kv/index_feed.py`), approx (guessed), or none:
-    nothing is known of it. age_s: seconds since anything was heard about it; None: never.
+    state: exact, gapped, stale, degraded (`common/kv/index_feed.py`), approx (from decisions), or
+    none: nothing is known of the rank. age_s: seconds since the last message about it; None: none
+    arrived.
     """
 
     state: str = "none"
@@ -43,26 +45,26 @@ class IndexStatus(NamedTuple):
 
 
 UNKNOWN_STATUS = IndexStatus()
-_APPROXIMATE_STATUS = IndexStatus("approx", "guessed from this router's decisions")
-_NO_INDEX_STATUS = IndexStatus("none", "this router follows no index")
+_APPROXIMATE_STATUS = IndexStatus("approx", "derived from this router's decisions")
+_NO_INDEX_STATUS = IndexStatus("none", "this router has no index")
 
 
 class IndexStatusProvider(Protocol):
-    """Who says how far to trust what is known of a rank."""
+    """A source of index states."""
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """How far the answers about a rank can be trusted."""
+        """How reliable the matches of a rank are."""
 
 
 class Index(IndexStatusProvider, Protocol):
-    """Who holds how much of a prompt, as the engines tell."""
+    """The prefixes that ranks hold, as the engines report them."""
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
-        """One row for each rank that counts and holds the first block of the query's prompt."""
+        """One row for each countable rank that holds the first block of the query's prompt."""
 
 
 class NoIndex:
-    """The index of a router that follows none."""
+    """The index of a router without KV events."""
 
     def match(self, query: Query) -> Sequence[SourceMatch]:
         """See Index."""
@@ -75,10 +77,10 @@ class NoIndex:
 
 @dataclass(frozen=True, slots=True)
 class IndexSettings:
-    """Which ways to know a router uses; made by `derive_index_settings`.
+    """The overlap sources of a router; made by `derive_index_settings`.
 
-    guesses: for ranks whose cache is guessed, None: for none. predictions: likewise, beside events.
-    why: for people, what made the choice.
+    approximate: limits of the approximate entries, None for none; predicted: of predicted
+    ones. reason: text that explains the choice to operators.
     """
 
     kind: IndexKind
@@ -88,7 +90,7 @@ class IndexSettings:
 
     @property
     def follows_events(self) -> bool:
-        """Whether KV events are wanted; if not, nobody is to send or keep any for this router."""
+        """Whether the router uses KV events; if not, indexers need not send any."""
         return self.kind == "events"
 
 
@@ -102,8 +104,8 @@ def derive_index_settings(
 ) -> IndexSettings:
     """The first rule that applies:
 
-    1. credit 0, and nothing else is configured that asks for overlap (has_other_use): none. Caches
-       count nowhere then, in charges neither: prompts are charged whole.
+    1. credit 0, and no other setting uses overlap (uses_overlap_elsewhere): none. Caches count
+       nowhere then, also not in bookings: all of the prompt counts as prefill.
     2. no events: approx, for all ranks that reuse prefixes, with `limits`.
     3. events; with approx (`limits`) for the ranks that advertise it, and predictions that count
        for predicted_ttl_s, unless that is 0.
@@ -128,35 +130,37 @@ EVENT_INDEX_SETTINGS = derive_index_settings(
 
 
 class Overlaps:
-    """All that one router knows, by its choice. index: what follows the events."""
+    """All overlap sources of one router, by its settings. index: the one that follows events."""
 
-    def __init__(self, index: Index, choice: IndexSettings = EVENT_INDEX_SETTINGS) -> None:
-        self.choice = choice
-        self.approximate = None if choice.approximate is None else ApproxIndex(choice.approximate)
-        self.predicted = None if choice.predicted is None else ApproxIndex(choice.predicted)
+    def __init__(self, index: Index, settings: IndexSettings = EVENT_INDEX_SETTINGS) -> None:
+        self.settings = settings
+        self.approximate = (
+            None if settings.approximate is None else ApproxIndex(settings.approximate)
+        )
+        self.predicted = None if settings.predicted is None else ApproxIndex(settings.predicted)
         self._index = index
-        # Of ranks whose caches are not known, where the index has no say.
-        follows_events = choice.kind == "events"
+        # The status of all other ranks if the index is not used.
+        follows_events = settings.kind == "events"
         self._unused_status = (
-            None if follows_events else IndexStatus("none", f"no index: {choice.reason}")
+            None if follows_events else IndexStatus("none", f"no index: {settings.reason}")
         )
         self._event_workers: frozenset[int] = frozenset()
         self._approximate_workers: frozenset[int] = frozenset()
 
     def update_workers(self, workers: Iterable[Instance]) -> None:
-        """These are the workers now, with what they advertise."""
+        """Apply what the present workers advertise."""
         kinds = {worker.id: self._index_kind(worker) for worker in workers}
         self._event_workers = frozenset(w for w, kind in kinds.items() if kind == "events")
         self._approximate_workers = frozenset(w for w, kind in kinds.items() if kind == "approx")
 
     def forget(self, worker_id: int) -> None:
-        """A worker left."""
+        """Drop the entries of a worker that left."""
         for index in (self.approximate, self.predicted):
             if index is not None:
                 index.forget(worker_id)
 
     def matches(self, query: Query) -> Matches:
-        """What ranks hold of the prompt; those absent hold nothing."""
+        """What ranks hold of the prompt; absent ones hold nothing."""
         if not query.prefix_hashes:
             return NO_MATCHES
         found: dict[tuple[int, int], SourceMatch] = {}
@@ -175,7 +179,7 @@ class Overlaps:
         return found
 
     def record_placement(self, query: Query, placement: Placement, now: float) -> None:
-        """The prompt was sent there to be computed, and is booked."""
+        """Enter a booked prompt that the rank will compute."""
         if placement.worker_id in self._event_workers:
             if self.predicted is not None:
                 self.predicted.touch(query, placement, now)
@@ -183,41 +187,41 @@ class Overlaps:
             self.approximate.touch(query, placement, now)
 
     def is_approximate(self, placement: Placement) -> bool:
-        """Whether what is known of a rank is guessed from decisions."""
+        """Whether a rank's entries are derived from decisions."""
         return placement.worker_id in self._approximate_workers
 
     def expire(self, now: float, blocks: int) -> bool:
-        """Time has passed: drops up to `blocks` old guesses; whether there are more."""
+        """Drop up to `blocks` expired entries per index; returns whether there are more."""
         has_more = False
         for index in (self.approximate, self.predicted):
             has_more |= index is not None and index.expire(now, blocks)
         return has_more
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
-        """See Standings."""
+        """See `IndexStatusProvider`."""
         if placement.worker_id in self._approximate_workers:
             return _APPROXIMATE_STATUS
         return self._unused_status or self._index.index_status(placement, now)
 
     def unused_reason(self, query: Query, candidates: Sequence[Candidate]) -> str:
-        """Why caches did not count for a request among these; empty if they did."""
-        if self.choice.kind == "none":
-            return self.choice.reason
+        """Why caches did not count for a request with these candidates; empty if they did."""
+        if self.settings.kind == "none":
+            return self.settings.reason
         block_size = block_size_of(query, candidates[0].instance.block_size if candidates else None)
         if not query.prefix_hashes:
             is_short = query.total_tokens < block_size
-            return "" if is_short else "the request names no blocks"
+            return "" if is_short else "the request has no prefix hashes"
         event_workers, approximate_workers = self._event_workers, self._approximate_workers
         ids = (candidate.placement.worker_id for candidate in candidates)
         if any(worker_id in event_workers or worker_id in approximate_workers for worker_id in ids):
             return ""
-        return "no candidate's cache can be known"
+        return "no candidate has a cache index"
 
     def _index_kind(self, worker: Instance) -> IndexKind:
-        """How a worker's cache is known here."""
-        if self.choice.kind == "approx" and worker.kv_index == "events":
+        """The overlap source that this router uses for a worker."""
+        if self.settings.kind == "approx" and worker.kv_index == "events":
             return "approx"
-        return "none" if self.choice.kind == "none" else worker.kv_index
+        return "none" if self.settings.kind == "none" else worker.kv_index
 
 
 def _larger_match(known: SourceMatch | None, predicted: SourceMatch) -> SourceMatch:

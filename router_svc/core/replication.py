@@ -1,27 +1,29 @@
-"""The bookings of several routers kept alike: what to tell a peer, what its words mean (pure).
+"""Replication of bookings between routers: what to send, how to apply what arrives (pure).
 
-Each router tells every peer of its *own* bookings: those of its sessions, and those whose session
-died a moment ago. What a peer told is kept as its *claims*, apart from the load book, so that a
-digest over them can be compared with the peer's whatever the book made of them. The book holds, of
-all claims to one booking, that of its frontend's latest session, there the highest revision; what
-an open session here has is given up only to a later one. What is given up has not ended: a router
-that hears of that first, or in the same moment gives up its own, counts an orphan until it hears
-who has it. When a peer is lost, what only it claimed becomes an orphan too: it still counts, until
-its frontend announces it somewhere, or ORPHAN_S is over.
+Each router sends every peer its *own* bookings: those of its sessions, and those of sessions that
+ended a moment ago. The *reported bookings* of a peer are stored apart from the load tracker, so
+that a digest over them can be compared with the peer's, whatever the tracker made of them. Of all
+reports of one booking, the tracker keeps that of its frontend's latest session, and of that the
+highest revision; an open session here gives a booking up only to a later session. A booking that
+was given up has not ended: a router that receives the release first, or gives its own up in the
+same moment, counts an orphan until the new owner reports it. If a peer is lost, what only it
+reported becomes an orphan too: it counts until its frontend registers it again at some router, or
+until ORPHAN_S is over.
 
-A router that starts learns from a *snapshot* of each peer, which is all that the peer counts: also
-what it heard of others, and orphans, for whoever told of those may be gone by now. What only a
-snapshot told is an orphan too, but does not end as long as the peer answers and has not yet told by
-itself, however late discovery shows us to it.
+A router that starts receives a *snapshot* of each peer: all that the peer counts, also what it
+received from others, and orphans, because their owners may be gone by now. What only a snapshot
+contains is an orphan too, but does not expire while the peer responds and has not yet sent a full
+sync, however late discovery shows this router to it.
 
-Client sessions go along (`affinity`), told by whoever changed them and, when everything is told, by
-all. Bonds converge whatever the order, so that neither claims nor digests are kept of them.
+Client sessions (`sessions`) are replicated too: sent by the router that changed them and, in a full
+sync, by all. Session records converge in any order, so that no reported state and no digest of
+them is kept.
 
-Charges are exchanged, never prompt content. Digests find what was lost on the way; the cure is to
-tell everything anew: what the peer holds and is not told again has ended.
+Loads are exchanged, never prompt content. Digests detect lost updates; the repair is a full sync:
+what the peer holds and does not receive again has ended.
 
-Invariants: claims are those of peers whose stream is open; a telling tells each change after it was
-made, and all bookings before it says that all are told.
+Invariants: reported bookings are those of peers with an open stream; an update is sent after its
+change was made, and all bookings are sent before the end of a full sync.
 """
 
 from __future__ import annotations
@@ -37,11 +39,11 @@ from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.sessions import SessionAffinity, SessionUpdate
 from router_svc.core.types import Booking, BookingKey, SessionHello, SessionName
 
-# Bookings, and client sessions, in one frame: what a peer's loop can take in a few milliseconds.
+# Bookings, and client sessions, in one frame: a peer applies them in a few milliseconds.
 FRAME_ENTRIES_MAX = 512
-# Between digests, and so between frames of a router that has nothing to tell.
+# Seconds between digests, and so between frames of an idle router.
 DIGEST_S = 1.0
-# Changes that one peer may be behind with; above it, it is told everything anew instead.
+# Unsent changes for one peer; above it, the peer gets a full sync instead.
 BACKLOG_MAX = 65_536
 
 _EMPTY_DIGEST = 0x6B766D6573680001
@@ -51,11 +53,10 @@ _UINT64 = Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What one router tells another; see `router.v1.SyncRequest`. digest: 0, there is none.
+    """One message to a peer; see `router.v1.SyncRequest`. digest: 0 for none.
 
-    refused: what is wrong with entries that were left out. refused_bonds: the same of
-    `session_records`,
-    which no digest counts.
+    refused: why entries were left out. refused_session_records: the same for `session_records`,
+    which no digest covers.
     """
 
     sequence: int
@@ -74,7 +75,7 @@ class Frame:
 def fingerprint(booking: Booking) -> int:
     """64 bits of a booking's key, generation and revision, the same in every process.
 
-    Of one generation only one router makes and changes it, so that these tell all of it.
+    Only one router changes a booking of one generation, so that these identify its state.
     """
     frontend_id, request_id, attempt = booking.key
     packed = _FOUR_UINT64.pack(frontend_id, attempt, booking.generation, booking.revision)
@@ -84,7 +85,7 @@ def fingerprint(booking: Booking) -> int:
 
 
 class Digest:
-    """The exclusive or of the fingerprints of a set of bookings, kept up as it changes."""
+    """The exclusive or of the fingerprints of a set of bookings, updated incrementally."""
 
     def __init__(self) -> None:
         self._xor = _EMPTY_DIGEST
@@ -96,13 +97,13 @@ class Digest:
         return self._xor or 1
 
     def put(self, booking: Booking) -> None:
-        """The booking is in the set, as it is now."""
+        """Add the booking, or replace its previous state."""
         part = fingerprint(booking)
         self._xor ^= self._fingerprints.get(booking.key, 0) ^ part
         self._fingerprints[booking.key] = part
 
     def discard(self, key: BookingKey) -> None:
-        """It is not (any more)."""
+        """Remove a booking, if present."""
         self._xor ^= self._fingerprints.pop(key, 0)
 
     def __len__(self) -> int:
@@ -111,10 +112,11 @@ class Digest:
 
 @dataclass(slots=True)
 class _PeerState:
-    """What one peer said on its stream. round: counts the times it began to tell everything.
+    """The state that one peer reported on its stream.
 
-    has_told_all: once, whatever has become of that stream. is_partial: entries of this round were
-    refused, so that digests differ and telling them again is no cure.
+    round: number of full syncs that the peer began. has_full_sync: the peer completed one, on any
+    stream. is_partial: entries of this round were refused, so that digests differ and another full
+    sync does not help.
     """
 
     stream: int
@@ -133,20 +135,20 @@ class _PeerState:
 
 @dataclass(slots=True)
 class _SnapshotBookings:
-    """What the snapshot of a peer said that has not told all of its own yet."""
+    """Bookings of the snapshot of a peer that has not completed a full sync."""
 
     renewed_at: float
     keys: set[BookingKey] = field(default_factory=set)
 
 
 class OutboundSync:
-    """What one peer has still to be told, on one stream. Made by `Replica.open_outbound`."""
+    """Unsent updates for one peer, on one stream. Made by `Replica.open_outbound`."""
 
-    def __init__(self, book: LoadTracker, own: Digest, affinity: SessionAffinity) -> None:
-        self._load_tracker = book
+    def __init__(self, load_tracker: LoadTracker, own: Digest, affinity: SessionAffinity) -> None:
+        self._load_tracker = load_tracker
         self._own_digest = own
         self._affinity = affinity
-        # Whether the booking had ended by then: it may be back as a peer's when that is told.
+        # Whether the booking had ended at the change: a peer may have it again when this is sent.
         self._changed_bookings: dict[BookingKey, bool] = {}
         self._changed_sessions: dict[SessionName, None] = {}
         self._full_sync_remaining = 0
@@ -155,12 +157,12 @@ class OutboundSync:
         self._last_digest_at = float("-inf")
 
     def request_full_sync(self) -> None:
-        """Everything anew: when the peer asks, and when it is too far behind."""
+        """Send everything again: on request of the peer, or if it is too far behind."""
         self._changed_bookings.clear()
         self._is_full_sync_start = self._is_full_sync = True
 
     def changed(self, key: BookingKey) -> None:
-        """Tell what became of a booking."""
+        """Send the new state of a booking."""
         if self._is_full_sync_start:
             return
         self._changed_bookings[key] = self._load_tracker.get(key) is None
@@ -168,7 +170,7 @@ class OutboundSync:
             self.request_full_sync()
 
     def session_changed(self, session: SessionName) -> None:
-        """Tell what became of a client session."""
+        """Send the new state of a client session."""
         if self._is_full_sync_start:
             return
         self._changed_sessions[session] = None
@@ -176,21 +178,21 @@ class OutboundSync:
             self.request_full_sync()
 
     def seconds_until_due(self, now: float) -> float:
-        """Seconds until there is something to tell: 0 for changes, else until the next digest."""
+        """Seconds until a frame is due: 0 if there are changes, else until the next digest."""
         if self._changed_bookings or self._is_full_sync or self._changed_sessions:
             return 0.0
         return max(0.0, self._last_digest_at + DIGEST_S - now)
 
     @property
     def is_frame_full(self) -> bool:
-        """Whether a frame would be full: no use in gathering more."""
+        """Whether enough changes wait to fill a frame."""
         return max(len(self._changed_bookings), len(self._changed_sessions)) >= FRAME_ENTRIES_MAX
 
     def frame(self, now: float) -> Frame:
-        """The next frame. All that it says is as it is at this moment."""
+        """The next frame, with the present state of all it contains."""
         begins_all, self._is_full_sync_start = self._is_full_sync_start, False
         if begins_all:
-            # Those of others too: one that was given up is untold yet.
+            # Also bookings owned elsewhere: a release may not have been sent yet.
             self._changed_bookings = dict.fromkeys(self._load_tracker.keys(), False)
             self._full_sync_remaining = len(self._changed_bookings)
             self._changed_sessions = dict.fromkeys(self._affinity.sessions())
@@ -207,7 +209,7 @@ class OutboundSync:
                 removals.append(key)
             else:
                 released.append(key)
-        # New changes queue up behind what is left of all.
+        # New changes are queued behind the rest of the full sync.
         self._full_sync_remaining = max(0, self._full_sync_remaining - len(keys))
         ends_all = self._is_full_sync and not self._full_sync_remaining
         if ends_all:
@@ -230,8 +232,7 @@ class OutboundSync:
         sessions = tuple(islice(self._changed_sessions, FRAME_ENTRIES_MAX))
         for session in sessions:
             del self._changed_sessions[session]
-        told = (self._affinity.told(session, now) for session in sessions)
-        return tuple(record for record in told if record is not None)
+        return self._affinity.updates(sessions, now)
 
     def _take_digest(self, now: float) -> int:
         if self._changed_bookings or self._is_full_sync or now < self._last_digest_at + DIGEST_S:
@@ -241,25 +242,27 @@ class OutboundSync:
 
 
 def _ignore() -> None:
-    """For a router whose changes nobody waits for."""
+    """Default of `on_change`."""
 
 
 class Replica:
-    """One router's part: its tellings, and the claims of its peers. Times are seconds.
+    """This router's side of the replication: outbound updates, and the peers' reported bookings.
 
-    on_change: called whenever there is something new to tell. refused: entries of peers that were
-    left out, for they cannot be or the book had no room for them. resends: how often a peer was
-    asked to tell everything anew. affinity: which client sessions to tell of; without it, none.
+    Times are seconds. on_change: called when there is something new to send. refused: entries of
+    peers that were left out because they are invalid or the tracker was full. resends: full syncs
+    requested from peers. affinity: the client sessions to replicate; None: none.
     """
 
     def __init__(
         self,
-        book: LoadTracker,
+        load_tracker: LoadTracker,
         on_change: Callable[[], None] = _ignore,
         affinity: SessionAffinity | None = None,
     ) -> None:
-        self._load_tracker = book
-        self._affinity = SessionAffinity(0.0, events=book.events) if affinity is None else affinity
+        self._load_tracker = load_tracker
+        self._affinity = (
+            SessionAffinity(0.0, events=load_tracker.events) if affinity is None else affinity
+        )
         self._on_change = on_change
         self._own_digest = Digest()
         self._outbound_syncs: set[OutboundSync] = set()
@@ -268,8 +271,8 @@ class Replica:
         self._last_stream = 0
         self.refused = 0
         self.resends = 0
-        book.events.booking_changed.subscribe(self._booking_changed)
-        book.events.session_changed.subscribe(self._session_changed)
+        load_tracker.events.booking_changed.subscribe(self._booking_changed)
+        load_tracker.events.session_changed.subscribe(self._session_changed)
 
     def _booking_changed(self, key: BookingKey) -> None:
         booking = self._load_tracker.own(key)
@@ -281,20 +284,20 @@ class Replica:
             outbound.changed(key)
         self._on_change()
 
-    # Telling.
+    # Outbound.
 
     def open_outbound(self) -> OutboundSync:
-        """For a stream to a peer that was just opened."""
+        """The unsent updates for a newly opened stream to a peer."""
         outbound = OutboundSync(self._load_tracker, self._own_digest, self._affinity)
         self._outbound_syncs.add(outbound)
         return outbound
 
-    def told(self, outbound: OutboundSync) -> None:
+    def close_outbound(self, outbound: OutboundSync) -> None:
         """Its stream has ended."""
         self._outbound_syncs.discard(outbound)
 
     def snapshot(self) -> Iterable[tuple[Booking, ...]]:
-        """The whole book, FRAME_MAX bookings at a time, as they are when each part is taken."""
+        """All bookings, FRAME_ENTRIES_MAX at a time, each part as it is when it is taken."""
         keys = self._load_tracker.keys()
         for at in range(0, len(keys), FRAME_ENTRIES_MAX):
             found = map(self._load_tracker.get, keys[at : at + FRAME_ENTRIES_MAX])
@@ -304,20 +307,17 @@ class Replica:
         """All client sessions, in the same way."""
         sessions = self._affinity.sessions()
         for at in range(0, len(sessions), FRAME_ENTRIES_MAX):
-            told = (
-                self._affinity.told(name, now) for name in sessions[at : at + FRAME_ENTRIES_MAX]
-            )
-            yield tuple(record for record in told if record is not None)
+            yield self._affinity.updates(sessions[at : at + FRAME_ENTRIES_MAX], now)
 
-    # Hearing.
+    # Inbound.
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Routers that tell us of their bookings now."""
+        """Ids of the routers with an open stream to this one."""
         return tuple(self._peer_states)
 
     def stream_opened(self, router_id: int) -> int:
-        """A peer opened a stream; its number. It takes the place of an older one of that peer."""
+        """A peer opened a stream, which replaces its older one; returns its number."""
         self._last_stream += 1
         peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
         self._load_tracker.add_peer(router_id, peer_state.bookings)
@@ -329,16 +329,16 @@ class Replica:
         return self._last_stream
 
     def is_current(self, router_id: int, stream: int) -> bool:
-        """Whether no newer stream has taken the place of this one."""
+        """Whether no newer stream has replaced this one."""
         peer_state = self._peer_states.get(router_id)
         return peer_state is not None and peer_state.stream == stream
 
     def apply_frame(self, router_id: int, stream: int, frame: Frame, now: float) -> bool:
-        """Apply what a peer says on its newest stream; True: it should tell everything once."""
+        """Apply a frame of the peer's newest stream; True: request a full sync."""
         peer_state = self._peer_states[router_id]
-        assert peer_state.stream == stream, "words of a stream that was replaced"
+        assert peer_state.stream == stream, "frame of a replaced stream"
         if frame.sequence <= peer_state.sequence:
-            return False  # Said before.
+            return False  # A duplicate.
         has_gap = frame.sequence != peer_state.sequence + 1 and not frame.begins_all
         peer_state.sequence = frame.sequence
         if frame.begins_all:
@@ -357,7 +357,9 @@ class Replica:
             self._load_tracker.supersede_sessions(hello, now)
         if frame.ends_all and not (has_gap or peer_state.awaits_full_sync):
             unconfirmed = [
-                key for key, (_, told) in peer_state.bookings.items() if told != peer_state.round
+                key
+                for key, (_, sync_round) in peer_state.bookings.items()
+                if sync_round != peer_state.round
             ]
             for key in unconfirmed:
                 self._apply_removal(peer_state, key)
@@ -366,7 +368,7 @@ class Replica:
         for record in frame.session_records:
             self._affinity.receive(record, now)
         differs = frame.digest not in (0, peer_state.digest.value) and not peer_state.is_partial
-        # What was missed while everything is awaited may have been the beginning of that.
+        # A gap counts even while a full sync is awaited: it may have hidden the beginning of that.
         if not (has_gap or (differs and not peer_state.awaits_full_sync)):
             return False
         peer_state.awaits_full_sync = True
@@ -380,7 +382,7 @@ class Replica:
         now: float,
         session_records: Iterable[SessionUpdate] = (),
     ) -> None:
-        """Part of what a peer counts; for a router that starts, and knows no better."""
+        """Apply part of a peer's snapshot; for a router that starts without state."""
         for record in session_records:
             self._affinity.receive(record, now)
         peer_state = self._peer_states.get(router_id)
@@ -395,7 +397,7 @@ class Replica:
                 self.refused += 1
 
     def peer_responded(self, router_id: int, now: float) -> None:
-        """A peer lives: what its snapshot said goes on, until it tells by itself."""
+        """A peer is alive: keep its snapshot's orphans until it completes a full sync."""
         expected = self._snapshot_bookings.get(router_id)
         if expected is not None and now >= expected.renewed_at + DIGEST_S:
             expected.renewed_at = now
@@ -403,11 +405,11 @@ class Replica:
                 self._load_tracker.extend_expected(key, now)
 
     def peer_stream_ended(self, router_id: int) -> None:
-        """The stream to a peer ended: what its snapshot said has as long as any orphan."""
+        """The stream to a peer ended: its snapshot's orphans expire like others."""
         self._snapshot_bookings.pop(router_id, None)
 
     def stream_closed(self, router_id: int, stream: int, now: float) -> int:
-        """A peer's stream ended; how many bookings it claimed. One that was replaced: nothing."""
+        """A peer's stream ended; returns how many bookings it reported. 0 for a replaced stream."""
         if not self.is_current(router_id, stream):
             return 0
         peer_state = self._peer_states.pop(router_id)

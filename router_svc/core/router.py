@@ -251,7 +251,7 @@ class Router:
         was_booked = self.book.get(booking.key) is not None
         is_new = self.book.reregister(booking, session, now)
         if not was_booked:
-            self.affinity.announced(booking, now)
+            self.affinity.booking_reregistered(booking, now)
         return is_new
 
     def capacity_freed(
@@ -545,8 +545,8 @@ class Router:
         if name in SELECTORS and name != KvSelector.name:
             self._knobs.reject_cost_overrides(query.override, name)
         cost_settings = self._knobs.with_override(query.override)
-        if name == KvSelector.name and self.overlaps.choice.kind == "none":
-            cost_settings.reject_overlap_overrides(query.override, self.overlaps.choice.reason)
+        if name == KvSelector.name and self.overlaps.settings.kind == "none":
+            cost_settings.reject_overlap_overrides(query.override, self.overlaps.settings.reason)
         return cost_settings
 
     def _placement_request(

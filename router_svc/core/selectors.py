@@ -1,7 +1,7 @@
-"""Choosing one of the candidates that may be chosen (pure).
+"""Selectors: choose one of the eligible candidates (pure).
 
-A selector is stateless: what it needs of the past (the last choice, the loads, recent misses)
-stands in the View. Ties are broken uniformly at random.
+A selector is stateless: the View contains what it needs of the past (the last choice, the loads,
+recent prefill work). Ties are broken uniformly at random.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _placement_of = attrgetter("placement")
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a selector may look at.
+    """The inputs of a selector.
 
     last: the placement chosen before for the same model and leg, None at first.
-    matches: what placements hold of the prompt; those absent hold nothing.
-    knobs: those of this request and leg. misses: what ranks had to compute lately.
+    matches: what placements hold of the prompt; absent ones hold nothing.
+    cost_settings: those of this request and leg. misses: the recent prefill work of ranks.
     """
 
     book: LoadTracker
@@ -51,7 +51,7 @@ class View:
         return self.book.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
-        """Leading blocks of the prompt that the rank holds, on whatever tier."""
+        """Leading blocks of the prompt that the rank holds on any tier."""
         row = self.matches.get(placement)
         return 0 if row is None else row.disk_blocks
 
@@ -59,7 +59,7 @@ class View:
 class ScoredCandidate(NamedTuple):
     """A candidate with its cost in the selector's unit; lower is better.
 
-    terms: what the cost is made of, None where the selector does not say.
+    terms: the parts of the cost, None if the selector reports none.
     """
 
     candidate: Candidate
@@ -73,9 +73,9 @@ _TermValues = tuple[float, float, float, float, float, float]
 
 
 class CandidateCosts(Sequence[ScoredCandidate]):
-    """Candidates with their costs, in columns: of many that are priced few are looked at singly.
+    """Candidates with their costs, in columns, because few of many priced ones are read singly.
 
-    parts: of each cost, or None where the selector does not say.
+    parts: of each cost, or None if the selector reports none.
     """
 
     __slots__ = ("candidates", "costs", "loads", "parts")
@@ -94,14 +94,14 @@ class CandidateCosts(Sequence[ScoredCandidate]):
 
     @classmethod
     def of(cls, scored: Sequence[ScoredCandidate]) -> CandidateCosts:
-        """The same in columns."""
+        """The same rows in columns."""
         if isinstance(scored, CandidateCosts):
             return scored
         candidates, costs, loads, parts = zip(*scored, strict=True) if scored else ((),) * 4
         return cls(candidates, costs, loads, parts)
 
     def terms(self, at: int) -> Terms | None:
-        """What the cost of one is made of."""
+        """The parts of one cost."""
         parts = None if self.parts is None else self.parts[at]
         return None if parts is None else Terms._make(parts)
 
@@ -122,7 +122,7 @@ class CandidateCosts(Sequence[ScoredCandidate]):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a selector answers: the chosen one, why, and all it has put a price on."""
+    """The result of a selector: the chosen candidate, the reason, and all priced candidates."""
 
     candidate: Candidate
     reason: str
@@ -130,7 +130,7 @@ class Selection:
 
 
 class WorkerSelector(Protocol):
-    """The policy. `name` labels metrics and explanations."""
+    """The placement policy. `name` labels metrics and explanations."""
 
     @property
     def name(self) -> str: ...
@@ -138,17 +138,17 @@ class WorkerSelector(Protocol):
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        """One of `candidates`, which are never empty and stand in order of placement.
+        """One of `candidates`, which are never empty and sorted by placement.
 
-        May raise a MeshError for queries that it cannot serve; whatever else it raises fails the
-        query with a Bug (SELECTOR_FAILED) that names the selector.
+        May raise a MeshError for queries that it cannot serve; any other exception fails the query
+        with a Bug (SELECTOR_FAILED) that names the selector.
         """
 
 
 class KvSelector:
-    """The candidate with the least cost, of work that its cache saves among others; see `cost`.
+    """The candidate with the least cost, including the work that its cache saves; see `cost`.
 
-    Where nobody publishes what its cache holds, no overlap counts and load alone decides.
+    If no worker publishes KV events, no overlap counts and load alone decides.
     """
 
     name = "kv"
@@ -184,7 +184,7 @@ class RoundRobinSelector:
 
 
 class RandomSelector:
-    """Each candidate with equal chance."""
+    """Each candidate with equal probability."""
 
     name = "random"
 
@@ -218,7 +218,7 @@ class PowerOfTwoSelector:
 
 
 class DirectSelector:
-    """The worker that the request pins, on the least loaded of its ranks; no pin is an error."""
+    """The worker that the request pins, on its least loaded rank; an error without a pin."""
 
     name = "direct"
 
@@ -231,7 +231,7 @@ class DirectSelector:
                 "prefill_worker_id" if view.leg == "prefill" else f"{name} or decode_worker_id"
             )
             raise InvalidRequest(
-                f"this router places by pins only: name a worker in {field_names}",
+                f"the selector direct requires a pinned worker: set {field_names}",
                 f"query.routing.{name}",
                 reason="PIN_REQUIRED",
             )
@@ -261,9 +261,9 @@ def _any_publishes_kv_events(candidates: Sequence[Candidate]) -> bool:
 
 
 def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) -> CandidateCosts:
-    """Every candidate with its cost; the formula and its names stand in `cost`.
+    """Every candidate with its cost; `cost` documents the formula.
 
-    Written for speed: it is most of a decision.
+    Optimized for speed: it is most of a decision.
     """
     cost_settings, book, now, matches = view.cost_settings, view.book, view.now, view.matches
     placements = [c.placement for c in candidates]
@@ -317,7 +317,7 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
 
 
 def _lower_tier_credit(row: SourceMatch, cost_settings: CostSettings) -> float:
-    """The credit of the blocks that are held beyond the device."""
+    """The credit of the blocks held on host or disk only."""
     on_host, on_disk = row.host_blocks - row.device_blocks, row.disk_blocks - row.host_blocks
     return (
         cost_settings.host_cache_hit_weight * on_host
@@ -341,8 +341,8 @@ def _recent_miss_terms(
 def load_cost(load: LoadTotals, block_size: int, taint_factor: float) -> float:
     """(1 + prefill_tokens / block_size + decode_blocks + requests) * taint_factor, in blocks.
 
-    A request counts one block besides its own, so that requests of unknown length count too; the
-    1 lets a preferred taint decide among the idle.
+    Each request counts one extra block, so that requests of unknown length count too; the 1 makes a
+    preferred taint decide among idle workers.
     """
     work = load.prefill_tokens / block_size + load.decode_blocks + load.requests
     return (1.0 + work) * taint_factor
@@ -360,7 +360,7 @@ def preferred_taint_factor(worker: Instance, constraints: RoutingConstraints | N
 
 
 def select_cheapest(scored: Sequence[ScoredCandidate], rng: Random, reason: str) -> Selection:
-    """The lowest cost; one of several at random."""
+    """The candidate with the lowest cost; a random one of several."""
     candidate_costs = CandidateCosts.of(scored)
     costs = candidate_costs.costs
     least = min(costs)

@@ -1,33 +1,31 @@
-"""Which worker the requests of one client session stay on (pure).
+"""Session affinity: on which worker the requests of one client session stay (pure).
 
-A *binding* says where a session's last request was placed. It is made with a booking, so that the
-session's next request follows even if the first is still on its way. While a booking of the session
-lives, whatever router has it, the binding is *active* and does not age; when none does any more it
-is *idle*, and after `ttl_s` of that it is forgotten: never early.
+A *session placement* is where a session's last request was placed. It is made with a booking, so
+that the session's next request follows even while the first runs. While any router has a booking
+of the session, the placement is *active* and does not age; without one it is *idle*, and is
+dropped after `ttl_s` of that, never earlier.
 
-A worker that is gone, or that failed the very request that is to be placed, binds nobody, nor does
-a binding outvote the pins of a request: such a session moves with its request. `open` begins anew
-wherever the session was, `close` forgets it with the request's booking.
+A placement has no effect if its worker is gone, has failed this very request, or if the request
+pins a worker: the session then moves with its request. `open` ignores the previous placement,
+`close` drops it with the request's booking.
 
-Routers tell each other what became of a session as a *bond*: the binding, or that it is closed,
-with a revision that grows with each of the session's bonds (of what is forgotten too, since it goes
-with the time of day) and the key of the request that made it. Of two bonds every router keeps the
-same one, whatever the order in which it hears of them: that of the higher revision, or of equal
-ones (two routers bound the session at once) the one of the least key. Who hears of a bond that does
-not win tells its own. Where clocks are more than `ttl_s` apart, what one router has just forgotten
-and bound anew may go back to where it was at others. What a clock gone mad has bound is outgrown by
-whoever knows of it and binds anew. A closed session is remembered like an idle one, lest a router
-that has not heard of it bring it back.
+Routers exchange *session records*: the placement, or that the session is closed, with a revision
+that grows with each record of the session (also across records that were dropped, since it follows
+the time of day) and the key of the request that made it. Of two records every router keeps the
+same one, in whatever order they arrive: the higher revision, or of equal ones (two routers placed
+the session at once) the least key. A router that receives a losing record sends its own. If clocks
+are more than `ttl_s` apart, a session that one router has just dropped and placed again may return
+to its earlier worker at others. Any later record supersedes one that a wrong clock made. A closed
+session is kept like an idle one, so that a router without that update cannot bring it back.
 
-Invariants: a bond is either active or idle, a closed one always idle; there are never more than
-`records_max`, of `bytes_max` in all: a newcomer takes the place of the one closed longest ago, or
-of
-the one idle longest, or else of the one made longest ago.
+Invariants: a record is active or idle, a closed one always idle; there are at most `records_max`,
+of `bytes_max` in all. A new record evicts the one closed longest ago, else the one idle longest,
+else the oldest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple
@@ -45,18 +43,18 @@ from router_svc.core.types import (
     SessionName,
 )
 
-# hard: a session's requests run on its worker or not at all, while it is there; soft: there if it
-# may serve them and has room, else elsewhere.
+# hard: while its worker is present, a session's requests run only there; soft: they run there if it
+# is eligible and has capacity, else on another worker.
 AffinityMode = Literal["hard", "soft"]
 
-# What became of a request's session: bound for the first time, or anew by its own wish; on its
-# worker; on another one; or forgotten by its own wish.
+# Outcome for a request's session: placed for the first time or by `open`; on its worker; on another
+# one; closed by the request.
 AFFINITY_OUTCOMES = ("bound", "kept", "moved", "closed")
 RECORDS_MAX = 65_536
 BYTES_MAX = 64 * 1024 * 1024
-# What a bond takes beside its names, about.
+# Approximate memory of a record without its names.
 RECORD_OVERHEAD_BYTES = 768
-# Bonds forgotten at once because their time is over: about 1 ms.
+# Expired records dropped per call: about 1 ms.
 EXPIRE_BATCH_MAX = 1024
 SESSION_ID_CHARS_MAX = 256
 _SESSION_FIELD = "query.routing.session_control"
@@ -77,19 +75,21 @@ class SessionPlacement:
     prefill: Placement | None = None
 
     def at(self, leg: Leg) -> Placement | None:
-        """The place of one leg, None if the binding leaves it open."""
+        """The placement of one leg; None: open."""
         return self.prefill if leg == "prefill" else self.worker
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """All of them."""
+        """The placements of all legs."""
         return (self.worker,) if self.prefill is None else (self.worker, self.prefill)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """What became of a session. binding: None, it was closed; revision: counts its bonds, from 1;
-    key: of the request that made this one.
+    """The last state of a session, and the unit of replication.
+
+    session_placement: None: closed. revision: number of its records, from 1. key: of the request
+    that made this record.
     """
 
     session: SessionName
@@ -98,12 +98,12 @@ class SessionRecord:
     key: BookingKey
 
     def supersedes(self, other: SessionRecord) -> bool:
-        """Whether routers that know of both keep this one; never both of two, nor one itself."""
+        """Whether every router keeps this one of the two; a strict order."""
         return self._precedence < other._precedence
 
     @property
     def _precedence(self) -> tuple[int, BookingKey, tuple[Placement, ...]]:
-        """Least wins. One request may have been placed by two routers: then where decides."""
+        """Least wins. Two routers may place one request: then the placements decide."""
         return (
             -self.revision,
             self.key,
@@ -112,13 +112,13 @@ class SessionRecord:
 
     @property
     def size(self) -> int:
-        """Bytes it takes in memory, about."""
+        """Approximate bytes in memory."""
         names = (*self.session, self.key.request_id)
         return RECORD_OVERHEAD_BYTES + sum(len(name.encode()) for name in names)
 
 
 class SessionUpdate(NamedTuple):
-    """A bond as routers tell it. idle_s: since its session's last use; 0 while a request lives."""
+    """A record as routers send it. idle_s: since the session's last use; 0 while a request runs."""
 
     record: SessionRecord
     idle_s: float
@@ -126,9 +126,10 @@ class SessionUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SessionConstraint:
-    """What its session asks of one request's placement.
+    """How its session constrains the placement of one request.
 
-    last: what was known of the session. binding: where it is, or None where that does not count.
+    previous_record: the last known state. session_placement: where the request should run; None:
+    free.
     """
 
     session: SessionName
@@ -138,13 +139,13 @@ class SessionConstraint:
     is_hard: bool
 
     def affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
-        """The place of a leg that is to be, or has to be, chosen; None: any."""
+        """The preferred or required placement of a leg; None: any."""
         at = None if self.session_placement is None else self.session_placement.at(leg)
         return None if at is None else AffinityConstraint(at, self.is_hard)
 
     @property
     def required_placements(self) -> tuple[Placement, ...]:
-        """All places that the request has to run at; empty: it may run anywhere."""
+        """All placements that the request must use; empty: any."""
         return (
             self.session_placement.placements
             if self.is_hard and self.session_placement is not None
@@ -152,7 +153,7 @@ class SessionConstraint:
         )
 
     def outcome(self, worker: Placement) -> str:
-        """One of AFFINITIES, for a request that was placed on `worker`."""
+        """One of AFFINITY_OUTCOMES, for a request placed on `worker`."""
         if self.action is SessionAction.CLOSE:
             return "closed"
         previous_placement = (
@@ -165,9 +166,9 @@ class SessionConstraint:
     def record(
         self, worker: Placement, prefill: Placement | None, key: BookingKey, revision_min: int = 1
     ) -> SessionRecord | None:
-        """That of the session once its request `key` is placed there; None: it has none.
+        """The session's record once its request `key` is placed there; None: there is none.
 
-        revision_min: of a new one, see `SessionAffinity.revision_min`.
+        revision_min: of a new record, see `SessionAffinity.revision_min`.
         """
         session_placement: SessionPlacement | None = None
         if self.action is not SessionAction.CLOSE:
@@ -176,7 +177,7 @@ class SessionConstraint:
                 and self.session_placement is not None
                 and self.session_placement.worker == worker
             ):
-                prefill = self.session_placement.prefill  # Who was not split leaves it where it is.
+                prefill = self.session_placement.prefill  # A whole request keeps it.
             session_placement = SessionPlacement(worker, prefill)
         if self.previous_record is None:
             return (
@@ -198,11 +199,11 @@ class SessionConstraint:
 
 
 class SessionAffinity:
-    """The bonds that one router knows. Times are seconds of one clock; ttl_s 0 keeps no sessions.
+    """The session records of one router. Times are seconds of one clock; ttl_s 0: no sessions.
 
-    epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions just count.
+    epoch_s: the time of day at `now` 0, in seconds since 1970; None: revisions are plain counts.
 
-    evicted: bonds forgotten for want of room.
+    evicted: records dropped for lack of capacity.
     """
 
     def __init__(
@@ -215,25 +216,23 @@ class SessionAffinity:
         epoch_s: float | None = None,
         events: RouterEvents | None = None,
     ) -> None:
-        assert records_max > 0, "there is room for one"
+        assert records_max > 0, "records_max must be positive"
         self._ttl_s = ttl_s
         self._is_hard = mode == "hard"
         self._epoch_s = epoch_s
         self._records_max = records_max
         self._bytes_max = bytes_max
         self._records: dict[SessionName, SessionRecord] = {}
-        self._closed_sessions: dict[
-            SessionName, None
-        ] = {}  # Those of them that are, in order of closing.
-        self._live_bookings: dict[SessionName, int] = {}  # Bookings that live, of whatever session.
-        # Since when each bond is idle, and all of that in a heap with some that it is no more.
+        self._closed_sessions: dict[SessionName, None] = {}  # In order of closing.
+        self._live_bookings: dict[SessionName, int] = {}  # Also of sessions without a record.
+        # Since when each record is idle; the heap also contains outdated pairs.
         self._idle_since: dict[SessionName, float] = {}
         self._idle_heap: list[tuple[float, SessionName]] = []
         self._newly_idle: dict[SessionName, None] = {}  # Idle from the next `expire` on.
         self._events = RouterEvents() if events is None else events
         self._events.booking_added.subscribe(self.booking_began)
         self._events.booking_removed.subscribe(self.booking_ended)
-        self.size = 0  # Bytes, about.
+        self.size = 0  # Approximate bytes.
         self.evicted = 0
 
     # One request.
@@ -241,10 +240,10 @@ class SessionAffinity:
     def session_constraint(
         self, query: Query, is_alive: Callable[[Placement], bool]
     ) -> SessionConstraint | None:
-        """What the query's session asks; None if it names none. `expire` comes first.
+        """The constraint of the query's session; None if it names none. Call `expire` first.
 
-        is_there: whether a worker is. Raises InvalidRequest for a name that is none, Unsupported
-        where no sessions are kept.
+        is_alive: whether a placement's worker is present. Raises InvalidRequest for an invalid
+        session id, Unsupported if this router keeps no sessions.
         """
         routing = query.routing
         if routing is None or (control := routing.session_control) is None:
@@ -264,19 +263,19 @@ class SessionAffinity:
         )
 
     def revision_min(self, now: float) -> int:
-        """Of a new bond: the milliseconds of the day's time, so that it beats those made before it
-        which only others still remember. Clocks need not agree for routers to.
+        """Of a new record: Unix time in milliseconds, so that it supersedes earlier ones that only
+        other routers still have. Routers converge even if their clocks differ.
         """
         return 1 if self._epoch_s is None else max(1, round((now + self._epoch_s) * 1000))
 
     def record_booking(self, record: SessionRecord, now: float) -> None:
-        """The request that asked to stay was booked, which made this bond or kept it."""
+        """A request of the session was booked and made or kept this record."""
         if self._records.get(record.session) != record:
             self._store(record)
             self._events.session_changed(record.session)
         self._mark_used(record.session, now)
 
-    # Bookings, of whatever router.
+    # Bookings of all routers.
 
     def booking_began(self, booking: Booking) -> None:
         """See `RouterEvents.booking_added`."""
@@ -301,8 +300,8 @@ class SessionAffinity:
             if is_own:
                 self._events.session_changed(session)
 
-    def announced(self, booking: Booking, now: float) -> None:
-        """A frontend holds this booking: what nobody here remembers of its session, it teaches."""
+    def booking_reregistered(self, booking: Booking, now: float) -> None:
+        """Learn the session record of a booking that was registered again, if it is newer."""
         if not (self._ttl_s and booking.session_id):
             return
         session = SessionName(*booking.session)
@@ -316,9 +315,9 @@ class SessionAffinity:
 
     # Peers.
 
-    def receive(self, told: SessionUpdate, now: float) -> None:
-        """What a peer knows of a session."""
-        record, idle_s = told
+    def receive(self, update: SessionUpdate, now: float) -> None:
+        """Apply the record of a peer."""
+        record, idle_s = update
         existing = self._records.get(record.session)
         if not self._ttl_s or (existing is None and idle_s >= self._ttl_s):
             return
@@ -328,23 +327,22 @@ class SessionAffinity:
             self._events.session_changed(record.session)
         self._mark_used(record.session, now - idle_s)
 
-    def told(self, session: SessionName, now: float) -> SessionUpdate | None:
-        """What to tell peers of a session; None if nothing is known of it (any more)."""
-        record = self._records.get(session)
-        return (
-            None
-            if record is None
-            else SessionUpdate(record, now - self._idle_since.get(session, now))
+    def updates(self, sessions: Iterable[SessionName], now: float) -> tuple[SessionUpdate, ...]:
+        """The present records of those sessions that have one."""
+        return tuple(
+            SessionUpdate(record, now - self._idle_since.get(session, now))
+            for session in sessions
+            if (record := self._records.get(session)) is not None
         )
 
     def sessions(self) -> list[SessionName]:
-        """All of which there is something to tell."""
+        """The names of all records."""
         return list(self._records)
 
     # Time.
 
     def expire(self, now: float) -> int:
-        """Forget what has been idle for ttl_s, FORGET_MAX bonds at most; how many."""
+        """Drop records that were idle for ttl_s, EXPIRE_BATCH_MAX at most; returns how many."""
         for session in self._newly_idle:
             self._mark_idle(session, now)
         self._newly_idle.clear()
@@ -357,29 +355,29 @@ class SessionAffinity:
         return expired_count
 
     def __len__(self) -> int:
-        """Sessions that are bound."""
+        """Sessions with a placement."""
         return len(self._records) - len(self._closed_sessions)
 
     @property
     def active_count(self) -> int:
-        """Those not known to be idle."""
+        """Records that are not idle."""
         return len(self._records) - len(self._idle_since)
 
     # Inside.
 
     def _session_name(self, model: str, control: SessionControl, lora_name: str) -> SessionName:
         if not self._ttl_s:
-            raise Unsupported(f"{_SESSION_FIELD}.session_id", "this router keeps no sessions")
+            raise Unsupported(f"{_SESSION_FIELD}.session_id", "session_affinity_ttl_s is 0")
         length = len(control.session_id)
         if not 0 < length <= SESSION_ID_CHARS_MAX:
             raise InvalidRequest(
-                f"a session id has 1 to {SESSION_ID_CHARS_MAX} characters, not {length}",
+                f"session_id must have 1..{SESSION_ID_CHARS_MAX} characters, not {length}",
                 f"{_SESSION_FIELD}.session_id",
             )
         return SessionName(model, control.session_id, lora_name)
 
     def _store(self, record: SessionRecord) -> None:
-        """In the place of what was known of its session."""
+        """Add a record or replace that of its session."""
         session = record.session
         if (old := self._records.pop(session, None)) is not None:
             self.size -= old.size
@@ -394,9 +392,9 @@ class SessionAffinity:
             self._evict_one(session)
 
     def _mark_used(self, session: SessionName, at: float) -> None:
-        """A request of the session lived at that time, or does now."""
+        """A request of the session ran at that time, or runs now."""
         if session not in self._records:
-            return  # There was no room for it.
+            return  # Evicted.
         if session in self._live_bookings and session not in self._closed_sessions:
             self._idle_since.pop(session, None)
         else:
@@ -420,14 +418,14 @@ class SessionAffinity:
         return None
 
     def _evict_one(self, protected: SessionName) -> None:
-        """Somebody else than the newcomer, unless there is nobody."""
+        """Evict one record; `protected`, the new one, only if there is no other."""
         eviction_order = (
             next(iter(self._closed_sessions), None),
             self._longest_idle(),
             next(iter(self._records)),
         )
         victim = next((one for one in eviction_order if one not in (None, protected)), protected)
-        assert victim is not None, "somebody is there"
+        assert victim is not None, "no record to evict"
         self._remove(victim)
         self.evicted += 1
 
@@ -440,5 +438,5 @@ class SessionAffinity:
 
 
 def _pins_any_worker(routing: RoutingHints) -> bool:
-    """Whether the request says by itself where it, or a leg of it, has to run."""
+    """Whether the request pins a worker or rank for any of its legs."""
     return any(getattr(routing, name) is not None for name in _PIN_FIELDS)

@@ -199,7 +199,7 @@ async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_o
     app = running.app
     defaults = RouterConfig()
     assert app.router.selector.name == defaults.selector == "kv"
-    assert app.router.overlaps.choice == defaults.index_settings
+    assert app.router.overlaps.settings == defaults.index_settings
     assert app.index.indexer_id is None
     await bed.add(running, worker(1, role="prefill"), worker(2, role="decode", block_size=B))
     assert app.router.fleet.block_size("m") == B
@@ -458,7 +458,7 @@ async def test_workers_are_listed_with_the_state_of_what_is_known_of_them(bed: B
     await bed.add(running, worker(1), worker(2, kv_index="approx"), worker(3))
     rows = (await running.unary("Dump", pb.DumpRequest())).workers
     states = {row.worker.worker_id: (row.source_state, row.source_reason) for row in rows}
-    assert states[1] == ("none", "no indexer was heard yet"), "a reason, and no failure"
+    assert states[1] == ("none", "no indexer was reached yet"), "a reason, and no failure"
     assert states[2][0] == "approx"
     indexer = await bed.indexer()
     await bed.publish(indexer, 1, HASHER.prefix_hashes(tokens(4 * B)))

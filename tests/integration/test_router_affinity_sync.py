@@ -66,8 +66,8 @@ async def ask(router: RouterBed, action: SessionAction | None = None) -> int:
 
 
 def bound_at(router: RouterBed) -> int | None:
-    told = router.router.affinity.told(SessionName("m", "alice"), router.clock.now)
-    session_placement = None if told is None else told.record.session_placement
+    updates = router.router.affinity.updates([SessionName("m", "alice")], router.clock.now)
+    session_placement = updates[0].record.session_placement if updates else None
     return None if session_placement is None else session_placement.worker.worker_id
 
 

@@ -315,7 +315,7 @@ async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> Non
         node.clock.now += router_svc.replication_sync.SILENCE_TIMEOUT_S + 0.1
         await until(lambda: peers(node) == 0, "silence ends the stream")
         assert orphans(node) == 1
-        assert "said nothing" in str(await _error_of(call))
+        assert "no frame from the peer" in str(await _error_of(call))
     async with _telling(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
         await until(lambda: peers(node) == 1 and not orphans(node), "it is back")

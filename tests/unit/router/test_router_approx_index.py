@@ -474,7 +474,7 @@ def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered
     for _ in range(2):
         decision = bed.send(prompt(1, 2, 3, 4))
         assert decision.overlap_blocks == 0
-        assert reasons(decision) == ["kv_index=none: no candidate's cache can be known"]
+        assert reasons(decision) == ["kv_index=none: no candidate has a cache index"]
     for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
         assert index.blocks == 0
@@ -493,7 +493,7 @@ def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> Non
     for _ in range(4):
         decision = bed.send(nameless)
         assert decision.overlap_blocks == 0
-        assert reasons(decision) == ["kv_index=none: the request names no blocks"]
+        assert reasons(decision) == ["kv_index=none: the request has no prefix hashes"]
     assert bed.told.asked == 0
     for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None

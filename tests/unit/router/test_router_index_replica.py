@@ -256,7 +256,7 @@ async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) ->
     assert bed.depth(blocks) == 0
     index_status = bed.replica.index_status(Placement(1, 0), bed.now)
     assert index_status.state == "stale"
-    assert "counts no more" in index_status.reason
+    assert "not counted any more" in index_status.reason
     assert index_status.age_s == pytest.approx(STALE_GRACE_S + 0.1)
     bed.now += STALE_FORGET_S
     bed.replica.tick(bed.now)
@@ -432,7 +432,7 @@ async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) ->
 
 async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
     bed = Bed(())
-    assert bed.replica.index_status(Placement(1, 0), 0.0).reason == "no indexer was heard yet"
+    assert bed.replica.index_status(Placement(1, 0), 0.0).reason == "no indexer was reached yet"
     task = asyncio.create_task(bed.replica.run())
     await asyncio.sleep(0)
     assert bed.fake.calls == []

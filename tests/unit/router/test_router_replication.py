@@ -74,7 +74,7 @@ class Link:
         raise AssertionError("it never has told everything")
 
     def close(self, now: float) -> None:
-        self.sender.replica.told(self.outbound)
+        self.sender.replica.close_outbound(self.outbound)
         self.sender.replica.peer_stream_ended(self.hearer.id)
         self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
 

@@ -82,13 +82,13 @@ class Peer:
         self.router.book.free(self.key(number))
 
     def at(self, session: str = "s") -> SessionPlacement | None:
-        told = self.router.affinity.told(SessionName("m", session), 0.0)
-        return None if told is None else told.record.session_placement
+        updates = self.router.affinity.updates([SessionName("m", session)], 0.0)
+        return updates[0].record.session_placement if updates else None
 
     def session_records(self) -> dict[SessionName, SessionRecord]:
         affinity = self.router.affinity
-        told = (affinity.told(name, 0.0) for name in affinity.sessions())
-        return {one.record.session: one.record for one in told if one is not None}
+        updates = affinity.updates(affinity.sessions(), 0.0)
+        return {update.record.session: update.record for update in updates}
 
 
 class Link:
@@ -114,7 +114,7 @@ class Link:
         return steps > 0
 
     def close(self, now: float) -> None:
-        self.sender.replica.told(self.outbound)
+        self.sender.replica.close_outbound(self.outbound)
         self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
 
 
