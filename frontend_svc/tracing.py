@@ -8,7 +8,7 @@ from opentelemetry import trace
 
 from common.errors import MeshError
 from common.runtime import telemetry
-from frontend_svc.core.request.machine import RequestOutcome
+from frontend_svc.core.request.types import RequestOutcome
 
 SPAN_NAME = "http-request"
 

@@ -55,14 +55,15 @@ from frontend_svc.core.openai.errors import (
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.pass_through import PassThroughRequest, merge_chunks, read_body
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
-from frontend_svc.core.request.machine import PassThroughPayload, RequestOutcome, RequestPlan
+from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.http.metrics_route import metrics_router
 from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog, ServedModel
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, RequestHandle
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import ResponseBuffer
 from frontend_svc.tracing import RequestSpan, request_span_factory
 
@@ -292,7 +293,7 @@ class GenerationEndpoint:
     ) -> None:
         _reject_rank_headers(body)
         is_chat = self._endpoint is Endpoint.CHAT_COMPLETIONS
-        passed_body = PassThroughPayload("chat_json" if is_chat else "completion_json", body.json)
+        passed_body = PassThroughPayload(body.json, is_chat)
         routing = routing_hints(body.nvext)
         empty_request = PreprocessedRequest(model=body.model, token_ids=TokenIds(), routing=routing)
         plan = replace(self._make_plan(context, empty_request), body=passed_body)

@@ -35,7 +35,8 @@ from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
 from common.runtime.tasks import TaskGroup
 from common.wire.token_stream import request_frame_to_proto, response_frame_from_proto
-from frontend_svc.core.peers.circuit_breaker import CircuitBreaker, HangDetector
+from frontend_svc.core.peers.circuit_breaker import CircuitBreaker
+from frontend_svc.core.peers.hang_detector import HangDetector
 from frontend_svc.core.peers.stall_clock import never_stalled
 from kvmesh.engine.v1 import engine_pb2_grpc
 
@@ -434,7 +435,7 @@ class EngineClient:
 
     def exclusion_reasons(self) -> dict[int, str]:
         """The workers left alone, and what was seen of them."""
-        return self._breaker.why()
+        return self._breaker.reasons()
 
     def retain(self, members: Iterable[int]) -> None:
         """Forgets workers that have left the mesh; their streams end by themselves."""

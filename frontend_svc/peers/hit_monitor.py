@@ -12,7 +12,7 @@ import structlog
 
 from common.registry.instances import Instance, Snapshot
 from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, Source
-from frontend_svc.core.request.machine import RequestOutcome
+from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics import LabelledDrift
 
 log = structlog.get_logger()

@@ -34,7 +34,7 @@ from common.wire.errors import error_from_proto
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from frontend_svc.core.peers.router_choice import AVOID_FAILED_ROUTER_S, RouterSelector
 from frontend_svc.core.peers.stall_clock import never_stalled
-from frontend_svc.core.request.machine import Placement, RoutingDecision
+from frontend_svc.core.request.types import Placement, RoutingDecision
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 
 UNROUTED_AFTER_S = 3.0

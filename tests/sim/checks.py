@@ -40,7 +40,7 @@ from common.kv.events import EventBatch, Source
 from common.kv.index_feed import IndexFeed
 from common.request.preprocessed import FinishReason
 from common.request.token_stream import CREDIT_BYTES, FRAME_BYTES, LegRequest
-from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
+from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.peers.router_client import (
     PING_INTERVAL_S,
     SILENCE_TIMEOUT_S,

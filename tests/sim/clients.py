@@ -20,10 +20,10 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, RequestHandle
-from frontend_svc.request.response import ResponseBuffer
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.response import UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.fleet import MODEL, SimFrontend
 from worker_svc.engines.sim.token_oracle import TokenOracle
 

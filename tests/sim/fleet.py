@@ -30,7 +30,7 @@ from common.wire.token_stream import (
 )
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
-from frontend_svc.core.request.machine import RoutingDecision
+from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
 from frontend_svc.peers.router_client import (
     PlacementCallback,
@@ -39,7 +39,8 @@ from frontend_svc.peers.router_client import (
     RouterClient,
     Session,
 )
-from frontend_svc.request.gateway import Gateway, has_workers, place_locally
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.local_placement import has_workers, place_locally
 from indexer_svc.core.budget import Budget
 from indexer_svc.fleet_watch import FleetWatch as IndexerFleetWatch
 from indexer_svc.ingest import TICK_S as INDEXER_TICK_S

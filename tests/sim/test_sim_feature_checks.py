@@ -15,10 +15,12 @@ from common.kv.events import EventBatch, EventKind, KvEvent, Source
 from common.request.preprocessed import StopConditions
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.peers.stall_clock import never_stalled
-from frontend_svc.core.request.machine import RequestPlan
+from frontend_svc.core.request.types import RequestPlan
 from frontend_svc.peers.engine_client import Submission
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
+from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.ports import ResponseSink
 from router_svc.core.admission import QueueSettings
 from router_svc.core.approx_index import ApproxLimits
 from router_svc.core.busy import NO_LIMITS, BusyLimits

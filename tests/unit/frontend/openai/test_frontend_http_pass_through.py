@@ -21,7 +21,7 @@ from common.request.preprocessed import RoutingHints, SessionControl
 from common.request.token_stream import RequestFrame, ResponseFrame
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.openai.sse import KEEP_ALIVE
-from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
+from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics import DeploymentState
 from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, ModelCatalog

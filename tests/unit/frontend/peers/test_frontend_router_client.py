@@ -15,7 +15,7 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance
 from common.wire.errors import error_to_proto
 from frontend_svc.core.peers.router_choice import AVOID_FAILED_ROUTER_S, home_router
-from frontend_svc.core.request.machine import RoutingDecision
+from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.router_client import (
     HOME_RETURN_JITTER_S,
     PING_INTERVAL_S,

@@ -24,10 +24,10 @@ from common.request.token_stream import (
 )
 from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
 from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
-from frontend_svc.core.request.machine import RoutingDecision
+from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.router_client import Query
-from frontend_svc.request.gateway import place_locally
+from frontend_svc.request.local_placement import place_locally
 from tests.sim.loop import VirtualLoop, run_virtually
 
 MODEL = "model"
@@ -78,8 +78,8 @@ def test_without_a_router_pairs_that_need_each_other_are_not_chosen(
     assert isinstance(found, Unavailable)
     assert found.reason == "NO_ROUTER"
     assert found.message == (
-        f"no router answers at the moment, and no worker of {MODEL!r} that serves whole requests "
-        "by itself is left to try: ask again"
+        f"no router is available, and no other worker of {MODEL!r} serves whole requests; "
+        "retry after 1 s"
     )
 
 

@@ -11,10 +11,12 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.openai.errors import http_error
-from frontend_svc.core.request.machine import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.core.request.migration_limiter import MigrationLimiter
+from frontend_svc.core.request.retry_policy import MigrationLimiter
+from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
+from frontend_svc.request.handle import RequestHandle
+from frontend_svc.request.worker_pool import WorkerPool
 from tests.sim.loop import run_virtually
 
 MODEL = "model"
@@ -123,17 +125,19 @@ async def many_lost(
     return clients
 
 
-def mesh(engines: Engines) -> tuple[Gateway, Router]:
+def mesh(
+    engines: Engines, migrations: MigrationLimiter[RequestHandle] | None = None
+) -> tuple[Gateway, Router]:
     router = Router()
     snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
-    return Gateway(router, engines, lambda: snapshot), router
+    return Gateway(router, engines, lambda: snapshot, migrations=migrations), router
 
 
 def test_of_a_dead_workers_requests_so_many_go_on_at_once_and_the_oldest_first() -> None:
     async def main() -> None:
         engines = _Whole()
-        gateway, router = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=4)  # two workers: eight at once
+        limiter = MigrationLimiter[RequestHandle](per_worker=4)  # two workers: eight at once
+        gateway, router = mesh(engines, limiter)
         await many_lost(gateway, engines, 12)
         assert router.again() == list(range(8))
         for number in (3, 5):
@@ -161,8 +165,7 @@ def test_a_request_that_is_tried_again_keeps_the_time_at_which_it_came() -> None
 def test_a_client_that_goes_while_it_waits_for_its_turn_leaves_nothing_behind() -> None:
     async def main() -> None:
         engines = _Whole()
-        gateway, router = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=1)
+        gateway, router = mesh(engines, MigrationLimiter(per_worker=1))
         clients = await many_lost(gateway, engines, 4)
         assert (gateway.migrations.computing, gateway.migrations.waiting) == (2, 2)
         gateway.abort_all(Unavailable("shutting down"))
@@ -177,8 +180,7 @@ def test_a_client_that_goes_while_it_waits_for_its_turn_leaves_nothing_behind() 
 def test_beyond_the_queue_of_re_routes_clients_get_503_with_retry_after() -> None:
     async def main() -> None:
         engines = _Whole()
-        gateway, _ = mesh(engines)
-        gateway.migrations = MigrationLimiter(per_worker=1, waiting_max=1)
+        gateway, _ = mesh(engines, MigrationLimiter(per_worker=1, waiting_max=1))
         clients = await many_lost(gateway, engines, 4)
         (outcome,) = clients[3].outcomes
         assert outcome.error is not None
@@ -206,9 +208,9 @@ def test_beyond_the_retry_budget_clients_get_503_with_retry_after() -> None:
 
 def test_a_worker_left_alone_does_not_count_as_a_survivor() -> None:
     async def main() -> None:
-        gateway, _ = mesh(Engines())
-        assert gateway.count_available_workers(MODEL) == 1
-        assert mesh(_Whole())[0].count_available_workers(MODEL) == 2
+        snapshot = Snapshot(instances={n: worker(n) for n in (DEAD, ALIVE)})
+        assert WorkerPool(lambda: snapshot, Engines()).count_available(MODEL) == 1
+        assert WorkerPool(lambda: snapshot, _Whole()).count_available(MODEL) == 2
 
     run_virtually(main())
 
@@ -219,12 +221,11 @@ def test_an_adapters_requests_go_on_at_once_by_the_workers_that_have_it() -> Non
         there = {n: worker(n) for n in range(1, 9)}
         for number in (DEAD, ALIVE):
             there[number] = replace(worker(number), loras=frozenset({"french"}))
-        gateway = Gateway(router, engines, lambda: Snapshot(instances=there))
-        gateway.migrations = MigrationLimiter(per_worker=1)
-        assert (
-            gateway.count_available_workers(MODEL),
-            gateway.count_available_workers(MODEL, "french"),
-        ) == (8, 2)
+        snapshot = Snapshot(instances=there)
+        migrations = MigrationLimiter[RequestHandle](per_worker=1)
+        gateway = Gateway(router, engines, lambda: snapshot, migrations=migrations)
+        pool = WorkerPool(lambda: snapshot, engines)
+        assert (pool.count_available(MODEL), pool.count_available(MODEL, "french")) == (8, 2)
         await many_lost(gateway, engines, 5, RoutingHints(lora_name="french"))
         assert router.again() == [0, 1], "the share of the two workers that have it"
         for number in (0, 1):

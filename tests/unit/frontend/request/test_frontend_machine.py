@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -52,13 +52,15 @@ from frontend_svc.core.request.machine import (
     NOT_MIGRATABLE,
     USAGE_WAIT_S,
     Leg,
+    RequestMachine,
+    migration_blockers,
+)
+from frontend_svc.core.request.types import (
     PassThroughPayload,
     Placement,
-    RequestMachine,
     RequestOutcome,
     RequestPlan,
     RoutingDecision,
-    migration_blockers,
 )
 
 PROMPT = [1, 2, 3]
@@ -322,13 +324,13 @@ def test_a_pass_through_chunk_is_a_bug() -> None:
 # A body that is passed through
 
 
-def passing(field: Literal["chat_json", "completion_json"] = "chat_json") -> RequestPlan:
+def pass_through_plan(*, is_chat: bool = True) -> RequestPlan:
     nothing = PreprocessedRequest(model="m", token_ids=TokenIds())
-    return RequestPlan("r", nothing, DEADLINE, body=PassThroughPayload(field, b'{"model":"m"}'))
+    return RequestPlan("r", nothing, DEADLINE, body=PassThroughPayload(b'{"model":"m"}', is_chat))
 
 
 def test_a_body_is_passed_through_as_it_is_and_its_chunks_come_back() -> None:
-    life = begin(passing())
+    life = begin(pass_through_plan())
     leg = life.run(1)
     leg_request = life.ports.leg_request
     assert (leg_request.chat_json, leg_request.completion_json, leg_request.request) == (
@@ -347,14 +349,14 @@ def test_a_body_is_passed_through_as_it_is_and_its_chunks_come_back() -> None:
 
 
 def test_a_completion_body_goes_where_completions_go() -> None:
-    life = begin(passing("completion_json"))
+    life = begin(pass_through_plan(is_chat=False))
     life.run(1)
     assert life.ports.leg_request.completion_json == b'{"model":"m"}'
     assert life.ports.leg_request.chat_json is None
 
 
 def test_a_passed_body_is_tried_elsewhere_until_its_first_chunk() -> None:
-    life = begin(passing())
+    life = begin(pass_through_plan())
     life.run(1).lost(LOST)
     leg = life.run(2)
     leg.chunk(b"one")
@@ -367,7 +369,7 @@ def test_a_passed_body_is_tried_elsewhere_until_its_first_chunk() -> None:
 
 
 def test_a_passed_body_cannot_run_on_a_pair() -> None:
-    life = begin(passing())
+    life = begin(pass_through_plan())
     life.machine.placed(0, RoutingDecision(1, prefill=Placement(2)), 0.0)
     assert isinstance(life.ports.outcome.error, Unsupported)
     assert life.ports.freed == [0]

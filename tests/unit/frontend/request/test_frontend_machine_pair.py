@@ -30,12 +30,9 @@ from frontend_svc.core.request.machine import (
     ALL_EXCLUDED,
     USAGE_WAIT_S,
     Leg,
-    Placement,
     RequestMachine,
-    RequestOutcome,
-    RequestPlan,
-    RoutingDecision,
 )
+from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
 
 PEER_FAULT_REASONS = "HANDOFF_PEER_LOST"
 NO_BLOCKS = "HANDOFF_NO_BLOCKS"

@@ -9,10 +9,9 @@ import pytest
 
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, usage
-from frontend_svc.core.request.machine import RequestOutcome
+from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics import DeploymentState, Endpoint
-from frontend_svc.request.gateway import UNREAD_TOKENS_MAX
-from frontend_svc.request.response import TOKENS_PER_CHUNK, ResponseBuffer
+from frontend_svc.request.response import TOKENS_PER_CHUNK, UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.loop import run_virtually
 
 DONE = RequestOutcome(FinishReason.STOP, None, usage(1, 1), 1, (7,), None)
