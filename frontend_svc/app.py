@@ -28,7 +28,8 @@ from frontend_svc.core.models.routable import missing_pair_role, missing_role
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.machine import RoutingDecision
-from frontend_svc.http.routes import Readiness, Receive, Scope, Send, build_api
+from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics import (
     DeploymentState,
     FrontendMetrics,
