@@ -25,6 +25,7 @@ from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.routable import missing_pair_role, missing_role
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.machine import RoutingDecision
@@ -42,7 +43,8 @@ from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opene
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.peers.engine_client import EngineClient, GrpcDialer
 from frontend_svc.peers.hit_monitor import HitMonitor
-from frontend_svc.peers.router_client import Query, RouterClient, grpc_session_opener
+from frontend_svc.peers.router_client import RouterClient
+from frontend_svc.peers.router_session import grpc_session_opener
 from frontend_svc.peers.stall_monitor import own_address, own_security_of, run_stall_monitor
 from frontend_svc.request.gateway import Gateway, has_workers, place_locally
 

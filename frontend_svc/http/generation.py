@@ -37,6 +37,7 @@ from frontend_svc.core.openai.bodies import (
 from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
 from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.machine import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
@@ -45,7 +46,6 @@ from frontend_svc.http.request_context import RequestContext, end_span, log_requ
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog, ServedModel
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import Gateway, RequestHandle
 from frontend_svc.request.response import ResponseBuffer
 from frontend_svc.tracing import request_span_factory

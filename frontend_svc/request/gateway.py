@@ -20,6 +20,7 @@ from common.request.preprocessed import PreprocessedRequest, RoutingHints, Token
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.models.adapters import serving
 from frontend_svc.core.peers.circuit_breaker import RetryBudget
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.machine import (
     Leg,
@@ -31,7 +32,6 @@ from frontend_svc.core.request.machine import (
 from frontend_svc.core.request.migration_limiter import MigrationLimiter
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
 from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, PlacementKey, Query
 
 # A slow client may leave this many tokens unread before its request is ended.
 UNREAD_TOKENS_MAX = 65_536

@@ -20,8 +20,8 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, RequestHandle
 from frontend_svc.request.response import ResponseBuffer
 from tests.sim.fleet import MODEL, SimFrontend

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.machine import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import Gateway, RequestHandle, ResponseSink
 from tests.sim.__main__ import main
 from tests.sim.clients import draw_client_specs

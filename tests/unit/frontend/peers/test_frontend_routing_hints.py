@@ -17,8 +17,8 @@ from common.request.preprocessed import (
     SessionControl,
 )
 from frontend_svc.core.openai.bodies import parse_completion, to_preprocessed
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.machine import RoutingDecision
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import place_locally
 
 
