@@ -25,10 +25,12 @@ from common.runtime.tasks import TaskGroup
 from common.service.lifecycle import Lifecycle, ServiceInfo
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.routable import missing_pair_role, missing_role
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.http.routes import Readiness, Receive, Scope, Send, build_api
+from frontend_svc.http.asgi import Receive, Scope, Send
+from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics import (
     DeploymentState,
     FrontendMetrics,
@@ -41,7 +43,8 @@ from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opene
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.peers.engine_client import EngineClient, GrpcDialer
 from frontend_svc.peers.hit_monitor import HitMonitor
-from frontend_svc.peers.router_client import Query, RouterClient, grpc_session_opener
+from frontend_svc.peers.router_client import RouterClient
+from frontend_svc.peers.router_session import grpc_session_opener
 from frontend_svc.peers.stall_monitor import own_address, own_security_of, run_stall_monitor
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally

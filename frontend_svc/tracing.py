@@ -43,7 +43,7 @@ class RequestSpan:
             self._span.set_attribute("ttft_ms", round(ttft_s * 1000, 3))
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", round(ttft_s, 6))
 
-    def placed(self, outcome: RequestOutcome) -> None:
+    def record_outcome(self, outcome: RequestOutcome) -> None:
         """What the request came to."""
         if not self._span.is_recording():
             return

@@ -12,10 +12,10 @@ from random import Random
 
 from common.errors import MeshError
 from common.registry.instances import Snapshot
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import never_stalled
 from frontend_svc.core.request.retry_policy import MigrationLimiter, RetryBudget
 from frontend_svc.core.request.types import RequestPlan
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.handle import RequestContext, RequestHandle
 from frontend_svc.request.ports import ResponseSink, RouterPort, WorkerPort
 from frontend_svc.request.worker_pool import WorkerPool

@@ -11,6 +11,7 @@ from random import Random
 from common.errors import MeshError, Unavailable, WorkerLost
 from common.request.preprocessed import PreprocessedRequest, TokenLogprob
 from common.request.token_stream import LegRequest
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.machine import Leg, RequestMachine
 from frontend_svc.core.request.output_blocks import OutputBlockCounter
 from frontend_svc.core.request.retry_policy import (
@@ -22,7 +23,6 @@ from frontend_svc.core.request.retry_policy import (
 )
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.local_placement import adapter_of, is_unknown_model
 from frontend_svc.request.ports import (
     AbortHandle,

@@ -9,9 +9,9 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from frontend_svc.core.models.adapters import serving
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, Query
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.models.catalog import no_worker_error
-from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, Query
 
 
 def place_locally(

@@ -8,8 +8,8 @@ from typing import Protocol, runtime_checkable
 from common.errors import MeshError
 from common.request.preprocessed import TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
-from frontend_svc.peers.router_client import PlacementKey, Query
 
 
 class RouterPort(Protocol):

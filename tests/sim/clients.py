@@ -20,8 +20,8 @@ from common.request.preprocessed import (
     TokenIds,
     TokenLogprob,
 )
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.fleet import MODEL, SimFrontend

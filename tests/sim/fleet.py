@@ -28,17 +28,13 @@ from common.wire.token_stream import (
     response_frame_from_proto,
     response_frame_to_proto,
 )
+from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
-from frontend_svc.peers.router_client import (
-    PlacementCallback,
-    PlacementKey,
-    Query,
-    RouterClient,
-    Session,
-)
+from frontend_svc.peers.router_client import RouterClient
+from frontend_svc.peers.router_session import Session
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from indexer_svc.core.budget import Budget

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.ports import ResponseSink

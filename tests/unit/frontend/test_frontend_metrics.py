@@ -16,7 +16,7 @@ from common.errors import Conflict
 from common.registry.instances import Instance, Snapshot
 from frontend_svc import metrics as metrics_module
 from frontend_svc.core.openai.errors import ErrorType
-from frontend_svc.http.metrics_route import RouteDoc, metrics_router
+from frontend_svc.http.routes import RouteDoc, metrics_router
 from frontend_svc.metrics import (
     DURATION_BUCKETS_S,
     DeploymentState,

@@ -23,10 +23,10 @@ from common.request.token_stream import (
     WorkerLink,
 )
 from frontend_svc.core.peers.circuit_breaker import PROBE_INTERVAL_MAX_S
+from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.peers.stall_clock import TICK_S, StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import EngineClient
-from frontend_svc.peers.router_client import Query
 from frontend_svc.request.local_placement import place_locally
 from tests.sim.loop import VirtualLoop, run_virtually
 

@@ -11,8 +11,8 @@ from common.errors import MeshError, NotFound, Unavailable, UnknownModel
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.peers.router_client import UNKNOWN_ADAPTER, PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
 from router_svc.core.adapters import AdapterResidency

@@ -11,9 +11,9 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import PreprocessedRequest, RoutingHints, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.retry_policy import MigrationLimiter
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.worker_pool import WorkerPool

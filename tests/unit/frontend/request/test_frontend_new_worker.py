@@ -10,9 +10,9 @@ from common.errors import MeshError
 from common.registry.instances import Snapshot
 from common.request.preprocessed import PreprocessedRequest, TokenIds, TokenLogprob
 from common.request.token_stream import LegRequest, LegSink
+from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.request.types import Placement, RequestOutcome, RequestPlan, RoutingDecision
-from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from tests.sim.loop import run_virtually
 
