@@ -41,7 +41,8 @@ from frontend_svc.metrics import (
 )
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.peers.engine_client import EngineClient, GrpcDialer
+from frontend_svc.peers.attach_transport import GrpcDialer
+from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.hit_monitor import HitMonitor
 from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.peers.router_session import grpc_session_opener
