@@ -11,9 +11,8 @@ from collections.abc import Callable
 import structlog
 
 from common.registry.instances import Instance, Snapshot
-from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, Source
+from frontend_svc.core.peers.hit_drift import WINDOW_S, HitDriftMonitor, LabelledDrift, Source
 from frontend_svc.core.request.machine import RequestOutcome
-from frontend_svc.metrics import LabelledDrift
 
 log = structlog.get_logger()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from common.errors import Overloaded
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.request.machine import RequestOutcome
-from frontend_svc.metrics import RequestMeter
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.request.gateway import UNREAD_TOKENS_MAX, RequestHandle
 
 # A chunk weighs about so much more than a token.
