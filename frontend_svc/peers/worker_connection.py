@@ -224,7 +224,7 @@ class WorkerConnection:
                 self._observer.progressed(self.link.worker_id)
 
     async def _probe_stalled_engine(self) -> None:
-        """Finds out whether an engine hangs whose requests all wait: they may wait for KV."""
+        """Decides whether a stalled engine hangs: its requests may all wait for KV."""
         result = await self.probe(PROBE_TIMEOUT_S)
         # An engine that runs a request by now has HANG_TIMEOUT_S for it.
         if result is ProbeResult.SILENT and not any(load.running for load in self.link.loads):
