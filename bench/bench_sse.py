@@ -16,7 +16,7 @@ import orjson
 
 from frontend_svc.core.openai.bodies import parse_chat
 from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
-from frontend_svc.metrics import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 
 CALLS = 100_000
 ROUNDS = 7

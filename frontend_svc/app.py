@@ -31,17 +31,17 @@ from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.http.asgi import Receive, Scope, Send
 from frontend_svc.http.routes import Readiness, build_api
-from frontend_svc.metrics import (
-    DeploymentState,
-    FrontendMetrics,
+from frontend_svc.metrics.collectors import (
     HitDriftCollector,
     ModelConfigCollector,
     ResilienceCollector,
     ResilienceStats,
 )
+from frontend_svc.metrics.families import DeploymentState, FrontendMetrics
 from frontend_svc.models.artifacts import ArtifactCollector, grpc_artifact_opener
 from frontend_svc.models.catalog import ModelCatalog
-from frontend_svc.peers.engine_client import EngineClient, GrpcDialer
+from frontend_svc.peers.attach_transport import GrpcDialer
+from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.hit_monitor import HitMonitor
 from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.peers.router_session import grpc_session_opener

@@ -44,7 +44,7 @@ from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.http.asgi import Receive, Scope, Send
 from frontend_svc.http.request_context import RequestContext, end_span, log_request
 from frontend_svc.http.streaming import ResponseWriter, send_error
-from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
+from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog, ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle

@@ -20,7 +20,7 @@ from frontend_svc.core.openai.errors import http_error
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
-from frontend_svc.metrics import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 from frontend_svc.models.catalog import ModelCatalog, ServedModel
 from frontend_svc.request.gateway import Gateway
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from common.errors import Overloaded
 from common.request.preprocessed import TokenLogprob
 from frontend_svc.core.request.types import RequestOutcome
-from frontend_svc.metrics import RequestMeter
+from frontend_svc.metrics.families import RequestMeter
 from frontend_svc.request.handle import RequestHandle
 
 # Unread tokens after which a request of a slow client is ended.

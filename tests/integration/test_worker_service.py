@@ -36,7 +36,8 @@ from common.service.lifecycle import Lifecycle, ServiceInfo
 from common.service.lifecycle import run as run_lifecycle
 from common.wire.preprocessed import to_proto
 from common.wire.token_stream import request_frame_to_proto
-from frontend_svc.peers.engine_client import GrpcDialer, WorkerConnection
+from frontend_svc.peers.attach_transport import GrpcDialer
+from frontend_svc.peers.worker_connection import WorkerConnection
 from kvmesh.engine.v1 import engine_pb2 as pb
 from kvmesh.engine.v1 import engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
@@ -68,10 +69,10 @@ FRONTEND = 99
 class Unmoved:
     """A witness that does nothing about what it is told."""
 
-    def failed(self, worker_id: int, why: str, *, is_hung: bool = False) -> None:
+    def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
         pass
 
-    def moved(self, worker_id: int) -> None:
+    def progressed(self, worker_id: int) -> None:
         pass
 
 

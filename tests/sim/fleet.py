@@ -32,7 +32,8 @@ from frontend_svc.core.peers.placement_query import PlacementCallback, Placement
 from frontend_svc.core.peers.recently_left import RecentlyLeft
 from frontend_svc.core.peers.stall_clock import StallClock
 from frontend_svc.core.request.types import RoutingDecision
-from frontend_svc.peers.engine_client import EngineClient, Submission, Transport
+from frontend_svc.peers.attach_transport import Transport
+from frontend_svc.peers.engine_client import EngineClient, Submission
 from frontend_svc.peers.router_client import RouterClient
 from frontend_svc.peers.router_session import Session
 from frontend_svc.request.gateway import Gateway

@@ -43,6 +43,16 @@ class DriftStats:
     is_degraded: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledDrift:
+    """The drift of a worker's rank. model, worker: label values."""
+
+    model: str
+    worker: str
+    dp_rank: int
+    stats: DriftStats
+
+
 @dataclass(slots=True)
 class _HalfWindow:
     requests: int = 0

@@ -10,7 +10,7 @@ import pytest
 from common.errors import MeshError
 from common.request.preprocessed import FinishReason, usage
 from frontend_svc.core.request.types import RequestOutcome
-from frontend_svc.metrics import DeploymentState, Endpoint
+from frontend_svc.metrics.families import DeploymentState, Endpoint
 from frontend_svc.request.response import TOKENS_PER_CHUNK, UNREAD_TOKENS_MAX, ResponseBuffer
 from tests.sim.loop import run_virtually
 
