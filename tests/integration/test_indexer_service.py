@@ -899,7 +899,7 @@ async def test_verify_says_why_it_cannot_compare() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         await until(lambda: publisher.source in mesh.feed, "it is there")
         (row,) = (await mesh.unary("Verify", pb.VerifyRequest())).sources
-        assert row.error == "its worker is not in discovery"
+        assert row.error == "its worker is not registered"
 
 
 # Budget.
