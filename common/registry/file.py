@@ -67,6 +67,7 @@ POLL_INTERVAL_S = 0.05
 # A check takes about a millisecond.
 CARD_CHECK_WAIT_S = 5.0
 ENTRY_BYTES_MAX = 1 << 20
+LOGGED_CHARS_MAX = 500
 # A hidden file this old belongs to an owner that died before it could rename it.
 ABANDONED_AFTER_S = 60.0
 # An entry may be replaced this often during one attempt to open it.
@@ -442,7 +443,12 @@ class _NamespaceView:
                 )
         except InvalidRequest as error:
             if raw:
-                LOG.warning("registry_entry_unreadable", path=name, error=error.message)
+                LOG.warning(
+                    "registry_entry_unreadable",
+                    path=name,
+                    error=error.message,
+                    value=_decode_or_placeholder(raw),
+                )
             return _Entry(fd, inode, 0, None)
         return _Entry(fd, inode, record.order, instance)
 
@@ -485,6 +491,13 @@ class _FileWatch:
 
 def _entry_name(instance_id: int) -> str:
     return f"{instance_id:016x}.json"
+
+
+def _decode_or_placeholder(raw: bytes) -> str:
+    try:
+        return raw.decode()[:LOGGED_CHARS_MAX]
+    except UnicodeDecodeError:
+        return "<not UTF-8>"
 
 
 def _remove_abandoned_files(directory: Path) -> None:

@@ -60,7 +60,8 @@ from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.http.metrics_route import metrics_router
 from frontend_svc.metrics import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog, ServedModel
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.peers.router_client import Query
 from frontend_svc.request.gateway import Gateway, RequestHandle
 from frontend_svc.request.response import ResponseBuffer

@@ -251,7 +251,7 @@ def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try(
             took.append(loop.time() - began)
             assert isinstance(error, DeadlineExceeded)
             assert NAME in error.message
-            assert f"of {len(DATA)} bytes" in error.message
+            assert f"{len(DATA)} bytes" in error.message
         assert await fetched(artifacts) == DATA
         return took, holder.asked, artifacts
 

@@ -24,7 +24,8 @@ from frontend_svc.core.openai.sse import KEEP_ALIVE
 from frontend_svc.core.request.machine import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics import DeploymentState
-from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, ModelCatalog
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
