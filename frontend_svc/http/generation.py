@@ -45,7 +45,8 @@ from frontend_svc.http.asgi import Receive, Scope, Send
 from frontend_svc.http.request_context import RequestContext, end_span, log_request
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
-from frontend_svc.models.catalog import ModelCatalog, ServedModel
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import ResponseBuffer

@@ -15,13 +15,20 @@ from starlette.routing import Route, Router
 
 from common.errors import MeshError
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.openai.bodies import model_list, model_object
-from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.bodies import (
+    model_list,
+    model_object,
+)
+from frontend_svc.core.openai.errors import (
+    http_error,
+)
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
+from frontend_svc.http.routes import metrics_router
 from frontend_svc.metrics.families import DeploymentState, Endpoint
-from frontend_svc.models.catalog import ModelCatalog, ServedModel
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 
 METRICS_PATH = "/metrics"

@@ -698,7 +698,7 @@ async def test_a_watch_does_not_blink_while_the_directory_is_lost(files: FileMes
 async def test_an_entry_that_nobody_would_read_is_refused(files: FileMesh) -> None:
     registry = files.connect()
     loras = frozenset(f"{n:05}{'x' * 100}" for n in range(12_000))
-    with pytest.raises(InvalidRequest, match="bytes, more than"):
+    with pytest.raises(InvalidRequest, match="too large: "):
         await registry.register(worker(loras=loras))
     lease = await registry.register(worker())
     with pytest.raises(InvalidRequest):
@@ -765,6 +765,29 @@ async def test_bad_files_are_logged_once_and_hide_nobody(files: FileMesh) -> Non
         ("registry_entry_unreadable", files.entry(each).name)
         for each in sorted((broken, alien), key=lambda i: i.id)
     ] + [("registry_file_ignored", "README.txt")]
+
+
+@pytest.mark.row("S0-19", "S0-26")
+@pytest.mark.parametrize(
+    ("raw", "shown"), [(b"{not json", "{not json"), (b"\xff\xfe", "<not UTF-8>")]
+)
+async def test_an_unreadable_entry_is_logged_with_name_and_text_and_the_next_is_read(
+    files: FileMesh, raw: bytes, shown: str
+) -> None:
+    registry, watcher = files.connect(), files.connect()
+    await registry.register(broken := worker())
+    files.entry(broken).write_bytes(raw)  # In place, so that the lock stays on the file.
+    with capture_logs() as logs:
+        assert not (await watcher.snapshot(NS)).instances
+        await watcher.register(one := worker())
+        assert (await watcher.snapshot(NS)).instances == {one.id: one}
+    (line,) = logs
+    assert (line["event"], line["path"], line["value"]) == (
+        "registry_entry_unreadable",
+        files.entry(broken).name,
+        shown,
+    )
+    assert "JSON" in line["error"]
 
 
 async def test_an_unlocked_entry_is_a_dead_owners_and_is_removed(files: FileMesh) -> None:

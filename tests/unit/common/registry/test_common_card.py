@@ -209,7 +209,7 @@ def test_fetched_artifacts_are_verified_like_inline_ones() -> None:
     verify_artifact("t", artifact, b"abc")
     with pytest.raises(InvalidRequest, match="sha256"):
         verify_artifact("t", artifact, b"abd")
-    with pytest.raises(InvalidRequest, match="4 bytes, the card says 3"):
+    with pytest.raises(InvalidRequest, match="4 bytes, in the card 3"):
         verify_artifact("t", artifact, b"abcd")
 
 

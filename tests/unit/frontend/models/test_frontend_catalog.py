@@ -166,7 +166,7 @@ async def test_a_models_name_is_the_models_and_the_hidden_adapter_is_told_of_onc
         await table.models.follow(here)
     assert table.models.get("b").adapter == ""
     assert table.models.get("french").base == "a"
-    assert table.models.hidden == {("b", "a"): "a model has that name"}
+    assert table.models.hidden == {("b", "a"): "a model has the same name"}
     assert [line["adapter"] for line in logs if line["event"] == "adapter_hidden"] == ["b"]
     await table.models.follow(snapshot(worker(1, A, "b", "french")))
     assert table.models.hidden == {}
@@ -183,7 +183,7 @@ async def test_of_two_models_with_one_adapter_the_first_by_name_has_it_in_whatev
     await models.follow(snapshot(both[order[0]]))
     await models.follow(snapshot(*(both[n] for n in order)))
     assert models.get("french").base == "a"
-    assert models.hidden == {("french", "b"): "the model 'a' has one of that name"}
+    assert models.hidden == {("french", "b"): "model 'a' has an adapter of the same name"}
     with capture_logs() as logs:
         await models.follow(snapshot(both[2]))
     assert models.get("french").base == "b"
@@ -234,7 +234,7 @@ def test_a_card_whose_worker_is_silent_is_a_told_error_and_tried_again() -> None
         table.holding[1] = asyncio.Event()
         here = snapshot(worker(1, slow))
         assert not await models.follow(here)
-        assert "tokenizer.json does not come on" in models.not_ready["slow"]
+        assert "tokenizer.json stalled" in models.not_ready["slow"]
         del table.holding[1]
         assert await models.follow(here)
         assert models.names() == {"slow"}

@@ -25,7 +25,8 @@ from frontend_svc.core.peers.placement_query import PlacementKey, Query
 from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.http.routes import Readiness, build_api
 from frontend_svc.metrics.families import DeploymentState
-from frontend_svc.models.catalog import ENCODE_INLINE_CHARS, ModelCatalog
+from frontend_svc.models.catalog import ModelCatalog
+from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.gateway import Gateway
 from worker_svc.engines.echo import EchoConfig, EchoEngine
