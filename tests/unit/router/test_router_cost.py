@@ -18,10 +18,9 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
-from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, draw_index
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
 from router_svc.core.types import Candidate, Leg, Matches, Placement
 
@@ -60,11 +59,11 @@ def prices(
     matches: Matches | None = None,
     cost_settings: CostSettings = PLAIN,
     leg: Leg = "whole",
-    misses: RecentPrefill | None = None,
+    recent_prefill: RecentPrefill | None = None,
     routing: RoutingHints | None = None,
 ) -> Sequence[ScoredCandidate]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
-    view = View(book, 0.0, None, matches or {}, leg, cost_settings, misses)
+    view = View(book, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
     return score_candidates(query, [candidate(n) for n in range(1, workers + 1)], view)
 
 
@@ -141,7 +140,7 @@ def test_the_decode_leg_pays_for_load_alone() -> None:
         matches=holding(w2=8),
         cost_settings=cost_settings,
         leg="decode",
-        misses=missed,
+        recent_prefill=missed,
     )
     assert (first, second) == (8 + 1, 8 + 5 + 2)
 
@@ -165,7 +164,7 @@ def test_recent_misses_weigh_in_blocks_when_few_and_at_most_as_the_request() -> 
     missed.add(Placement(2, 0), 1e6, 0.0)
     cost_settings = CostSettings(decode_active_request_weight=0.0)
     one, two, none = prices(
-        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, misses=missed
+        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, recent_prefill=missed
     )
     assert one.terms is not None
     assert two.terms is not None

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
+from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -296,8 +297,8 @@ def test_an_old_report_counts_nothing() -> None:
     book.book(booking(), session, 1.0)
     assert book.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
     assert book.load(W1, 1.01 + REPORT_MAX_AGE_S) == LoadTotals(100, 7, 1)
-    assert book.report_age_s(W1, 2.0) == 1.0
-    assert book.report_age_s(W2, 2.0) is None
+    assert book.ranks.report_age_s(W1, 2.0) == 1.0
+    assert book.ranks.report_age_s(W2, 2.0) is None
 
 
 def test_a_worker_that_left_takes_its_report_with_it() -> None:
@@ -305,8 +306,8 @@ def test_a_worker_that_left_takes_its_report_with_it() -> None:
     book.report(1, 0, Load(running=9), 1.0)
     book.report(2, 0, Load(running=9), 1.0)
     book.book(booking(worker=W2), session, 1.0)
-    book.worker_left(1)
-    book.worker_left(2)
+    book.ranks.worker_left(1)
+    book.ranks.worker_left(2)
     assert book.load(W1, 1.0) == LoadTotals()
     assert book.load(W2, 1.0) == LoadTotals(100, 7, 1)
     book.free(key())
@@ -316,7 +317,7 @@ def test_a_worker_that_left_takes_its_report_with_it() -> None:
 def test_a_booking_of_a_worker_that_blinked_still_counts() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    book.worker_left(1)
+    book.ranks.worker_left(1)
     assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
@@ -402,7 +403,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from([1, 2]))
     def lose_worker(self, worker: int) -> None:
-        self.book.worker_left(worker)
+        self.book.ranks.worker_left(worker)
 
     @invariant()
     def sums_are_those_of_the_bookings(self) -> None:
