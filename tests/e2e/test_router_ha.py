@@ -141,7 +141,7 @@ async def test_routers_and_indexers_die_and_return_in_any_order_and_no_request_f
 
 
 @pytest.mark.timeout(300)
-async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_second(
+async def test_a_replacement_router_has_exact_loads_within_a_second(
     start_pairs: Any,
 ) -> None:
     """kill -9 of one router amid long streams: the new one has all their loads, from both.
@@ -160,7 +160,7 @@ async def test_a_router_that_takes_the_place_of_a_dead_one_is_right_within_a_sec
 
 
 @pytest.mark.timeout(300)
-async def test_a_router_that_restarts_alone_under_load_is_right_again_within_a_second(
+async def test_a_router_that_restarts_alone_under_load_has_exact_loads_within_a_second(
     start_pairs: Any, oracle: Oracle
 ) -> None:
     """Nobody can tell it before it is known: frontends find it and announce what they hold."""
@@ -211,7 +211,7 @@ async def restart_router(mesh: Mesh, load: LoadGenerator, held: set[BookingKey])
     return round(right_s, 3)
 
 
-async def test_a_router_that_hangs_is_left_and_gone_back_to_when_it_goes_on(
+async def test_a_hung_router_is_replaced_and_used_again_after_it_resumes(
     start_pairs: Any, oracle: Oracle
 ) -> None:
     with start_pairs(indexers=0) as mesh:

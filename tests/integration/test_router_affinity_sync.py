@@ -72,7 +72,7 @@ def bound_at(router: RouterBed) -> int | None:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-async def test_a_session_bound_at_one_router_is_served_there_by_another(
+async def test_a_session_placed_by_one_router_keeps_its_worker_at_another(
     mesh: Mesh, mode: str
 ) -> None:
     one = await mesh.router(session_affinity_mode=mode)
@@ -86,7 +86,7 @@ async def test_a_session_bound_at_one_router_is_served_there_by_another(
 
 
 @pytest.mark.slow
-async def test_a_router_that_is_killed_and_started_again_knows_the_sessions_of_its_peers(
+async def test_a_restarted_router_has_the_sessions_of_its_peers(
     mesh: Mesh,
 ) -> None:
     one, two = await mesh.router(), await mesh.router()
@@ -102,7 +102,7 @@ async def test_a_router_that_is_killed_and_started_again_knows_the_sessions_of_i
 
 
 @pytest.mark.slow
-async def test_a_lone_router_that_starts_again_learns_sessions_from_live_bookings(
+async def test_a_restarted_router_without_peers_restores_sessions_from_live_bookings(
     mesh: Mesh,
 ) -> None:
     one = await mesh.router()
@@ -143,7 +143,7 @@ async def test_a_request_that_runs_through_another_router_keeps_the_session(mesh
         assert bound_at(two) is None
 
 
-async def test_what_closes_or_moves_a_session_at_one_router_does_at_all(mesh: Mesh) -> None:
+async def test_closing_or_moving_a_session_at_one_router_applies_at_all_routers(mesh: Mesh) -> None:
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as here, two.session(FRONTEND + 1) as there:
         bound = (await here.place(1, routing=routing())).decision.worker.worker_id

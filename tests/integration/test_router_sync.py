@@ -93,7 +93,7 @@ async def agree(nodes: list[RouterBed], count: int) -> dict[str, pb.Booking]:
 
 
 @pytest.mark.row("S1-04", "S1-05")
-async def test_what_one_router_books_weighs_at_all_and_goes_with_its_end(bed: Bed) -> None:
+async def test_a_booking_of_one_router_counts_at_all_until_its_end(bed: Bed) -> None:
     nodes = await bed.nodes(3)
     async with nodes[0].session() as first, nodes[1].session() as second:
         for number in range(3):
@@ -121,7 +121,7 @@ async def test_decisions_carry_the_addresses_of_their_workers(bed: Bed) -> None:
     assert decision.prefill_address == ""
 
 
-async def test_bookings_of_a_router_that_dies_are_counted_until_announced_or_three_seconds(
+async def test_bookings_of_a_dead_router_count_until_reregistered_or_for_three_seconds(
     bed: Bed,
 ) -> None:
     dying, *rest = await bed.nodes(3)
@@ -140,7 +140,7 @@ async def test_bookings_of_a_router_that_dies_are_counted_until_announced_or_thr
         assert all(orphans(node) == 0 for node in rest)
 
 
-async def test_a_frontend_that_moves_leaves_nothing_counted_twice(bed: Bed) -> None:
+async def test_bookings_of_a_frontend_that_moves_are_not_counted_twice(bed: Bed) -> None:
     old, new = await bed.nodes(2)
     async with old.session() as session:
         await session.place(0)
@@ -155,7 +155,9 @@ async def test_a_frontend_that_moves_leaves_nothing_counted_twice(bed: Bed) -> N
         await agree([old, new], 0)
 
 
-async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: Bed) -> None:
+async def test_bookings_of_a_frontend_gone_from_discovery_are_freed_at_all_routers(
+    bed: Bed,
+) -> None:
     nodes = await bed.nodes(2)
     lease = await bed.registry.register(Instance(FRONTEND, NS, "frontend", "", "f:1"))
     async with nodes[0].session() as session:
@@ -165,7 +167,7 @@ async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: B
     await agree(nodes, 0)
 
 
-async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_serves(
+async def test_a_starting_router_has_the_bookings_of_its_peers_before_it_serves(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", WAIT_S)
@@ -183,7 +185,7 @@ async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_se
 
 
 @pytest.mark.slow
-async def test_a_router_that_starts_after_a_peer_died_counts_what_that_one_held(
+async def test_a_router_that_starts_after_a_peer_died_counts_its_bookings(
     bed: Bed,
 ) -> None:
     dying, left = await bed.nodes(2)
@@ -219,7 +221,7 @@ class _Silent(MemoryRegistry):
             yield watch
 
 
-async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_then(
+async def test_a_router_that_starts_before_its_registry_fetches_snapshots_later(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
@@ -234,7 +236,7 @@ async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_t
         assert peers(late) == 0, "nobody knows it: it has asked"
 
 
-async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) -> None:
+async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Bed) -> None:
     nodes = await bed.nodes(2)
 
     async def weighed(blocks: int, load: int) -> pb.Booking:
@@ -266,7 +268,7 @@ async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) 
         await weighed(20, 5)
 
 
-async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
+async def test_a_peer_that_does_not_respond_does_not_delay_the_start(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.2)
@@ -307,7 +309,7 @@ async def test_a_peer_that_hangs_is_dialled_again(
     await until(lambda: deaf.calls >= 2, "the stream is opened again")
 
 
-async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> None:
+async def test_a_silent_peer_is_lost_and_accepted_again(bed: Bed) -> None:
     node = await bed.node()
     async with _telling(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
@@ -321,7 +323,7 @@ async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> Non
         await until(lambda: peers(node) == 1 and not orphans(node), "it is back")
 
 
-async def test_a_wrong_digest_is_answered_by_asking_for_everything(bed: Bed) -> None:
+async def test_a_wrong_digest_causes_a_request_for_a_full_sync(bed: Bed) -> None:
     node = await bed.node()
     async with _telling(node, 900) as call:
         await call.write(_frame(900, 1, begins_all=True, ends_all=True))
@@ -357,7 +359,7 @@ async def test_a_newer_stream_of_a_peer_ends_its_older_one(bed: Bed) -> None:
     ],
     ids=["nobody", "two at once", "no sequence"],
 )
-async def test_a_frame_that_cannot_be_is_refused_by_name(
+async def test_an_invalid_frame_is_refused_and_its_field_named(
     bed: Bed, frames: list[dict[str, Any]], field: str
 ) -> None:
     node = await bed.node()
@@ -369,7 +371,7 @@ async def test_a_frame_that_cannot_be_is_refused_by_name(
     await until(lambda: peers(node) == 0, "the stream is over")
 
 
-async def test_what_cannot_be_of_what_a_peer_says_harms_neither_its_stream_nor_what_follows(
+async def test_invalid_entries_of_a_peer_do_not_affect_its_stream_or_later_entries(
     bed: Bed,
 ) -> None:
     node = await bed.node()
@@ -398,7 +400,7 @@ async def test_a_router_that_drains_ends_the_streams_of_its_peers(bed: Bed) -> N
         await until(lambda: owned(staying), "the frontend went on elsewhere")
 
 
-async def test_replicas_follow_each_other_through_thousands_of_bookings(bed: Bed) -> None:
+async def test_routers_replicate_thousands_of_bookings(bed: Bed) -> None:
     nodes = await bed.nodes(2)
     count = 3000
     async with nodes[0].session() as session:

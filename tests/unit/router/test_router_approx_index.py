@@ -58,7 +58,7 @@ def depths(index: ApproxIndex, query: Query) -> dict[int, int]:
     return {row.source.worker_id: row.device_blocks for row in index.match(query)}
 
 
-def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None:
+def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2, 3, 4), at(1), 0.0)
     assert depths(index, prompt(1, 2, 3, 4)) == {1: 4}
@@ -68,7 +68,7 @@ def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None
     assert depths(index, prompt()) == {}
 
 
-def test_ranks_of_one_worker_are_told_apart() -> None:
+def test_ranks_of_one_worker_match_separately() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2), at(1, 1), 0.0)
     assert index.match(prompt(1)) == [SourceMatch(Source(1, 1), 1, 1, 1)]
@@ -83,7 +83,7 @@ def test_models_and_block_sizes_do_not_match_each_other(other: dict[str, Any]) -
 
 
 @pytest.mark.row("S1-27")
-def test_a_guess_counts_for_its_time_and_its_beginning_longer_where_it_is_used() -> None:
+def test_an_entry_expires_after_its_ttl_and_later_if_its_prefix_is_used() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2, 3), at(1), 0.0)
     index.touch(prompt(1, 8), at(1), 100.0)
@@ -97,7 +97,7 @@ def test_a_guess_counts_for_its_time_and_its_beginning_longer_where_it_is_used()
     assert (depths(index, prompt(1, 8)), index.blocks) == ({}, 0)
 
 
-def test_time_that_goes_back_brings_nothing_back() -> None:
+def test_an_earlier_time_restores_no_expired_entry() -> None:
     index = ApproxIndex()
     index.touch(prompt(1), at(1), 0.0)
     index.expire(TTL_S, 0)
@@ -106,7 +106,7 @@ def test_time_that_goes_back_brings_nothing_back() -> None:
     assert depths(index, prompt(2)) == {1: 1}
 
 
-def test_a_full_map_loses_the_ends_of_what_was_longest_unused() -> None:
+def test_a_full_index_drops_the_ends_of_the_oldest_prompts() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=6, prune_target_ratio=1.0))
     index.touch(prompt(1, 2, 3), at(1), 0.0)
     index.touch(prompt(7, 8, 9), at(1), 1.0)
@@ -118,7 +118,7 @@ def test_a_full_map_loses_the_ends_of_what_was_longest_unused() -> None:
 
 
 @pytest.mark.row("S1-27")
-def test_a_full_map_makes_room_down_to_its_target_in_small_steps() -> None:
+def test_a_full_index_is_pruned_to_its_target_in_small_steps() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=100, prune_target_ratio=0.5))
     for number in range(20):
         index.touch(prompt(number, 1, 2, 3, 4), at(1), float(number))
@@ -133,14 +133,14 @@ def test_a_full_map_makes_room_down_to_its_target_in_small_steps() -> None:
     assert depths(index, prompt(19, 1, 2, 3, 4)) == {1: 5}
 
 
-def test_of_a_prompt_larger_than_the_map_its_beginning_is_kept() -> None:
+def test_of_a_prompt_larger_than_the_index_the_beginning_is_kept() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=8, prune_target_ratio=1.0))
     index.touch(prompt(*range(50)), at(1), 0.0)
     assert (index.blocks, depths(index, prompt(*range(50)))) == (8, {1: 8})
 
 
 @pytest.mark.row("S1-52")
-def test_a_worker_that_left_matches_no_more_on_any_rank_and_its_entries_go_with_time() -> None:
+def test_a_worker_that_left_matches_on_no_rank_and_its_entries_expire() -> None:
     index = ApproxIndex()
     for rank in range(3):
         index.touch(prompt(1, 2), at(1, rank), 0.0)
@@ -155,7 +155,7 @@ def test_a_worker_that_left_matches_no_more_on_any_rank_and_its_entries_go_with_
     assert depths(index, prompt(1, 2)) == {2: 2, 1: 2}, "should it come back, it begins anew"
 
 
-def test_what_is_gone_leaves_no_trace_however_many_came_and_went() -> None:
+def test_expired_entries_leave_no_state() -> None:
     index = ApproxIndex(ApproxLimits(ttl_s=5.0))
     for number in range(200):
         now = float(number)
@@ -218,7 +218,7 @@ STEPS = st.lists(
 @pytest.mark.row("S1-27")
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, blocks_max=st.sampled_from([1, 4, 12, 1000]), ratio=st.sampled_from([0.5, 1.0]))
-def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
+def test_the_index_equals_a_plain_list_of_its_newest_entries(
     steps: list[tuple[str, int, tuple[int, ...], float]], blocks_max: int, ratio: float
 ) -> None:
     limits = ApproxLimits(ttl_s=10.0, blocks_max=blocks_max, prune_target_ratio=ratio)
@@ -245,7 +245,7 @@ def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ten_times_what_there_is_room_for_leaves_no_more_than_there_is_room_for(seed: int) -> None:
+def test_ten_times_the_capacity_never_exceeds_the_capacity(seed: int) -> None:
     rng = Random(seed)
     index = ApproxIndex(ApproxLimits(blocks_max=200))
     for now in range(100):
@@ -266,7 +266,7 @@ LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
     ("credit", "uses_overlap_elsewhere", "kv_events", "predicted_ttl_s"),
     list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [False, True], [0.0, 5.0])),
 )
-def test_the_first_rule_that_applies_chooses(
+def test_the_first_rule_that_applies_decides(
     credit: float, uses_overlap_elsewhere: bool, kv_events: bool, predicted_ttl_s: float
 ) -> None:
     choice = derive_index_settings(
@@ -288,7 +288,7 @@ def test_the_first_rule_that_applies_chooses(
 
 
 @pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")
-def test_the_knobs_of_the_configuration_reach_the_index() -> None:
+def test_the_settings_of_the_configuration_reach_the_index() -> None:
     config = RouterConfig(
         kv_events=False,
         router_ttl_secs=7.0,
@@ -379,7 +379,7 @@ def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
     assert row.index_status.state == "approx"
 
 
-def test_what_is_only_asked_leaves_no_trace() -> None:
+def test_a_query_without_booking_leaves_no_entry() -> None:
     bed = Bed("approx")
     bed.router.preview(prompt(1, 2), 0.0, Random(0))
     bed.router.decide(prompt(1, 2), None, 0.0, Random(0))
@@ -387,7 +387,7 @@ def test_what_is_only_asked_leaves_no_trace() -> None:
     assert bed.overlap(prompt(1, 2)) == {}
 
 
-def test_beside_publishers_a_worker_that_tells_nothing_is_guessed() -> None:
+def test_a_worker_without_events_gets_approximate_entries_among_publishers() -> None:
     bed = Bed("events", "approx", told={1: (2, 2, 2), 2: (9, 9, 9)})
     hints = replace(prompt(1, 2, 3, 4), excluded_worker_ids=frozenset({1}))
     bed.send(hints)
@@ -395,7 +395,7 @@ def test_beside_publishers_a_worker_that_tells_nothing_is_guessed() -> None:
     assert bed.router.overlaps.predicted is None
 
 
-def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
+def test_entries_of_a_worker_that_left_do_not_return_with_it() -> None:
     bed = Bed("approx", "approx")
     chosen = bed.send(prompt(1, 2)).worker.worker_id
     others = [w for w in bed.workers if w.id != chosen]
@@ -404,7 +404,7 @@ def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
     assert bed.overlap(prompt(1, 2)) == {}
 
 
-def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None:
+def test_of_a_pair_the_prefill_worker_gets_the_entries() -> None:
     bed = Bed("approx", "approx")
     first, second = bed.workers
     bed.see(replace(first, role="prefill"), replace(second, role="decode"))
@@ -413,7 +413,7 @@ def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None
     assert bed.overlap(prompt(1, 2)) == {1: 2}
 
 
-def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
+def test_requests_of_a_burst_meet_on_one_worker_before_any_event_arrives() -> None:
     """Four of a family share a long beginning, and all families come at once."""
 
     def beginnings_computed(seed: int, **cost_settings: Any) -> int:
@@ -434,7 +434,7 @@ def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
     assert seeing < 0.9 * blind, (seeing, blind)
 
 
-def test_of_events_and_predictions_the_more_counts_on_each_tier() -> None:
+def test_the_larger_of_events_and_predictions_counts_on_each_tier() -> None:
     bed = Bed(
         "events",
         "events",
@@ -458,7 +458,7 @@ def reasons(decision: Decision) -> list[str]:
 
 
 @pytest.mark.row("S1-42", "S1-48", "S1-50")
-def test_with_a_credit_of_zero_nothing_is_asked_or_remembered_and_the_reasons_say_so() -> None:
+def test_with_a_credit_of_zero_no_index_is_used_and_the_reasons_show_it() -> None:
     bed = Bed("events", "approx", told={1: (4, 4, 4)}, overlap_score_credit=0.0)
     for _ in range(3):
         decision = bed.send(prompt(1, 2, 3, 4))
@@ -469,7 +469,7 @@ def test_with_a_credit_of_zero_nothing_is_asked_or_remembered_and_the_reasons_sa
     assert bed.router.match(prompt(1)) == {}, "an empty answer, never an error"
 
 
-def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered() -> None:
+def test_a_worker_without_prefix_reuse_is_neither_matched_nor_remembered() -> None:
     bed = Bed("none", "none", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     for _ in range(2):
         decision = bed.send(prompt(1, 2, 3, 4))
@@ -481,12 +481,12 @@ def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
-def test_a_worker_without_index_stays_so_whatever_the_router_follows(kv_events: bool) -> None:
+def test_a_worker_without_index_is_never_matched(kv_events: bool) -> None:
     bed = Bed("none", kv_events=kv_events)
     assert bed.send(prompt(1, 2)).overlap_blocks == bed.send(prompt(1, 2)).overlap_blocks == 0
 
 
-def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> None:
+def test_a_request_without_prefix_hashes_matches_nothing_and_leaves_no_entry() -> None:
     """What an adapter, a salt or an image makes of a prompt its token ids do not tell."""
     bed = Bed("events", "approx", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     nameless = Query("m", 4 * B)
@@ -500,12 +500,12 @@ def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> Non
         assert index.blocks == 0
 
 
-def test_a_prompt_shorter_than_a_block_is_nothing_worth_a_reason() -> None:
+def test_a_prompt_shorter_than_a_block_gets_no_reason() -> None:
     assert reasons(Bed("events").send(Query("m", B - 1))) == []
     assert reasons(Bed("events").send(prompt(1, 2))) == []
 
 
-def test_one_request_may_ignore_overlap_and_is_remembered_all_the_same() -> None:
+def test_a_request_that_ignores_overlap_is_still_remembered() -> None:
     bed = Bed("approx", "approx")
     override = RouterConfigOverride(overlap_score_credit=0.0)
     decision = bed.send(replace(prompt(1, 2), override=override))

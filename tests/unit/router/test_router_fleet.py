@@ -30,7 +30,7 @@ def test_every_rank_of_a_worker_is_a_candidate_in_order_of_placement() -> None:
     assert placements(fleet) == [Placement(4, 2), Placement(4, 3), Placement(9, 0)]
 
 
-def test_candidates_are_of_one_model_and_role() -> None:
+def test_candidates_belong_to_one_model_and_role() -> None:
     fleet = Fleet()
     fleet.update(
         seen(worker(1), worker(2, role="decode"), worker(3, model="other"), worker(4, model="")),
@@ -90,7 +90,7 @@ def test_the_ranks_of_a_worker_are_those_of_the_newest_snapshot() -> None:
     assert fleet.ranks_of(2) == ()
 
 
-def test_a_rank_that_the_worker_does_not_have_is_not_there() -> None:
+def test_a_rank_that_the_worker_does_not_have_is_absent() -> None:
     fleet = Fleet()
     fleet.update(seen(worker(1, dp_size=2)), 0.0)
     assert fleet.has(Placement(1, 1))

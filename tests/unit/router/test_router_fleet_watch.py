@@ -85,7 +85,7 @@ async def test_every_snapshot_reaches_the_router() -> None:
 
 
 @pytest.mark.row("S1-39")
-async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
+async def test_a_failing_registry_is_watched_again_and_the_fleet_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry_module, "WATCH_RETRY_DELAY_S", 0.001)
@@ -106,14 +106,14 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
     assert [] not in fleets, "a watch that has seen nothing yet takes nobody away"
 
 
-async def test_an_empty_namespace_is_a_fleet_that_was_seen() -> None:
+async def test_an_empty_namespace_counts_as_a_snapshot() -> None:
     router = await workers_after(FlakyRegistry([Snapshot(1)]), lambda r: True)
     assert router.fleet.has_snapshot
     assert ids(router) == []
 
 
 @pytest.mark.parametrize("later", [[], [seen(1, 1)]], ids=["for good", "at first"])
-async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snapshot]) -> None:
+async def test_a_registry_without_first_report_gives_no_fleet(later: list[Snapshot]) -> None:
     router = Router(RoundRobinSelector())
     registry = FlakyRegistry([Snapshot(), *later])
     watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)

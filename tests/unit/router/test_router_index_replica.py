@@ -167,7 +167,7 @@ async def bed(monkeypatch: pytest.MonkeyPatch, loads_only: bool) -> AsyncIterato
 
 
 @pytest.mark.row("S1-69")
-async def test_what_a_source_stores_matches_and_what_it_removes_does_not(bed: Bed) -> None:
+async def test_stored_blocks_match_and_removed_blocks_do_not(bed: Bed) -> None:
     blocks = chain(8)
     await bed.feed(told(ONE), stored(ONE, 1, blocks[:5]), told(TWO), stored(TWO, 1, blocks[:3]))
     rows = [(row.source, row.device_blocks) for row in bed.replica.match(query(blocks))]
@@ -195,7 +195,7 @@ async def test_sources_of_all_adapter_versions_count(bed: Bed) -> None:
     assert (bed.depth(blocks), bed.depth(blocks, TWO)) == (4, 2)
 
 
-async def test_a_snapshot_counts_with_its_last_part_and_batches_meanwhile_are_kept(
+async def test_a_snapshot_counts_from_its_last_part_and_keeps_later_batches(
     bed: Bed,
 ) -> None:
     blocks = chain(10)
@@ -209,7 +209,7 @@ async def test_a_snapshot_counts_with_its_last_part_and_batches_meanwhile_are_ke
     assert bed.state(ONE) == "exact"
 
 
-async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> None:
+async def test_after_a_gap_it_subscribes_again_from_its_position(bed: Bed) -> None:
     blocks = chain(6)
     await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]))
     bed.fake.messages.put_nowait(stored(ONE, 3, blocks[4:]))
@@ -219,7 +219,7 @@ async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> 
 
 
 @pytest.mark.row("S1-25")
-async def test_a_lost_indexer_is_replaced_by_another_and_nothing_is_sent_twice(bed: Bed) -> None:
+async def test_after_the_loss_of_an_indexer_another_resumes_without_duplicates(bed: Bed) -> None:
     blocks = chain(6)
     await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
     await bed.feed(Unavailable("it died"))
@@ -242,7 +242,7 @@ async def test_the_only_indexer_is_tried_again(bed: Bed) -> None:
     assert bed.fake.calls[-1][0] == only
 
 
-async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) -> None:
+async def test_stale_sources_count_for_ten_seconds_only(bed: Bed) -> None:
     blocks = chain(4)
     await bed.feed(told(ONE), stored(ONE, 1, blocks))
     bed.indexers = []
@@ -264,7 +264,7 @@ async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) ->
     assert bed.replica.feed.sources() == []
 
 
-async def test_a_source_the_new_indexer_does_not_know_goes_stale_alone(bed: Bed) -> None:
+async def test_only_a_source_unknown_to_the_new_indexer_becomes_stale(bed: Bed) -> None:
     blocks = chain(4)
     await bed.feed(told(ONE), stored(ONE, 1, blocks), told(TWO), stored(TWO, 1, blocks))
     await bed.feed(None)
@@ -276,14 +276,14 @@ async def test_a_source_the_new_indexer_does_not_know_goes_stale_alone(bed: Bed)
     assert bed.depth(blocks, TWO) == 0
 
 
-async def test_a_new_epoch_begins_with_nothing(bed: Bed) -> None:
+async def test_a_new_epoch_begins_empty(bed: Bed) -> None:
     blocks = chain(4)
     await bed.feed(told(ONE), stored(ONE, 1, blocks))
     await bed.feed(stored(ONE, 1, blocks[:1], epoch=1))
     assert bed.depth(blocks) == 1
 
 
-async def test_loads_go_to_the_load_book(bed: Bed) -> None:
+async def test_loads_go_to_the_load_tracker(bed: Bed) -> None:
     bed.fake.messages.put_nowait(
         load_of(TWO, running=2, waiting=1, waiting_tokens=50, kv_used_blocks=9, kv_total_blocks=99)
     )
@@ -292,14 +292,14 @@ async def test_loads_go_to_the_load_book(bed: Bed) -> None:
     assert bed.loads == [(2, 3, expected, bed.now)]
 
 
-async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
+async def test_a_silent_indexer_is_replaced(bed: Bed) -> None:
     await bed.feed(told(ONE))
     bed.now += SILENCE_TIMEOUT_S + 0.1
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
 
-async def test_an_indexer_that_takes_the_call_and_never_speaks_is_left(bed: Bed) -> None:
+async def test_an_indexer_that_accepts_the_call_and_sends_nothing_is_replaced(bed: Bed) -> None:
     """What was had before is stale then, so nothing else shows that it should speak."""
     await bed.feed(told(ONE, caught_up=True))
     await bed.feed(None)
@@ -309,7 +309,7 @@ async def test_an_indexer_that_takes_the_call_and_never_speaks_is_left(bed: Bed)
     await until(lambda: len(bed.fake.calls) == 3, "and elsewhere again")
 
 
-async def test_what_it_forgot_by_itself_it_asks_for_when_its_publisher_is_back(bed: Bed) -> None:
+async def test_a_dropped_source_is_requested_again_when_its_publisher_returns(bed: Bed) -> None:
     """The indexer took it for exact, and so did the router, with nothing in it."""
     blocks = chain(3)
     await bed.feed(told(ONE), stored(ONE, 1, blocks), told(ONE, "stale", caught_up=True))
@@ -326,7 +326,7 @@ async def test_what_it_forgot_by_itself_it_asks_for_when_its_publisher_is_back(b
 
 
 @pytest.mark.parametrize("loads_only", [True])
-async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed: Bed) -> None:
+async def test_a_loads_only_subscription_requests_loads_only_and_detects_silence(bed: Bed) -> None:
     assert bed.fake.calls[0][1].loads_only
     await bed.feed(told(ONE, "gapped"), load_of(ONE, running=3))
     assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
@@ -336,11 +336,11 @@ async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed
     assert bed.fake.calls[1][1].loads_only
 
 
-async def test_who_wants_events_does_not_ask_for_loads_only(bed: Bed) -> None:
+async def test_an_event_subscription_does_not_request_loads_only(bed: Bed) -> None:
     assert not bed.fake.calls[0][1].loads_only
 
 
-async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
+async def test_silence_is_no_failure_while_no_worker_is_alive(bed: Bed) -> None:
     await bed.feed(told(ONE, "stale", caught_up=True))
     bed.now += SILENCE_TIMEOUT_S * 10
     for _ in range(20):
@@ -359,7 +359,7 @@ async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
         ),
     ],
 )
-async def test_an_indexer_that_talks_nonsense_is_left_and_the_replica_goes_on(
+async def test_an_indexer_with_invalid_messages_is_replaced(
     bed: Bed, message: pb.SubscribeResponse
 ) -> None:
     blocks = chain(4)
@@ -379,7 +379,7 @@ async def test_a_status_of_an_unknown_source_without_partition_is_ignored(bed: B
     assert len(bed.fake.calls) == 1
 
 
-async def test_caught_up_is_said_and_ends_with_the_stream(bed: Bed) -> None:
+async def test_caught_up_is_reported_and_ends_with_the_stream(bed: Bed) -> None:
     await bed.feed(told(ONE), pb.SubscribeResponse(caught_up=True))
     assert bed.replica.is_caught_up
     assert bed.replica.indexer_id in (91, 92)
@@ -419,7 +419,7 @@ async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
     assert len(set(depths)) > 20, depths
 
 
-async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) -> None:
+async def test_a_source_without_status_does_not_count(bed: Bed) -> None:
     blocks = chain(4)
     untold = pb.SubscribeResponse(source=source_to_proto(ONE), partition=partition_to_proto(PART))
     await bed.feed(untold, stored(ONE, 1, blocks))
@@ -430,7 +430,7 @@ async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) ->
     assert (bed.depth(blocks), bed.state(ONE)) == (4, "exact"), "unchanged"
 
 
-async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
+async def test_without_an_indexer_there_is_no_subscription() -> None:
     bed = Bed(())
     assert bed.replica.index_status(Placement(1, 0), 0.0).reason == "no indexer was reached yet"
     task = asyncio.create_task(bed.replica.run())

@@ -35,7 +35,7 @@ def owned() -> tuple[LoadTracker, int]:
 
 
 @pytest.mark.row("S1-79")
-def test_a_booking_weighs_on_its_worker_and_rank_only() -> None:
+def test_a_booking_loads_only_its_worker_and_rank() -> None:
     book, session = owned()
     assert book.book(booking(), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
@@ -51,7 +51,7 @@ def test_the_same_key_is_booked_once() -> None:
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
-def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
+def test_attempts_and_frontends_have_separate_bookings() -> None:
     book, session = owned()
     for one in (key(), key(attempt=1), key(frontend_id=8)):
         assert book.book(replace(booking(), key=one), None, 0.0)
@@ -60,7 +60,7 @@ def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
 
 
 @pytest.mark.row("S1-81")
-def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
+def test_prefill_done_removes_its_tokens_exactly_once() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -74,7 +74,7 @@ def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
 
 
 @pytest.mark.row("S1-82", "S1-92")
-def test_free_returns_everything_and_a_second_one_is_told() -> None:
+def test_free_removes_all_load_and_a_second_free_returns_false() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     assert book.free(key())
@@ -84,7 +84,7 @@ def test_free_returns_everything_and_a_second_one_is_told() -> None:
 
 
 @pytest.mark.row("S1-83")
-def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
+def test_output_blocks_add_up_and_decay_scales_the_load_of_the_booking() -> None:
     book, session = owned()
     book.book(booking(prefill_tokens=0, decode_blocks=6), session, 0.0)
     book.add_output_blocks(key(), 1)
@@ -99,7 +99,7 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
     assert not book.add_output_blocks(key(), 1)
 
 
-def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
+def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
     book, session = owned()
     told: list[Placement] = []
     book.events.capacity_freed.subscribe(told.append)
@@ -119,7 +119,7 @@ def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
-def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
+def test_invalid_output_reports_are_refused(blocks: int, decay: float | None) -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     with pytest.raises(InvalidRequest):
@@ -127,7 +127,7 @@ def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
-def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
+def test_a_split_request_loads_both_ranks_until_prefill_is_done() -> None:
     book, session = owned()
     book.book(replace(booking(), prefill=W2), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(0, 7, 1)
@@ -138,7 +138,7 @@ def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
     assert book.load(W1, 0.0) == LoadTotals()
 
 
-def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
+def test_the_highest_revision_wins_when_bookings_are_registered_again() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     assert not book.reregister(booking(worker=W2), session, 0.0), "as old as ours"
@@ -149,7 +149,7 @@ def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
     assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
 
 
-def test_an_announced_booking_without_prefill_tokens_has_its_prefill_behind_it() -> None:
+def test_a_reregistered_booking_without_prefill_tokens_has_finished_prefill() -> None:
     book, session = owned()
     book.reregister(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
     assert book.load(W2, 0.0) == LoadTotals()
@@ -159,7 +159,7 @@ def test_an_announced_booking_without_prefill_tokens_has_its_prefill_behind_it()
     assert held.revision == 1, "there was nothing to change"
 
 
-def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None:
+def test_bookings_of_an_ended_session_count_for_three_more_seconds() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -172,7 +172,7 @@ def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None
     assert (len(book), book.orphan_count) == (0, 0)
 
 
-def test_an_announcement_adopts_an_orphan() -> None:
+def test_a_reregistration_adopts_an_orphan() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -192,7 +192,7 @@ def test_a_repeated_new_adopts_an_orphan_too() -> None:
     assert len(book) == 1
 
 
-def test_the_end_of_an_older_session_leaves_what_a_newer_one_has_adopted() -> None:
+def test_the_end_of_an_older_session_keeps_bookings_adopted_by_a_newer_one() -> None:
     book, old = owned()
     book.book(booking("a"), old, 0.0)
     book.book(booking("b"), old, 0.0)
@@ -222,7 +222,7 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
     assert book.load(W1, 1.0) == LoadTotals()
 
 
-def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> None:
+def test_bookings_of_a_frontend_gone_from_discovery_are_freed_when_its_session_ends() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     assert book.frontend_left(FRONTEND) == 0, "the stream is the better witness"
@@ -231,7 +231,7 @@ def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> No
     assert book.load(W1, 2.0) == LoadTotals()
 
 
-def test_a_frontend_that_came_back_keeps_its_orphans() -> None:
+def test_a_frontend_that_returned_keeps_its_orphans() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.frontend_left(FRONTEND)
@@ -251,7 +251,7 @@ def test_a_booking_without_session_belongs_to_the_newest_one_or_is_an_orphan() -
     assert book.end_session(session, 5.0) == 1
 
 
-def test_a_full_book_refuses_and_changes_nothing() -> None:
+def test_a_full_tracker_refuses_and_changes_nothing() -> None:
     book = LoadTracker(bookings_max=1)
     session = book.open_session(FRONTEND)
     book.book(booking("a"), session, 0.0)
@@ -265,13 +265,13 @@ def test_a_full_book_refuses_and_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("facts", [{"prefill_tokens": -1}, {"decode_blocks": -1}, {"revision": 0}])
-def test_a_booking_that_cannot_be_is_refused_by_name(facts: dict[str, int]) -> None:
+def test_an_invalid_booking_is_refused_and_its_field_named(facts: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Booking(key(), "m", W1, **facts)  # type: ignore[arg-type]  # mypy: the names are of ints.
     assert refused.value.field == next(iter(facts))
 
 
-def test_a_report_counts_together_with_the_bookings_newer_than_it() -> None:
+def test_a_report_counts_together_with_newer_bookings() -> None:
     book, session = owned()
     book.book(booking("old"), session, 0.0)
     book.report(1, 0, Load(running=3, waiting=1, waiting_tokens=500, kv_used_blocks=50), 1.0)
@@ -291,7 +291,7 @@ def test_the_estimate_is_never_below_the_bookings() -> None:
     assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
-def test_an_old_report_counts_nothing() -> None:
+def test_an_old_report_is_ignored() -> None:
     book, session = owned()
     book.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     book.book(booking(), session, 1.0)
@@ -301,7 +301,7 @@ def test_an_old_report_counts_nothing() -> None:
     assert book.ranks.report_age_s(W2, 2.0) is None
 
 
-def test_a_worker_that_left_takes_its_report_with_it() -> None:
+def test_reports_of_a_worker_that_left_are_discarded() -> None:
     book, session = owned()
     book.report(1, 0, Load(running=9), 1.0)
     book.report(2, 0, Load(running=9), 1.0)
@@ -314,7 +314,7 @@ def test_a_worker_that_left_takes_its_report_with_it() -> None:
     assert book.load(W2, 1.0) == LoadTotals()
 
 
-def test_a_booking_of_a_worker_that_blinked_still_counts() -> None:
+def test_a_booking_of_a_worker_missing_for_a_moment_still_counts() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.ranks.worker_left(1)

@@ -84,7 +84,7 @@ def pair() -> tuple[Peer, Peer, Link]:
     return one, two, Link(one, two)
 
 
-def test_a_peer_counts_what_was_booked_elsewhere() -> None:
+def test_a_peer_counts_bookings_of_another_router() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -103,7 +103,7 @@ def test_a_peer_counts_what_was_booked_elsewhere() -> None:
     assert two.book.load(W2, 0.0) == LoadTotals()
 
 
-def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
+def test_a_full_sync_that_was_lost_is_requested_again() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -117,7 +117,7 @@ def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
     assert two.replica.resends == 2
 
 
-def test_only_own_bookings_are_told() -> None:
+def test_only_own_bookings_are_sent() -> None:
     one, two, link = pair()
     three = Peer(3)
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
@@ -128,7 +128,7 @@ def test_only_own_bookings_are_told() -> None:
     assert three.held() == {}
 
 
-def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
+def test_changes_between_two_frames_are_sent_once_with_their_present_state() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     link.flush(0.0)
@@ -143,7 +143,7 @@ def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
     assert two.held() == one.held()
 
 
-def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> None:
+def test_a_full_sync_uses_frames_of_bounded_size_and_includes_new_changes() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for n in range(2 * FRAME_ENTRIES_MAX):
@@ -163,7 +163,7 @@ def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> 
     assert two.replica.resends == 0
 
 
-def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again() -> None:
+def test_a_digest_each_second_detects_lost_updates_and_causes_a_full_sync() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for name in "abc":
@@ -185,7 +185,7 @@ def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again()
     assert two.replica.resends == 1, "and now they agree"
 
 
-def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
+def test_a_lost_frame_is_detected_at_once_and_repaired() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -199,7 +199,7 @@ def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
     assert two.held() == one.held()
 
 
-def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
+def test_a_frame_lost_during_a_full_sync_ends_no_booking() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for n in range(3 * FRAME_ENTRIES_MAX):
@@ -214,7 +214,7 @@ def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
     assert two.held() == one.held()
 
 
-def test_what_was_said_before_is_not_taken_twice() -> None:
+def test_a_duplicate_frame_is_ignored() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
@@ -225,7 +225,7 @@ def test_what_was_said_before_is_not_taken_twice() -> None:
     assert two.held() == {}
 
 
-def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+def test_a_peer_that_reads_nothing_uses_bounded_memory() -> None:
     one, _, link = pair()
     link.flush(0.0)
     session = one.book.open_session(FRONTEND)
@@ -241,7 +241,7 @@ def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
     assert [b.key for b in frame.upserts] == [key("last")]
 
 
-def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
+def test_bookings_of_a_lost_peer_count_for_three_more_seconds() -> None:
     one, two, link = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
@@ -253,7 +253,7 @@ def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
     assert two.book.load(W1, 14.0) == LoadTotals()
 
 
-def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
+def test_a_peer_that_returns_in_time_owns_its_bookings_again() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -267,7 +267,7 @@ def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
     assert two.held() == one.held()
 
 
-def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
+def test_bookings_registered_again_at_another_router_move_there() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -287,7 +287,7 @@ def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
     assert two.held() == one.held() == {}
 
 
-def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -> None:
+def test_the_end_of_a_session_hands_over_bookings_that_a_peer_owns() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -301,7 +301,7 @@ def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -
     assert one.book.orphan_count == 0
 
 
-def test_a_free_told_to_one_router_ends_the_orphan_of_another() -> None:
+def test_a_free_at_one_router_ends_the_orphan_of_another() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -326,7 +326,7 @@ def test_the_highest_revision_wins_between_routers() -> None:
     assert one.book.load(W1, 0.0) == LoadTotals()
 
 
-def test_what_two_peers_claim_stays_until_neither_does() -> None:
+def test_a_booking_reported_by_two_peers_stays_until_neither_reports_it() -> None:
     one, two, link = pair()
     three = Peer(3)
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
@@ -343,7 +343,7 @@ def test_what_two_peers_claim_stays_until_neither_does() -> None:
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["changes", "everything"])
-def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(anew: bool) -> None:
+def test_a_third_router_counts_a_released_booking_before_it_learns_the_owner(anew: bool) -> None:
     one, three, to_three = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND, 1), 0.0)
     to_three.flush(0.0)
@@ -360,7 +360,7 @@ def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(an
     assert three.book.orphan_count == 0
 
 
-def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> None:
+def test_a_removal_is_sent_even_if_a_peer_reports_the_booking_again_first() -> None:
     one, two, to_two = pair()
     two.book.book(booking(), session := two.book.open_session(FRONTEND, 1), 0.0)
     to_one = Link(two, one)
@@ -375,7 +375,7 @@ def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> No
     assert one.held() == two.held() == {}
 
 
-def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -> None:
+def test_a_newer_stream_replaces_an_older_one_and_survives_its_end() -> None:
     one, two, link = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
@@ -387,7 +387,7 @@ def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -
     assert two.held() == one.held()
 
 
-def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
+def test_a_snapshot_counts_as_orphans_until_the_peer_sends_a_full_sync() -> None:
     one, two = Peer(1), Peer(2)
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -413,7 +413,7 @@ def started(router_id: int, *peers: Peer, now: float) -> Peer:
     return newcomer
 
 
-def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> None:
+def test_a_starting_router_counts_the_orphans_of_a_router_that_died_before() -> None:
     dead, survivor, link = pair()
     dead.book.book(booking("told"), dead.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
@@ -431,7 +431,7 @@ def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> No
     assert newcomer.book.orphan_count == 0
 
 
-def test_what_a_snapshot_said_lasts_until_a_slow_peer_tells_by_itself() -> None:
+def test_snapshot_orphans_last_until_a_slow_peer_sends_a_full_sync() -> None:
     slow = Peer(1)
     session = slow.book.open_session(FRONTEND)
     for name in "abc":
@@ -453,7 +453,7 @@ def test_what_a_snapshot_said_lasts_until_a_slow_peer_tells_by_itself() -> None:
     assert newcomer.book.orphan_count == 0
 
 
-def test_what_a_snapshot_said_ends_three_seconds_after_the_peer_fell_silent() -> None:
+def test_snapshot_orphans_end_three_seconds_after_the_peer_became_silent() -> None:
     silent = Peer(1)
     silent.book.book(booking(), silent.book.open_session(FRONTEND), 0.0)
     newcomer = started(2, silent, now=0.0)
@@ -464,7 +464,7 @@ def test_what_a_snapshot_said_ends_three_seconds_after_the_peer_fell_silent() ->
     assert newcomer.book.expire(2.0 + ORPHAN_S) == 1
 
 
-def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> None:
+def test_a_snapshot_after_a_full_sync_extends_no_orphan() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
@@ -478,7 +478,7 @@ def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> N
     assert two.held() == one.held()
 
 
-def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_it() -> None:
+def test_own_orphans_expire_even_if_a_snapshot_contained_them() -> None:
     peer = Peer(1)
     peer.book.book(booking(), peer.book.open_session(FRONTEND), 0.0)
     newcomer = started(2, peer, now=0.0)
@@ -492,7 +492,7 @@ def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_i
     assert newcomer.held() == {}
 
 
-def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
+def test_output_blocks_and_decay_give_the_same_load_at_every_router() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -517,7 +517,7 @@ def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
     assert one.held() == two.held() == three.held()
 
 
-def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() -> None:
+def test_a_booking_requested_at_two_routers_is_owned_by_the_last_one() -> None:
     one, two, three = Peer(1), Peer(2), Peer(3)
     peers = (one, two, three)
     links = [Link(a, b) for a in peers for b in peers if a is not b]
@@ -538,7 +538,7 @@ def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() 
     assert [peer.held() for peer in peers] == [{}] * 3
 
 
-def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
+def test_a_session_is_superseded_at_once_if_a_later_one_is_known() -> None:
     one, two, link = pair()
     over: list[int] = []
     two.book.events.frontend_session_superseded.subscribe(over.append)
@@ -556,7 +556,7 @@ def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
     assert not two.book.is_superseded(two.book.open_session(FRONTEND, generation=1))
 
 
-def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
+def test_a_later_reregistration_wins_at_the_same_revision() -> None:
     one, two, link = pair()
     one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
     link.flush(0.0)
@@ -570,7 +570,7 @@ def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
     assert two.book.orphan_count == 0
 
 
-def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() -> None:
+def test_a_booking_released_by_two_routers_at_once_is_kept_by_both() -> None:
     one, two, link = pair()
     back = Link(two, one)
     link.flush(0.0)
@@ -597,7 +597,7 @@ def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() ->
     assert one.held() == two.held() == {}
 
 
-def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_heard_of_it() -> None:
+def test_a_third_router_counts_a_booking_that_moves_between_two_others() -> None:
     one, two, three = Peer(1), Peer(2), Peer(3)
     first, back, late = Link(one, three), Link(two, one), Link(two, three)
     session = one.book.open_session(FRONTEND, generation=1)
@@ -618,7 +618,7 @@ def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_he
     assert one.held() == three.held() == {}
 
 
-def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> None:
+def test_progress_of_a_frontend_that_moved_away_changes_nothing() -> None:
     one, two, link = pair()
     back = Link(two, one)
     one.book.book(booking(), one.book.open_session(FRONTEND, generation=1), 0.0)
@@ -633,7 +633,7 @@ def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> N
     assert one.held() == two.held()
 
 
-def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
+def test_a_full_tracker_refuses_bookings_of_peers_and_counts_them() -> None:
     one, two = Peer(1), Peer(2)
     two.book = LoadTracker(bookings_max=1)
     two.replica = Replica(two.book)
@@ -651,7 +651,7 @@ def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
     assert len(two.book) == 0
 
 
-def test_a_digest_knows_order_no_more_than_a_set_does() -> None:
+def test_a_digest_does_not_depend_on_order() -> None:
     some = [booking(name, revision=n + 1) for n, name in enumerate("abc")]
     one, two = Digest(), Digest()
     assert one.value == two.value != 0

@@ -136,7 +136,7 @@ def settle(peers: list[Peer], now: float) -> None:
     raise AssertionError("they never stop telling each other")
 
 
-def test_a_session_that_one_router_bound_is_bound_at_all() -> None:
+def test_a_session_placed_by_one_router_is_known_to_all() -> None:
     one, two = mesh()
     bound = one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -144,7 +144,7 @@ def test_a_session_that_one_router_bound_is_bound_at_all() -> None:
     assert two.place(10, 0.0).affinity == "kept"
 
 
-def test_two_that_bind_at_once_agree_on_one_of_them() -> None:
+def test_two_routers_that_place_a_session_at_once_agree() -> None:
     one, two = mesh()
     placed = {one.place(1, 0.0).worker, two.place(2, 0.0).worker}
     settle([one, two], 0.0)
@@ -153,7 +153,7 @@ def test_two_that_bind_at_once_agree_on_one_of_them() -> None:
     assert one.place(3, 0.0).worker == two.place(4, 0.0).worker
 
 
-def test_a_session_lives_while_a_request_runs_through_another_router() -> None:
+def test_a_session_stays_active_while_a_request_runs_through_another_router() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -169,7 +169,7 @@ def test_a_session_lives_while_a_request_runs_through_another_router() -> None:
     assert len(two.router.affinity) == 0
 
 
-def test_a_request_too_short_to_be_told_of_is_a_use_all_the_same() -> None:
+def test_a_request_too_short_to_be_sent_still_counts_as_use() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     one.end(1)
@@ -183,7 +183,7 @@ def test_a_request_too_short_to_be_told_of_is_a_use_all_the_same() -> None:
         assert two.at() is not None
 
 
-def test_open_and_close_and_workers_that_go_are_told() -> None:
+def test_open_close_and_lost_workers_are_replicated() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -204,7 +204,7 @@ def test_open_and_close_and_workers_that_go_are_told() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-def test_a_router_that_joins_hears_of_all_sessions_before_it_serves(mode: AffinityMode) -> None:
+def test_a_router_that_joins_receives_all_sessions_before_it_serves(mode: AffinityMode) -> None:
     one = Peer(1, mode)
     count = 2 * FRAME_ENTRIES_MAX + 5
     for number in range(count):
@@ -223,7 +223,7 @@ def test_a_router_that_joins_hears_of_all_sessions_before_it_serves(mode: Affini
     assert len(late.router.affinity) < count, "what was idle there counts here"
 
 
-def test_everything_is_told_again_when_a_stream_is_opened_anew_or_a_frame_was_lost() -> None:
+def test_a_new_stream_or_a_lost_frame_causes_a_full_sync() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -240,7 +240,7 @@ def test_everything_is_told_again_when_a_stream_is_opened_anew_or_a_frame_was_lo
 
 
 @pytest.mark.slow
-def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+def test_a_peer_that_reads_nothing_uses_bounded_memory() -> None:
     one, two = mesh()
     settle([one, two], 0.0)
     outbound = one.out[2].outbound
@@ -266,7 +266,7 @@ EVENT = st.one_of(
 
 @settings(max_examples=80, deadline=None)
 @given(events=st.lists(EVENT, max_size=30))
-def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
+def test_routers_agree_on_every_session_after_all_updates(
     events: list[Any],
 ) -> None:
     peers, now, number = mesh(3), 0.0, 0
@@ -348,7 +348,7 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
     ],
     ids=["whole", "pair", "closed"],
 )
-def test_bonds_survive_the_wire(record: SessionRecord) -> None:
+def test_session_records_survive_the_wire(record: SessionRecord) -> None:
     message = session_record_to_proto(SessionUpdate(record, 1.5))
     again = pb.SessionBinding.FromString(message.SerializeToString())
     assert session_record_from_proto(again, "bindings") == SessionUpdate(record, 1.5)
@@ -365,7 +365,9 @@ def test_bonds_survive_the_wire(record: SessionRecord) -> None:
         ({"bound_by": pb.BookingKey()}, "bindings.bound_by.request_id"),
     ],
 )
-def test_a_bond_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+def test_an_invalid_session_record_is_refused_and_its_field_named(
+    wrong: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         session_record_from_proto(bound(**wrong), "bindings")
     assert refused.value.field == field
@@ -393,7 +395,9 @@ def test_a_bookings_session_survives_the_wire() -> None:
         ({"session_revision": 2**64 - 1}, "announced.session_revision"),
     ],
 )
-def test_a_booking_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+def test_an_invalid_booking_is_refused_and_its_field_named(
+    wrong: dict[str, Any], field: str
+) -> None:
     """Peers could not be told of it, or of what grows from it, and their streams would break."""
     with pytest.raises(InvalidRequest) as refused:
         booking_from_proto(announced(**wrong), FRONTEND, "announced")
@@ -427,7 +431,7 @@ def bound(**facts: Any) -> pb.SessionBinding:
     return pb.SessionBinding(**given)
 
 
-def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_taken() -> None:
+def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None:
     nameless = pb.Booking(frontend_id=FRONTEND)
     good, other = announced(), announced(key=pb.BookingKey(request_id="other"))
     peer = Peer(2)
@@ -467,7 +471,7 @@ def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_t
     )
 
 
-def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken() -> None:
+def test_invalid_entries_of_a_snapshot_are_refused_and_the_rest_is_applied() -> None:
     message = pb.SyncResponse(
         snapshot=[announced(model=""), announced()],
         snapshot_bindings=[bound(session_id=""), bound()],
@@ -478,7 +482,7 @@ def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken()
     assert [error.field for error in refused] == ["snapshot.model", "snapshot_bindings.session_id"]
 
 
-def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
+def test_a_refused_session_record_does_not_change_the_booking_digest() -> None:
     peer = Peer(2)
     stream = peer.replica.stream_opened(1)
     told = pb.SyncRequest(
@@ -493,7 +497,7 @@ def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
     )
 
 
-def test_what_a_clock_gone_mad_bound_is_outgrown_by_who_knows_of_it() -> None:
+def test_a_later_record_supersedes_one_made_by_a_wrong_clock() -> None:
     mad = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
     told = bound(revision=mad.revision_min(0.0))
     one, two = mesh()
