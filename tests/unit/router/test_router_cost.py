@@ -1,4 +1,4 @@
-"""The cost of a placement: the formula, its knobs, the draw by temperature."""
+"""The cost of a placement: the formula, its settings, the draw by temperature."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def candidate(worker_id: int, **facts: Any) -> Candidate:
 
 
 def loaded(*loads: tuple[int, int, int]) -> LoadTracker:
-    """A book whose worker 1, 2, … reports (queued tokens, blocks, requests)."""
+    """A tracker with reports of workers 1, 2, …: (queued tokens, blocks, requests)."""
     book = LoadTracker()
     for worker_id, (tokens, blocks, requests) in enumerate(loads, 1):
         load = Load(waiting_tokens=tokens, kv_used_blocks=blocks, running=requests)
@@ -229,7 +229,7 @@ def test_costs_equal_the_formula_and_the_sum_of_their_terms(
         assert one.cost >= 0
 
 
-# Knobs of one request.
+# Settings of one request.
 
 
 def test_a_request_overrides_the_settings_it_names() -> None:
@@ -327,7 +327,7 @@ def test_a_prediction_is_whole_blocks_and_never_the_last_token(
     assert cached < max(total, 1)
 
 
-# Misses.
+# Recent prefill work.
 
 
 def test_recent_prefill_halves_in_each_half_life_and_adds_up() -> None:

@@ -1,4 +1,4 @@
-"""Who could serve what, as discovery shows it."""
+"""The fleet in discovery: candidates by model and role."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_candidates_belong_to_one_model_and_role() -> None:
     assert placements(fleet, role="decode") == [Placement(2, 0)]
     assert {c.placement.worker_id for c in fleet.all_candidates()} == {1, 2, 3}
     assert fleet.models == {"m", "other"}
-    assert fleet.worker_count == 3, "a worker without a model serves nothing yet"
+    assert fleet.worker_count == 3, "a worker without a model is no candidate"
 
 
 def test_only_workers_serve_models() -> None:

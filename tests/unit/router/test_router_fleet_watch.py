@@ -92,7 +92,7 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_is_kept(
     registry = FlakyRegistry(
         [Unavailable("lost")],
         [seen(1, 1), OSError("lost as well")],
-        [Snapshot(), RuntimeError("a bug of an adapter")],
+        [Snapshot(), RuntimeError("a bug in a registry adapter")],
         [seen(1, 1, 2)],
     )
     fleets = []
@@ -103,7 +103,7 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_is_kept(
 
     await workers_after(registry, both_are_there)
     assert registry.opened == 4
-    assert [] not in fleets, "a watch that has seen nothing yet takes nobody away"
+    assert [] not in fleets, "a watch without first report removes no worker"
 
 
 async def test_an_empty_namespace_counts_as_a_snapshot() -> None:
@@ -122,7 +122,7 @@ async def test_a_registry_without_first_report_gives_no_fleet(later: list[Snapsh
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
-    assert registry.opened == 1, "it was asked"
+    assert registry.opened == 1, "the registry was opened"
     assert watch.first_snapshot.is_set() == router.fleet.has_snapshot == bool(later)
     if not later:
         with pytest.raises(Unavailable) as refused:

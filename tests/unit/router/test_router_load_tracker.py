@@ -1,4 +1,4 @@
-"""The load book: sums, owners, orphans and reports."""
+"""The load tracker: sums, owners, orphans and load reports."""
 
 from __future__ import annotations
 
@@ -101,21 +101,21 @@ def test_output_blocks_add_up_and_decay_scales_the_load_of_the_booking() -> None
 
 def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
     book, session = owned()
-    told: list[Placement] = []
-    book.events.capacity_freed.subscribe(told.append)
+    freed: list[Placement] = []
+    book.events.capacity_freed.subscribe(freed.append)
     split = replace(booking(), prefill=W2)
     book.book(split, session, 0.0)
     book.add_output_blocks(key(), 3)
-    assert told == []
+    assert freed == []
     book.mark_prefill_done(key())
     book.mark_prefill_done(key())
-    assert told == [W2], "it computed the prompt"
+    assert freed == [W2], "the prefill worker"
     book.add_output_blocks(key(), 1, 0.5)
     book.add_output_blocks(key(), 1, 0.5)
-    assert told == [W2, W1], "its blocks weigh less, and then no less"
+    assert freed == [W2, W1], "the weight falls once, then stays"
     book.reregister(replace(split, revision=9), session, 0.0)
     book.free(key())
-    assert set(told[2:]) == {W1, W2}
+    assert set(freed[2:]) == {W1, W2}
 
 
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
@@ -141,7 +141,7 @@ def test_a_split_request_loads_both_ranks_until_prefill_is_done() -> None:
 def test_the_highest_revision_wins_when_bookings_are_registered_again() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    assert not book.reregister(booking(worker=W2), session, 0.0), "as old as ours"
+    assert not book.reregister(booking(worker=W2), session, 0.0), "the same version"
     assert book.reregister(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals()
     assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
@@ -156,7 +156,7 @@ def test_a_reregistered_booking_without_prefill_tokens_has_finished_prefill() ->
     book.mark_prefill_done(key())
     held = book.get(key())
     assert held is not None
-    assert held.revision == 1, "there was nothing to change"
+    assert held.revision == 1, "there is no change"
 
 
 def test_bookings_of_an_ended_session_count_for_three_more_seconds() -> None:
@@ -225,7 +225,7 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
 def test_bookings_of_a_frontend_gone_from_discovery_are_freed_when_its_session_ends() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    assert book.frontend_left(FRONTEND) == 0, "the stream is the better witness"
+    assert book.frontend_left(FRONTEND) == 0, "the stream is more reliable evidence"
     assert book.load(W1, 1.0).requests == 1
     book.end_session(session, 2.0)
     assert book.load(W1, 2.0) == LoadTotals()
@@ -260,7 +260,7 @@ def test_a_full_tracker_refuses_and_changes_nothing() -> None:
     assert refused.value.reason == "BOOK_FULL"
     with pytest.raises(Overloaded):
         book.reregister(booking("b"), session, 0.0)
-    assert not book.book(booking("a"), session, 0.0), "what is there is still found"
+    assert not book.book(booking("a"), session, 0.0), "existing bookings are still found"
     assert book.load(W1, 0.0).requests == 1
 
 
@@ -279,7 +279,7 @@ def test_a_report_counts_together_with_newer_bookings() -> None:
     book.book(booking("new"), session, 1.0)
     assert book.load(W1, 1.1) == LoadTotals(600, 57, 5)
     book.free(key("old"))
-    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5), "what the report counted is not taken away"
+    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5), "load in the report is not subtracted"
     book.free(key("new"))
     assert book.load(W1, 1.1) == LoadTotals(500, 50, 4)
 
@@ -325,7 +325,7 @@ KEYS = [BookingKey(frontend, name, 0) for frontend in (7, 8) for name in "abc"]
 PLACES = [W1, W2, Placement(2, 1)]
 
 
-class BookMachine(RuleBasedStateMachine):
+class LoadTrackerMachine(RuleBasedStateMachine):
     """Any order of events; the sums are those of the live bookings, recomputed from scratch."""
 
     def __init__(self) -> None:
@@ -356,7 +356,7 @@ class BookMachine(RuleBasedStateMachine):
         tokens=st.integers(0, 50),
         blocks=st.integers(0, 9),
         revision=st.integers(1, 4),
-        announced=st.booleans(),
+        is_reregistration=st.booleans(),
     )
     def place(
         self,
@@ -366,10 +366,10 @@ class BookMachine(RuleBasedStateMachine):
         tokens: int,
         blocks: int,
         revision: int,
-        announced: bool,
+        is_reregistration: bool,
     ) -> None:
         booking = Booking(key, "m", worker, prefill, tokens, blocks, revision)
-        add = self.book.reregister if announced else self.book.book
+        add = self.book.reregister if is_reregistration else self.book.book
         before = self.book.get(key)
         new = add(booking, self.session_of(key.frontend_id), self.now)
         assert self.book.get(key) == (booking if new else before)
@@ -407,7 +407,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def sums_are_those_of_the_bookings(self) -> None:
-        # Long after the last report, the estimate is the bookings alone.
+        # Long after the last report, only bookings count.
         late = self.now + 100
         for place in PLACES:
             load = self.book.load(place, late)
@@ -431,5 +431,5 @@ class BookMachine(RuleBasedStateMachine):
             assert self.book.load(place, self.now + 100) == LoadTotals()
 
 
-TestBookMachine = pytest.mark.slow(BookMachine.TestCase)
-TestBookMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLoadTrackerMachine = pytest.mark.slow(LoadTrackerMachine.TestCase)
+TestLoadTrackerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

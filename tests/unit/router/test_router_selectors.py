@@ -38,7 +38,7 @@ FOUR = [candidate(n) for n in (1, 2, 3, 4)]
 
 
 def busy(*workers: int, tokens: int = 160) -> LoadTracker:
-    """A book with one booking for each mention of a worker."""
+    """A tracker with one booking for each mention of a worker."""
     book = LoadTracker()
     session = book.open_session(7)
     for number, worker in enumerate(workers):
@@ -160,9 +160,9 @@ def test_without_hints_all_candidates_are_eligible() -> None:
 @pytest.mark.row("S1-73")
 def test_only_allowed_workers_are_candidates_and_the_empty_set_allows_none() -> None:
     assert workers(kept(hinted(allowed_worker_ids=frozenset({2, 4, 99})))) == [2, 4]
-    for nobody in (frozenset[int](), frozenset({99})):
+    for no_candidates in (frozenset[int](), frozenset({99})):
         with pytest.raises(Unavailable) as refused:
-            kept(hinted(allowed_worker_ids=nobody))
+            kept(hinted(allowed_worker_ids=no_candidates))
         assert refused.value.reason == "NO_ALLOWED_WORKER"
 
 
