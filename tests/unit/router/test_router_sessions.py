@@ -1,4 +1,4 @@
-"""Client sessions known to several routers: whatever happens, they come to agree on each."""
+"""Client sessions at several routers: they always converge on one placement for each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORKERS = tuple(
 
 
 class Peer:
-    """A router with a session of its frontend, and its streams to others."""
+    """A router with a frontend session, and its streams to others."""
 
     def __init__(self, router_id: int, mode: AffinityMode = "hard") -> None:
         self.id = router_id
@@ -94,28 +94,30 @@ class Peer:
 class Link:
     """One stream."""
 
-    def __init__(self, sender: Peer, hearer: Peer) -> None:
-        self.sender, self.hearer = sender, hearer
+    def __init__(self, sender: Peer, receiver: Peer) -> None:
+        self.sender, self.receiver = sender, receiver
         self.outbound: OutboundSync = sender.replica.open_outbound()
-        self.stream = hearer.replica.stream_opened(sender.id)
+        self.stream = receiver.replica.stream_opened(sender.id)
 
     def step(self, now: float, *, is_lost: bool = False) -> None:
         frame = self.outbound.frame(now)
-        if not is_lost and self.hearer.replica.apply_frame(self.sender.id, self.stream, frame, now):
+        if not is_lost and self.receiver.replica.apply_frame(
+            self.sender.id, self.stream, frame, now
+        ):
             self.outbound.request_full_sync()
 
     def flush(self, now: float) -> bool:
-        """Whether there was anything to tell."""
+        """Whether there was anything to send."""
         steps = 0
         while self.outbound.seconds_until_due(now) == 0:
             self.step(now)
             steps += 1
-            assert steps < 100, "it never has told everything"
+            assert steps < 100, "the full sync never ends"
         return steps > 0
 
     def close(self, now: float) -> None:
         self.sender.replica.close_outbound(self.outbound)
-        self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
+        self.receiver.replica.stream_closed(self.sender.id, self.stream, now)
 
 
 def mesh(count: int = 2, **facts: Any) -> list[Peer]:
@@ -128,12 +130,12 @@ def mesh(count: int = 2, **facts: Any) -> list[Peer]:
 
 
 def settle(peers: list[Peer], now: float) -> None:
-    """All is told, also in answer to what was told."""
+    """Exchange all updates, including those that updates cause."""
     for _ in range(20):
         flushed = [link.flush(now) for peer in peers for link in peer.out.values()]
         if not any(flushed):
             return
-    raise AssertionError("they never stop telling each other")
+    raise AssertionError("the routers never stop sending updates")
 
 
 def test_a_session_placed_by_one_router_is_known_to_all() -> None:
@@ -178,7 +180,7 @@ def test_a_request_too_short_to_be_sent_still_counts_as_use() -> None:
         for peer in (one, two):
             peer.router.expire(now)
         one.place(int(now) + 2, now)
-        one.end(int(now) + 2)  # Before any stream had its turn.
+        one.end(int(now) + 2)  # Before any update is exchanged.
         settle([one, two], now)
         assert two.at() is not None
 
@@ -196,7 +198,7 @@ def test_open_close_and_lost_workers_are_replicated() -> None:
     moved = one.place(3, 0.0)
     assert moved.affinity == "moved"
     settle([one, two], 0.0)
-    assert two.place(4, 0.0).worker == moved.worker, "though it still sees the old one"
+    assert two.place(4, 0.0).worker == moved.worker, "although it still has the old worker"
     two.place(5, 0.0, action=SessionAction.CLOSE)
     settle([one, two], 0.0)
     assert (one.at(), two.at()) == (None, None)
@@ -220,7 +222,7 @@ def test_a_router_that_joins_receives_all_sessions_before_it_serves(mode: Affini
     assert late.session_records() == one.session_records()
     assert late.place(9999, 100.0, "s1").worker == one.place(9999, 31.0, "s1").worker
     late.router.expire(100.0 + TTL_S - 30.0)
-    assert len(late.router.affinity) < count, "what was idle there counts here"
+    assert len(late.router.affinity) < count, "idle time at the other router counts here"
 
 
 def test_a_new_stream_or_a_lost_frame_causes_a_full_sync() -> None:
@@ -285,11 +287,11 @@ def test_routers_agree_on_every_session_after_all_updates(
                     live.remove(one)
                     peers[which].end(one[1])
             case ("step" | "lose" | "relink") as what, which, offset:
-                sender, hearer = peers[which], peers[(which + offset) % 3]
-                link = sender.out[hearer.id]
+                sender, receiver = peers[which], peers[(which + offset) % 3]
+                link = sender.out[receiver.id]
                 if what == "relink":
                     link.close(now)
-                    sender.out[hearer.id] = Link(sender, hearer)
+                    sender.out[receiver.id] = Link(sender, receiver)
                 else:
                     link.step(now, is_lost=what == "lose")
             case "restart", which:
@@ -308,7 +310,7 @@ def test_routers_agree_on_every_session_after_all_updates(
                 now += seconds
         for peer in peers:
             peer.router.expire(now)
-    now += 2.0  # A digest is due, and with it a sequence number.
+    now += 2.0  # A digest is due, and a frame with a sequence number.
     for peer in peers:
         for link in peer.out.values():
             link.step(now)
@@ -318,10 +320,10 @@ def test_routers_agree_on_every_session_after_all_updates(
         {n: b for n, b in some.items() if b.session_placement is not None}
         for some in session_records
     ]
-    # What only some have forgotten by now is idle; used once more, it is known to all.
+    # A session that only some routers dropped is idle; one more use restores it at all.
     for name in {name for some in bound for name in some}:
         known = {some[name] for some in bound if name in some}
-        assert len(known) == 1, f"two opinions on {name}"
+        assert len(known) == 1, f"two placements of {name}"
         number += 1
         at = next(peer for peer, some in zip(peers, bound, strict=True) if name in some)
         at.place(number, now, name.session_id)
@@ -369,7 +371,7 @@ def test_an_invalid_session_record_is_refused_and_its_field_named(
     wrong: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        session_record_from_proto(bound(**wrong), "bindings")
+        session_record_from_proto(session_binding(**wrong), "bindings")
     assert refused.value.field == field
 
 
@@ -398,13 +400,13 @@ def test_a_bookings_session_survives_the_wire() -> None:
 def test_an_invalid_booking_is_refused_and_its_field_named(
     wrong: dict[str, Any], field: str
 ) -> None:
-    """Peers could not be told of it, or of what grows from it, and their streams would break."""
+    """Peers would reject such a booking or its later states, and end the stream."""
     with pytest.raises(InvalidRequest) as refused:
-        booking_from_proto(announced(**wrong), FRONTEND, "announced")
+        booking_from_proto(reregistered(**wrong), FRONTEND, "announced")
     assert refused.value.field == field
 
 
-def announced(**facts: Any) -> pb.Booking:
+def reregistered(**facts: Any) -> pb.Booking:
     given: dict[str, Any] = {
         "key": pb.BookingKey(request_id="r"),
         "frontend_id": FRONTEND,
@@ -418,7 +420,7 @@ def announced(**facts: Any) -> pb.Booking:
     return pb.Booking(**given)
 
 
-def bound(**facts: Any) -> pb.SessionBinding:
+def session_binding(**facts: Any) -> pb.SessionBinding:
     given: dict[str, Any] = {
         "model": "m",
         "session_id": "s",
@@ -433,7 +435,7 @@ def bound(**facts: Any) -> pb.SessionBinding:
 
 def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None:
     nameless = pb.Booking(frontend_id=FRONTEND)
-    good, other = announced(), announced(key=pb.BookingKey(request_id="other"))
+    good, other = reregistered(), reregistered(key=pb.BookingKey(request_id="other"))
     peer = Peer(2)
     stream = peer.replica.stream_opened(1)
     first = frame_from_proto(
@@ -441,10 +443,14 @@ def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None
             sequence=1,
             begins_all=True,
             ends_all=True,
-            upserts=[announced(frontend_id=0), good, announced(model=""), other],
+            upserts=[reregistered(frontend_id=0), good, reregistered(model=""), other],
             removals=[nameless],
             released=[nameless],
-            bindings=[bound(model=""), bound(revision=2**64 - 1), bound()],
+            bindings=[
+                session_binding(model=""),
+                session_binding(revision=2**64 - 1),
+                session_binding(),
+            ],
         )
     )
     assert [error.field for error in first.refused] == [
@@ -461,34 +467,36 @@ def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None
     assert {booking.key.request_id for booking in peer.router.book} == {"r", "other"}
     assert peer.at() == SessionPlacement(Placement(1, 0))
     assert peer.replica.refused == 6
-    # Its digest has what was refused; to tell that again each second is of no use.
+    # The peer's digest includes the refused entry; a full sync each second would not help.
     later = pb.SyncRequest(sequence=2, removals=[good], digest=1)
     assert not peer.replica.apply_frame(1, stream, frame_from_proto(later), 1.0)
     assert {booking.key.request_id for booking in peer.router.book} == {"other"}
-    anew = pb.SyncRequest(sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1)
-    assert peer.replica.apply_frame(1, stream, frame_from_proto(anew), 2.0), (
-        "nothing was refused since"
+    full_sync = pb.SyncRequest(
+        sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1
+    )
+    assert peer.replica.apply_frame(1, stream, frame_from_proto(full_sync), 2.0), (
+        "no entry was refused since"
     )
 
 
 def test_invalid_entries_of_a_snapshot_are_refused_and_the_rest_is_applied() -> None:
     message = pb.SyncResponse(
-        snapshot=[announced(model=""), announced()],
-        snapshot_bindings=[bound(session_id=""), bound()],
+        snapshot=[reregistered(model=""), reregistered()],
+        snapshot_bindings=[session_binding(session_id=""), session_binding()],
     )
     bookings, session_records, refused = snapshot_from_proto(message)
     assert [booking.key.request_id for booking in bookings] == ["r"]
-    assert [told.record.session for told in session_records] == [SessionName("m", "s")]
+    assert [update.record.session for update in session_records] == [SessionName("m", "s")]
     assert [error.field for error in refused] == ["snapshot.model", "snapshot_bindings.session_id"]
 
 
 def test_a_refused_session_record_does_not_change_the_booking_digest() -> None:
     peer = Peer(2)
     stream = peer.replica.stream_opened(1)
-    told = pb.SyncRequest(
-        sequence=1, begins_all=True, ends_all=True, bindings=[bound(revision=2**64 - 1)]
+    request = pb.SyncRequest(
+        sequence=1, begins_all=True, ends_all=True, bindings=[session_binding(revision=2**64 - 1)]
     )
-    frame = frame_from_proto(told)
+    frame = frame_from_proto(request)
     assert [error.field for error in frame.refused_session_records] == ["bindings.revision"]
     peer.replica.apply_frame(1, stream, frame, 0.0)
     assert peer.replica.refused == 1
@@ -498,11 +506,11 @@ def test_a_refused_session_record_does_not_change_the_booking_digest() -> None:
 
 
 def test_a_later_record_supersedes_one_made_by_a_wrong_clock() -> None:
-    mad = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
-    told = bound(revision=mad.revision_min(0.0))
+    wrong_clock = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
+    record = session_binding(revision=wrong_clock.revision_min(0.0))
     one, two = mesh()
     for peer in one, two:
-        frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[told]))
+        frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[record]))
         peer.replica.apply_frame(9, peer.replica.stream_opened(9), frame, 0.0)
         assert peer.at() == SessionPlacement(Placement(1, 0))
     for peer in one, two:
