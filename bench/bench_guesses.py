@@ -1,11 +1,11 @@
-"""What guessing caches costs against knowing them: hit rates of one workload, no processes.
+"""Hit rates of approximate and event indexes on one workload, without processes.
 
     PYTHONPATH=protos:. python -m bench.bench_guesses
 
-Eight workers with LRU caches of a given size take 4,000 prompts of 300 sessions that grow turn by
-turn over 30 common beginnings, 24 at a time. What a worker holds is known by events, guessed from
-decisions, or not asked for. One line of JSON: hit rate (blocks found of blocks sent) by cache size
-in blocks and by way to know.
+Eight workers with LRU caches of a given size serve 4,000 prompts of 300 sessions that grow turn by
+turn over 30 common prefixes, 24 at a time. The router uses KV events, approximate entries from its
+decisions, or no index. One line of JSON: hit rate (blocks found of blocks sent) by cache size in
+blocks and by configuration.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 class Caches:
-    """What each worker holds; also the index that knows it at once."""
+    """The blocks that each worker holds; also an index that is updated at once."""
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
@@ -80,7 +80,7 @@ def block_chain(query: Query) -> list[int]:
 
 
 def draw_queries(rng: Random) -> list[Query]:
-    """The workload, the same for every way to know."""
+    """The workload, the same for every configuration."""
     sessions = [(rng.randrange(SHARED_PREFIXES), n, 0) for n in range(SESSIONS)]
     queries = []
     for number in range(REQUESTS):

@@ -19,8 +19,8 @@ from common.errors import Conflict, InternalError, MeshError, RequestCancelled, 
 from common.kv.hashing import HASH_SCHEME_ID
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
-from router_svc.core.load_tracker import REPORT_MAX_AGE_S
 from router_svc.core.query import Query, block_size_of
+from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.router import AdmissionResult, Decision, Router
 from router_svc.core.types import BookingKey, Placement, SessionName
 from router_svc.hashing import HasherCache

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, closing
 from random import Random
 from typing import Protocol
 
-import grpc
-import grpc.aio
 import structlog
 
 from common.errors import MeshError, Unavailable
@@ -28,6 +26,7 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
+from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
@@ -317,32 +316,18 @@ class IndexReplica:
 def grpc_subscriptions(security: rpc.Security = rpc.PLAINTEXT) -> Subscribe:
     """Subscriptions over gRPC, each on a channel of its own."""
 
-    @asynccontextmanager
-    async def subscribe(
+    def subscribe(
         indexer: Instance, request: indexer_pb2.SubscribeRequest
-    ) -> AsyncIterator[Subscription]:
-        channel = rpc.channel(indexer.address, security=security)
-        stub = indexer_pb2_grpc.IndexerServiceStub(channel)
-        try:
-            call = stub.Subscribe(request, metadata=rpc.call_metadata(security))
-            async with rpc.cancelling(call):
-                yield _GrpcSubscription(call)
-        finally:
-            await channel.close()
+    ) -> AbstractAsyncContextManager[Subscription]:
+        return open_stream(
+            indexer.address,
+            lambda channel: indexer_pb2_grpc.IndexerServiceStub(channel).Subscribe(
+                request, metadata=rpc.call_metadata(security)
+            ),
+            security,
+        )
 
     return subscribe
-
-
-class _GrpcSubscription:
-    def __init__(
-        self,
-        call: grpc.aio.UnaryStreamCall[indexer_pb2.SubscribeRequest, indexer_pb2.SubscribeResponse],
-    ) -> None:
-        self._call = call
-
-    async def read(self) -> indexer_pb2.SubscribeResponse | None:
-        """See Subscription."""
-        return await rpc.read(self._call)
 
 
 def _partition_key(partition: Partition) -> tuple[str, int, int]:

@@ -160,7 +160,7 @@ class Metrics:
         ).set_function(lambda: router.affinity.evicted)
         self._gauge(
             f"{prefix}_stale_reports", "Ranks with a load report that is too old to count."
-        ).set_function(lambda: router.book.stale_report_count(clock()))
+        ).set_function(lambda: router.book.ranks.stale_report_count(clock()))
         if index is not None:
             self._add_index_gauges(index, prefix)
         if replica is not None:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from random import Random
 from typing import Protocol
 
-import grpc.aio
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
 from common.registry.instances import Instance
 from common.rpc import channel as rpc
+from common.rpc.stream import open_stream
 from common.runtime.tasks import TaskGroup
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.load_tracker import LoadTracker
@@ -301,33 +301,13 @@ async def _read_response(stream: Stream) -> router_pb2.SyncResponse:
 def grpc_syncs(security: rpc.Security = rpc.PLAINTEXT) -> OpenSync:
     """Sync calls over gRPC, each on a channel of its own."""
 
-    @asynccontextmanager
-    async def open_sync(router: Instance) -> AsyncIterator[Stream]:
-        channel = rpc.channel(router.address, security=security)
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        try:
-            call = stub.Sync(metadata=rpc.call_metadata(security))
-            async with rpc.cancelling(call):
-                yield _GrpcStream(call)
-        finally:
-            await channel.close()
+    def open_sync(router: Instance) -> AbstractAsyncContextManager[Stream]:
+        return open_stream(
+            router.address,
+            lambda channel: router_pb2_grpc.RouterServiceStub(channel).Sync(
+                metadata=rpc.call_metadata(security)
+            ),
+            security,
+        )
 
     return open_sync
-
-
-class _GrpcStream:
-    def __init__(
-        self, call: grpc.aio.StreamStreamCall[router_pb2.SyncRequest, router_pb2.SyncResponse]
-    ) -> None:
-        self._call = call
-
-    async def read(self) -> router_pb2.SyncResponse | None:
-        """See Stream."""
-        return await rpc.read(self._call)
-
-    async def write(self, frame: router_pb2.SyncRequest) -> None:
-        """See Stream."""
-        try:
-            await self._call.write(frame)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            raise Unavailable("the stream to the peer has ended") from error

@@ -116,6 +116,6 @@ def candidate_row(
     at, now, book = candidate.placement, view.now, view.book
     if load is None:
         load = book.load(at, now)
-    age_s, index_status = book.report_age_s(at, now), index.index_status(at, now)
+    age_s, index_status = book.ranks.report_age_s(at, now), index.index_status(at, now)
     fields = (at, load, cost, view.overlap(at), age_s, reason, view.leg, terms, index_status)
     return tuple.__new__(CandidateRow, fields)  # Half the time of the call that does the same.

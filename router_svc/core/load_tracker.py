@@ -1,4 +1,4 @@
-"""The estimated load of each worker rank, summed from bookings and load reports (pure).
+"""All bookings, with their owners and leases, and the load of each worker rank (pure).
 
 A *booking* is the load of one attempt of one request: prompt tokens to compute and KV blocks to
 hold. The placement decision creates it, progress reports of the frontend change it, and `free` or
@@ -25,17 +25,16 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Container, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
 from router_svc.core.events import RouterEvents
+from router_svc.core.rank_load import RankLoads, block_weight
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement, SessionHello
 
 # An orphan counts this long; a live frontend registers it again within 200 ms.
 ORPHAN_S = 3.0
-# Older load reports are ignored.
-REPORT_MAX_AGE_S = 0.5
 BOOKINGS_MAX = 262_144
 # Limit of received counts and revisions, so that the sums of a full tracker fit into 64 bits.
 COUNTER_MAX = 1 << 44
@@ -43,51 +42,6 @@ COUNTER_MAX = 1 << 44
 BOOKING_EXPIRY_S = 300.0
 # One scan takes some 10 ms if the tracker is full.
 EXPIRY_SCAN_INTERVAL_S = 30.0
-# Block weights are integers in units of 1 / 2^16 blocks, so that sums stay exact.
-_WEIGHT_BITS = 16
-_HALF_WEIGHT = 1 << (_WEIGHT_BITS - 1)
-
-
-@dataclass(slots=True)
-class _LoadSums:
-    """block_weight: in units of 1 / 2^_WEIGHT_BITS blocks."""
-
-    prefill_tokens: int = 0
-    block_weight: int = 0
-    requests: int = 0
-
-    def add(self, prefill_tokens: int, block_weight: int, requests: int) -> None:
-        self.prefill_tokens += prefill_tokens
-        self.block_weight += block_weight
-        self.requests += requests
-        assert self.prefill_tokens >= 0, "negative prefill tokens of a rank"
-        assert self.block_weight >= 0, "negative decode blocks of a rank"
-        assert self.requests >= 0, "negative requests of a rank"
-
-    @property
-    def decode_blocks(self) -> int:
-        """The sum of fractional weights, rounded: as NVIDIA Dynamo documents it."""
-        return (self.block_weight + _HALF_WEIGHT) >> _WEIGHT_BITS
-
-
-@dataclass(slots=True)
-class _RankState:
-    """since_report: the sums of the bookings made since the last report, that is at the current
-    `report_count` (a counter, because a booking and a report may have the same `now`). estimate:
-    the cached result of `LoadTracker.load`, valid until `estimated_until` or the next change.
-    """
-
-    booked: _LoadSums = field(default_factory=_LoadSums)
-    since_report: _LoadSums = field(default_factory=_LoadSums)
-    report: Load | None = None
-    reported_at: float = 0.0
-    report_count: int = 0
-    estimate: LoadTotals | None = None
-    estimated_until: float = math.inf
-
-    @property
-    def is_empty(self) -> bool:
-        return self.report is None and self.booked.requests == 0
 
 
 @dataclass(slots=True)
@@ -123,7 +77,7 @@ class LoadTracker:
         self.expired = 0  # Bookings that ended because no frontend renewed them.
         self._entries: dict[BookingKey, _BookingEntry] = {}
         self._keys_by_frontend: dict[int, set[BookingKey]] = {}
-        self._ranks: dict[Placement, _RankState] = {}
+        self.ranks = RankLoads()
         self._sessions: dict[int, SessionHello] = {}  # In order of opening.
         self._next_session = 1
         self._latest_generation: dict[int, int] = {}  # By frontend with a session here.
@@ -181,9 +135,11 @@ class LoadTracker:
         if not entry.prefill_done:
             self._apply_load(entry, -1)
             entry.prefill_done = True
-            entry.booking = _next_revision(entry.booking, prefill_tokens=0)
+            entry.booking = replace(
+                entry.booking, prefill_tokens=0, revision=entry.booking.revision + 1
+            )
             self._apply_load(entry, +1)
-            self._discard_if_empty(entry.booking.prefill)
+            self.ranks.discard_if_empty(entry.booking.prefill)
             self._notify_peers(entry)
             self.events.capacity_freed(entry.booking.prefill or entry.booking.worker)
         return True
@@ -208,8 +164,9 @@ class LoadTracker:
             return False  # The owner receives this progress.
         self._apply_load(entry, -1)
         booking = entry.booking
-        entry.booking = _next_revision(
+        entry.booking = replace(
             booking,
+            revision=booking.revision + 1,
             decode_blocks=booking.decode_blocks + blocks,
             decay=booking.decay if decay_fraction is None else decay_fraction,
         )
@@ -392,59 +349,36 @@ class LoadTracker:
 
     # Load.
 
-    def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
-        """Store a worker's load report of one rank; it replaces the previous one."""
-        rank = self._rank(Placement(worker_id, dp_rank))
-        rank.report = load
-        rank.reported_at = now
-        rank.report_count += 1
-        rank.since_report = _LoadSums()
-        rank.estimate = None
-        self.events.capacity_freed(Placement(worker_id, dp_rank))
-
-    def worker_left(self, worker_id: int) -> None:
-        """Discovery lost a worker: discard its reports."""
-        for placement in [p for p in self._ranks if p.worker_id == worker_id]:
-            self._ranks[placement].report = None
-            self._ranks[placement].estimate = None
-            self._discard_if_empty(placement)
-
     def load(self, placement: Placement, now: float) -> LoadTotals:
-        """The estimate, per field: max(last report + bookings newer than it, bookings).
+        """See `RankLoads.load`."""
+        return self.ranks.load(placement, now)
 
-        A report contains waiting tokens, KV blocks in use, and requests running or waiting; one
-        older than REPORT_MAX_AGE_S counts as 0.
-        """
-        rank = self._ranks.get(placement)
-        if rank is None:
-            return _ZERO_LOAD
-        estimate = rank.estimate
-        if estimate is None or now > rank.estimated_until:
-            estimate = rank.estimate = _compute_estimate(rank, now)
-        return estimate
+    def report(self, worker_id: int, dp_rank: int, load: Load, now: float) -> None:
+        """See `RankLoads.report`."""
+        placement = Placement(worker_id, dp_rank)
+        self.ranks.report(placement, load, now)
+        self.events.capacity_freed(placement)
 
-    def estimate_expires_at(self, placement: Placement, now: float) -> float:
-        """When the estimate of a rank drops because its report gets too old; inf: never."""
-        self.load(placement, now)
-        rank = self._ranks.get(placement)
-        return math.inf if rank is None else rank.estimated_until
+    def _apply_load(self, entry: _BookingEntry, sign: int) -> None:
+        """Add (+1) or subtract (-1) the load of the entry in its present state."""
+        booking = entry.booking
+        weight = sign * block_weight(booking.decode_blocks, booking.decay)
+        tokens = 0 if entry.prefill_done else sign * booking.prefill_tokens
+        worker_tokens = tokens if booking.prefill is None else 0
+        self.ranks.add(booking.worker, entry.worker_report_count, worker_tokens, weight, sign)
+        if booking.prefill is not None and not entry.prefill_done:
+            self.ranks.add(booking.prefill, entry.prefill_report_count, tokens, 0, sign)
+
+    def _record_report_counts(self, entry: _BookingEntry) -> None:
+        booking = entry.booking
+        entry.worker_report_count = self.ranks.report_count(booking.worker)
+        if booking.prefill is not None:
+            entry.prefill_report_count = self.ranks.report_count(booking.prefill)
 
     @property
     def next_orphan_deadline(self) -> float:
         """A lower bound of the next orphan deadline; inf: no orphans."""
         return self._orphans[0][0] if self._orphans else math.inf
-
-    def report_age_s(self, placement: Placement, now: float) -> float | None:
-        """Seconds since the rank's last report; None: no report."""
-        rank = self._ranks.get(placement)
-        return None if rank is None or rank.report is None else now - rank.reported_at
-
-    def stale_report_count(self, now: float) -> int:
-        """Ranks with a last report that is too old to count."""
-        return sum(
-            rank.report is not None and now - rank.reported_at > REPORT_MAX_AGE_S
-            for rank in self._ranks.values()
-        )
 
     # Inside.
 
@@ -462,7 +396,7 @@ class LoadTracker:
         self._keys_by_frontend.setdefault(booking.key.frontend_id, set()).add(booking.key)
         self._orphan_count += 1
         self._apply_load(entry, +1)
-        self._discard_if_empty(booking.prefill)
+        self.ranks.discard_if_empty(booking.prefill)
         if booking.session_id:
             self.events.booking_added(booking)
         return entry
@@ -480,7 +414,7 @@ class LoadTracker:
         self._record_report_counts(entry)
         self._apply_load(entry, +1)
         for placement in (old.worker, old.prefill, booking.prefill):
-            self._discard_if_empty(placement)
+            self.ranks.discard_if_empty(placement)
         if booking.session != old.session:
             if booking.session_id:
                 self.events.booking_added(booking)
@@ -499,8 +433,8 @@ class LoadTracker:
         frontend_keys.remove(key)
         if not frontend_keys:
             del self._keys_by_frontend[key.frontend_id]
-        self._discard_if_empty(entry.booking.worker)
-        self._discard_if_empty(entry.booking.prefill)
+        self.ranks.discard_if_empty(entry.booking.worker)
+        self.ranks.discard_if_empty(entry.booking.prefill)
         if entry.booking.session_id:
             self.events.booking_removed(entry.booking, entry.is_own)
         self._notify_capacity_freed(entry.booking)
@@ -596,87 +530,3 @@ class LoadTracker:
         return (
             booking if booking.generation == generation else replace(booking, generation=generation)
         )
-
-    def _apply_load(self, entry: _BookingEntry, sign: int) -> None:
-        """Add (+1) or subtract (-1) the load of the entry in its present state."""
-        booking = entry.booking
-        blocks = booking.decode_blocks << _WEIGHT_BITS
-        if booking.decay != 1.0:
-            blocks = round(blocks * booking.decay)
-        tokens = 0 if entry.prefill_done else booking.prefill_tokens
-        if booking.prefill is None:
-            self._apply_rank_load(
-                booking.worker, entry.worker_report_count, sign * tokens, sign * blocks, sign
-            )
-            return
-        self._apply_rank_load(booking.worker, entry.worker_report_count, 0, sign * blocks, sign)
-        if not entry.prefill_done:
-            self._apply_rank_load(
-                booking.prefill, entry.prefill_report_count, sign * tokens, 0, sign
-            )
-
-    def _apply_rank_load(
-        self,
-        placement: Placement,
-        report_count_at_booking: int,
-        tokens: int,
-        block_weight: int,
-        requests: int,
-    ) -> None:
-        rank = self._ranks[placement]
-        rank.estimate = None
-        rank.booked.add(tokens, block_weight, requests)
-        if report_count_at_booking == rank.report_count:
-            rank.since_report.add(tokens, block_weight, requests)
-
-    def _record_report_counts(self, entry: _BookingEntry) -> None:
-        """Only later reports of its ranks can include this booking."""
-        booking = entry.booking
-        entry.worker_report_count = self._rank(booking.worker).report_count
-        if booking.prefill is not None:
-            entry.prefill_report_count = self._rank(booking.prefill).report_count
-
-    def _rank(self, placement: Placement) -> _RankState:
-        rank = self._ranks.get(placement)
-        if rank is None:
-            rank = self._ranks[placement] = _RankState()
-        return rank
-
-    def _discard_if_empty(self, placement: Placement | None) -> None:
-        """Delete the state of an unused rank, so that memory does not grow with churn."""
-        if placement is not None and (rank := self._ranks.get(placement)) and rank.is_empty:
-            del self._ranks[placement]
-
-
-_ZERO_LOAD = LoadTotals()
-
-
-def _compute_estimate(rank: _RankState, now: float) -> LoadTotals:
-    """The load of a rank; also sets until when it is valid without changes."""
-    booked, since_report, report = rank.booked, rank.since_report, rank.report
-    expires_at = rank.reported_at + REPORT_MAX_AGE_S
-    if report is None or now > expires_at:
-        rank.estimated_until = math.inf
-        return LoadTotals(booked.prefill_tokens, booked.decode_blocks, booked.requests)
-    rank.estimated_until = expires_at
-    return LoadTotals(
-        max(report.waiting_tokens + since_report.prefill_tokens, booked.prefill_tokens),
-        max(report.kv_used_blocks + since_report.decode_blocks, booked.decode_blocks),
-        max(report.running + report.waiting + since_report.requests, booked.requests),
-    )
-
-
-def _next_revision(
-    booking: Booking,
-    *,
-    prefill_tokens: int | None = None,
-    decode_blocks: int | None = None,
-    decay: float | None = None,
-) -> Booking:
-    return replace(
-        booking,
-        prefill_tokens=booking.prefill_tokens if prefill_tokens is None else prefill_tokens,
-        decode_blocks=booking.decode_blocks if decode_blocks is None else decode_blocks,
-        decay=booking.decay if decay is None else decay,
-        revision=booking.revision + 1,
-    )

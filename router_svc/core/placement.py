@@ -42,7 +42,7 @@ from common.registry.instances import Instance
 from router_svc.core.adapters import AdapterResidency
 from router_svc.core.admission import ConstraintClass, constraint_class_of
 from router_svc.core.busy import busy_worker_ids, is_prefill_busy
-from router_svc.core.cost import CostSettings
+from router_svc.core.cost import CostSettings, RecentPrefill
 from router_svc.core.eligibility import (
     RETRY_AFTER_S,
     Excluded,
@@ -61,7 +61,6 @@ from router_svc.core.query import (
     bookable_decode_blocks,
     predicted_cached_tokens,
 )
-from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.selectors import View, WorkerSelector
 from router_svc.core.sessions import SessionConstraint
 from router_svc.core.types import AffinityConstraint, Candidate, Leg, Matches, Placement

@@ -20,7 +20,7 @@ from common.registry.instances import Snapshot, SnapshotDiff
 from common.request.preprocessed import BootstrapInfo
 from router_svc.core.admission import AdmissionQueue, Blockers, QueuedRequest, QueueOrder
 from router_svc.core.capacity import LEGS, Capacity
-from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
 from router_svc.core.explain import CandidateRow, LegPlan, candidate_row, explain
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
@@ -36,7 +36,6 @@ from router_svc.core.query import (
     predicted_cached_tokens,
     validate_query,
 )
-from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.selectors import SELECTORS, KvSelector, View, WorkerSelector
 from router_svc.core.sessions import SessionAffinity
 from router_svc.core.types import (
@@ -145,7 +144,7 @@ class Router:
         changes = self.fleet.update(snapshot, now)
         for instance in changes.left:
             if instance.service == "worker":
-                self.book.worker_left(instance.id)
+                self.book.ranks.worker_left(instance.id)
                 self.recent_prefill.forget(instance.id)
                 self.overlaps.forget(instance.id)
             elif instance.service == "frontend":
@@ -295,7 +294,7 @@ class Router:
         Then a worker's report is too old to count, an orphan's time is over, or somebody's wait is.
         """
         report_expiries = (
-            self.book.estimate_expires_at(slot.placement, now) for slot in self.queue.slots
+            self.book.ranks.estimate_expires_at(slot.placement, now) for slot in self.queue.slots
         )
         return min(self.queue.next_overdue_at, self.book.next_orphan_deadline, *report_expiries)
 

@@ -19,11 +19,16 @@ from common.errors import InvalidRequest
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RoutingConstraints
-from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, Terms, draw_index
+from router_svc.core.cost import (
+    DEFAULT_COST_SETTINGS,
+    CostSettings,
+    RecentPrefill,
+    Terms,
+    draw_index,
+)
 from router_svc.core.eligibility import pinned_worker_id
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
-from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.types import NO_MATCHES, Candidate, Leg, LoadTotals, Matches, Placement
 
 _placement_of = attrgetter("placement")
@@ -35,7 +40,7 @@ class View:
 
     last: the placement chosen before for the same model and leg, None at first.
     matches: what placements hold of the prompt; absent ones hold nothing.
-    cost_settings: those of this request and leg. misses: the recent prefill work of ranks.
+    cost_settings: those of this request and leg. recent_prefill: None: not counted.
     """
 
     book: LoadTracker
@@ -44,11 +49,11 @@ class View:
     matches: Matches = field(default_factory=lambda: NO_MATCHES)
     leg: Leg = "whole"
     cost_settings: CostSettings = DEFAULT_COST_SETTINGS
-    misses: RecentPrefill | None = None
+    recent_prefill: RecentPrefill | None = None
 
     def load(self, placement: Placement) -> LoadTotals:
         """The estimated load of one rank."""
-        return self.book.load(placement, self.now)
+        return self.book.ranks.load(placement, self.now)
 
     def overlap(self, placement: Placement) -> int:
         """Leading blocks of the prompt that the rank holds on any tier."""
@@ -265,9 +270,10 @@ def score_candidates(query: Query, candidates: Sequence[Candidate], view: View) 
 
     Optimized for speed: it is most of a decision.
     """
-    cost_settings, book, now, matches = view.cost_settings, view.book, view.now, view.matches
+    cost_settings, now, matches = view.cost_settings, view.now, view.matches
+    load_of = view.book.ranks.load
     placements = [c.placement for c in candidates]
-    loads = [book.load(placement, now) for placement in placements]
+    loads = [load_of(placement, now) for placement in placements]
     is_decode = view.leg == "decode"
     has_credit_decay = (
         cost_settings.track_prefill_tokens and cost_settings.overlap_score_credit_decay > 0
@@ -330,9 +336,9 @@ def _recent_miss_terms(
 ) -> list[float]:
     """The `misses` term of each candidate."""
     weight = view.cost_settings.recent_miss_weight
-    if view.misses is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
+    if view.recent_prefill is None or weight == 0 or view.leg == "decode" or not query.total_tokens:
         return [0.0] * len(candidates)
-    recent_misses = view.misses.blocks_of(placements, view.now)
+    recent_misses = view.recent_prefill.blocks_of(placements, view.now)
     blocks = bookable_decode_blocks(query, block_size_of(query, candidates[0].instance.block_size))
     reference = sum(recent_misses) / len(recent_misses) + blocks
     return [weight * blocks * m / (m + reference) for m in recent_misses]

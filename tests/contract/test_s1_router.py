@@ -363,7 +363,9 @@ async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says
         await bed.add(running, worker(1), worker(2))
         await bed.publish(indexer, 1, blocks)
         book, feed = running.app.router.book, running.app.index.feed
-        await until(lambda: book.report_age_s(Placement(1, 0), 0.0) is not None, "a load is in")
+        await until(
+            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a load is in"
+        )
         await until(lambda: indexer.ingest.feed.blocks == 8, "the indexer has the blocks")
         lines = [line for line in logs if line["event"] == NOT_FOLLOWED]
     assert len(lines) == 1

@@ -1,20 +1,20 @@
-"""kill -9 of one of two routers amid long streams, again and again: when are all books right?
+"""kill -9 of one of two routers during long streams, repeatedly: how long are loads wrong?
 
     python -m tests.e2e.router_kills [--kills 40] [--busy 0]
 
-Two frontends hold bookings that do not change. In turn the newcomer is started after the kill, and
-so shortly before it that it becomes ready while the frontend of the dead one may be on its way to
-the one that is left. A book is *right* when it has exactly one booking of each answer, as it was
-or of a later attempt, for workers that are starved lose answers to others; and none of those that
-went on while no router answered, for nobody books them.
---busy: processes that do nothing but use a core. The last line is a JSON object; for each kill
+Two frontends hold bookings that do not change. Alternately, the new router starts after the kill,
+or shortly before it, so that it becomes ready while the frontend of the dead router may be moving
+to the remaining one. A router is *right* if it has exactly one booking of each response: the
+original one or one of a later attempt, since starved workers lose responses to others. Responses
+placed while no router responded have no booking.
+--busy: processes that each occupy a core. The last line is a JSON object; for each kill
 
-    ready_s         from the kill until the newcomer was ready; 0: it was before
-    right_s         from when it was ready (and the kill) until its book was right
-    wrong_after_s   how long its book was wrong after that, until the frontends were shared out
-    left_wrong_s    how long that of the other router was wrong since the kill
-    balanced_s      from when it was ready until each router had one frontend
-    unrouted        placements without a router by then, since the mesh was made
+    ready_s         from the kill until the new router was ready; 0: it was ready before
+    right_s         from readiness (and the kill) until the new router was right
+    wrong_after_s   seconds of wrong bookings after that, until each router had one frontend
+    left_wrong_s    seconds of wrong bookings at the other router since the kill
+    balanced_s      from readiness until each router had one frontend
+    unrouted        placements without a router by then, since the mesh was started
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LONG_TIMEOUT_S = 60.0
 POLL_S = 0.01
 STREAMS = 6
 TARGET_S = 1.0
-# A mesh is made anew after so many kills, before its streams end.
+# Kills before a new mesh is started, so that the streams outlast them.
 KILLS_A_MESH = 8
-# An early newcomer gets this much of a start, at random; on an idle machine it takes 0.4 s.
+# Random head start of an early router; a start takes 0.4 s on an idle machine.
 HEAD_START_S = (0.1, 0.6)
 BUSY_LOOP = "while True: pass"
 
@@ -60,7 +60,7 @@ Bookings = dict[BookingKey, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """What was seen of one; see above. is_early: the newcomer was started before. load_1m: then."""
+    """The measurements of one kill; see the module. is_early: the new router started before it."""
 
     is_early: bool
     ready_s: float
@@ -79,7 +79,7 @@ def now() -> float:
 async def wait_until(
     condition: Callable[[], T | None], description: str, timeout_s: float = LONG_TIMEOUT_S
 ) -> T:
-    """The first true value; asked in a thread, since it asks processes."""
+    """The first true value; `condition` runs in a thread, because it queries processes."""
     deadline = now() + timeout_s
     while not (value := await asyncio.to_thread(condition)):
         assert now() < deadline, f"not within {timeout_s:g} s: {description}"
@@ -88,7 +88,7 @@ async def wait_until(
 
 
 def bookings(router: Service) -> Bookings:
-    """What a router holds: worker and prefill tokens by key. Blocks grow with the answer."""
+    """Worker and prefill tokens of a router's bookings, by key. Blocks grow with the response."""
     stub = router_pb2_grpc.RouterServiceStub(router.channel)
     return {
         (b.frontend_id, b.key.request_id, b.key.attempt): (b.worker.worker_id, b.prefill_tokens)
@@ -97,7 +97,9 @@ def bookings(router: Service) -> Bookings:
 
 
 def agreed_bookings(mesh: Mesh, count: int) -> Bookings | None:
-    """What all routers hold, if that is the same, prefilled, and so many but for the unrouted."""
+    """The bookings of all routers, if they are equal, prefilled, and `count` with the unrouted
+    ones.
+    """
     held = [bookings(router) for router in mesh.of_kind("router")]
     is_same = all(one == held[0] for one in held) and len(held[0]) <= count
     if not is_same or any(b[1] for b in held[0].values()):
@@ -111,7 +113,7 @@ def gauge(router: Service, name: str) -> float:
 
 
 def unrouted(mesh: Mesh) -> int:
-    """Placements without a router so far; there are no bookings of them."""
+    """Placements without a router so far; they have no bookings."""
     return sum(int(metric(url, "kvmesh_frontend_unrouted_total")) for url in mesh.urls)
 
 
@@ -131,23 +133,23 @@ def is_balanced(mesh: Mesh) -> bool:
 
 
 def body_of(prompt: str, tokens: int) -> dict[str, Any]:
-    """A completion's body that is answered with so many tokens."""
+    """The body of a completion with `tokens` output tokens."""
     return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
 
 
 def is_consistent(seen: Bookings, held: Bookings, unrouted: Callable[[], int]) -> bool:
-    """Whether a book has the answers that are `held`, each once, and the same attempts alike; but
-    for so many that are unrouted, see above.
+    """Whether a router has exactly one booking of each response in `held`, and the same values for
+    the same attempts; up to `unrouted` bookings may be missing.
     """
-    answers, required = (Counter(key[:2] for key in tracked) for tracked in (seen, held))
-    if answers - required or any(seen[key] != held[key] for key in seen.keys() & held):
+    seen_responses, required = (Counter(key[:2] for key in tracked) for tracked in (seen, held))
+    if seen_responses - required or any(seen[key] != held[key] for key in seen.keys() & held):
         return False
-    missing = (required - answers).total()
+    missing = (required - seen_responses).total()
     return not missing or missing <= unrouted()
 
 
 class BookingsTracker:
-    """One router's book, looked at all the time."""
+    """Watches one router's bookings."""
 
     def __init__(self, mesh: Mesh, router: Service, held: Bookings) -> None:
         self._mesh = mesh
@@ -156,20 +158,20 @@ class BookingsTracker:
         self._seen: Bookings = {}
         self._consistent = asyncio.Event()
         self.consistent_at = 0.0
-        self.inconsistent_s = 0.0  # Since it was first right.
+        self.inconsistent_s = 0.0  # Since it was consistent first.
 
     async def wait_until_consistent(self) -> None:
-        """Returns once it was. AssertionError, saying what is wrong, when that takes LONG_S."""
+        """Returns after the first consistent state. Raises AssertionError after LONG_TIMEOUT_S."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LONG_TIMEOUT_S):
                 await self._consistent.wait()
         difference = self._seen.items() ^ self._held.items()
         assert self._consistent.is_set(), (
-            f"{self._router.name} has {self._seen}, of which {difference}"
+            f"{self._router.name} has {self._seen}; difference {difference}"
         )
 
     async def watch(self) -> None:
-        """Ends by cancellation only. A look counts from its beginning to that of the next one."""
+        """Ends only by cancellation. A check counts from its start to that of the next one."""
         while True:
             began = now()
             is_now_consistent = await asyncio.to_thread(self._check)
@@ -189,7 +191,7 @@ class BookingsTracker:
 async def watch_bookings(
     mesh: Mesh, router: Service, held: Bookings
 ) -> AsyncIterator[BookingsTracker]:
-    """Looks at a router's book for the time of the block."""
+    """Watch a router's bookings during the block."""
     tracked = BookingsTracker(mesh, router, held)
     task = asyncio.create_task(tracked.watch())
     try:
@@ -201,7 +203,9 @@ async def watch_bookings(
 
 
 async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Kill:
-    """Kills the older router and follows what comes of it. head_start_s: None, started after it."""
+    """Kill the older router and measure the effects. head_start_s: None: start the new one after
+    it.
+    """
     victim, left = mesh.of_kind("router")
     new = None
     async with watch_bookings(mesh, left, held) as survivor_tracked:
@@ -216,7 +220,7 @@ async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Ki
         ready_at = now()
         async with watch_bookings(mesh, new, held) as tracked:
             await tracked.wait_until_consistent()
-            await wait_until(partial(is_balanced, mesh), "frontends have gone home again")
+            await wait_until(partial(is_balanced, mesh), "each router has a frontend again")
             balanced_at = now()
     return Kill(
         is_early=head_start_s is not None,
@@ -231,7 +235,7 @@ async def kill_one(mesh: Mesh, held: Bookings, head_start_s: float | None) -> Ki
 
 
 async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
-    """So many, one after the other, while STREAMS long answers are under way."""
+    """Kill `count` routers in sequence, while STREAMS long responses run."""
     async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
         streams = [
             asyncio.create_task(
@@ -244,11 +248,13 @@ async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
             seen = []
             for number in range(count):
                 held = await wait_until(
-                    lambda: agreed_bookings(mesh, STREAMS), "both know all bookings"
+                    lambda: agreed_bookings(mesh, STREAMS), "both routers have all bookings"
                 )
                 head_start_s = rng.uniform(*HEAD_START_S) if number % 2 else None
                 seen.append(await kill_one(mesh, held, head_start_s))
-            assert not any(stream.done() for stream in streams), "they must outlast the kills"
+            assert not any(stream.done() for stream in streams), (
+                "the streams must outlast the kills"
+            )
             return seen
         finally:
             for stream in streams:
@@ -257,14 +263,14 @@ async def kills(mesh: Mesh, count: int, rng: Random) -> list[Kill]:
 
 
 def make_mesh(folder: Path, **shape: Any) -> Mesh:
-    """Two routers and two frontends, and workers slow enough for long answers."""
+    """Two routers and two frontends, and workers slow enough for long responses."""
     flags = {"router_flags": ["--metrics-port=0"], "worker_flags": ["--speedup=0.1"]}
     return Mesh(folder, frontends=2, routers=2, indexers=0, **{**flags, **shape})
 
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that use a core each, for the time of the block."""
+    """Run `count` processes that each occupy a core, during the block."""
     parent_guard = [sys.executable, "-I", "-S", str(PARENT_GUARD), str(os.getpid())]
     busy_processes = [
         subprocess.Popen([*parent_guard, sys.executable, "-c", BUSY_LOOP]) for _ in range(count)
@@ -278,7 +284,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """Runs the kills and prints the report; 1 when a newcomer was not right in time."""
+    """Run the kills and print the report; returns 1 if a new router was not right in time."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--busy", type=int, default=0)

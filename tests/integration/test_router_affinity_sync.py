@@ -1,4 +1,4 @@
-"""Client sessions stay on their workers whatever router is asked, over real sockets."""
+"""Client sessions keep their workers whatever router a request reaches, over real sockets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Mesh:
         self.store = MemoryStore()
         self.routers: list[RouterBed] = []
 
-    async def router(self, **knobs: Any) -> RouterBed:
+    async def router(self, **settings: Any) -> RouterBed:
         """One more, linked with all the others; with workers, if it is the first."""
-        given = {"session_affinity_ttl_s": TTL_S, **knobs}
+        given = {"session_affinity_ttl_s": TTL_S, **settings}
         bed = await self.stack.enter_async_context(running(store=self.store, **given))
         if not self.routers:
             await bed.add_workers(*WORKERS)
@@ -40,7 +40,7 @@ class Mesh:
         alive = [router for router in self.routers if router.is_running]
         await until(
             lambda: all(len(r.app.peers.replica.peers) == len(alive) - 1 for r in alive),
-            "all tell all the others",
+            "all routers are connected",
         )
         return bed
 
@@ -57,8 +57,8 @@ def routing(action: SessionAction | None = None) -> request_pb2.RoutingHints:
     return message
 
 
-async def ask(router: RouterBed, action: SessionAction | None = None) -> int:
-    """Where the session's next request would go, or goes if it wants more than that."""
+async def route(router: RouterBed, action: SessionAction | None = None) -> int:
+    """The worker of the session's next request; `action` may open or close the session."""
     request = pb.RouteRequest(query=query_of(routing=routing(action)))
     response = await router.unary("Route", request)
     worker: int = response.decision.worker.worker_id
@@ -72,7 +72,7 @@ def bound_at(router: RouterBed) -> int | None:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-async def test_a_session_bound_at_one_router_is_served_there_by_another(
+async def test_a_session_placed_by_one_router_keeps_its_worker_at_another(
     mesh: Mesh, mode: str
 ) -> None:
     one = await mesh.router(session_affinity_mode=mode)
@@ -81,28 +81,28 @@ async def test_a_session_bound_at_one_router_is_served_there_by_another(
         placed = await session.place(1, routing=routing())
         bound = placed.decision.worker.worker_id
         assert placed.decision.session_revision > 0
-        await until(lambda: bound_at(two) == bound, "the other hears of it")
-        assert {await ask(two) for _ in range(5)} == {bound}
+        await until(lambda: bound_at(two) == bound, "the other router has it")
+        assert {await route(two) for _ in range(5)} == {bound}
 
 
 @pytest.mark.slow
-async def test_a_router_that_is_killed_and_started_again_knows_the_sessions_of_its_peers(
+async def test_a_restarted_router_has_the_sessions_of_its_peers(
     mesh: Mesh,
 ) -> None:
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as session:
         bound = (await session.place(1, routing=routing())).decision.worker.worker_id
         await session.send(frees=[key(1)])
-        await until(lambda: bound_at(two) == bound, "the other hears of it")
+        await until(lambda: bound_at(two) == bound, "the other router has it")
     await one.die()
-    await until(lambda: not two.app.peers.replica.peers, "it is gone")
+    await until(lambda: not two.app.peers.replica.peers, "the router is gone")
     again = await mesh.router()
-    assert bound_at(again) == bound, "before it was asked anything"
-    assert {await ask(again) for _ in range(5)} == {bound}
+    assert bound_at(again) == bound, "before its first request"
+    assert {await route(again) for _ in range(5)} == {bound}
 
 
 @pytest.mark.slow
-async def test_a_lone_router_that_starts_again_learns_sessions_from_live_bookings(
+async def test_a_restarted_router_without_peers_restores_sessions_from_live_bookings(
     mesh: Mesh,
 ) -> None:
     one = await mesh.router()
@@ -123,7 +123,7 @@ async def test_a_lone_router_that_starts_again_learns_sessions_from_live_booking
     )
     async with alone.session(FRONTEND, held) as session:
         assert (await session.place(1)).decision.session_revision == decision.session_revision
-        assert {await ask(alone) for _ in range(5)} == {decision.worker.worker_id}
+        assert {await route(alone) for _ in range(5)} == {decision.worker.worker_id}
         assert alone.metric("affinity_bindings") == 1
 
 
@@ -133,24 +133,24 @@ async def test_a_request_that_runs_through_another_router_keeps_the_session(mesh
         bound = (await session.place(1, routing=routing())).decision.worker.worker_id
         await until(lambda: len(two.router.book) == 1, "the other counts it")
         for router in (one, two):
-            router.clock.now += 2.0  # Less than what makes peers silent.
+            router.clock.now += 2.0  # Less than the silence timeout of peers.
         two.router.affinity.expire(two.clock.now + 100 * TTL_S)
         assert bound_at(two) == bound
         await session.send(frees=[key(1)])
-        await until(lambda: len(two.router.book) == 0, "the other hears that it ended")
+        await until(lambda: len(two.router.book) == 0, "the other receives its end")
         two.router.affinity.expire(two.clock.now)
         two.router.affinity.expire(two.clock.now + TTL_S)
         assert bound_at(two) is None
 
 
-async def test_what_closes_or_moves_a_session_at_one_router_does_at_all(mesh: Mesh) -> None:
+async def test_closing_or_moving_a_session_at_one_router_applies_at_all_routers(mesh: Mesh) -> None:
     one, two = await mesh.router(), await mesh.router()
     async with one.session() as here, two.session(FRONTEND + 1) as there:
         bound = (await here.place(1, routing=routing())).decision.worker.worker_id
-        await until(lambda: bound_at(two) == bound, "the other hears of it")
+        await until(lambda: bound_at(two) == bound, "the other router has it")
         moved = (await there.place(2, routing=routing(SessionAction.OPEN))).decision.worker
         assert moved.worker_id != bound, "it chooses by load"
-        await until(lambda: bound_at(one) == moved.worker_id, "the first hears of the move")
+        await until(lambda: bound_at(one) == moved.worker_id, "the first receives the move")
         await here.place(3, routing=routing(SessionAction.CLOSE))
-        await until(lambda: bound_at(two) is None, "the other hears of the end")
+        await until(lambda: bound_at(two) is None, "the other receives the end")
         assert len(two.router.affinity) == 0

@@ -210,7 +210,9 @@ async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> Non
             ),
         )
         book = bed.router.book
-        await until(lambda: book.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in")
+        await until(
+            lambda: book.ranks.report_age_s(Placement(1, 0), 0.0) is not None, "a report is in"
+        )
         bed.clock.now += 0.25
         answer = await explain(bed, query(prompt))
         rows = {row.worker.worker_id: row for row in answer.candidates}

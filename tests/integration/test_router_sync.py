@@ -1,4 +1,4 @@
-"""Routers that share their bookings, over real gRPC sockets, with the memory registry."""
+"""Replication of bookings over real gRPC sockets, with the memory registry."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Bed:
         )
 
     async def nodes(self, count: int) -> list[RouterBed]:
-        """All of them with streams to all the others."""
+        """Routers with streams to all the others."""
         nodes = [await self.node() for _ in range(count)]
-        await until(lambda: all(peers(n) == count - 1 for n in nodes), "all tell all the others")
+        await until(lambda: all(peers(n) == count - 1 for n in nodes), "all routers are connected")
         return nodes
 
 
@@ -71,18 +71,18 @@ def orphans(node: RouterBed) -> int:
 
 
 def owned(node: RouterBed) -> list[BookingKey]:
-    """Of what it tells the others."""
+    """Keys of the bookings that it sends to peers."""
     book = node.router.book
     return [booking.key for booking in book if book.own(booking.key)]
 
 
 async def dump(node: RouterBed) -> dict[str, pb.Booking]:
-    answer: pb.DumpResponse = await node.unary("Dump", pb.DumpRequest())
-    return {booking.key.request_id: booking for booking in answer.bookings}
+    response: pb.DumpResponse = await node.unary("Dump", pb.DumpRequest())
+    return {booking.key.request_id: booking for booking in response.bookings}
 
 
 async def agree(nodes: list[RouterBed], count: int) -> dict[str, pb.Booking]:
-    """What all of them dump, once that is the same and so many."""
+    """The bookings of all routers, once they are equal and that many."""
     deadline = asyncio.get_running_loop().time() + WAIT_S
     while True:
         dumps = [await dump(node) for node in nodes]
@@ -93,7 +93,7 @@ async def agree(nodes: list[RouterBed], count: int) -> dict[str, pb.Booking]:
 
 
 @pytest.mark.row("S1-04", "S1-05")
-async def test_what_one_router_books_weighs_at_all_and_goes_with_its_end(bed: Bed) -> None:
+async def test_a_booking_of_one_router_counts_at_all_until_its_end(bed: Bed) -> None:
     nodes = await bed.nodes(3)
     async with nodes[0].session() as first, nodes[1].session() as second:
         for number in range(3):
@@ -121,7 +121,7 @@ async def test_decisions_carry_the_addresses_of_their_workers(bed: Bed) -> None:
     assert decision.prefill_address == ""
 
 
-async def test_bookings_of_a_router_that_dies_are_counted_until_announced_or_three_seconds(
+async def test_bookings_of_a_dead_router_count_until_reregistered_or_for_three_seconds(
     bed: Bed,
 ) -> None:
     dying, *rest = await bed.nodes(3)
@@ -130,32 +130,34 @@ async def test_bookings_of_a_router_that_dies_are_counted_until_announced_or_thr
             await session.place(number)
         held = await agree(rest, 3)
         await dying.die()
-    await until(lambda: all(orphans(n) == 3 for n in rest), "they are orphans everywhere")
+    await until(lambda: all(orphans(n) == 3 for n in rest), "they are orphans at all routers")
     assert await agree(rest, 3) == held
     async with rest[0].session(FRONTEND, held["r0"], held["r1"]):
-        await until(lambda: all(orphans(n) == 1 for n in rest), "two were adopted everywhere")
+        await until(lambda: all(orphans(n) == 1 for n in rest), "two were adopted at all routers")
         for node in rest:
             node.clock.now += ORPHAN_S
         assert (await agree(rest, 2)).keys() == {"r0", "r1"}
         assert all(orphans(node) == 0 for node in rest)
 
 
-async def test_a_frontend_that_moves_leaves_nothing_counted_twice(bed: Bed) -> None:
+async def test_bookings_of_a_frontend_that_moves_are_not_counted_twice(bed: Bed) -> None:
     old, new = await bed.nodes(2)
     async with old.session() as session:
         await session.place(0)
         held = await agree([old, new], 1)
     async with new.session(FRONTEND, *held.values()) as session:
-        await until(lambda: owned(new), "the new one has it")
-        # It may see the end of its session later than the other the beginning.
-        await until(lambda: not owned(old), "the old one has handed it over")
+        await until(lambda: owned(new), "the new router owns it")
+        # The old router may see the end later than the new one sees the beginning.
+        await until(lambda: not owned(old), "the old router has handed it over")
         assert await agree([old, new], 1) == held
         assert orphans(old) == 0
         await session.send(frees=[key(0)])
         await agree([old, new], 0)
 
 
-async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: Bed) -> None:
+async def test_bookings_of_a_frontend_gone_from_discovery_are_freed_at_all_routers(
+    bed: Bed,
+) -> None:
     nodes = await bed.nodes(2)
     lease = await bed.registry.register(Instance(FRONTEND, NS, "frontend", "", "f:1"))
     async with nodes[0].session() as session:
@@ -165,7 +167,7 @@ async def test_a_frontend_gone_from_discovery_is_freed_everywhere_at_once(bed: B
     await agree(nodes, 0)
 
 
-async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_serves(
+async def test_a_starting_router_has_the_bookings_of_its_peers_before_it_serves(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", WAIT_S)
@@ -175,15 +177,15 @@ async def test_a_router_that_starts_knows_the_bookings_of_its_peers_before_it_se
         await two.place(1)
         late = await bed.node(registered=False)
         assert (await dump(late)).keys() == {"r0", "r1"}
-        assert orphans(late) == 2, "until the peers have seen it, and tell it"
+        assert orphans(late) == 2, "until the peers discover it and send a full sync"
         await late.app.register()
-        await until(lambda: peers(late) == 2 and orphans(late) == 0, "they tell it")
+        await until(lambda: peers(late) == 2 and orphans(late) == 0, "the peers send a full sync")
         await one.send(frees=[key(0)])
         await agree([first, second, late], 1)
 
 
 @pytest.mark.slow
-async def test_a_router_that_starts_after_a_peer_died_counts_what_that_one_held(
+async def test_a_router_that_starts_after_a_peer_died_counts_its_bookings(
     bed: Bed,
 ) -> None:
     dying, left = await bed.nodes(2)
@@ -192,34 +194,37 @@ async def test_a_router_that_starts_after_a_peer_died_counts_what_that_one_held(
             await session.place(number)
         held = await agree([dying, left], 3)
         await dying.die()
-    await until(lambda: orphans(left) == 3, "no frontend has announced them yet")
-    # Discovery shows the dead one still: it is not waited for longer than FIRST_SNAPSHOT_S.
+    await until(lambda: orphans(left) == 3, "no frontend has registered them again yet")
+    # Discovery still shows the dead router: the start waits for it at most STARTUP_TIMEOUT_S.
     late = await bed.node(registered=False)
-    assert await agree([late], 3) == held, "nobody knows it, so that it has them by its asking"
+    assert await agree([late], 3) == held, "no peer knows it: it has them from the snapshot"
     async with left.session(FRONTEND, *held.values()):
-        await until(lambda: not orphans(left), "their frontend goes to the one that is left")
+        await until(lambda: not orphans(left), "their frontend moves to the remaining router")
         await late.app.register()
-        await until(lambda: peers(late) == 1 and not orphans(late), "which tells the newcomer")
+        await until(
+            lambda: peers(late) == 1 and not orphans(late),
+            "which sends them to the starting router",
+        )
         for node in (left, late):
             node.clock.now += ORPHAN_S
         assert await agree([left, late], 3) == held
 
 
 class _Silent(MemoryRegistry):
-    """A registry that does not answer at first."""
+    """A registry that does not respond at first."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__(store)
-        self.answers = asyncio.Event()
+        self.is_ready = asyncio.Event()
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
-        await self.answers.wait()
+        await self.is_ready.wait()
         async with super().watch(namespace) as watch:
             yield watch
 
 
-async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_then(
+async def test_a_router_that_starts_before_its_registry_fetches_snapshots_later(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
@@ -228,17 +233,17 @@ async def test_a_router_that_starts_before_its_registry_answers_asks_its_peers_t
         await session.place(0)
         registry = _Silent(bed.store)
         late = await bed.node(registered=False, watched=registry)
-        assert await dump(late) == {}, "it serves all the same"
-        registry.answers.set()
+        assert await dump(late) == {}, "it serves without peers"
+        registry.is_ready.set()
         assert (await agree([late], 1)).keys() == {"r0"}
-        assert peers(late) == 0, "nobody knows it: it has asked"
+        assert peers(late) == 0, "no peer knows it: it fetched the snapshot"
 
 
-async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) -> None:
+async def test_output_blocks_and_decay_give_the_same_load_at_all_routers(bed: Bed) -> None:
     nodes = await bed.nodes(2)
 
-    async def weighed(blocks: int, load: int) -> pb.Booking:
-        """The booking, once all routers hold so many blocks of it, which weigh so much."""
+    async def check_load(blocks: int, load: int) -> pb.Booking:
+        """The booking, once all routers have these blocks of it with this load."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         for node in nodes:
             while (held := (await dump(node)).get("r0", pb.Booking())).decode_blocks != blocks:
@@ -253,25 +258,25 @@ async def test_growth_and_decay_of_answers_weigh_at_all_routers_alike(bed: Bed) 
         await session.place(0)
         await agree(nodes, 1)
         await session.send(outputs=[pb.OutputBlocks(key=key(0), blocks=3)])
-        await weighed(10, 10)
+        await check_load(10, 10)
         await session.send(outputs=[pb.OutputBlocks(key=key(0), blocks=6, decay_fraction=0.5)])
-        held = await weighed(16, 8)
+        held = await check_load(16, 8)
         assert (held.revision, held.decay_fraction) == (3, 0.5)
         async with nodes[1].session(FRONTEND, held) as other:
-            await until(lambda: owned(nodes[1]), "the other one has it")
+            await until(lambda: owned(nodes[1]), "the other router owns it")
             await other.send(outputs=[pb.OutputBlocks(key=key(0), blocks=4, decay_fraction=0.25)])
-            await weighed(20, 5)
+            await check_load(20, 5)
         late = await bed.node()
         nodes.append(late)
-        await weighed(20, 5)
+        await check_load(20, 5)
 
 
-async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
+async def test_a_peer_that_does_not_respond_does_not_delay_the_start(
     bed: Bed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as hung:
+        address = f"127.0.0.1:{hung.getsockname()[1]}"
         await bed.registry.register(Instance(900, NS, "router", "", address))
         async with asyncio.timeout(WAIT_S):
             node = await bed.node()
@@ -280,8 +285,8 @@ async def test_a_peer_that_does_not_answer_keeps_nobody_waiting(
             assert (await session.place(0)).HasField("decision")
 
 
-class _Deaf(router_pb2_grpc.RouterServiceServicer):
-    """A peer whose process hangs once it has sent its snapshot."""
+class _HungPeer(router_pb2_grpc.RouterServiceServicer):
+    """A peer that hangs after it has sent its snapshot."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -297,49 +302,49 @@ async def test_a_peer_that_hangs_is_dialled_again(
 ) -> None:
     monkeypatch.setattr(router_svc.replication_sync, "SILENCE_TIMEOUT_S", 0.2)
     server = rpc.server()
-    deaf = _Deaf()  # type: ignore[abstract]  # It serves nothing else.
-    router_pb2_grpc.add_RouterServiceServicer_to_server(deaf, server)
+    hung = _HungPeer()  # type: ignore[abstract]  # It serves nothing else.
+    router_pb2_grpc.add_RouterServiceServicer_to_server(hung, server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
     bed.stack.push_async_callback(server.stop, None)
     await bed.registry.register(Instance(900, NS, "router", "", f"127.0.0.1:{port}"))
     await bed.node()
-    await until(lambda: deaf.calls >= 2, "the stream is opened again")
+    await until(lambda: hung.calls >= 2, "the stream is opened again")
 
 
-async def test_a_peer_that_tells_nothing_is_lost_and_taken_back(bed: Bed) -> None:
+async def test_a_silent_peer_is_lost_and_accepted_again(bed: Bed) -> None:
     node = await bed.node()
-    async with _telling(node, 900) as call:
+    async with _sync_call(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
         await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer")
         node.clock.now += router_svc.replication_sync.SILENCE_TIMEOUT_S + 0.1
         await until(lambda: peers(node) == 0, "silence ends the stream")
         assert orphans(node) == 1
         assert "no frame from the peer" in str(await _error_of(call))
-    async with _telling(node, 900) as call:
+    async with _sync_call(node, 900) as call:
         await call.write(_frame(900, 1, upserts=[_booking(0)], begins_all=True, ends_all=True))
-        await until(lambda: peers(node) == 1 and not orphans(node), "it is back")
+        await until(lambda: peers(node) == 1 and not orphans(node), "it is a peer again")
 
 
-async def test_a_wrong_digest_is_answered_by_asking_for_everything(bed: Bed) -> None:
+async def test_a_wrong_digest_causes_a_request_for_a_full_sync(bed: Bed) -> None:
     node = await bed.node()
-    async with _telling(node, 900) as call:
+    async with _sync_call(node, 900) as call:
         await call.write(_frame(900, 1, begins_all=True, ends_all=True))
         assert not (await call.read()).resend
         await call.write(_frame(900, 2, digest=12345))
-        answer = await call.read()
-        assert (answer.resend, answer.acked_sequence) == (True, 2)
+        response = await call.read()
+        assert (response.resend, response.acked_sequence) == (True, 2)
         assert node.metric("sync_resends") == 1
         assert node.metric("peers") == 1
 
 
 async def test_a_newer_stream_of_a_peer_ends_its_older_one(bed: Bed) -> None:
     node = await bed.node()
-    async with _telling(node, 900) as older, _telling(node, 900) as newer:
-        all_told = {"upserts": [_booking(0)], "begins_all": True, "ends_all": True}
-        await older.write(_frame(900, 1, **all_told))
+    async with _sync_call(node, 900) as older, _sync_call(node, 900) as newer:
+        full_sync = {"upserts": [_booking(0)], "begins_all": True, "ends_all": True}
+        await older.write(_frame(900, 1, **full_sync))
         await older.read()
-        await newer.write(_frame(900, 1, **all_told))
+        await newer.write(_frame(900, 1, **full_sync))
         await newer.read()
         await older.write(_frame(900, 2))
         assert isinstance(error := await _error_of(older), Conflict)
@@ -355,13 +360,13 @@ async def test_a_newer_stream_of_a_peer_ends_its_older_one(bed: Bed) -> None:
         ([{"router_id": 900, "sequence": 1}, {"router_id": 901, "sequence": 2}], "router_id"),
         ([{"router_id": 900, "sequence": 0}], "sequence"),
     ],
-    ids=["nobody", "two at once", "no sequence"],
+    ids=["no id", "two ids", "no sequence"],
 )
-async def test_a_frame_that_cannot_be_is_refused_by_name(
+async def test_an_invalid_frame_is_refused_and_its_field_named(
     bed: Bed, frames: list[dict[str, Any]], field: str
 ) -> None:
     node = await bed.node()
-    async with _telling(node, 900) as call:
+    async with _sync_call(node, 900) as call:
         for frame in frames:
             await call.write(pb.SyncRequest(**frame))
         assert isinstance(error := await _error_of(call), InvalidRequest)
@@ -369,20 +374,24 @@ async def test_a_frame_that_cannot_be_is_refused_by_name(
     await until(lambda: peers(node) == 0, "the stream is over")
 
 
-async def test_what_cannot_be_of_what_a_peer_says_harms_neither_its_stream_nor_what_follows(
+async def test_invalid_entries_of_a_peer_do_not_affect_its_stream_or_later_entries(
     bed: Bed,
 ) -> None:
     node = await bed.node()
     wrong = [pb.Booking(), pb.Booking(frontend_id=1), _booking(9)]
     wrong[-1].revision = 2**64 - 1
     binding = pb.SessionBinding(session_id="s", revision=1, bound_by=key(0), frontend_id=1)
-    async with _telling(node, 900) as call:
-        told = {"upserts": [*wrong, _booking(0)], "removals": [pb.Booking(frontend_id=1)]}
-        await call.write(_frame(900, 1, begins_all=True, ends_all=True, bindings=[binding], **told))
+    async with _sync_call(node, 900) as call:
+        entries = {"upserts": [*wrong, _booking(0)], "removals": [pb.Booking(frontend_id=1)]}
+        await call.write(
+            _frame(900, 1, begins_all=True, ends_all=True, bindings=[binding], **entries)
+        )
         assert not (await call.read()).resend
         await call.write(_frame(900, 2, upserts=[_booking(1)], digest=12345))
-        answer = await call.read()
-        assert (answer.resend, answer.acked_sequence) == (False, 2), "its digest has them all"
+        response = await call.read()
+        assert (response.resend, response.acked_sequence) == (False, 2), (
+            "the digest of its sender includes the refused entries"
+        )
         assert (await dump(node)).keys() == {"r0", "r1"}
         assert node.metric("sync_refused") == 5
 
@@ -393,12 +402,12 @@ async def test_a_router_that_drains_ends_the_streams_of_its_peers(bed: Bed) -> N
         await session.place(0)
         held = await agree([leaving, staying], 1)
         await leaving.app.deregister()
-        assert await leaving.app.drain(WAIT_S) == [], "no call had to be cut"
+        assert await leaving.app.drain(WAIT_S) == [], "no call was cancelled"
     async with staying.session(FRONTEND, *held.values()):
-        await until(lambda: owned(staying), "the frontend went on elsewhere")
+        await until(lambda: owned(staying), "the frontend moved to the other router")
 
 
-async def test_replicas_follow_each_other_through_thousands_of_bookings(bed: Bed) -> None:
+async def test_routers_replicate_thousands_of_bookings(bed: Bed) -> None:
     nodes = await bed.nodes(2)
     count = 3000
     async with nodes[0].session() as session:
@@ -412,8 +421,8 @@ async def test_replicas_follow_each_other_through_thousands_of_bookings(bed: Bed
 
 
 @asynccontextmanager
-async def _telling(node: RouterBed, router_id: int) -> AsyncIterator[Any]:
-    """A Sync call of a peer made up by the test, after the snapshot."""
+async def _sync_call(node: RouterBed, router_id: int) -> AsyncIterator[Any]:
+    """A Sync call of a fake peer, after the snapshot."""
     call: Any = node.stub.Sync()
     async with rpc.cancelling(call):
         async with asyncio.timeout(WAIT_S):
@@ -438,11 +447,11 @@ def _booking(number: int) -> pb.Booking:
 
 
 async def _error_of(call: Any) -> MeshError:
-    """What a call ends with, past the frames before it."""
+    """The error at the end of a call, after its frames."""
     async with asyncio.timeout(WAIT_S):
         try:
             while await call.read() is not grpc.aio.EOF:
                 pass
         except grpc.aio.AioRpcError as error:
             return mesh_error_from_rpc(error)
-    raise AssertionError("the call ended well")
+    raise AssertionError("the call ended without error")

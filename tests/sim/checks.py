@@ -713,7 +713,7 @@ def _router_rest(router: SimRouter) -> dict[str, bool]:
         f"{book.orphan_count} orphans are left": book.orphan_count == 0,
         "a rank still carries load": all(
             rank.booked.requests == rank.booked.prefill_tokens == rank.booked.decode_blocks == 0
-            for rank in book._ranks.values()
+            for rank in book.ranks._ranks.values()
         ),
     }
 

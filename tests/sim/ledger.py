@@ -1,12 +1,11 @@
-"""What routers decided, kept by somebody else than they: rules about each decision.
+"""Independent checks of router decisions.
 
-Rules by name: `session` (a live session's requests go where it is bound); `queue` (who waits is
-served in order, and in time); `busy` (who has too much to do gets no more); `guess` (what a router
-believes of a cache is what the index says, and what it sent there lately); `departed` (a model
-whose last worker left is missed for a while, then forgotten).
+Checks by name: `session` (requests of a live session go to its placement); `queue` (queued requests
+are served in order, and in time); `busy` (a busy worker gets no further requests); `guess` (the
+overlap of a decision is within what the index reports and what was routed there recently);
+`departed` (a model is unavailable for a while after its last worker left, then unknown).
 
-All that is needed for them is written down here anew, from the questions and the answers. Times are
-virtual seconds.
+The expected state is derived here from requests and results only. Times are virtual seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.types import BookingKey, Placement
 
-# Guesses are judged by the time of the latest tick, and leave with one of the next.
+# Approximate entries expire by the latest tick, and are dropped at one of the next.
 APPROX_SLACK_S = TICK_S + 0.01
 # A router's clock shows the same time in one turn of the loop, whatever it does.
 CLOCK_TOLERANCE_S = 1e-9
-# In a calm mesh all routers know what one of them has decided after this time.
+# In an undisturbed mesh all routers have each other's decisions after this time.
 SYNC_MAX_S = 1.5
-# Idle sessions are looked for each second, when the router ticks.
+# Idle sessions expire at the ticks of the router.
 SESSION_EXPIRY_SLACK_S = 1.0 + 2 * TICK_S
 
 ReportViolation = Callable[[str, str], None]
@@ -43,7 +42,7 @@ ReportViolation = Callable[[str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class _SessionPlacement:
-    """Where a session went at some time, and by which ledger's router."""
+    """A placement of a session at some time, and the checker of the router that decided it."""
 
     at: float
     by: DecisionChecker
@@ -57,8 +56,9 @@ class _SessionPlacement:
 
 @dataclass(frozen=True, slots=True)
 class _QueuedRequest:
-    """One who was parked. group: whoever shares it waits for the same workers; key: by the queue's
-    policy, the larger first; None where that depends on caches."""
+    """A queued request. group: equal for requests that wait for the same workers; key: sort key by
+    the queue's policy, larger first; None if the policy depends on caches.
+    """
 
     query: Query
     at: float
@@ -67,10 +67,10 @@ class _QueuedRequest:
 
 
 class SessionHistory:
-    """Where the sessions of all routers of a mesh went, the latest last.
+    """The session placements of all routers of a mesh, newest last.
 
-    is_calm: nothing has befallen the routers so far, and what they tell each other. used_at: when
-    any request of any router lived last.
+    is_undisturbed: no fault has affected routers or their replication so far. used_at: when a
+    request last ran at any router.
     """
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ class SessionHistory:
         self.used_at = float("-inf")
 
     def of(self, name: tuple[str, str]) -> list[_SessionPlacement]:
-        """All of one session since it was last closed."""
+        """All placements of a session since it was last closed."""
         return self._bound.setdefault(name, [])
 
     def placement(
         self, name: tuple[str, str], decision_checker: DecisionChecker, now: float
     ) -> _SessionPlacement | None:
-        """Where a session is for a router beyond doubt; None if that cannot be told.
+        """The certain placement of a session for one router; None if it is ambiguous.
 
-        Routers tell each other. Of bonds that were made at about the same time either may hold, and
-        where routers are disturbed nobody knows who has heard of what.
+        Routers replicate sessions. Of records made at about the same time either may win, and after
+        a fault it is unknown which router has received which.
         """
         placements = self.of(name)
         if not placements:
@@ -107,15 +107,16 @@ class SessionHistory:
         return last
 
     def close(self, name: tuple[str, str], by: DecisionChecker, now: float) -> None:
-        """It ended, by a router's word."""
+        """A decision of a router closed the session."""
         self._bound.pop(name, None)
         self._closed[name] = by, now
 
 
 class DecisionChecker:
-    """The decisions of one router. breach: takes a rule and what broke it. counts: what happened.
+    """Checks the decisions of one router. violation: takes a check's name and a text. counts:
+    events.
 
-    sessions: those of all routers. rules, choice: the router's.
+    sessions: those of all routers. policy, choice: the router's.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class DecisionChecker:
         # Models that workers served, and when the last one was gone.
         self._models: dict[str, float | None] = {}
 
-    # -- what routers tell ----------------------------------------------------------------------
+    # -- events of the router -------------------------------------------------------------------
 
     def updated(self, router: Router, changes: SnapshotDiff, now: float) -> None:
         """The fleet changed."""
@@ -153,7 +154,7 @@ class DecisionChecker:
                 self._models[model] = now
 
     def queued(self, query: Query, key: BookingKey, now: float) -> None:
-        """A question is to wait."""
+        """A request was queued."""
         queued_request = _QueuedRequest(
             query, now, _eligibility_group(query), self._priority_key(query, now)
         )
@@ -163,27 +164,28 @@ class DecisionChecker:
     def placed(
         self, router: Router, query: Query, key: BookingKey, decision: Decision, now: float
     ) -> None:
-        """A question was answered just now, at once or after a wait, and is booked."""
+        """A request was placed and booked, at once or after a wait."""
         mine = self._waiting.pop(key, None)
         if mine is None:
             ahead = list(self._still_waiting(router, _eligibility_group(query)))
-            # Those who wait for where their session was bound before are found at a tick, also if
-            # it was bound to the same place again just now.
+            # Requests that wait for an earlier placement of their session are rescanned at a tick,
+            # also if the session has the same placement again.
             if ahead and decision.affinity in ("", "kept"):
                 self._report_violation(
-                    "queue", f"{key.request_id} went past {len(ahead)} that wait"
+                    "queue", f"{key.request_id} was placed before {len(ahead)} queued requests"
                 )
         else:
             self._check_order(router, key, mine)
         self._check_decision(router, query, decision, now)
 
     def _check_order(self, router: Router, key: BookingKey, mine: _QueuedRequest) -> None:
-        queued = router.queue._queued.get(key)  # None: it was asked again.
+        queued = router.queue._queued.get(key)  # None: it was requested again.
         constraint_class = None if queued is None else queued.constraint_class
         for name, other in self._still_waiting(router, mine.group, constraint_class):
             if other.query.strict_priority > mine.query.strict_priority:
                 self._report_violation(
-                    "queue", f"{key.request_id} came before {name}, of a higher level"
+                    "queue",
+                    f"{key.request_id} was placed before {name}, of a higher priority level",
                 )
             elif other.query.strict_priority < mine.query.strict_priority:
                 self._counts["levels passed"] += 1
@@ -193,11 +195,11 @@ class DecisionChecker:
                 and other.key > mine.key + CLOCK_TOLERANCE_S
             ):
                 self._report_violation(
-                    "queue", f"{key.request_id} came before {name}, which was ahead of it"
+                    "queue", f"{key.request_id} was placed before {name}, which was ahead of it"
                 )
 
     def refused(self, router: Router, query: Query, error: MeshError, now: float) -> None:
-        """A question was answered with an error."""
+        """A request failed."""
         self._counts[f"refused: {error.reason}"] += 1
         if router.fleet.roles(query.model) or not router.fleet.has_snapshot:
             return
@@ -208,12 +210,14 @@ class DecisionChecker:
         if is_recent and not (isinstance(error, Unavailable) and error.retry_after_s):
             self._report_violation("departed", f"{query.model} left at {gone_at:.1f} s: {error!r}")
         if not is_recent and not isinstance(error, UnknownModel):
-            self._report_violation("departed", f"{query.model} is not known, but it says {error!r}")
+            self._report_violation(
+                "departed", f"{query.model} is unknown, but the error is {error!r}"
+            )
 
-    # -- what others ask ------------------------------------------------------------------------
+    # -- periodic checks ------------------------------------------------------------------------
 
     def look(self, router: Router, now: float) -> None:
-        """From time to time: nobody waits for too long."""
+        """No request is queued for too long."""
         if len(router.book):
             self._sessions.used_at = now
         wait_limit_s = self._policy.queue.wait_max_s + TICK_S + 0.1
@@ -224,7 +228,7 @@ class DecisionChecker:
                 )
 
     def problems(self, router: Router, now: float) -> Iterator[str]:
-        """What the router should have forgotten by now, and has not."""
+        """State that the router should have dropped by now."""
         age_s, overlaps, choice = now - self._last_approx_at, router.overlaps, self._choice
         for index, limits in (
             (overlaps.approximate, choice.approximate),
@@ -232,7 +236,7 @@ class DecisionChecker:
         ):
             is_due = limits is not None and age_s > limits.ttl_s + 2 * TICK_S
             if is_due and index is not None and index.blocks:
-                yield f"{index.blocks} guesses are left after {age_s:.1f} s"
+                yield f"{index.blocks} approximate entries are left after {age_s:.1f} s"
         idle_s = now - self._sessions.used_at
         if len(router.affinity) and idle_s > self._policy.session_ttl_s + SESSION_EXPIRY_SLACK_S:
             yield f"{len(router.affinity)} sessions are left after {idle_s:.1f} s"
@@ -240,7 +244,7 @@ class DecisionChecker:
     # -- decisions ------------------------------------------------------------------------------
 
     def _check_decision(self, router: Router, query: Query, decision: Decision, now: float) -> None:
-        """One was made just now, and booked."""
+        """Check a decision that was just made and booked."""
         self._counts[f"session {decision.affinity}"] += bool(decision.affinity)
         self._check_busy(router, decision, now)
         self._check_overlap(router, query, decision, now)
@@ -249,7 +253,7 @@ class DecisionChecker:
             self._check_session(router, query, decision, now)
 
     def _check_session(self, router: Router, query: Query, decision: Decision, now: float) -> None:
-        assert query.routing is not None, "who names a session has hints"
+        assert query.routing is not None, "a request with a session has routing hints"
         control = query.routing.session_control
         assert control is not None, "see above"
         name = (query.model, control.session_id)
@@ -280,12 +284,12 @@ class DecisionChecker:
     def _may_deviate(
         self, router: Router, placement: _SessionPlacement, decision: Decision, now: float
     ) -> bool:
-        """Whether a soft session's request need not wait for its own worker, which is busy."""
+        """Whether a soft session's request may leave its own worker because that is busy."""
         policy = self._policy
         if policy.session_mode == "hard":
             return False
         if decision.fallback:
-            return True  # Its own way of running was full, and the next one has other workers.
+            return True  # Its serving mode was full; the next one has other workers.
         load = _load_before(router, placement.prefill or placement.worker, decision, now)
         share, batch = policy.queue.threshold, load.worker.max_num_batched_tokens or 0
         is_full = share is not None and load.tokens > share * batch
@@ -305,10 +309,10 @@ class DecisionChecker:
             self._report_violation("busy", f"{decision.worker.worker_id:x} was busy: {too_much}")
 
     def _check_overlap(self, router: Router, query: Query, decision: Decision, now: float) -> None:
-        """What was believed of the cache is what the index says, or was sent there lately."""
+        """The assumed overlap is within what the index reports and what was routed there."""
         place = decision.worker if decision.prefill is None else decision.prefill
         at = router.fleet.candidate(place)
-        assert at is not None, "a decision is about somebody who is there"
+        assert at is not None, "the worker of a decision is present"
         index_kind, limits = self._index_kind(at.instance), None
         if index_kind == "approx":
             limits = self._choice.approximate
@@ -345,11 +349,11 @@ class DecisionChecker:
                 f"{at.instance.stable_name}'s ({index_kind})"
             )
             self._report_violation(
-                "guess", f"a router believes in {assumed_blocks}, it should be in {message}"
+                "guess", f"the router assumed {assumed_blocks} blocks; expected {message}"
             )
 
     def _index_kind(self, worker: Instance) -> str:
-        """How the router can know a worker's cache."""
+        """The router's overlap source for a worker."""
         if self._choice.kind == "approx" and worker.kv_index == "events":
             return "approx"
         return worker.kv_index
@@ -359,7 +363,7 @@ class DecisionChecker:
     def _still_waiting(
         self, router: Router, group: object, constraint_class: ConstraintClass | None = None
     ) -> Iterator[tuple[str, _QueuedRequest]]:
-        """Whom the router has not sent away meanwhile. None: of every group, of whatever lane."""
+        """Requests that are still queued. None: of every group, of any constraint class."""
         queued = router.queue._queued
         for key in [key for key in self._waiting if key not in queued]:
             del self._waiting[key]
@@ -384,7 +388,7 @@ class DecisionChecker:
 
 
 def _deviates(placement: _SessionPlacement, new_placement: _SessionPlacement) -> bool:
-    """Whether a request went elsewhere than its session."""
+    """Whether a request left the placement of its session."""
     splits = placement.prefill is not None and new_placement.prefill is not None
     return placement.worker != new_placement.worker or (
         splits and placement.prefill != new_placement.prefill
@@ -392,7 +396,7 @@ def _deviates(placement: _SessionPlacement, new_placement: _SessionPlacement) ->
 
 
 def _is_queued_correctly(router: Router, queued: QueuedRequest) -> bool:
-    """Whether its session is bound as it was when it was parked; else it is found at a tick."""
+    """Whether the session placement is unchanged since queuing; else a tick rescans the request."""
     session_constraint = router.affinity.session_constraint(queued.query, router.fleet.has)
     return queued.constraint_class.placements == (
         () if session_constraint is None else session_constraint.required_placements
@@ -400,7 +404,7 @@ def _is_queued_correctly(router: Router, queued: QueuedRequest) -> bool:
 
 
 def _eligibility_group(query: Query) -> object:
-    """Equal for those that may run on the same workers."""
+    """Equal for requests that may run on the same workers."""
     routing = replace(query.routing or RoutingHints(), priority_jump=None, priority=None)
     return (query.model, repr(routing), query.excluded_worker_ids)
 
@@ -408,7 +412,7 @@ def _eligibility_group(query: Query) -> object:
 def _matched_depth(
     names: Sequence[tuple[str, int]], routed_blocks: dict[tuple[str, int], float], since: float
 ) -> int:
-    """How many leading blocks were touched after some time."""
+    """Leading blocks that were touched after `since`."""
     for count, name in enumerate(names):
         if routed_blocks.get(name, float("-inf")) <= since:
             return count
@@ -423,9 +427,9 @@ class _Load:
 
 
 def _load_before(router: Router, place: Placement, decision: Decision, now: float) -> _Load:
-    """What a rank had to do before a decision was booked on it."""
+    """The load of a rank before a decision was booked on it."""
     at = router.fleet.candidate(place)
-    assert at is not None, "a decision is about somebody who is there"
+    assert at is not None, "the worker of a decision is present"
     load = router.book.load(place, now)
     prefills = place == (decision.prefill or decision.worker)
     return _Load(

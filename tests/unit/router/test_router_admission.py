@@ -35,11 +35,12 @@ from router_svc.core.admission import (
     queue_timeout_error,
 )
 from router_svc.core.busy import BusyLimits
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S
+from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
+from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.router import AdmissionResult, Decision, Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
 from router_svc.core.types import (

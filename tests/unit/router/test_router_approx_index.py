@@ -1,4 +1,4 @@
-"""Guesses from decisions: what ranks hold where nobody tells, and before anybody tells."""
+"""Approximate and predicted entries: the index that a router derives from its decisions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def name_of(path: tuple[int, ...]) -> int:
 
 
 def prompt(*blocks: int, model: str = "m", block_size: int = B) -> Query:
-    """A prompt of so many blocks with that content."""
+    """A prompt with these blocks."""
     names = [name_of(blocks[:n]) for n in range(1, len(blocks) + 1)]
     packed = hashes_to_bytes(np.array(names, dtype=np.uint64)) if names else b""
     return Query(model, len(blocks) * block_size, packed, 1, block_size)
@@ -58,7 +58,7 @@ def depths(index: ApproxIndex, query: Query) -> dict[int, int]:
     return {row.source.worker_id: row.device_blocks for row in index.match(query)}
 
 
-def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None:
+def test_a_prompt_and_its_prefixes_match_where_it_was_sent() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2, 3, 4), at(1), 0.0)
     assert depths(index, prompt(1, 2, 3, 4)) == {1: 4}
@@ -68,7 +68,7 @@ def test_a_prompt_is_where_it_was_sent_and_so_is_every_beginning_of_it() -> None
     assert depths(index, prompt()) == {}
 
 
-def test_ranks_of_one_worker_are_told_apart() -> None:
+def test_ranks_of_one_worker_match_separately() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2), at(1, 1), 0.0)
     assert index.match(prompt(1)) == [SourceMatch(Source(1, 1), 1, 1, 1)]
@@ -83,21 +83,21 @@ def test_models_and_block_sizes_do_not_match_each_other(other: dict[str, Any]) -
 
 
 @pytest.mark.row("S1-27")
-def test_a_guess_counts_for_its_time_and_its_beginning_longer_where_it_is_used() -> None:
+def test_an_entry_expires_after_its_ttl_and_later_if_its_prefix_is_used() -> None:
     index = ApproxIndex()
     index.touch(prompt(1, 2, 3), at(1), 0.0)
     index.touch(prompt(1, 8), at(1), 100.0)
     index.expire(TTL_S - 0.1, 0)
     assert depths(index, prompt(1, 2, 3)) == {1: 3}
     index.expire(TTL_S, 0)
-    assert depths(index, prompt(1, 2, 3)) == {1: 1}, "even before anything is dropped"
+    assert depths(index, prompt(1, 2, 3)) == {1: 1}, "even before entries are dropped"
     assert not index.expire(TTL_S, 100)
     assert index.blocks == 2
     index.expire(100.0 + TTL_S, 100)
     assert (depths(index, prompt(1, 8)), index.blocks) == ({}, 0)
 
 
-def test_time_that_goes_back_brings_nothing_back() -> None:
+def test_an_earlier_time_restores_no_expired_entry() -> None:
     index = ApproxIndex()
     index.touch(prompt(1), at(1), 0.0)
     index.expire(TTL_S, 0)
@@ -106,25 +106,27 @@ def test_time_that_goes_back_brings_nothing_back() -> None:
     assert depths(index, prompt(2)) == {1: 1}
 
 
-def test_a_full_map_loses_the_ends_of_what_was_longest_unused() -> None:
+def test_a_full_index_drops_the_ends_of_the_oldest_prompts() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=6, prune_target_ratio=1.0))
     index.touch(prompt(1, 2, 3), at(1), 0.0)
     index.touch(prompt(7, 8, 9), at(1), 1.0)
     index.touch(prompt(1, 4), at(1), 2.0)
     assert index.blocks == 6
-    assert depths(index, prompt(1, 2, 3)) == {1: 2}, "the third had to go, the first is young again"
+    assert depths(index, prompt(1, 2, 3)) == {1: 2}, (
+        "the third was dropped, the first was touched again"
+    )
     assert depths(index, prompt(7, 8, 9)) == {1: 3}
     assert depths(index, prompt(1, 4)) == {1: 2}
 
 
 @pytest.mark.row("S1-27")
-def test_a_full_map_makes_room_down_to_its_target_in_small_steps() -> None:
+def test_a_full_index_is_pruned_to_its_target_in_small_steps() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=100, prune_target_ratio=0.5))
     for number in range(20):
         index.touch(prompt(number, 1, 2, 3, 4), at(1), float(number))
     assert index.blocks == 100
     index.touch(prompt(20), at(1), 20.0)
-    assert index.blocks == 98, "it makes room for one, and then twice as much as was added"
+    assert index.blocks == 98, "it drops one, and then twice as many as were added"
     assert index.expire(20.0, 40)
     assert index.blocks == 58
     assert not index.expire(20.0, 40)
@@ -133,14 +135,14 @@ def test_a_full_map_makes_room_down_to_its_target_in_small_steps() -> None:
     assert depths(index, prompt(19, 1, 2, 3, 4)) == {1: 5}
 
 
-def test_of_a_prompt_larger_than_the_map_its_beginning_is_kept() -> None:
+def test_of_a_prompt_larger_than_the_index_the_beginning_is_kept() -> None:
     index = ApproxIndex(ApproxLimits(blocks_max=8, prune_target_ratio=1.0))
     index.touch(prompt(*range(50)), at(1), 0.0)
     assert (index.blocks, depths(index, prompt(*range(50)))) == (8, {1: 8})
 
 
 @pytest.mark.row("S1-52")
-def test_a_worker_that_left_matches_no_more_on_any_rank_and_its_entries_go_with_time() -> None:
+def test_a_worker_that_left_matches_on_no_rank_and_its_entries_expire() -> None:
     index = ApproxIndex()
     for rank in range(3):
         index.touch(prompt(1, 2), at(1, rank), 0.0)
@@ -152,10 +154,10 @@ def test_a_worker_that_left_matches_no_more_on_any_rank_and_its_entries_go_with_
     index.expire(TTL_S, 100)
     assert (index.blocks, depths(index, prompt(1, 2))) == (2, {2: 2})
     index.touch(prompt(1, 2), at(1), TTL_S)
-    assert depths(index, prompt(1, 2)) == {2: 2, 1: 2}, "should it come back, it begins anew"
+    assert depths(index, prompt(1, 2)) == {2: 2, 1: 2}, "if it returns, it starts empty"
 
 
-def test_what_is_gone_leaves_no_trace_however_many_came_and_went() -> None:
+def test_expired_entries_leave_no_state() -> None:
     index = ApproxIndex(ApproxLimits(ttl_s=5.0))
     for number in range(200):
         now = float(number)
@@ -169,9 +171,9 @@ def test_what_is_gone_leaves_no_trace_however_many_came_and_went() -> None:
     assert not index._by_partition
 
 
-# Against the naive thing: a list of all that was ever touched, the oldest first.
+# Against a naive list of all touched entries, oldest first.
 
-Entry = tuple[int, int, tuple[int, ...]]  # Worker, its life, path.
+Entry = tuple[int, int, tuple[int, ...]]  # Worker, its incarnation, path.
 
 
 class Naive:
@@ -181,22 +183,22 @@ class Naive:
         self.limits = limits
         self.order: list[Entry] = []
         self.touched: dict[Entry, float] = {}
-        self.lives: Counter[int] = Counter()
+        self.incarnations: Counter[int] = Counter()
         self.now = 0.0
 
     def touch(self, path: tuple[int, ...], worker: int) -> None:
         for n in range(min(len(path), self.limits.blocks_max), 0, -1):
-            entry = (worker, self.lives[worker], path[:n])
+            entry = (worker, self.incarnations[worker], path[:n])
             if entry in self.touched:
                 self.order.remove(entry)
             self.order.append(entry)
             self.touched[entry] = self.now
 
     def depth(self, path: tuple[int, ...], worker: int, blocks: int) -> int:
-        """Where only the `blocks` youngest are left."""
+        """The matches if only the `blocks` newest entries remain."""
         young = set(self.order[len(self.order) - blocks :])
         held = [
-            (entry := (worker, self.lives[worker], path[:n])) in young
+            (entry := (worker, self.incarnations[worker], path[:n])) in young
             and self.touched[entry] > self.now - self.limits.ttl_s
             for n in range(1, len(path) + 1)
         ]
@@ -218,7 +220,7 @@ STEPS = st.lists(
 @pytest.mark.row("S1-27")
 @settings(max_examples=150, deadline=None)
 @given(steps=STEPS, blocks_max=st.sampled_from([1, 4, 12, 1000]), ratio=st.sampled_from([0.5, 1.0]))
-def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
+def test_the_index_equals_a_plain_list_of_its_newest_entries(
     steps: list[tuple[str, int, tuple[int, ...], float]], blocks_max: int, ratio: float
 ) -> None:
     limits = ApproxLimits(ttl_s=10.0, blocks_max=blocks_max, prune_target_ratio=ratio)
@@ -234,10 +236,10 @@ def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
             case "forget":
                 index.expire(naive.now, 0)
                 index.forget(worker)
-                naive.lives[worker] += 1
+                naive.incarnations[worker] += 1
         index.expire(naive.now, 0)
         assert index.blocks <= blocks_max
-        # What was dropped is the oldest; the list need not know when.
+        # The oldest entries were dropped.
         assert index.blocks <= len(naive.order)
         for probe in (path, (*path, 0), (0, 1, 0, 1), (1, 1, 1)):
             held = {w: naive.depth(probe, w, index.blocks) for w in (1, 2, 3)}
@@ -245,7 +247,7 @@ def test_it_holds_what_the_youngest_entries_of_a_plain_list_say(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ten_times_what_there_is_room_for_leaves_no_more_than_there_is_room_for(seed: int) -> None:
+def test_ten_times_the_capacity_never_exceeds_the_capacity(seed: int) -> None:
     rng = Random(seed)
     index = ApproxIndex(ApproxLimits(blocks_max=200))
     for now in range(100):
@@ -256,7 +258,7 @@ def test_ten_times_what_there_is_room_for_leaves_no_more_than_there_is_room_for(
     assert depths(index, prompt(*blocks)) != {}, "the newest is there"
 
 
-# Which ways to know are used.
+# Choice of the index kind.
 
 LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
 
@@ -266,7 +268,7 @@ LIMITS = ApproxLimits(ttl_s=7.0, blocks_max=99, prune_target_ratio=0.3)
     ("credit", "uses_overlap_elsewhere", "kv_events", "predicted_ttl_s"),
     list(itertools.product([0.0, 0.5, 1.0, 2.0], [False, True], [False, True], [0.0, 5.0])),
 )
-def test_the_first_rule_that_applies_chooses(
+def test_the_first_rule_that_applies_decides(
     credit: float, uses_overlap_elsewhere: bool, kv_events: bool, predicted_ttl_s: float
 ) -> None:
     choice = derive_index_settings(
@@ -288,14 +290,14 @@ def test_the_first_rule_that_applies_chooses(
 
 
 @pytest.mark.row("S1-43", "S1-98", "S1-99", "S1-100")
-def test_the_knobs_of_the_configuration_reach_the_index() -> None:
+def test_the_settings_of_the_configuration_reach_the_index() -> None:
     config = RouterConfig(
         kv_events=False,
         router_ttl_secs=7.0,
         router_max_tree_size=99,
         router_prune_target_ratio=0.3,
     )
-    approximate = Overlaps(Told({}), config.index_settings).approximate
+    approximate = Overlaps(FakeIndex({}), config.index_settings).approximate
     assert approximate is not None
     assert approximate.limits == LIMITS
     predicted = RouterConfig(router_predicted_ttl_secs=5.0).index_settings.predicted
@@ -303,18 +305,18 @@ def test_the_knobs_of_the_configuration_reach_the_index() -> None:
     assert RouterConfig().index_settings == EVENT_INDEX_SETTINGS
 
 
-# A router that guesses.
+# A router with approximate entries.
 
 
-class Told:
-    """An index that the engines told: blocks by worker, whatever the prompt."""
+class FakeIndex:
+    """An event index with fixed blocks per worker, for any prompt."""
 
     def __init__(self, held: dict[int, tuple[int, int, int]]) -> None:
         self.held = held
-        self.asked = 0
+        self.query_count = 0
 
     def match(self, query: Query) -> list[SourceMatch]:
-        self.asked += 1
+        self.query_count += 1
         return [SourceMatch(Source(worker_id), *tiers) for worker_id, tiers in self.held.items()]
 
     def index_status(self, placement: Placement, now: float) -> IndexStatus:
@@ -325,19 +327,19 @@ KvIndex = Literal["events", "approx", "none"]
 
 
 class Bed:
-    """A router over workers that advertise what they are said to."""
+    """A router with workers that advertise the given index kinds."""
 
     def __init__(
         self,
         *ways: KvIndex,
-        told: dict[int, tuple[int, int, int]] | None = None,
+        reported: dict[int, tuple[int, int, int]] | None = None,
         **cost_settings: Any,
     ) -> None:
-        self.told = Told(told or {})
+        self.index = FakeIndex(reported or {})
         config = RouterConfig(**cost_settings)
         self.router = Router(
             SELECTORS["kv"](),
-            index=self.told,
+            index=self.index,
             choice=config.index_settings,
             cost_settings=config.cost_settings,
         )
@@ -353,7 +355,7 @@ class Bed:
         self.router.update(Snapshot(1, {w.id: w for w in workers}), self.now)
 
     def send(self, query: Query) -> Decision:
-        """Place it, let it end at once."""
+        """Place a request and end it at once."""
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
         decision = self.router.decide(query, key, self.now, Random(self.count))
@@ -374,12 +376,12 @@ def test_a_router_without_events_remembers_where_it_sent_a_prompt() -> None:
     assert again.worker == first.worker
     assert (again.overlap_blocks, again.predicted_cached_tokens) == (4, 64)
     assert again.reasons[0] == "prefix hit: 4 of 5 blocks, guessed"
-    assert bed.told.asked == 0, "there is no index to ask"
+    assert bed.index.query_count == 0, "the router has no event index"
     row = next(r for r in again.considered if r.placement == first.worker)
     assert row.index_status.state == "approx"
 
 
-def test_what_is_only_asked_leaves_no_trace() -> None:
+def test_a_query_without_booking_leaves_no_entry() -> None:
     bed = Bed("approx")
     bed.router.preview(prompt(1, 2), 0.0, Random(0))
     bed.router.decide(prompt(1, 2), None, 0.0, Random(0))
@@ -387,15 +389,17 @@ def test_what_is_only_asked_leaves_no_trace() -> None:
     assert bed.overlap(prompt(1, 2)) == {}
 
 
-def test_beside_publishers_a_worker_that_tells_nothing_is_guessed() -> None:
-    bed = Bed("events", "approx", told={1: (2, 2, 2), 2: (9, 9, 9)})
+def test_a_worker_without_events_gets_approximate_entries_among_publishers() -> None:
+    bed = Bed("events", "approx", reported={1: (2, 2, 2), 2: (9, 9, 9)})
     hints = replace(prompt(1, 2, 3, 4), excluded_worker_ids=frozenset({1}))
     bed.send(hints)
-    assert bed.overlap(prompt(1, 2, 3, 4)) == {1: 2, 2: 4}, "what is told of the second is not so"
+    assert bed.overlap(prompt(1, 2, 3, 4)) == {1: 2, 2: 4}, (
+        "the reported blocks of worker 2 are ignored"
+    )
     assert bed.router.overlaps.predicted is None
 
 
-def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
+def test_entries_of_a_worker_that_left_do_not_return_with_it() -> None:
     bed = Bed("approx", "approx")
     chosen = bed.send(prompt(1, 2)).worker.worker_id
     others = [w for w in bed.workers if w.id != chosen]
@@ -404,7 +408,7 @@ def test_guesses_of_a_worker_that_left_do_not_come_back_with_it() -> None:
     assert bed.overlap(prompt(1, 2)) == {}
 
 
-def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None:
+def test_of_a_pair_the_prefill_worker_gets_the_entries() -> None:
     bed = Bed("approx", "approx")
     first, second = bed.workers
     bed.see(replace(first, role="prefill"), replace(second, role="decode"))
@@ -413,11 +417,11 @@ def test_the_prefilling_worker_of_a_pair_is_the_one_that_is_remembered() -> None
     assert bed.overlap(prompt(1, 2)) == {1: 2}
 
 
-def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
-    """Four of a family share a long beginning, and all families come at once."""
+def test_requests_of_a_burst_meet_on_one_worker_before_any_event_arrives() -> None:
+    """Four requests of a family share a long prefix, and all families arrive at once."""
 
     def beginnings_computed(seed: int, **cost_settings: Any) -> int:
-        """Nothing ends and nothing is told meanwhile; each family begins once on each worker."""
+        """No request ends and no event arrives; each family starts once on each worker."""
         bed = Bed("events", "events", "events", "events", **cost_settings)
         rng = Random(seed)
         requests = [(family, n) for family in range(8) for n in range(4)]
@@ -434,11 +438,11 @@ def test_siblings_of_a_burst_find_each_other_before_any_event_tells() -> None:
     assert seeing < 0.9 * blind, (seeing, blind)
 
 
-def test_of_events_and_predictions_the_more_counts_on_each_tier() -> None:
+def test_the_larger_of_events_and_predictions_counts_on_each_tier() -> None:
     bed = Bed(
         "events",
         "events",
-        told={1: (1, 3, 9), 2: (8, 8, 8)},
+        reported={1: (1, 3, 9), 2: (8, 8, 8)},
         router_predicted_ttl_secs=5.0,
     )
     bed.router.overlaps.record_placement(prompt(*range(4)), at(1), 0.0)
@@ -458,19 +462,19 @@ def reasons(decision: Decision) -> list[str]:
 
 
 @pytest.mark.row("S1-42", "S1-48", "S1-50")
-def test_with_a_credit_of_zero_nothing_is_asked_or_remembered_and_the_reasons_say_so() -> None:
-    bed = Bed("events", "approx", told={1: (4, 4, 4)}, overlap_score_credit=0.0)
+def test_with_a_credit_of_zero_no_index_is_used_and_the_reasons_show_it() -> None:
+    bed = Bed("events", "approx", reported={1: (4, 4, 4)}, overlap_score_credit=0.0)
     for _ in range(3):
         decision = bed.send(prompt(1, 2, 3, 4))
         assert decision.overlap_blocks == 0
         assert reasons(decision) == ["kv_index=none: overlap_score_credit is 0"]
-    assert bed.told.asked == 0
+    assert bed.index.query_count == 0
     assert (bed.router.overlaps.approximate, bed.router.overlaps.predicted) == (None, None)
-    assert bed.router.match(prompt(1)) == {}, "an empty answer, never an error"
+    assert bed.router.match(prompt(1)) == {}, "an empty result, never an error"
 
 
-def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered() -> None:
-    bed = Bed("none", "none", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
+def test_a_worker_without_prefix_reuse_is_neither_matched_nor_remembered() -> None:
+    bed = Bed("none", "none", reported={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     for _ in range(2):
         decision = bed.send(prompt(1, 2, 3, 4))
         assert decision.overlap_blocks == 0
@@ -481,31 +485,31 @@ def test_a_worker_whose_reuse_is_not_by_prefix_is_neither_matched_nor_remembered
 
 
 @pytest.mark.parametrize("kv_events", [True, False])
-def test_a_worker_without_index_stays_so_whatever_the_router_follows(kv_events: bool) -> None:
+def test_a_worker_without_index_is_never_matched(kv_events: bool) -> None:
     bed = Bed("none", kv_events=kv_events)
     assert bed.send(prompt(1, 2)).overlap_blocks == bed.send(prompt(1, 2)).overlap_blocks == 0
 
 
-def test_a_request_that_names_no_blocks_is_kept_out_and_leaves_no_trace() -> None:
-    """What an adapter, a salt or an image makes of a prompt its token ids do not tell."""
-    bed = Bed("events", "approx", told={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
+def test_a_request_without_prefix_hashes_matches_nothing_and_leaves_no_entry() -> None:
+    """Token ids alone do not identify a prompt with an adapter, a salt or an image."""
+    bed = Bed("events", "approx", reported={1: (4, 4, 4)}, router_predicted_ttl_secs=5.0)
     nameless = Query("m", 4 * B)
     for _ in range(4):
         decision = bed.send(nameless)
         assert decision.overlap_blocks == 0
         assert reasons(decision) == ["kv_index=none: the request has no prefix hashes"]
-    assert bed.told.asked == 0
+    assert bed.index.query_count == 0
     for index in (bed.router.overlaps.approximate, bed.router.overlaps.predicted):
         assert index is not None
         assert index.blocks == 0
 
 
-def test_a_prompt_shorter_than_a_block_is_nothing_worth_a_reason() -> None:
+def test_a_prompt_shorter_than_a_block_gets_no_reason() -> None:
     assert reasons(Bed("events").send(Query("m", B - 1))) == []
     assert reasons(Bed("events").send(prompt(1, 2))) == []
 
 
-def test_one_request_may_ignore_overlap_and_is_remembered_all_the_same() -> None:
+def test_a_request_that_ignores_overlap_is_still_remembered() -> None:
     bed = Bed("approx", "approx")
     override = RouterConfigOverride(overlap_score_credit=0.0)
     decision = bed.send(replace(prompt(1, 2), override=override))

@@ -1,4 +1,4 @@
-"""The cost of a placement: the formula, its knobs, the draw by temperature."""
+"""The cost of a placement: the formula, its settings, the draw by temperature."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance
 from common.request.preprocessed import RouterConfigOverride, RoutingConstraints, RoutingHints
-from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, draw_index
+from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill, draw_index
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.query import Query, predicted_cached_tokens
-from router_svc.core.recent_prefill import RecentPrefill
 from router_svc.core.selectors import KvSelector, ScoredCandidate, View, score_candidates
 from router_svc.core.types import Candidate, Leg, Matches, Placement
 
@@ -36,7 +35,7 @@ def candidate(worker_id: int, **facts: Any) -> Candidate:
 
 
 def loaded(*loads: tuple[int, int, int]) -> LoadTracker:
-    """A book whose worker 1, 2, … reports (queued tokens, blocks, requests)."""
+    """A tracker with reports of workers 1, 2, …: (queued tokens, blocks, requests)."""
     book = LoadTracker()
     for worker_id, (tokens, blocks, requests) in enumerate(loads, 1):
         load = Load(waiting_tokens=tokens, kv_used_blocks=blocks, running=requests)
@@ -60,11 +59,11 @@ def prices(
     matches: Matches | None = None,
     cost_settings: CostSettings = PLAIN,
     leg: Leg = "whole",
-    misses: RecentPrefill | None = None,
+    recent_prefill: RecentPrefill | None = None,
     routing: RoutingHints | None = None,
 ) -> Sequence[ScoredCandidate]:
     query = Query("m", blocks * B, bytes(8 * blocks), 1, B, routing=routing)
-    view = View(book, 0.0, None, matches or {}, leg, cost_settings, misses)
+    view = View(book, 0.0, None, matches or {}, leg, cost_settings, recent_prefill)
     return score_candidates(query, [candidate(n) for n in range(1, workers + 1)], view)
 
 
@@ -85,7 +84,7 @@ def test_ten_cached_blocks_are_worth_ten_blocks_of_decode() -> None:
         assert math.copysign(1, holder - other) * (holder != other) == sign
 
 
-def test_the_credit_stops_at_the_work_there_is() -> None:
+def test_the_credit_never_exceeds_the_work() -> None:
     cost_settings = CostSettings(
         overlap_score_credit=5.0, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
@@ -110,14 +109,14 @@ def test_a_decay_of_one_halves_the_credit_at_one_request_of_excess() -> None:
     assert busy.terms.overlap_credit == 8.0
 
 
-def test_lower_tiers_earn_their_own_credit_for_what_the_device_lacks() -> None:
+def test_lower_tiers_get_their_own_credit_for_blocks_missing_on_the_device() -> None:
     matches: Matches = {Placement(1, 0): SourceMatch(Source(1), 4, 6, 10)}
     (one,) = prices(16, loaded((0, 0, 0)), workers=1, matches=matches)
     assert one.terms is not None
     assert one.terms.overlap_credit == 4 + 0.75 * 2 + 0.25 * 4
 
 
-def test_requests_weigh_as_configured_and_taints_multiply() -> None:
+def test_requests_count_by_the_configured_weight_and_taints_multiply() -> None:
     cost_settings = CostSettings(decode_active_request_weight=2.0, recent_miss_weight=0.0)
     likes = RoutingConstraints(required_taints=frozenset(), preferred_taints={"fast": 1.0})
     query = Query("m", 4 * B, routing=RoutingHints(routing_constraints=likes))
@@ -129,7 +128,7 @@ def test_requests_weigh_as_configured_and_taints_multiply() -> None:
     assert fast.cost == pytest.approx(plain.cost * math.exp(-math.tanh(1.0)))
 
 
-def test_the_decode_leg_pays_for_load_alone() -> None:
+def test_the_cost_of_a_decode_leg_is_load_only() -> None:
     cost_settings = DEFAULT_COST_SETTINGS.for_decode_leg()
     book = loaded((500 * B, 0, 0), (0, 5, 1))
     missed = RecentPrefill(60.0)
@@ -141,12 +140,12 @@ def test_the_decode_leg_pays_for_load_alone() -> None:
         matches=holding(w2=8),
         cost_settings=cost_settings,
         leg="decode",
-        misses=missed,
+        recent_prefill=missed,
     )
     assert (first, second) == (8 + 1, 8 + 5 + 2)
 
 
-def test_reuse_counts_cached_blocks_as_held_already_as_far_as_any_are() -> None:
+def test_kv_reuse_subtracts_cached_blocks_up_to_the_blocks_in_use() -> None:
     cost_settings = CostSettings(
         assume_kv_reuse=True, decode_active_request_weight=0.0, recent_miss_weight=0.0
     )
@@ -159,13 +158,13 @@ def test_reuse_counts_cached_blocks_as_held_already_as_far_as_any_are() -> None:
     assert (idle.terms.decode, busy.terms.decode) == (8.0, 100.0)
 
 
-def test_recent_misses_weigh_in_blocks_when_few_and_at_most_as_the_request() -> None:
+def test_recent_misses_cost_at_most_as_much_as_the_request() -> None:
     missed = RecentPrefill(60.0)
     missed.add(Placement(1, 0), 1.0, 0.0)
     missed.add(Placement(2, 0), 1e6, 0.0)
     cost_settings = CostSettings(decode_active_request_weight=0.0)
     one, two, none = prices(
-        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, misses=missed
+        100, loaded((0, 0, 0)), workers=3, cost_settings=cost_settings, recent_prefill=missed
     )
     assert one.terms is not None
     assert two.terms is not None
@@ -189,7 +188,7 @@ LOADS = st.tuples(st.integers(0, 50_000), st.integers(0, 5_000), st.integers(0, 
     weight=st.floats(0, 3),
     leg=st.sampled_from(["whole", "prefill", "decode"]),
 )
-def test_costs_are_the_formula_and_the_sum_of_their_terms(
+def test_costs_equal_the_formula_and_the_sum_of_their_terms(
     blocks: int,
     loads: list[tuple[int, int, int]],
     depths: list[int],
@@ -230,10 +229,10 @@ def test_costs_are_the_formula_and_the_sum_of_their_terms(
         assert one.cost >= 0
 
 
-# Knobs of one request.
+# Settings of one request.
 
 
-def test_a_request_overrides_the_knobs_it_names() -> None:
+def test_a_request_overrides_the_settings_it_names() -> None:
     override = RouterConfigOverride(
         overlap_score_credit=0.5,
         prefill_load_scale=2.0,
@@ -253,7 +252,7 @@ def test_a_request_overrides_the_knobs_it_names() -> None:
     assert DEFAULT_COST_SETTINGS.with_override(None) is DEFAULT_COST_SETTINGS
 
 
-def test_the_older_name_sets_the_scale_and_its_zero_clears_the_credit() -> None:
+def test_overlap_score_weight_sets_the_scale_and_its_zero_clears_the_credit() -> None:
     legacy = DEFAULT_COST_SETTINGS.with_override(RouterConfigOverride(overlap_score_weight=2.0))
     assert (legacy.prefill_load_scale, legacy.overlap_score_credit) == (2.0, 1.0)
     zero = DEFAULT_COST_SETTINGS.with_override(RouterConfigOverride(overlap_score_weight=0.0))
@@ -273,7 +272,7 @@ def test_the_older_name_sets_the_scale_and_its_zero_clears_the_credit() -> None:
         ),
     ],
 )
-def test_an_override_out_of_range_is_refused_by_name(
+def test_an_override_out_of_range_is_refused_and_named(
     override: RouterConfigOverride, field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -289,11 +288,11 @@ def test_an_override_out_of_range_is_refused_by_name(
     temperature=st.floats(0.01, 10),
     u=st.floats(0, 1, exclude_max=True),
 )
-def test_a_draw_is_one_of_them(given_costs: list[float], temperature: float, u: float) -> None:
+def test_a_draw_is_a_valid_index(given_costs: list[float], temperature: float, u: float) -> None:
     assert 0 <= draw_index(given_costs, temperature, u) < len(given_costs)
 
 
-def test_a_draw_prefers_the_cheap_the_more_the_colder_it_is() -> None:
+def test_a_lower_temperature_prefers_cheap_candidates_more() -> None:
     rng = Random(1)
     warm = Counter(draw_index([0.0, 5.0, 10.0], 1.0, rng.random()) for _ in range(2000))
     assert warm[0] > warm[1] > warm[2] > 200
@@ -328,10 +327,10 @@ def test_a_prediction_is_whole_blocks_and_never_the_last_token(
     assert cached < max(total, 1)
 
 
-# Misses.
+# Recent prefill work.
 
 
-def test_misses_halve_in_each_half_life_and_add_up() -> None:
+def test_recent_prefill_halves_in_each_half_life_and_adds_up() -> None:
     missed = RecentPrefill(10.0)
     one, two, other = Placement(1, 0), Placement(2, 0), Placement(3, 0)
     assert missed.blocks_of([one], 0.0) == [0.0]
@@ -344,7 +343,7 @@ def test_misses_halve_in_each_half_life_and_add_up() -> None:
 
 
 @given(gaps=st.lists(st.floats(0, 1e5), min_size=1, max_size=20))
-def test_misses_stay_right_over_any_time(gaps: list[float]) -> None:
+def test_recent_prefill_stays_exact_over_any_time(gaps: list[float]) -> None:
     missed, at, plain, now = RecentPrefill(10.0), Placement(1, 0), 0.0, 0.0
     for gap in gaps:
         now += gap

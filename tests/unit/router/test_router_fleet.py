@@ -1,4 +1,4 @@
-"""Who could serve what, as discovery shows it."""
+"""The fleet in discovery: candidates by model and role."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_rank_of_a_worker_is_a_candidate_in_order_of_placement() -> None:
     assert placements(fleet) == [Placement(4, 2), Placement(4, 3), Placement(9, 0)]
 
 
-def test_candidates_are_of_one_model_and_role() -> None:
+def test_candidates_belong_to_one_model_and_role() -> None:
     fleet = Fleet()
     fleet.update(
         seen(worker(1), worker(2, role="decode"), worker(3, model="other"), worker(4, model="")),
@@ -40,7 +40,7 @@ def test_candidates_are_of_one_model_and_role() -> None:
     assert placements(fleet, role="decode") == [Placement(2, 0)]
     assert {c.placement.worker_id for c in fleet.all_candidates()} == {1, 2, 3}
     assert fleet.models == {"m", "other"}
-    assert fleet.worker_count == 3, "a worker without a model serves nothing yet"
+    assert fleet.worker_count == 3, "a worker without a model is no candidate"
 
 
 def test_only_workers_serve_models() -> None:
@@ -90,7 +90,7 @@ def test_the_ranks_of_a_worker_are_those_of_the_newest_snapshot() -> None:
     assert fleet.ranks_of(2) == ()
 
 
-def test_a_rank_that_the_worker_does_not_have_is_not_there() -> None:
+def test_a_rank_that_the_worker_does_not_have_is_absent() -> None:
     fleet = Fleet()
     fleet.update(seen(worker(1, dp_size=2)), 0.0)
     assert fleet.has(Placement(1, 1))

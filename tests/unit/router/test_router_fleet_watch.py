@@ -85,14 +85,14 @@ async def test_every_snapshot_reaches_the_router() -> None:
 
 
 @pytest.mark.row("S1-39")
-async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
+async def test_a_failing_registry_is_watched_again_and_the_fleet_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(registry_module, "WATCH_RETRY_DELAY_S", 0.001)
     registry = FlakyRegistry(
         [Unavailable("lost")],
         [seen(1, 1), OSError("lost as well")],
-        [Snapshot(), RuntimeError("a bug of an adapter")],
+        [Snapshot(), RuntimeError("a bug in a registry adapter")],
         [seen(1, 1, 2)],
     )
     fleets = []
@@ -103,17 +103,17 @@ async def test_a_failing_registry_is_watched_again_and_the_fleet_stays(
 
     await workers_after(registry, both_are_there)
     assert registry.opened == 4
-    assert [] not in fleets, "a watch that has seen nothing yet takes nobody away"
+    assert [] not in fleets, "a watch without first report removes no worker"
 
 
-async def test_an_empty_namespace_is_a_fleet_that_was_seen() -> None:
+async def test_an_empty_namespace_counts_as_a_snapshot() -> None:
     router = await workers_after(FlakyRegistry([Snapshot(1)]), lambda r: True)
     assert router.fleet.has_snapshot
     assert ids(router) == []
 
 
 @pytest.mark.parametrize("later", [[], [seen(1, 1)]], ids=["for good", "at first"])
-async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snapshot]) -> None:
+async def test_a_registry_without_first_report_gives_no_fleet(later: list[Snapshot]) -> None:
     router = Router(RoundRobinSelector())
     registry = FlakyRegistry([Snapshot(), *later])
     watch = FleetWatch(cast("Registry", registry), "mesh", router, lambda: 0.0)
@@ -122,7 +122,7 @@ async def test_a_registry_that_has_seen_nothing_shows_no_fleet(later: list[Snaps
         await asyncio.sleep(0)
     task.cancel()
     await asyncio.wait([task])
-    assert registry.opened == 1, "it was asked"
+    assert registry.opened == 1, "the registry was opened"
     assert watch.first_snapshot.is_set() == router.fleet.has_snapshot == bool(later)
     if not later:
         with pytest.raises(Unavailable) as refused:

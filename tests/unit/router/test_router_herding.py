@@ -1,4 +1,4 @@
-"""Several routers over the same workers: with Sync they share out the work almost as one would."""
+"""Several routers with the same workers: replication spreads load almost as one router would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FRONTEND = 7
 # A frame gathers for 10 ms; the rest is the wire.
 SYNC_S = 0.012
 REQUESTS = 1500
-# Short and long prompts, at seven tenths of what the workers can do.
+# Short and long prompts, at 70 % of the capacity of the workers.
 TOKENS = (64, 4096)
 ARRIVE_S = 0.045
 TOKENS_PER_S = 8_000
@@ -30,7 +30,7 @@ SEEDS = range(3)
 class World:
     """Prompts given to the routers in turn, each computed by one of eight equal workers in turn.
 
-    Nobody reports any load: what routers know are bookings.
+    No load is reported: routers have only bookings.
     """
 
     def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
@@ -39,7 +39,7 @@ class World:
         replicas = [Replica(book) for book in books]
         self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
         self.sessions = [book.open_session(FRONTEND) for book in books]
-        self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
+        self.streams: list[tuple[OutboundSync, Replica, int, int]] = []
         facts = {"model": "m", "block_size": 16}
         instances = {
             n: Instance(n, "n", "worker", "", "127.0.0.1:1", **facts)  # type: ignore[arg-type]
@@ -48,18 +48,18 @@ class World:
         for router in self.routers:
             router.update(Snapshot(1, instances), 0.0)
         if synced:
-            self.tellings = [
+            self.streams = [
                 (one.open_outbound(), other, number, other.stream_opened(number))
                 for number, one in enumerate(replicas, 1)
                 for other in replicas
                 if other is not one
             ]
-        # When each worker will have computed all that it was given.
+        # When each worker will have computed all its prompts.
         self.busy_until = dict.fromkeys(WORKERS, 0.0)
         self.ends: list[tuple[float, int, BookingKey]] = []
 
     def mean_wait_s(self) -> float:
-        """How long requests wait until a worker begins with them."""
+        """Seconds that requests wait until a worker starts them."""
         now, synced_at, waited_s = 0.0, 0.0, 0.0
         for number in range(REQUESTS):
             now += self.rng.expovariate(1 / ARRIVE_S)
@@ -68,8 +68,8 @@ class World:
                 self.routers[router].book.free(key)
             if now - synced_at >= SYNC_S:
                 synced_at = now
-                for outbound, hearer, sender, stream in self.tellings:
-                    hearer.apply_frame(sender, stream, outbound.frame(now), now)
+                for outbound, receiver, sender, stream in self.streams:
+                    receiver.apply_frame(sender, stream, outbound.frame(now), now)
             waited_s += self.place(number, now)
         return waited_s / REQUESTS
 
@@ -92,13 +92,15 @@ def mean_wait_s(routers: int, *, synced: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("routers", "of_unsynced", "of_one"), [(2, 0.8, 1.6), (4, 0.6, 1.9)])
-def test_routers_that_tell_each_other_do_not_herd(
+def test_routers_that_share_bookings_do_not_herd(
     routers: int, of_unsynced: float, of_one: float
 ) -> None:
     one = mean_wait_s(1, synced=False)
     apart = mean_wait_s(routers, synced=False)
     together = mean_wait_s(routers, synced=True)
-    told = f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, untold {apart:.3f} s"
-    print(told)
-    assert together < of_unsynced * apart, told
-    assert together < of_one * one, told
+    summary = (
+        f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, no sync {apart:.3f} s"
+    )
+    print(summary)
+    assert together < of_unsynced * apart, summary
+    assert together < of_one * one, summary

@@ -1,4 +1,4 @@
-"""The router's replica of the index: what counts when, and what happens to it on the way."""
+"""The router's replica of the index: what counts when, and how it recovers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def query(hashes: Hashes, **changes: object) -> Query:
     )
 
 
-def told(source: Source, state: str = "exact", **parts: object) -> pb.SubscribeResponse:
+def status(source: Source, state: str = "exact", **parts: object) -> pb.SubscribeResponse:
     message = pb.SubscribeResponse(
         source=source_to_proto(source),
         partition=partition_to_proto(PART),
@@ -148,7 +148,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def loads_only() -> bool:
-    """Whether the replica wants loads only; tests say so by parametrizing it."""
+    """Whether the replica subscribes to loads only; tests set it by parametrization."""
     return False
 
 
@@ -160,16 +160,16 @@ async def bed(monkeypatch: pytest.MonkeyPatch, loads_only: bool) -> AsyncIterato
     task = asyncio.create_task(bed.replica.run())
     await until(lambda: bed.fake.open == 1, "it has subscribed")
     yield bed
-    assert not task.done(), "it follows for ever"
+    assert not task.done(), "it follows until it is cancelled"
     task.cancel()
     await asyncio.wait({task})
-    assert bed.fake.open == 0, "no call is left behind"
+    assert bed.fake.open == 0, "no call remains open"
 
 
 @pytest.mark.row("S1-69")
-async def test_what_a_source_stores_matches_and_what_it_removes_does_not(bed: Bed) -> None:
+async def test_stored_blocks_match_and_removed_blocks_do_not(bed: Bed) -> None:
     blocks = chain(8)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks[:5]), told(TWO), stored(TWO, 1, blocks[:3]))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks[:5]), status(TWO), stored(TWO, 1, blocks[:3]))
     rows = [(row.source, row.device_blocks) for row in bed.replica.match(query(blocks))]
     assert rows == [(ONE, 5), (TWO, 3)]
     removal = EventBatch(ONE, 0, 2, [KvEvent(EventKind.REMOVED, blocks[1:5][::-1].copy())])
@@ -179,7 +179,7 @@ async def test_what_a_source_stores_matches_and_what_it_removes_does_not(bed: Be
 
 async def test_other_partitions_do_not_match(bed: Bed) -> None:
     blocks = chain(4)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks))
     assert bed.depth(blocks) == 4
     assert list(bed.replica.match(query(blocks, block_size=32))) == []
     assert list(bed.replica.match(query(blocks, hash_scheme=2))) == []
@@ -189,29 +189,29 @@ async def test_other_partitions_do_not_match(bed: Bed) -> None:
 
 async def test_sources_of_all_adapter_versions_count(bed: Bed) -> None:
     blocks = chain(4)
-    other = told(TWO)
+    other = status(TWO)
     other.partition.adapter_version = 5
-    await bed.feed(told(ONE), stored(ONE, 1, blocks), other, stored(TWO, 1, blocks[:2]))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks), other, stored(TWO, 1, blocks[:2]))
     assert (bed.depth(blocks), bed.depth(blocks, TWO)) == (4, 2)
 
 
-async def test_a_snapshot_counts_with_its_last_part_and_batches_meanwhile_are_kept(
+async def test_a_snapshot_counts_from_its_last_part_and_keeps_later_batches(
     bed: Bed,
 ) -> None:
     blocks = chain(10)
     await bed.feed(
-        told(ONE, "gapped"), snapshot(ONE, 7, blocks[:4], last=False), stored(ONE, 8, blocks[8:])
+        status(ONE, "gapped"), snapshot(ONE, 7, blocks[:4], last=False), stored(ONE, 8, blocks[8:])
     )
     assert bed.depth(blocks) == 0
     assert bed.state(ONE) == "gapped"
-    await bed.feed(snapshot(ONE, 7, blocks[4:8], first=False), told(ONE))
+    await bed.feed(snapshot(ONE, 7, blocks[4:8], first=False), status(ONE))
     assert bed.depth(blocks) == 10
     assert bed.state(ONE) == "exact"
 
 
-async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> None:
+async def test_after_a_gap_it_subscribes_again_from_its_position(bed: Bed) -> None:
     blocks = chain(6)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks[:2]))
     bed.fake.messages.put_nowait(stored(ONE, 3, blocks[4:]))
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
     (resume,) = bed.fake.calls[1][1].resume
@@ -219,9 +219,9 @@ async def test_a_gap_makes_it_subscribe_again_from_where_it_stands(bed: Bed) -> 
 
 
 @pytest.mark.row("S1-25")
-async def test_a_lost_indexer_is_replaced_by_another_and_nothing_is_sent_twice(bed: Bed) -> None:
+async def test_after_the_loss_of_an_indexer_another_resumes_without_duplicates(bed: Bed) -> None:
     blocks = chain(6)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks[:2]), stored(ONE, 2, blocks[2:4]))
     await bed.feed(Unavailable("it died"))
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
     (first, _), (second, request) = bed.fake.calls
@@ -229,7 +229,7 @@ async def test_a_lost_indexer_is_replaced_by_another_and_nothing_is_sent_twice(b
     (resume,) = request.resume
     assert (resume.epoch, resume.sequence) == (0, 2)
     assert bed.state(ONE) == "stale"
-    await bed.feed(told(ONE), stored(ONE, 3, blocks[4:]))
+    await bed.feed(status(ONE), stored(ONE, 3, blocks[4:]))
     assert (bed.depth(blocks), bed.state(ONE)) == (6, "exact")
 
 
@@ -238,13 +238,13 @@ async def test_the_only_indexer_is_tried_again(bed: Bed) -> None:
     only = bed.indexers[0].id
     for count in (2, 3):
         await bed.feed(None)
-        await until(lambda count=count: len(bed.fake.calls) >= count, "it tries again")  # type: ignore[misc]  # mypy cannot infer defaults.
+        await until(lambda count=count: len(bed.fake.calls) >= count, "it reconnects")  # type: ignore[misc]  # mypy cannot infer defaults.
     assert bed.fake.calls[-1][0] == only
 
 
-async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) -> None:
+async def test_stale_sources_count_for_ten_seconds_only(bed: Bed) -> None:
     blocks = chain(4)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks))
     bed.indexers = []
     await bed.feed(None)
     await until(lambda: bed.state(ONE) == "stale", "the source is stale")
@@ -264,26 +264,26 @@ async def test_stale_sources_count_for_ten_seconds_and_then_no_more(bed: Bed) ->
     assert bed.replica.feed.sources() == []
 
 
-async def test_a_source_the_new_indexer_does_not_know_goes_stale_alone(bed: Bed) -> None:
+async def test_only_a_source_unknown_to_the_new_indexer_becomes_stale(bed: Bed) -> None:
     blocks = chain(4)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks), told(TWO), stored(TWO, 1, blocks))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks), status(TWO), stored(TWO, 1, blocks))
     await bed.feed(None)
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
-    await bed.feed(told(ONE))
+    await bed.feed(status(ONE))
     assert (bed.state(ONE), bed.state(TWO)) == ("exact", "stale")
-    await bed.feed(told(TWO, "gone"))
+    await bed.feed(status(TWO, "gone"))
     assert bed.state(TWO) == "none"
     assert bed.depth(blocks, TWO) == 0
 
 
-async def test_a_new_epoch_begins_with_nothing(bed: Bed) -> None:
+async def test_a_new_epoch_begins_empty(bed: Bed) -> None:
     blocks = chain(4)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks))
     await bed.feed(stored(ONE, 1, blocks[:1], epoch=1))
     assert bed.depth(blocks) == 1
 
 
-async def test_loads_go_to_the_load_book(bed: Bed) -> None:
+async def test_loads_go_to_the_load_tracker(bed: Bed) -> None:
     bed.fake.messages.put_nowait(
         load_of(TWO, running=2, waiting=1, waiting_tokens=50, kv_used_blocks=9, kv_total_blocks=99)
     )
@@ -292,56 +292,58 @@ async def test_loads_go_to_the_load_book(bed: Bed) -> None:
     assert bed.loads == [(2, 3, expected, bed.now)]
 
 
-async def test_an_indexer_that_says_nothing_is_left(bed: Bed) -> None:
-    await bed.feed(told(ONE))
+async def test_a_silent_indexer_is_replaced(bed: Bed) -> None:
+    await bed.feed(status(ONE))
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
     assert bed.fake.calls[0][0] != bed.fake.calls[1][0]
 
 
-async def test_an_indexer_that_takes_the_call_and_never_speaks_is_left(bed: Bed) -> None:
+async def test_an_indexer_that_accepts_the_call_and_sends_nothing_is_replaced(bed: Bed) -> None:
     """What was had before is stale then, so nothing else shows that it should speak."""
-    await bed.feed(told(ONE, caught_up=True))
+    await bed.feed(status(ONE, caught_up=True))
     await bed.feed(None)
-    await until(lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    await until(
+        lambda: bed.fake.open == 1 and len(bed.fake.calls) == 2, "it subscribes to another indexer"
+    )
     assert bed.state(ONE) == "stale"
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 3, "and elsewhere again")
+    await until(lambda: len(bed.fake.calls) == 3, "and to the next one")
 
 
-async def test_what_it_forgot_by_itself_it_asks_for_when_its_publisher_is_back(bed: Bed) -> None:
+async def test_a_dropped_source_is_requested_again_when_its_publisher_returns(bed: Bed) -> None:
     """The indexer took it for exact, and so did the router, with nothing in it."""
     blocks = chain(3)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks), told(ONE, "stale", caught_up=True))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks), status(ONE, "stale", caught_up=True))
     bed.now += STALE_FORGET_S + 0.1
-    await until(lambda: bed.state(ONE) == "none", "it is forgotten")
+    await until(lambda: bed.state(ONE) == "none", "the source is dropped")
     assert len(bed.fake.calls) == 1
-    bed.fake.messages.put_nowait(told(ONE, sequence=1))
+    bed.fake.messages.put_nowait(status(ONE, sequence=1))
     await until(lambda: len(bed.fake.calls) == 2, "it subscribes again")
     assert bed.state(ONE) in ("gapped", "stale")
     (resume,) = bed.fake.calls[1][1].resume
     assert (resume.epoch, resume.sequence) == (0, 0)
-    await bed.feed(told(ONE, "gapped"), snapshot(ONE, 1, blocks), told(ONE, sequence=1))
+    await bed.feed(status(ONE, "gapped"), snapshot(ONE, 1, blocks), status(ONE, sequence=1))
     assert (bed.depth(blocks), bed.state(ONE)) == (3, "exact")
 
 
 @pytest.mark.parametrize("loads_only", [True])
-async def test_who_wants_loads_only_says_so_and_notices_silence_all_the_same(bed: Bed) -> None:
+async def test_a_loads_only_subscription_requests_loads_only_and_detects_silence(bed: Bed) -> None:
     assert bed.fake.calls[0][1].loads_only
-    await bed.feed(told(ONE, "gapped"), load_of(ONE, running=3))
+    await bed.feed(status(ONE, "gapped"), load_of(ONE, running=3))
     assert [(worker, load.running) for worker, _, load, _ in bed.loads] == [(1, 3)]
     assert bed.depth(chain(2)) == 0
     bed.now += SILENCE_TIMEOUT_S + 0.1
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
     assert bed.fake.calls[1][1].loads_only
 
 
-async def test_who_wants_events_does_not_ask_for_loads_only(bed: Bed) -> None:
+async def test_an_event_subscription_does_not_request_loads_only(bed: Bed) -> None:
     assert not bed.fake.calls[0][1].loads_only
 
 
-async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
-    await bed.feed(told(ONE, "stale", caught_up=True))
+async def test_silence_is_no_failure_while_no_worker_is_alive(bed: Bed) -> None:
+    await bed.feed(status(ONE, "stale", caught_up=True))
     bed.now += SILENCE_TIMEOUT_S * 10
     for _ in range(20):
         await asyncio.sleep(0.001)
@@ -359,14 +361,14 @@ async def test_silence_is_fine_while_no_worker_lives(bed: Bed) -> None:
         ),
     ],
 )
-async def test_an_indexer_that_talks_nonsense_is_left_and_the_replica_goes_on(
+async def test_an_indexer_with_invalid_messages_is_replaced(
     bed: Bed, message: pb.SubscribeResponse
 ) -> None:
     blocks = chain(4)
-    await bed.feed(told(ONE), stored(ONE, 1, blocks))
+    await bed.feed(status(ONE), stored(ONE, 1, blocks))
     bed.fake.messages.put_nowait(message)
-    await until(lambda: len(bed.fake.calls) == 2, "it subscribes elsewhere")
-    await bed.feed(told(ONE))
+    await until(lambda: len(bed.fake.calls) == 2, "it subscribes to another indexer")
+    await bed.feed(status(ONE))
     assert bed.depth(blocks) == 4
 
 
@@ -375,12 +377,12 @@ async def test_a_status_of_an_unknown_source_without_partition_is_ignored(bed: B
     stale = pb.SubscribeResponse(
         source=pb.Source(worker_id=5), status=pb.SourceStatus(state="stale")
     )
-    await bed.feed(lone, stale, told(ONE))
+    await bed.feed(lone, stale, status(ONE))
     assert len(bed.fake.calls) == 1
 
 
-async def test_caught_up_is_said_and_ends_with_the_stream(bed: Bed) -> None:
-    await bed.feed(told(ONE), pb.SubscribeResponse(caught_up=True))
+async def test_caught_up_is_reported_and_ends_with_the_stream(bed: Bed) -> None:
+    await bed.feed(status(ONE), pb.SubscribeResponse(caught_up=True))
     assert bed.replica.is_caught_up
     assert bed.replica.indexer_id in (91, 92)
     bed.indexers = []
@@ -395,7 +397,7 @@ async def test_decisions_run_while_a_large_batch_is_applied(
 ) -> None:
     monkeypatch.setattr(router_svc.index_replica, "SLICE_S", 0.0)
     blocks = chain(STEP_BLOCKS_MAX * 20)
-    await bed.feed(told(ONE))
+    await bed.feed(status(ONE))
     bed.fake.messages.put_nowait(stored(ONE, 1, blocks))
     depths: list[int] = []
     while not depths or depths[-1] < len(blocks):
@@ -409,7 +411,7 @@ async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
 ) -> None:
     monkeypatch.setattr(router_svc.index_replica, "SLICE_S", 0.0)
     blocks = chain(50)
-    message = told(ONE)
+    message = status(ONE)
     message.more.extend(stored(ONE, n + 1, blocks[n : n + 1]) for n in range(50))
     bed.fake.messages.put_nowait(message)
     depths: list[int] = []
@@ -419,18 +421,18 @@ async def test_many_small_batches_of_one_message_are_applied_in_slices_too(
     assert len(set(depths)) > 20, depths
 
 
-async def test_a_source_of_which_nothing_is_said_yet_does_not_count(bed: Bed) -> None:
+async def test_a_source_without_status_does_not_count(bed: Bed) -> None:
     blocks = chain(4)
     untold = pb.SubscribeResponse(source=source_to_proto(ONE), partition=partition_to_proto(PART))
     await bed.feed(untold, stored(ONE, 1, blocks))
     assert (bed.depth(blocks), bed.state(ONE)) == (0, "gapped")
-    await bed.feed(told(ONE))
+    await bed.feed(status(ONE))
     assert bed.depth(blocks) == 4
     await bed.feed(untold)
     assert (bed.depth(blocks), bed.state(ONE)) == (4, "exact"), "unchanged"
 
 
-async def test_nobody_is_followed_where_there_is_no_indexer() -> None:
+async def test_without_an_indexer_there_is_no_subscription() -> None:
     bed = Bed(())
     assert bed.replica.index_status(Placement(1, 0), 0.0).reason == "no indexer was reached yet"
     task = asyncio.create_task(bed.replica.run())

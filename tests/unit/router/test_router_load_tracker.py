@@ -1,4 +1,4 @@
-"""The load book: sums, owners, orphans and reports."""
+"""The load tracker: sums, owners, orphans and load reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
-from router_svc.core.load_tracker import ORPHAN_S, REPORT_MAX_AGE_S, LoadTracker
+from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
+from router_svc.core.rank_load import REPORT_MAX_AGE_S
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 
 W1, W2 = Placement(1, 0), Placement(2, 0)
@@ -34,7 +35,7 @@ def owned() -> tuple[LoadTracker, int]:
 
 
 @pytest.mark.row("S1-79")
-def test_a_booking_weighs_on_its_worker_and_rank_only() -> None:
+def test_a_booking_loads_only_its_worker_and_rank() -> None:
     book, session = owned()
     assert book.book(booking(), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
@@ -50,7 +51,7 @@ def test_the_same_key_is_booked_once() -> None:
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
-def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
+def test_attempts_and_frontends_have_separate_bookings() -> None:
     book, session = owned()
     for one in (key(), key(attempt=1), key(frontend_id=8)):
         assert book.book(replace(booking(), key=one), None, 0.0)
@@ -59,7 +60,7 @@ def test_attempts_and_frontends_have_bookings_of_their_own() -> None:
 
 
 @pytest.mark.row("S1-81")
-def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
+def test_prefill_done_removes_its_tokens_exactly_once() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -73,7 +74,7 @@ def test_prefill_done_takes_its_tokens_away_exactly_once() -> None:
 
 
 @pytest.mark.row("S1-82", "S1-92")
-def test_free_returns_everything_and_a_second_one_is_told() -> None:
+def test_free_removes_all_load_and_a_second_free_returns_false() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     assert book.free(key())
@@ -83,7 +84,7 @@ def test_free_returns_everything_and_a_second_one_is_told() -> None:
 
 
 @pytest.mark.row("S1-83")
-def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
+def test_output_blocks_add_up_and_decay_scales_the_load_of_the_booking() -> None:
     book, session = owned()
     book.book(booking(prefill_tokens=0, decode_blocks=6), session, 0.0)
     book.add_output_blocks(key(), 1)
@@ -98,27 +99,27 @@ def test_output_blocks_add_and_decay_scales_what_the_booking_weighs() -> None:
     assert not book.add_output_blocks(key(), 1)
 
 
-def test_who_waits_is_told_once_of_each_relief_and_of_nothing_else() -> None:
+def test_capacity_freed_is_published_once_per_decrease_and_never_else() -> None:
     book, session = owned()
-    told: list[Placement] = []
-    book.events.capacity_freed.subscribe(told.append)
+    freed: list[Placement] = []
+    book.events.capacity_freed.subscribe(freed.append)
     split = replace(booking(), prefill=W2)
     book.book(split, session, 0.0)
     book.add_output_blocks(key(), 3)
-    assert told == []
+    assert freed == []
     book.mark_prefill_done(key())
     book.mark_prefill_done(key())
-    assert told == [W2], "it computed the prompt"
+    assert freed == [W2], "the prefill worker"
     book.add_output_blocks(key(), 1, 0.5)
     book.add_output_blocks(key(), 1, 0.5)
-    assert told == [W2, W1], "its blocks weigh less, and then no less"
+    assert freed == [W2, W1], "the weight falls once, then stays"
     book.reregister(replace(split, revision=9), session, 0.0)
     book.free(key())
-    assert set(told[2:]) == {W1, W2}
+    assert set(freed[2:]) == {W1, W2}
 
 
 @pytest.mark.parametrize(("blocks", "decay"), [(0, None), (1, -0.1), (1, 1.1), (1, float("nan"))])
-def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
+def test_invalid_output_reports_are_refused(blocks: int, decay: float | None) -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     with pytest.raises(InvalidRequest):
@@ -126,7 +127,7 @@ def test_impossible_output_is_refused(blocks: int, decay: float | None) -> None:
     assert book.load(W1, 0.0) == LoadTotals(100, 7, 1)
 
 
-def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
+def test_a_split_request_loads_both_ranks_until_prefill_is_done() -> None:
     book, session = owned()
     book.book(replace(booking(), prefill=W2), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(0, 7, 1)
@@ -137,10 +138,10 @@ def test_a_split_request_weighs_on_both_until_prefill_is_done() -> None:
     assert book.load(W1, 0.0) == LoadTotals()
 
 
-def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
+def test_the_highest_revision_wins_when_bookings_are_registered_again() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    assert not book.reregister(booking(worker=W2), session, 0.0), "as old as ours"
+    assert not book.reregister(booking(worker=W2), session, 0.0), "the same version"
     assert book.reregister(booking(worker=W2, prefill_tokens=0, revision=2), session, 0.0)
     assert book.load(W1, 0.0) == LoadTotals()
     assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
@@ -148,17 +149,17 @@ def test_the_highest_revision_wins_when_bookings_are_announced() -> None:
     assert book.load(W2, 0.0) == LoadTotals(0, 7, 1)
 
 
-def test_an_announced_booking_without_prefill_tokens_has_its_prefill_behind_it() -> None:
+def test_a_reregistered_booking_without_prefill_tokens_has_finished_prefill() -> None:
     book, session = owned()
     book.reregister(replace(booking(prefill_tokens=0), prefill=W2), session, 0.0)
     assert book.load(W2, 0.0) == LoadTotals()
     book.mark_prefill_done(key())
     held = book.get(key())
     assert held is not None
-    assert held.revision == 1, "there was nothing to change"
+    assert held.revision == 1, "there is no change"
 
 
-def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None:
+def test_bookings_of_an_ended_session_count_for_three_more_seconds() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -171,7 +172,7 @@ def test_bookings_of_a_dead_session_are_counted_for_three_seconds_more() -> None
     assert (len(book), book.orphan_count) == (0, 0)
 
 
-def test_an_announcement_adopts_an_orphan() -> None:
+def test_a_reregistration_adopts_an_orphan() -> None:
     book, session = owned()
     book.book(booking("a"), session, 0.0)
     book.book(booking("b"), session, 0.0)
@@ -191,7 +192,7 @@ def test_a_repeated_new_adopts_an_orphan_too() -> None:
     assert len(book) == 1
 
 
-def test_the_end_of_an_older_session_leaves_what_a_newer_one_has_adopted() -> None:
+def test_the_end_of_an_older_session_keeps_bookings_adopted_by_a_newer_one() -> None:
     book, old = owned()
     book.book(booking("a"), old, 0.0)
     book.book(booking("b"), old, 0.0)
@@ -221,16 +222,16 @@ def test_a_frontend_gone_from_discovery_frees_its_orphans_at_once() -> None:
     assert book.load(W1, 1.0) == LoadTotals()
 
 
-def test_a_frontend_gone_while_its_session_lives_is_freed_when_that_ends() -> None:
+def test_bookings_of_a_frontend_gone_from_discovery_are_freed_when_its_session_ends() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    assert book.frontend_left(FRONTEND) == 0, "the stream is the better witness"
+    assert book.frontend_left(FRONTEND) == 0, "the stream is more reliable evidence"
     assert book.load(W1, 1.0).requests == 1
     book.end_session(session, 2.0)
     assert book.load(W1, 2.0) == LoadTotals()
 
 
-def test_a_frontend_that_came_back_keeps_its_orphans() -> None:
+def test_a_frontend_that_returned_keeps_its_orphans() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.frontend_left(FRONTEND)
@@ -250,7 +251,7 @@ def test_a_booking_without_session_belongs_to_the_newest_one_or_is_an_orphan() -
     assert book.end_session(session, 5.0) == 1
 
 
-def test_a_full_book_refuses_and_changes_nothing() -> None:
+def test_a_full_tracker_refuses_and_changes_nothing() -> None:
     book = LoadTracker(bookings_max=1)
     session = book.open_session(FRONTEND)
     book.book(booking("a"), session, 0.0)
@@ -259,18 +260,18 @@ def test_a_full_book_refuses_and_changes_nothing() -> None:
     assert refused.value.reason == "BOOK_FULL"
     with pytest.raises(Overloaded):
         book.reregister(booking("b"), session, 0.0)
-    assert not book.book(booking("a"), session, 0.0), "what is there is still found"
+    assert not book.book(booking("a"), session, 0.0), "existing bookings are still found"
     assert book.load(W1, 0.0).requests == 1
 
 
 @pytest.mark.parametrize("facts", [{"prefill_tokens": -1}, {"decode_blocks": -1}, {"revision": 0}])
-def test_a_booking_that_cannot_be_is_refused_by_name(facts: dict[str, int]) -> None:
+def test_an_invalid_booking_is_refused_and_its_field_named(facts: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Booking(key(), "m", W1, **facts)  # type: ignore[arg-type]  # mypy: the names are of ints.
     assert refused.value.field == next(iter(facts))
 
 
-def test_a_report_counts_together_with_the_bookings_newer_than_it() -> None:
+def test_a_report_counts_together_with_newer_bookings() -> None:
     book, session = owned()
     book.book(booking("old"), session, 0.0)
     book.report(1, 0, Load(running=3, waiting=1, waiting_tokens=500, kv_used_blocks=50), 1.0)
@@ -278,7 +279,7 @@ def test_a_report_counts_together_with_the_bookings_newer_than_it() -> None:
     book.book(booking("new"), session, 1.0)
     assert book.load(W1, 1.1) == LoadTotals(600, 57, 5)
     book.free(key("old"))
-    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5), "what the report counted is not taken away"
+    assert book.load(W1, 1.1) == LoadTotals(600, 57, 5), "load in the report is not subtracted"
     book.free(key("new"))
     assert book.load(W1, 1.1) == LoadTotals(500, 50, 4)
 
@@ -290,33 +291,33 @@ def test_the_estimate_is_never_below_the_bookings() -> None:
     assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
-def test_an_old_report_counts_nothing() -> None:
+def test_an_old_report_is_ignored() -> None:
     book, session = owned()
     book.report(1, 0, Load(running=9, waiting_tokens=900, kv_used_blocks=90), 1.0)
     book.book(booking(), session, 1.0)
     assert book.load(W1, 1.0 + REPORT_MAX_AGE_S).requests == 10
     assert book.load(W1, 1.01 + REPORT_MAX_AGE_S) == LoadTotals(100, 7, 1)
-    assert book.report_age_s(W1, 2.0) == 1.0
-    assert book.report_age_s(W2, 2.0) is None
+    assert book.ranks.report_age_s(W1, 2.0) == 1.0
+    assert book.ranks.report_age_s(W2, 2.0) is None
 
 
-def test_a_worker_that_left_takes_its_report_with_it() -> None:
+def test_reports_of_a_worker_that_left_are_discarded() -> None:
     book, session = owned()
     book.report(1, 0, Load(running=9), 1.0)
     book.report(2, 0, Load(running=9), 1.0)
     book.book(booking(worker=W2), session, 1.0)
-    book.worker_left(1)
-    book.worker_left(2)
+    book.ranks.worker_left(1)
+    book.ranks.worker_left(2)
     assert book.load(W1, 1.0) == LoadTotals()
     assert book.load(W2, 1.0) == LoadTotals(100, 7, 1)
     book.free(key())
     assert book.load(W2, 1.0) == LoadTotals()
 
 
-def test_a_booking_of_a_worker_that_blinked_still_counts() -> None:
+def test_a_booking_of_a_worker_missing_for_a_moment_still_counts() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
-    book.worker_left(1)
+    book.ranks.worker_left(1)
     assert book.load(W1, 1.0) == LoadTotals(100, 7, 1)
 
 
@@ -324,7 +325,7 @@ KEYS = [BookingKey(frontend, name, 0) for frontend in (7, 8) for name in "abc"]
 PLACES = [W1, W2, Placement(2, 1)]
 
 
-class BookMachine(RuleBasedStateMachine):
+class LoadTrackerMachine(RuleBasedStateMachine):
     """Any order of events; the sums are those of the live bookings, recomputed from scratch."""
 
     def __init__(self) -> None:
@@ -355,7 +356,7 @@ class BookMachine(RuleBasedStateMachine):
         tokens=st.integers(0, 50),
         blocks=st.integers(0, 9),
         revision=st.integers(1, 4),
-        announced=st.booleans(),
+        is_reregistration=st.booleans(),
     )
     def place(
         self,
@@ -365,10 +366,10 @@ class BookMachine(RuleBasedStateMachine):
         tokens: int,
         blocks: int,
         revision: int,
-        announced: bool,
+        is_reregistration: bool,
     ) -> None:
         booking = Booking(key, "m", worker, prefill, tokens, blocks, revision)
-        add = self.book.reregister if announced else self.book.book
+        add = self.book.reregister if is_reregistration else self.book.book
         before = self.book.get(key)
         new = add(booking, self.session_of(key.frontend_id), self.now)
         assert self.book.get(key) == (booking if new else before)
@@ -402,11 +403,11 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from([1, 2]))
     def lose_worker(self, worker: int) -> None:
-        self.book.worker_left(worker)
+        self.book.ranks.worker_left(worker)
 
     @invariant()
     def sums_are_those_of_the_bookings(self) -> None:
-        # Long after the last report, the estimate is the bookings alone.
+        # Long after the last report, only bookings count.
         late = self.now + 100
         for place in PLACES:
             load = self.book.load(place, late)
@@ -430,5 +431,5 @@ class BookMachine(RuleBasedStateMachine):
             assert self.book.load(place, self.now + 100) == LoadTotals()
 
 
-TestBookMachine = pytest.mark.slow(BookMachine.TestCase)
-TestBookMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLoadTrackerMachine = pytest.mark.slow(LoadTrackerMachine.TestCase)
+TestLoadTrackerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""Books of several routers kept alike: tellings, claims, digests, orphans; and no herding."""
+"""Replication of bookings: updates, digests, full syncs and orphans."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def booking(name: str = "r", worker: Placement = W1, **facts: Any) -> Booking:
 
 
 class Peer:
-    """A router's book and replica; `links` are its streams to others, by their id."""
+    """A router's tracker and replica; `links` are its streams to others, by their id."""
 
     def __init__(self, router_id: int) -> None:
         self.id = router_id
@@ -51,18 +51,20 @@ class Peer:
 
 
 class Link:
-    """One stream, told and heard in lockstep. A lost frame is one that is not taken."""
+    """One stream, sent and applied in lockstep. A lost frame is not applied."""
 
-    def __init__(self, sender: Peer, hearer: Peer) -> None:
-        self.sender, self.hearer = sender, hearer
+    def __init__(self, sender: Peer, receiver: Peer) -> None:
+        self.sender, self.receiver = sender, receiver
         self.outbound: OutboundSync = sender.replica.open_outbound()
-        self.stream = hearer.replica.stream_opened(sender.id)
+        self.stream = receiver.replica.stream_opened(sender.id)
 
     def step(self, now: float, *, is_lost: bool = False) -> Frame:
         frame = self.outbound.frame(now)
         if not is_lost:
-            self.sender.replica.peer_responded(self.hearer.id, now)
-        if not is_lost and self.hearer.replica.apply_frame(self.sender.id, self.stream, frame, now):
+            self.sender.replica.peer_responded(self.receiver.id, now)
+        if not is_lost and self.receiver.replica.apply_frame(
+            self.sender.id, self.stream, frame, now
+        ):
             self.outbound.request_full_sync()
         return frame
 
@@ -71,12 +73,12 @@ class Link:
             self.step(now)
             if self.outbound.seconds_until_due(now) > 0:
                 return
-        raise AssertionError("it never has told everything")
+        raise AssertionError("the full sync never ends")
 
     def close(self, now: float) -> None:
         self.sender.replica.close_outbound(self.outbound)
-        self.sender.replica.peer_stream_ended(self.hearer.id)
-        self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
+        self.sender.replica.peer_stream_ended(self.receiver.id)
+        self.receiver.replica.stream_closed(self.sender.id, self.stream, now)
 
 
 def pair() -> tuple[Peer, Peer, Link]:
@@ -84,7 +86,7 @@ def pair() -> tuple[Peer, Peer, Link]:
     return one, two, Link(one, two)
 
 
-def test_a_peer_counts_what_was_booked_elsewhere() -> None:
+def test_a_peer_counts_bookings_of_another_router() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -103,13 +105,13 @@ def test_a_peer_counts_what_was_booked_elsewhere() -> None:
     assert two.book.load(W2, 0.0) == LoadTotals()
 
 
-def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
+def test_a_full_sync_that_was_lost_is_requested_again() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
     link.step(0.0, is_lost=True)
     one.book.book(booking("b"), session, 0.0)
-    link.step(0.0)  # Two asks for everything, since the first frame is missing.
+    link.step(0.0)  # Two requests a full sync: the first frame is missing.
     link.step(0.0, is_lost=True)
     link.flush(DIGEST_S)
     link.flush(2 * DIGEST_S)
@@ -117,7 +119,7 @@ def test_all_that_is_told_anew_and_lost_again_is_asked_for_again() -> None:
     assert two.replica.resends == 2
 
 
-def test_only_own_bookings_are_told() -> None:
+def test_only_own_bookings_are_sent() -> None:
     one, two, link = pair()
     three = Peer(3)
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
@@ -128,7 +130,7 @@ def test_only_own_bookings_are_told() -> None:
     assert three.held() == {}
 
 
-def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
+def test_changes_between_two_frames_are_sent_once_with_their_present_state() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     link.flush(0.0)
@@ -143,7 +145,7 @@ def test_changes_between_two_frames_are_told_once_and_as_they_are() -> None:
     assert two.held() == one.held()
 
 
-def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> None:
+def test_a_full_sync_uses_frames_of_bounded_size_and_includes_new_changes() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for n in range(2 * FRAME_ENTRIES_MAX):
@@ -163,13 +165,13 @@ def test_everything_is_told_in_frames_of_bounded_size_with_news_in_between() -> 
     assert two.replica.resends == 0
 
 
-def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again() -> None:
+def test_a_digest_each_second_detects_lost_updates_and_causes_a_full_sync() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for name in "abc":
         one.book.book(booking(name), session, 0.0)
     link.flush(0.0)
-    # As if a bug of ours had lost an upsert and a removal: no sequence tells of that.
+    # As if a bug had lost an upsert and a removal: no sequence gap shows that.
     two.replica._peer_states[1].digest.discard(key("a"))
     del two.replica._peer_states[1].bookings[key("a")]
     two.book.booking_ended(key("a"))
@@ -182,10 +184,10 @@ def test_a_digest_each_second_finds_what_was_lost_and_everything_is_told_again()
     link.flush(DIGEST_S)
     assert two.held() == one.held()
     link.step(2 * DIGEST_S)
-    assert two.replica.resends == 1, "and now they agree"
+    assert two.replica.resends == 1, "the states are equal now"
 
 
-def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
+def test_a_lost_frame_is_detected_at_once_and_repaired() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -199,7 +201,7 @@ def test_a_lost_frame_is_noticed_at_once_and_made_good() -> None:
     assert two.held() == one.held()
 
 
-def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
+def test_a_frame_lost_during_a_full_sync_ends_no_booking() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     for n in range(3 * FRAME_ENTRIES_MAX):
@@ -214,18 +216,18 @@ def test_a_frame_lost_amid_everything_ends_no_booking() -> None:
     assert two.held() == one.held()
 
 
-def test_what_was_said_before_is_not_taken_twice() -> None:
+def test_a_duplicate_frame_is_ignored() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
-    told = link.step(0.0)
+    duplicate = link.step(0.0)
     one.book.free(key())
     link.step(0.1)
-    assert not two.replica.apply_frame(1, link.stream, told, 0.2)
+    assert not two.replica.apply_frame(1, link.stream, duplicate, 0.2)
     assert two.held() == {}
 
 
-def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+def test_a_peer_that_reads_nothing_uses_bounded_memory() -> None:
     one, _, link = pair()
     link.flush(0.0)
     session = one.book.open_session(FRONTEND)
@@ -241,7 +243,7 @@ def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
     assert [b.key for b in frame.upserts] == [key("last")]
 
 
-def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
+def test_bookings_of_a_lost_peer_count_for_three_more_seconds() -> None:
     one, two, link = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
@@ -253,7 +255,7 @@ def test_bookings_of_a_lost_peer_are_counted_for_three_seconds_more() -> None:
     assert two.book.load(W1, 14.0) == LoadTotals()
 
 
-def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
+def test_a_peer_that_returns_in_time_owns_its_bookings_again() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -262,12 +264,12 @@ def test_a_peer_that_comes_back_in_time_has_its_bookings_again() -> None:
     link.close(10.0)
     one.book.free(key("b"))
     Link(one, two).flush(10.2)
-    assert two.book.orphan_count == 1, "what ended meanwhile is not told again"
+    assert two.book.orphan_count == 1, "an ended booking is not sent again"
     two.book.expire(20.0)
     assert two.held() == one.held()
 
 
-def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
+def test_bookings_registered_again_at_another_router_move_there() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -287,7 +289,7 @@ def test_a_frontend_that_announces_elsewhere_takes_its_bookings_along() -> None:
     assert two.held() == one.held() == {}
 
 
-def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -> None:
+def test_the_end_of_a_session_hands_over_bookings_that_a_peer_owns() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -301,7 +303,7 @@ def test_the_end_of_a_session_hands_over_what_the_peer_has_announced_already() -
     assert one.book.orphan_count == 0
 
 
-def test_a_free_told_to_one_router_ends_the_orphan_of_another() -> None:
+def test_a_free_at_one_router_ends_the_orphan_of_another() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -326,7 +328,7 @@ def test_the_highest_revision_wins_between_routers() -> None:
     assert one.book.load(W1, 0.0) == LoadTotals()
 
 
-def test_what_two_peers_claim_stays_until_neither_does() -> None:
+def test_a_booking_reported_by_two_peers_stays_until_neither_reports_it() -> None:
     one, two, link = pair()
     three = Peer(3)
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
@@ -342,8 +344,10 @@ def test_what_two_peers_claim_stays_until_neither_does() -> None:
     assert two.held() == {}
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["changes", "everything"])
-def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(anew: bool) -> None:
+@pytest.mark.parametrize("is_full_sync", [False, True], ids=["changes", "everything"])
+def test_a_third_router_counts_a_released_booking_before_it_learns_the_owner(
+    is_full_sync: bool,
+) -> None:
     one, three, to_three = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND, 1), 0.0)
     to_three.flush(0.0)
@@ -351,7 +355,7 @@ def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(an
     two.book.reregister(booking(), two.book.open_session(FRONTEND, 2), 1.0)
     Link(two, one).flush(1.0)
     assert one.book.own(key()) is None
-    if anew:
+    if is_full_sync:
         to_three.outbound.request_full_sync()
     to_three.flush(1.0)
     assert three.held().keys() == {key()}
@@ -360,7 +364,7 @@ def test_what_was_given_up_is_counted_by_a_third_who_has_not_heard_who_has_it(an
     assert three.book.orphan_count == 0
 
 
-def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> None:
+def test_a_removal_is_sent_even_if_a_peer_reports_the_booking_again_first() -> None:
     one, two, to_two = pair()
     two.book.book(booking(), session := two.book.open_session(FRONTEND, 1), 0.0)
     to_one = Link(two, one)
@@ -375,7 +379,7 @@ def test_what_ended_is_told_as_ended_though_a_peer_brings_it_back_before() -> No
     assert one.held() == two.held() == {}
 
 
-def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -> None:
+def test_a_newer_stream_replaces_an_older_one_and_survives_its_end() -> None:
     one, two, link = pair()
     one.book.book(booking(), one.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
@@ -387,7 +391,7 @@ def test_a_newer_stream_takes_the_place_of_an_older_one_and_outlives_its_end() -
     assert two.held() == one.held()
 
 
-def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
+def test_a_snapshot_counts_as_orphans_until_the_peer_sends_a_full_sync() -> None:
     one, two = Peer(1), Peer(2)
     session = one.book.open_session(FRONTEND)
     one.book.book(booking("a"), session, 0.0)
@@ -405,66 +409,66 @@ def test_a_snapshot_counts_as_orphans_until_the_peer_tells_by_itself() -> None:
 
 
 def started(router_id: int, *peers: Peer, now: float) -> Peer:
-    """A router that has heard the snapshots of its peers."""
-    newcomer = Peer(router_id)
+    """A router that has received the snapshots of its peers."""
+    starting = Peer(router_id)
     for peer in peers:
         for part in peer.replica.snapshot():
-            newcomer.replica.receive_snapshot(peer.id, part, now)
-    return newcomer
+            starting.replica.receive_snapshot(peer.id, part, now)
+    return starting
 
 
-def test_a_router_that_starts_counts_the_orphans_of_one_that_died_before() -> None:
+def test_a_starting_router_counts_the_orphans_of_a_router_that_died_before() -> None:
     dead, survivor, link = pair()
-    dead.book.book(booking("told"), dead.book.open_session(FRONTEND), 0.0)
+    dead.book.book(booking("replicated"), dead.book.open_session(FRONTEND), 0.0)
     link.flush(0.0)
     survivor.book.book(booking("own", W2), survivor.book.open_session(FRONTEND + 1), 0.0)
     unaware = started(3, survivor, now=1.0)
-    assert unaware.held() == survivor.held(), "also while the death was not noticed"
+    assert unaware.held() == survivor.held(), "also before the loss is detected"
     link.close(1.0)
-    newcomer = started(4, survivor, now=1.1)
-    assert newcomer.held() == survivor.held()
-    assert newcomer.held().keys() == {key("told"), key("own")}
-    survivor.book.reregister(booking("told"), survivor.book.open_session(FRONTEND), 1.2)
-    Link(survivor, newcomer).flush(1.2)
-    newcomer.book.expire(1.1 + ORPHAN_S)
-    assert newcomer.held().keys() == {key("told"), key("own")}
-    assert newcomer.book.orphan_count == 0
+    starting = started(4, survivor, now=1.1)
+    assert starting.held() == survivor.held()
+    assert starting.held().keys() == {key("replicated"), key("own")}
+    survivor.book.reregister(booking("replicated"), survivor.book.open_session(FRONTEND), 1.2)
+    Link(survivor, starting).flush(1.2)
+    starting.book.expire(1.1 + ORPHAN_S)
+    assert starting.held().keys() == {key("replicated"), key("own")}
+    assert starting.book.orphan_count == 0
 
 
-def test_what_a_snapshot_said_lasts_until_a_slow_peer_tells_by_itself() -> None:
+def test_snapshot_orphans_last_until_a_slow_peer_sends_a_full_sync() -> None:
     slow = Peer(1)
     session = slow.book.open_session(FRONTEND)
     for name in "abc":
         slow.book.book(booking(name), session, 0.0)
-    newcomer = started(2, slow, now=0.0)
-    to_slow = Link(newcomer, slow)
-    for tenths in range(100):  # Discovery shows it the newcomer after ten seconds only.
+    starting = started(2, slow, now=0.0)
+    to_slow = Link(starting, slow)
+    for tenths in range(100):  # Discovery shows the starting router only after ten seconds.
         to_slow.step(tenths / 10)
-        newcomer.book.expire(tenths / 10)
-        assert newcomer.held() == slow.held()
+        starting.book.expire(tenths / 10)
+        assert starting.held() == slow.held()
     slow.book.free(key("a"))
-    told = Link(slow, newcomer)
-    told.flush(10.0)
+    from_slow = Link(slow, starting)
+    from_slow.flush(10.0)
     for tenths in range(100, 100 + round(10 * ORPHAN_S)):
         to_slow.step(tenths / 10)
-        newcomer.book.expire(tenths / 10)
-    assert newcomer.held() == slow.held()
-    assert newcomer.held().keys() == {key("b"), key("c")}
-    assert newcomer.book.orphan_count == 0
+        starting.book.expire(tenths / 10)
+    assert starting.held() == slow.held()
+    assert starting.held().keys() == {key("b"), key("c")}
+    assert starting.book.orphan_count == 0
 
 
-def test_what_a_snapshot_said_ends_three_seconds_after_the_peer_fell_silent() -> None:
+def test_snapshot_orphans_end_three_seconds_after_the_peer_became_silent() -> None:
     silent = Peer(1)
     silent.book.book(booking(), silent.book.open_session(FRONTEND), 0.0)
-    newcomer = started(2, silent, now=0.0)
-    to_silent = Link(newcomer, silent)
+    starting = started(2, silent, now=0.0)
+    to_silent = Link(starting, silent)
     to_silent.step(2.0)
     to_silent.close(2.5)
-    assert newcomer.book.expire(2.0 + ORPHAN_S - 0.1) == 0
-    assert newcomer.book.expire(2.0 + ORPHAN_S) == 1
+    assert starting.book.expire(2.0 + ORPHAN_S - 0.1) == 0
+    assert starting.book.expire(2.0 + ORPHAN_S) == 1
 
 
-def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> None:
+def test_a_snapshot_after_a_full_sync_extends_no_orphan() -> None:
     one, two, link = pair()
     session = one.book.open_session(FRONTEND)
     one.book.book(booking(), session, 0.0)
@@ -478,21 +482,21 @@ def test_a_snapshot_of_a_peer_that_has_told_by_itself_keeps_nothing_alive() -> N
     assert two.held() == one.held()
 
 
-def test_what_a_session_here_has_ends_with_its_own_time_though_a_snapshot_said_it() -> None:
+def test_own_orphans_expire_even_if_a_snapshot_contained_them() -> None:
     peer = Peer(1)
     peer.book.book(booking(), peer.book.open_session(FRONTEND), 0.0)
-    newcomer = started(2, peer, now=0.0)
-    to_peer = Link(newcomer, peer)
-    session = newcomer.book.open_session(FRONTEND)
-    newcomer.book.reregister(booking(), session, 0.5)
-    newcomer.book.end_session(session, 1.0)
+    starting = started(2, peer, now=0.0)
+    to_peer = Link(starting, peer)
+    session = starting.book.open_session(FRONTEND)
+    starting.book.reregister(booking(), session, 0.5)
+    starting.book.end_session(session, 1.0)
     for tenths in range(10, 50):
         to_peer.step(tenths / 10)
-        newcomer.book.expire(tenths / 10)
-    assert newcomer.held() == {}
+        starting.book.expire(tenths / 10)
+    assert starting.held() == {}
 
 
-def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
+def test_output_blocks_and_decay_give_the_same_load_at_every_router() -> None:
     one, two, link = pair()
     back = Link(two, one)
     session = one.book.open_session(FRONTEND)
@@ -502,7 +506,7 @@ def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
         link.step(0.1)
         assert two.held() == one.held()
         assert two.book.load(W1, 0.1) == one.book.load(W1, 0.1) == LoadTotals(0, weight, 1)
-    # And they stay so for whoever has the booking next, and for one that starts.
+    # Also for the next owner of the booking, and for a starting router.
     held = one.book.get(key())
     assert held is not None
     assert (held.decode_blocks, held.decay, held.revision) == (10, 0.125, 4)
@@ -517,20 +521,20 @@ def test_growth_and_decay_of_outputs_weigh_alike_at_every_router() -> None:
     assert one.held() == two.held() == three.held()
 
 
-def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() -> None:
+def test_a_booking_requested_at_two_routers_is_owned_by_the_last_one() -> None:
     one, two, three = Peer(1), Peer(2), Peer(3)
     peers = (one, two, three)
     links = [Link(a, b) for a in peers for b in peers if a is not b]
     first = one.book.open_session(FRONTEND, generation=1)
     one.book.book(booking(worker=W1), first, 0.0)
-    next(x for x in links if (x.sender, x.hearer) == (one, three)).flush(0.0)
-    # No answer came; what one told two is still under way.
+    next(x for x in links if (x.sender, x.receiver) == (one, three)).flush(0.0)
+    # No response came; the update from one to two is in flight.
     two.book.book(booking(worker=W2), two.book.open_session(FRONTEND, generation=2), 0.0)
     for link in links * 2:
         link.flush(0.1)
     assert [peer.held() for peer in peers] == [two.held()] * 3
     assert [b.worker for b in two.book] == [W2]
-    # Whoever left it has not seen that yet; its word does not count any more.
+    # Router one has not detected the move; its updates do not count.
     assert not one.book.book(booking(worker=W1), first, 0.2)
     two.book.free(key())
     for link in links:
@@ -538,7 +542,7 @@ def test_one_that_was_asked_for_at_two_routers_is_where_it_was_asked_for_last() 
     assert [peer.held() for peer in peers] == [{}] * 3
 
 
-def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
+def test_a_session_is_superseded_at_once_if_a_later_one_is_known() -> None:
     one, two, link = pair()
     over: list[int] = []
     two.book.events.frontend_session_superseded.subscribe(over.append)
@@ -546,31 +550,31 @@ def test_a_session_is_over_from_the_first_where_a_later_one_is_known() -> None:
     one.book.open_session(FRONTEND, generation=3)
     for second in range(3):
         link.flush(float(second))
-    assert over == [known], "it is told each second, and asked nothing more than once"
+    assert over == [known], "sent each second, but published once"
     late = two.book.open_session(FRONTEND, generation=2)
     assert two.book.is_superseded(late)
     two.book.reregister(booking(), late, 3.0)
-    assert two.book.orphan_count == 1, "whoever has the later session may not have heard of it"
+    assert two.book.orphan_count == 1, "the owner of the later session may not have it yet"
     for session in (known, late):
         two.book.end_session(session, 3.0)
     assert not two.book.is_superseded(two.book.open_session(FRONTEND, generation=1))
 
 
-def test_what_a_frontend_announces_later_holds_at_the_same_revision() -> None:
+def test_a_later_reregistration_wins_at_the_same_revision() -> None:
     one, two, link = pair()
     one.book.book(booking(worker=W1), one.book.open_session(FRONTEND, generation=1), 0.0)
     link.flush(0.0)
     session = two.book.open_session(FRONTEND, generation=2)
     assert two.book.reregister(booking(worker=W2), session, 0.1)
     assert [b.worker for b in two.book] == [W2]
-    # Frames of a session that has ended, read late.
+    # Late frames of an ended session.
     older = two.book.open_session(FRONTEND, generation=1)
     assert not two.book.reregister(booking(worker=W1), older, 0.2)
     two.book.end_session(older, 0.3)
     assert two.book.orphan_count == 0
 
 
-def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() -> None:
+def test_a_booking_released_by_two_routers_at_once_is_kept_by_both() -> None:
     one, two, link = pair()
     back = Link(two, one)
     link.flush(0.0)
@@ -579,7 +583,7 @@ def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() ->
         (peer, peer.book.open_session(FRONTEND, generation))
         for generation, peer in enumerate((one, two), 1)
     ]
-    for peer, session in sessions:  # The frontend asked again, and left both.
+    for peer, session in sessions:  # The frontend repeated the request, and left both.
         peer.book.book(booking(), session, 0.0)
         peer.book.end_session(session, 0.1)
     crossing = link.outbound.frame(0.1), back.outbound.frame(0.1)
@@ -597,7 +601,7 @@ def test_what_two_routers_leave_to_each_other_at_once_is_dropped_by_neither() ->
     assert one.held() == two.held() == {}
 
 
-def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_heard_of_it() -> None:
+def test_a_third_router_counts_a_booking_that_moves_between_two_others() -> None:
     one, two, three = Peer(1), Peer(2), Peer(3)
     first, back, late = Link(one, three), Link(two, one), Link(two, three)
     session = one.book.open_session(FRONTEND, generation=1)
@@ -618,13 +622,15 @@ def test_what_one_router_leaves_to_another_is_counted_by_a_third_that_has_not_he
     assert one.held() == three.held() == {}
 
 
-def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> None:
+def test_progress_of_a_frontend_that_moved_away_changes_nothing() -> None:
     one, two, link = pair()
     back = Link(two, one)
     one.book.book(booking(), one.book.open_session(FRONTEND, generation=1), 0.0)
     link.flush(0.0)
-    said = booking(prefill_tokens=0, decode_blocks=3, revision=3)  # Not all of it was read.
-    two.book.reregister(said, two.book.open_session(FRONTEND, generation=2), 0.1)
+    progressed = booking(
+        prefill_tokens=0, decode_blocks=3, revision=3
+    )  # Progress that router one has not received.
+    two.book.reregister(progressed, two.book.open_session(FRONTEND, generation=2), 0.1)
     back.flush(0.1)
     assert not one.book.mark_prefill_done(key())
     assert not one.book.add_output_blocks(key(), 3)
@@ -633,7 +639,7 @@ def test_words_that_are_read_after_their_frontend_has_left_change_nothing() -> N
     assert one.held() == two.held()
 
 
-def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
+def test_a_full_tracker_refuses_bookings_of_peers_and_counts_them() -> None:
     one, two = Peer(1), Peer(2)
     two.book = LoadTracker(bookings_max=1)
     two.replica = Replica(two.book)
@@ -651,7 +657,7 @@ def test_a_full_book_leaves_out_what_peers_tell_and_counts_it() -> None:
     assert len(two.book) == 0
 
 
-def test_a_digest_knows_order_no_more_than_a_set_does() -> None:
+def test_a_digest_does_not_depend_on_order() -> None:
     some = [booking(name, revision=n + 1) for n, name in enumerate("abc")]
     one, two = Digest(), Digest()
     assert one.value == two.value != 0
@@ -676,25 +682,25 @@ IDS = (1, 2, 3)
 
 
 class Client:
-    """A frontend: what it holds, its session, and what it asked there without an answer yet.
+    """A frontend: its bookings, its session, and its requests without a response.
 
-    forgotten: sessions that it left without the router's seeing it.
+    forgotten: sessions that it left without a sign at the router.
     """
 
     def __init__(self, frontend_id: int) -> None:
         self.id = frontend_id
         self.held: dict[BookingKey, Booking] = {}
-        self.peer_stream_ended: list[BookingKey] = []
+        self.requested: list[BookingKey] = []
         self.router: Peer | None = None
         self.session = self.generation = 0
         self.forgotten: list[tuple[Peer, int]] = []
 
 
 class RoutersMachine(RuleBasedStateMachine):
-    """Routers die and return, frames get lost, frontends move: in the end all books are the truth.
+    """Routers die and return, frames get lost, frontends move: in the end all trackers are correct.
 
-    The truth is what the frontends hold. A booking is unknown to all routers for a while when the
-    only one that knew it dies before it has told; its frontend announces it again.
+    The frontends' bookings are the reference. If the only router with a booking dies before it
+    sends it, no router has it for a while; its frontend registers it again.
     """
 
     def __init__(self) -> None:
@@ -728,7 +734,7 @@ class RoutersMachine(RuleBasedStateMachine):
         client.router, client.session = router, session
         for held in client.held.values():
             router.book.reregister(held, client.session, self.now)
-        for one in client.peer_stream_ended:
+        for one in client.requested:
             router.book.book(Booking(one, "m", worker, None, 10, 2), client.session, self.now)
 
     @rule(
@@ -750,21 +756,21 @@ class RoutersMachine(RuleBasedStateMachine):
                 router.book.end_session(session, self.now)
 
     @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
-    def ask(self, frontend: int, worker: Placement) -> None:
+    def request_placement(self, frontend: int, worker: Placement) -> None:
         client = self.clients[frontend]
         if client.router is not None and client.router.is_alive:
             self.last_name += 1
             new = Booking(key(f"{self.last_name}", frontend), "m", worker, None, 10, 2)
             client.router.book.book(new, client.session, self.now)
-            client.peer_stream_ended.append(new.key)
+            client.requested.append(new.key)
 
     @rule(frontend=st.sampled_from(FRONTENDS))
-    def answer(self, frontend: int) -> None:
+    def receive_response(self, frontend: int) -> None:
         client = self.clients[frontend]
-        if client.peer_stream_ended and client.router is not None and client.router.is_alive:
-            one = client.peer_stream_ended.pop()
+        if client.requested and client.router is not None and client.router.is_alive:
+            one = client.requested.pop()
             booked = client.router.book.get(one)
-            assert booked is not None, "nobody but its frontend may end it"
+            assert booked is not None, "only its frontend may end it"
             client.held[one] = replace(booked, generation=0)
 
     @rule(frontend=st.sampled_from(FRONTENDS), worker=st.sampled_from([W1, W2]))
@@ -809,16 +815,18 @@ class RoutersMachine(RuleBasedStateMachine):
             self.step(link)
 
     def step(self, link: Link, *, is_lost: bool = False) -> None:
-        counted = link.hearer.held().keys() & link.sender.held().keys()
+        counted = link.receiver.held().keys() & link.sender.held().keys()
         link.step(self.now, is_lost=is_lost)
-        assert counted <= link.hearer.held().keys(), "what a router counts it ends nowhere else"
+        assert counted <= link.receiver.held().keys(), (
+            "an update ends no booking that the sender counts"
+        )
 
     @rule(data=st.data())
     def cut(self, data: st.DataObject) -> None:
         links = [link for router in self.living() for link in router.links.values()]
         if links:
             link = data.draw(st.sampled_from(links))
-            del link.sender.links[link.hearer.id]
+            del link.sender.links[link.receiver.id]
             link.close(self.now)
 
     @rule(data=st.data())
@@ -837,9 +845,9 @@ class RoutersMachine(RuleBasedStateMachine):
         if len(self.living()) < len(IDS):
             self.last_id += 1
             peers = self.living()
-            newcomer = self.routers[self.last_id] = started(self.last_id, *peers, now=self.now)
+            starting = self.routers[self.last_id] = started(self.last_id, *peers, now=self.now)
             counted = {one for peer in peers for one in peer.held()}
-            assert newcomer.held().keys() == counted, "it knows from the first what anybody knows"
+            assert starting.held().keys() == counted, "it starts with the bookings of all peers"
             self.connect_all()
 
     @rule(seconds=st.sampled_from([0.01, 0.5, 1.0, 3.0]))
@@ -850,12 +858,12 @@ class RoutersMachine(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        """Faults stop: within the time of an orphan and a digest all are right."""
+        """Faults stop: within an orphan period and a digest all states are correct."""
         self.connect_all()
         for client in self.clients.values():
             if client.router is None or not client.router.is_alive:
                 self.attach(client, self.living()[0])
-        # A digest, the time of an orphan, and one for those that it makes orphans.
+        # A digest, an orphan period, and one for the orphans made by that.
         for _ in range(5):
             self.now += DIGEST_S
             for router in self.living():
@@ -865,8 +873,8 @@ class RoutersMachine(RuleBasedStateMachine):
                     for link in router.links.values():
                         link.flush(self.now)
         for client in self.clients.values():
-            while client.peer_stream_ended:
-                self.answer(client.id)
+            while client.requested:
+                self.receive_response(client.id)
         truth = {one: held for client in self.clients.values() for one, held in client.held.items()}
         for router in self.living():
             held = {one: replace(b, generation=0) for one, b in router.held().items()}

@@ -38,7 +38,7 @@ FOUR = [candidate(n) for n in (1, 2, 3, 4)]
 
 
 def busy(*workers: int, tokens: int = 160) -> LoadTracker:
-    """A book with one booking for each mention of a worker."""
+    """A tracker with one booking for each mention of a worker."""
     book = LoadTracker()
     session = book.open_session(7)
     for number, worker in enumerate(workers):
@@ -73,7 +73,7 @@ def workers(placements: list[Placement]) -> list[int]:
     return [p.worker_id for p in placements]
 
 
-def test_round_robin_takes_each_in_turn_and_survives_departures() -> None:
+def test_round_robin_takes_each_in_turn_also_when_workers_leave() -> None:
     book = LoadTracker()
     assert chosen("round_robin", book) == 1
     assert chosen("round_robin", book, last=Placement(1, 0)) == 2
@@ -82,13 +82,13 @@ def test_round_robin_takes_each_in_turn_and_survives_departures() -> None:
     assert chosen("round_robin", book, last=Placement(2, 0), candidates=without_2) == 3
 
 
-def test_random_draws_everyone_equally_often() -> None:
+def test_random_draws_all_candidates_equally_often() -> None:
     drawn = Counter(chosen("random", busy(1, 1, 1), seed=seed) for seed in range(400))
     assert set(drawn) == {1, 2, 3, 4}
     assert all(60 <= count <= 140 for count in drawn.values()), drawn
 
 
-def test_least_loaded_takes_the_idle_one() -> None:
+def test_least_loaded_takes_the_idle_worker() -> None:
     assert chosen("least_loaded", busy(1, 2, 2, 4)) == 3
 
 
@@ -114,7 +114,7 @@ def test_power_of_two_with_one_candidate_takes_it() -> None:
 
 
 @pytest.mark.row("S1-20")
-def test_direct_refuses_what_has_no_pin() -> None:
+def test_direct_refuses_a_request_without_pin() -> None:
     with pytest.raises(InvalidRequest) as refused:
         chosen("direct", LoadTracker())
     assert refused.value.reason == "PIN_REQUIRED"
@@ -122,7 +122,7 @@ def test_direct_refuses_what_has_no_pin() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SELECTORS))
-def test_every_selector_takes_a_pinned_worker_and_says_its_name(name: str) -> None:
+def test_every_selector_takes_a_pinned_worker_and_reports_its_name(name: str) -> None:
     query = hinted(backend_instance_id=2)
     candidates = list(eligible(query, FOUR)[0])
     assert chosen(name, busy(2, 2), candidates=candidates, query=query) == 2
@@ -144,7 +144,7 @@ def test_a_preferred_taint_makes_a_worker_cheaper_within_bounds() -> None:
     assert preferred_taint_factor(worker, None) == 1.0
 
 
-def test_a_preferred_taint_decides_among_the_idle_and_load_overrules_it() -> None:
+def test_a_preferred_taint_decides_among_idle_workers_and_load_overrules_it() -> None:
     tainted = [candidate(1), candidate(2, taints=frozenset({"fast"}))]
     likes = RoutingConstraints(required_taints=frozenset(), preferred_taints={"fast": 1.0})
     query = hinted(routing_constraints=likes)
@@ -153,16 +153,16 @@ def test_a_preferred_taint_decides_among_the_idle_and_load_overrules_it() -> Non
         assert chosen("least_loaded", busy(2), candidates=tainted, query=query, seed=seed) == 1
 
 
-def test_without_hints_everyone_is_eligible() -> None:
+def test_without_hints_all_candidates_are_eligible() -> None:
     assert eligible(Query("m"), FOUR) == (FOUR, [])
 
 
 @pytest.mark.row("S1-73")
 def test_only_allowed_workers_are_candidates_and_the_empty_set_allows_none() -> None:
     assert workers(kept(hinted(allowed_worker_ids=frozenset({2, 4, 99})))) == [2, 4]
-    for nobody in (frozenset[int](), frozenset({99})):
+    for no_candidates in (frozenset[int](), frozenset({99})):
         with pytest.raises(Unavailable) as refused:
-            kept(hinted(allowed_worker_ids=nobody))
+            kept(hinted(allowed_worker_ids=no_candidates))
         assert refused.value.reason == "NO_ALLOWED_WORKER"
 
 

@@ -1,4 +1,4 @@
-"""Sessions: what binds one to a worker, for how long, and what undoes it."""
+"""Session records: placement of a session, expiry, and what changes it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Bed:
 
     @property
     def key(self) -> BookingKey:
-        """Of the latest request."""
+        """The key of the latest request."""
         return BookingKey(FRONTEND, f"r{self.number}", 0)
 
     def place(
@@ -87,7 +87,7 @@ class Bed:
         return self.router.decide(query, self.key, self.now, rng)
 
     def one(self, *args: Any, **facts: Any) -> Decision:
-        """Placed, served and ended."""
+        """Place, serve and end a request."""
         decision = self.place(*args, **facts)
         self.end()
         return decision
@@ -96,14 +96,14 @@ class Bed:
         assert self.router.book.free(self.key)
 
     def wait(self, seconds: float) -> None:
-        """As the app does: time passes in ticks."""
+        """Advance time in ticks, as the app does."""
         until = self.now + seconds
         while self.now < until:
             self.now = min(until, self.now + TICK_S)
             self.router.expire(self.now)
 
     def load(self, worker_id: int, requests: int) -> None:
-        """Other people's requests on a worker."""
+        """Requests of other clients on a worker."""
         for _ in range(requests):
             self.number += 1
             hints = RoutingHints(backend_instance_id=worker_id)
@@ -126,20 +126,20 @@ def test_a_session_stays_on_its_worker_however_loaded_that_is() -> None:
     assert again.reasons[-1] == "session kept"
 
 
-def test_without_a_session_nothing_is_bound() -> None:
+def test_a_request_without_session_makes_no_record() -> None:
     bed = Bed()
     decision = bed.router.decide(Query("m", 100), bed.key, 0.0, Random(0))
     assert decision.affinity == ""
     assert len(bed.router.affinity) == 0
 
 
-def test_the_second_request_follows_while_the_first_is_on_its_way() -> None:
+def test_the_second_request_follows_while_the_first_runs() -> None:
     bed = Bed()
     placed = {bed.place().worker for _ in range(10)}
     assert len(placed) == 1
 
 
-def test_sessions_are_told_apart_by_name_and_model() -> None:
+def test_sessions_differ_by_name_and_model() -> None:
     bed = Bed(*FOUR, worker(9, model="other"))
     workers = {bed.place(f"s{n}").worker.worker_id for n in range(4)}
     assert workers == {1, 2, 3, 4}, "each chooses freely"
@@ -149,10 +149,12 @@ def test_sessions_are_told_apart_by_name_and_model() -> None:
     assert (decision.worker.worker_id, decision.affinity) == (9, "bound")
 
 
-def test_a_session_of_an_adapter_is_not_that_of_its_base_which_other_workers_may_serve() -> None:
+def test_a_session_of_an_adapter_differs_from_that_of_its_base_model() -> None:
     bed = Bed(worker(1), worker(2, loras=frozenset({"french"})))
     bed.one(backend_instance_id=1)
-    assert bed.one(lora_name="french").affinity == "bound", "the base's worker does not have it"
+    assert bed.one(lora_name="french").affinity == "bound", (
+        "the worker of the base model does not serve it"
+    )
     for _ in range(3):
         assert (bed.one().worker, bed.one().affinity) == (Placement(1, 0), "kept")
         adapted = bed.one(lora_name="french")
@@ -162,13 +164,13 @@ def test_a_session_of_an_adapter_is_not_that_of_its_base_which_other_workers_may
     assert bed.one(lora_name="french").affinity == "kept"
 
 
-def test_a_rank_of_a_worker_is_what_a_session_is_bound_to() -> None:
+def test_a_session_is_placed_on_one_rank_of_a_worker() -> None:
     bed = Bed(worker(1, dp_size=8))
     first = bed.one()
     assert {bed.one().worker for _ in range(20)} == {first.worker}
 
 
-def test_previews_and_unbooked_decisions_follow_a_binding_and_make_none() -> None:
+def test_previews_and_unbooked_decisions_follow_a_session_and_make_no_record() -> None:
     bed = Bed()
     hints = RoutingHints(session_control=SessionControl("s"))
     query = Query("m", 100, routing=hints)
@@ -180,10 +182,10 @@ def test_previews_and_unbooked_decisions_follow_a_binding_and_make_none() -> Non
     assert {bed.router.decide(query, None, 0.0, Random(n)).worker for n in range(20)} == {bound}
 
 
-# For how long.
+# Expiry.
 
 
-def test_an_idle_session_is_forgotten_after_its_time_and_not_before() -> None:
+def test_an_idle_session_expires_after_its_ttl_and_not_before() -> None:
     bed = Bed()
     bed.one()
     bed.wait(TTL_S - 0.01)
@@ -193,7 +195,7 @@ def test_an_idle_session_is_forgotten_after_its_time_and_not_before() -> None:
     assert bed.one().affinity == "bound"
 
 
-def test_each_request_starts_the_time_anew() -> None:
+def test_each_request_restarts_the_ttl() -> None:
     bed = Bed()
     first = bed.one()
     for _ in range(5):
@@ -201,18 +203,18 @@ def test_each_request_starts_the_time_anew() -> None:
         assert (bed.one().worker, len(bed.router.affinity)) == (first.worker, 1)
 
 
-def test_a_session_that_wakes_late_is_as_good_as_new() -> None:
+def test_an_expired_session_starts_again_like_a_new_one() -> None:
     bed = Bed()
     bound = bed.one().worker
     bed.wait(0.95 * TTL_S)
     bed.router.book.open_session(FRONTEND)
     assert bed.place().worker == bound
     bed.wait(0.2 * TTL_S)
-    assert len(bed.router.affinity) == 1, "what it was idle before does not count"
+    assert len(bed.router.affinity) == 1, "earlier idle time does not count"
     assert bed.place().affinity == "kept"
 
 
-def test_a_request_under_way_keeps_its_session_whatever_the_time() -> None:
+def test_a_running_request_keeps_its_session_for_any_time() -> None:
     bed = Bed()
     first = bed.place()
     bed.router.book.open_session(FRONTEND)
@@ -221,12 +223,12 @@ def test_a_request_under_way_keeps_its_session_whatever_the_time() -> None:
     assert booking is not None
     for _ in range(10):
         bed.wait(TTL_S)
-        bed.router.book.reregister(booking, None, bed.now)  # As a frontend that lives renews it.
+        bed.router.book.reregister(booking, None, bed.now)  # As a live frontend renews it.
     assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 1)
     assert bed.place().worker == first.worker
 
 
-def test_a_session_whose_frontend_died_comes_to_rest_with_its_orphans() -> None:
+def test_a_session_of_a_dead_frontend_becomes_idle_when_its_orphans_expire() -> None:
     bed = Bed()
     bed.place()  # Without a session of its frontend, it is an orphan for three seconds.
     bed.wait(10.0)
@@ -250,10 +252,10 @@ def test_a_session_is_idle_when_the_last_of_its_bookings_ended() -> None:
     assert (len(bed.router.affinity), bed.router.affinity.active_count) == (1, 0)
 
 
-# What undoes it.
+# Changes of placement.
 
 
-def test_a_session_whose_worker_left_is_bound_anew_and_stays_there() -> None:
+def test_a_session_of_a_worker_that_left_moves_and_stays_there() -> None:
     bed = Bed()
     gone = bed.one().worker.worker_id
     bed.see(*(w for w in FOUR if w.id != gone))
@@ -261,7 +263,9 @@ def test_a_session_whose_worker_left_is_bound_anew_and_stays_there() -> None:
     assert moved.worker.worker_id != gone
     assert moved.affinity == "moved"
     bed.see(*FOUR)
-    assert {bed.one().worker for _ in range(10)} == {moved.worker}, "the old one does not draw it"
+    assert {bed.one().worker for _ in range(10)} == {moved.worker}, (
+        "the old worker does not attract it"
+    )
 
 
 def test_a_worker_that_discovery_lost_for_a_moment_keeps_its_sessions() -> None:
@@ -272,7 +276,7 @@ def test_a_worker_that_discovery_lost_for_a_moment_keeps_its_sessions() -> None:
     assert bed.one().worker == bound
 
 
-def test_a_rank_that_the_worker_no_longer_has_binds_nobody() -> None:
+def test_a_rank_that_the_worker_no_longer_has_constrains_no_session() -> None:
     bed = Bed(worker(1, dp_size=2))
     bed.place(dp_rank=1)
     bed.see(worker(1, dp_size=1))
@@ -288,7 +292,7 @@ def test_a_session_moves_with_the_request_that_its_worker_failed() -> None:
 
 
 @pytest.mark.parametrize("pin", ["backend_instance_id", "decode_worker_id"])
-def test_a_pin_outvotes_the_session_which_follows_it(pin: str) -> None:
+def test_a_pin_takes_precedence_and_the_session_follows_it(pin: str) -> None:
     bed = Bed()
     pinned = other_than(bed.one().worker.worker_id)
     decision = bed.one(**{pin: pinned})
@@ -296,7 +300,7 @@ def test_a_pin_outvotes_the_session_which_follows_it(pin: str) -> None:
     assert bed.one().worker.worker_id == pinned
 
 
-def test_open_chooses_freely_and_binds_anew() -> None:
+def test_open_chooses_freely_and_replaces_the_record() -> None:
     bed = Bed()
     old = bed.one().worker.worker_id
     bed.load(old, 5)
@@ -306,7 +310,7 @@ def test_open_chooses_freely_and_binds_anew() -> None:
     assert bed.one().worker == fresh.worker
 
 
-def test_close_uses_the_binding_and_forgets_it() -> None:
+def test_close_uses_the_session_placement_and_drops_it() -> None:
     bed = Bed()
     bound = bed.one().worker
     bed.load(bound.worker_id, 5)
@@ -316,7 +320,7 @@ def test_close_uses_the_binding_and_forgets_it() -> None:
     assert bed.one().worker != bound
 
 
-def test_close_of_a_session_that_was_never_bound_binds_nothing() -> None:
+def test_close_of_an_unknown_session_makes_no_record() -> None:
     bed = Bed()
     assert bed.one(action=SessionAction.CLOSE).affinity == "closed"
     assert len(bed.router.affinity) == 0
@@ -348,11 +352,11 @@ def test_a_hard_session_is_served_by_its_worker_or_not_at_all() -> None:
     assert bed.one().worker == bound
 
 
-def test_a_soft_session_goes_elsewhere_where_its_worker_may_not_serve() -> None:
+def test_a_soft_session_goes_to_another_worker_if_its_own_is_not_eligible() -> None:
     bed = Bed(*AT.values(), session_mode="soft")
     bound = bed.one().worker
     bed.load(bound.worker_id, 20)
-    assert bed.one().worker == bound, "load is no reason to leave"
+    assert bed.one().worker == bound, "load does not move a session"
     other = other_than(bound.worker_id)
     moved = bed.one(**needs(other))
     assert (moved.worker.worker_id, moved.affinity) == (other, "moved")
@@ -361,7 +365,7 @@ def test_a_soft_session_goes_elsewhere_where_its_worker_may_not_serve() -> None:
 # Pairs.
 
 
-def test_both_legs_of_a_session_stay_where_they_are() -> None:
+def test_both_legs_of_a_session_keep_their_workers() -> None:
     bed = Bed(*PAIRS, selector="kv")
     first = bed.one()
     for _ in range(20):
@@ -370,7 +374,7 @@ def test_both_legs_of_a_session_stay_where_they_are() -> None:
         assert again.affinity == "kept"
 
 
-def test_a_session_that_lost_one_of_its_workers_is_bound_anew() -> None:
+def test_a_session_that_lost_one_of_its_workers_is_placed_again() -> None:
     bed = Bed(*PAIRS)
     first = bed.one()
     assert first.prefill is not None
@@ -383,7 +387,7 @@ def test_a_session_that_lost_one_of_its_workers_is_bound_anew() -> None:
     assert (again.worker, again.prefill) == (second.worker, second.prefill)
 
 
-def test_a_session_bound_to_an_aggregated_worker_stays_there_when_pairs_come() -> None:
+def test_a_session_on_an_aggregated_worker_stays_there_when_pairs_join() -> None:
     for mode in ("hard", "soft"):
         bed = Bed(worker(21), session_mode=mode)
         bed.one()
@@ -392,7 +396,7 @@ def test_a_session_bound_to_an_aggregated_worker_stays_there_when_pairs_come() -
         assert bed.place("another").prefill is not None
 
 
-def test_a_soft_session_takes_a_pair_where_its_aggregated_worker_may_not_serve() -> None:
+def test_a_soft_session_takes_a_pair_if_its_aggregated_worker_is_not_eligible() -> None:
     bed = Bed(worker(21), session_mode="soft")
     bed.one()
     tainted = [replace(w, taints=frozenset({"t"})) for w in PAIRS]
@@ -404,7 +408,7 @@ def test_a_soft_session_takes_a_pair_where_its_aggregated_worker_may_not_serve()
 # Refusals and bounds.
 
 
-def test_a_router_that_keeps_no_sessions_refuses_them_by_name() -> None:
+def test_a_router_without_session_affinity_refuses_sessions() -> None:
     bed = Bed(session_ttl_s=0.0)
     with pytest.raises(Unsupported) as refused:
         bed.place()
@@ -413,13 +417,13 @@ def test_a_router_that_keeps_no_sessions_refuses_them_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
-def test_a_name_that_is_none_is_refused(name: str) -> None:
+def test_an_invalid_session_id_is_refused(name: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Bed().place(name)
     assert refused.value.field == "query.routing.session_control.session_id"
 
 
-def stay_of(
+def constraint_of(
     affinity: SessionAffinity, session: str = "s", action: SessionAction | None = None
 ) -> SessionConstraint:
     hints = RoutingHints(session_control=SessionControl(session, action))
@@ -431,8 +435,8 @@ def stay_of(
 def use(
     affinity: SessionAffinity, session: str, worker_id: int, number: int, now: float
 ) -> Booking:
-    """A request of the session is placed there, or where the session is bound."""
-    session_constraint = stay_of(affinity, session)
+    """Place a request of the session there, or on the worker of the session."""
+    session_constraint = constraint_of(affinity, session)
     at = (
         Placement(worker_id, 0)
         if session_constraint.session_placement is None
@@ -447,7 +451,7 @@ def use(
     return booking
 
 
-def test_bonds_are_bounded_and_the_one_idle_longest_makes_room() -> None:
+def test_records_are_bounded_and_the_one_idle_longest_is_evicted() -> None:
     affinity = SessionAffinity(TTL_S, records_max=3)
     for at, name in enumerate("abc"):
         booking = use(affinity, name, at, at, float(at))
@@ -455,27 +459,27 @@ def test_bonds_are_bounded_and_the_one_idle_longest_makes_room() -> None:
             affinity.booking_ended(booking, is_own=True)
             affinity.expire(float(at))
     use(affinity, "d", 9, 9, 6.0)
-    bound = {name for name in "abcd" if stay_of(affinity, name).session_placement is not None}
+    bound = {name for name in "abcd" if constraint_of(affinity, name).session_placement is not None}
     assert bound == {"a", "c", "d"}
     assert (len(affinity), affinity.evicted) == (3, 1)
     for number, name in enumerate("efg"):
         use(affinity, name, 1, 20 + number, 7.0)
-    assert len(affinity) == 3, "active ones go too, the oldest first"
+    assert len(affinity) == 3, "active ones are evicted too, the oldest first"
 
 
-def test_closed_sessions_make_room_first() -> None:
+def test_closed_sessions_are_evicted_first() -> None:
     affinity = SessionAffinity(TTL_S, records_max=3)
     for number, name in enumerate("abc"):
         affinity.booking_ended(use(affinity, name, 1, number, 0.0), is_own=True)
     affinity.expire(1.0)
-    record = stay_of(affinity, "c", SessionAction.CLOSE).record(Placement(1, 0), None, KEY)
+    record = constraint_of(affinity, "c", SessionAction.CLOSE).record(Placement(1, 0), None, KEY)
     assert record is not None
     affinity.record_booking(record, 2.0)
     use(affinity, "d", 1, 9, 3.0)
     assert {str(name.session_id) for name in affinity.sessions()} == {"a", "b", "d"}
 
 
-def test_bonds_are_bounded_in_bytes() -> None:
+def test_records_are_bounded_in_bytes() -> None:
     affinity = SessionAffinity(TTL_S, bytes_max=10 * (RECORD_OVERHEAD_BYTES + 1100))
     for number in range(100):
         use(affinity, f"{number:03}" + "\u20ac" * 253, 1, number, 0.0)
@@ -484,7 +488,7 @@ def test_bonds_are_bounded_in_bytes() -> None:
     assert affinity.size == sum(record.size for record in affinity._records.values())
 
 
-def test_many_that_are_used_over_and_over_leave_nothing_behind() -> None:
+def test_many_uses_of_few_sessions_leave_no_state() -> None:
     affinity = SessionAffinity(TTL_S)
     for number in range(2000):
         affinity.booking_ended(use(affinity, f"{number % 3}", 1, number, number / 10), is_own=True)
@@ -516,39 +520,39 @@ BONDS = st.builds(
 
 
 @settings(max_examples=100, deadline=None)
-@given(told=st.lists(st.tuples(BONDS, st.floats(0.0, TTL_S - 2)), min_size=1), data=st.data())
-def test_whatever_the_order_in_which_routers_hear_of_bonds_they_keep_the_same_one(
-    told: list[tuple[SessionRecord, float]], data: st.DataObject
+@given(updates=st.lists(st.tuples(BONDS, st.floats(0.0, TTL_S - 2)), min_size=1), data=st.data())
+def test_routers_keep_the_same_record_in_any_order_of_updates(
+    updates: list[tuple[SessionRecord, float]], data: st.DataObject
 ) -> None:
     kept = set[SessionRecord]()
     for _ in range(3):
         affinity = SessionAffinity(TTL_S)
-        order = data.draw(st.permutations(told))
+        order = data.draw(st.permutations(updates))
         for each, idle_s in [*order, *order[:2]]:
             affinity.receive(SessionUpdate(each, idle_s), 0.0)
         (what,) = affinity.updates([NAME], 0.0)
-        assert what.idle_s == pytest.approx(min(idle_s for _, idle_s in told))
+        assert what.idle_s == pytest.approx(min(idle_s for _, idle_s in updates))
         kept.add(what.record)
     assert len(kept) == 1
     (best,) = kept
-    assert best.revision == max(each.revision for each, _ in told)
+    assert best.revision == max(each.revision for each, _ in updates)
 
 
-def test_who_hears_of_a_bond_that_does_not_win_tells_its_own() -> None:
+def test_a_router_that_receives_a_losing_record_sends_its_own() -> None:
     events = RouterEvents()
     affinity = SessionAffinity(TTL_S, events=events)
-    told: list[SessionName] = []
-    events.session_changed.subscribe(told.append)
+    sent: list[SessionName] = []
+    events.session_changed.subscribe(sent.append)
     affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
     affinity.receive(SessionUpdate(record(2, 1), 0.0), 0.0)
-    assert told == [], "peers tell everybody themselves"
+    assert sent == [], "the sender sends it to all peers itself"
     affinity.receive(SessionUpdate(record(1, 2), 0.0), 0.0)
-    assert told == [NAME]
+    assert sent == [NAME]
     affinity.receive(SessionUpdate(record(3, 2), 0.0), 0.0)
-    assert told == [NAME]
+    assert sent == [NAME]
 
 
-def test_a_use_anywhere_starts_the_time_anew() -> None:
+def test_a_use_at_any_router_restarts_the_ttl() -> None:
     affinity = SessionAffinity(TTL_S)
     affinity.receive(SessionUpdate(record(1, 1), 50.0), 0.0)
     affinity.receive(SessionUpdate(record(1, 1), 5.0), 5.0)
@@ -557,7 +561,7 @@ def test_a_use_anywhere_starts_the_time_anew() -> None:
     assert affinity.expire(TTL_S) == 1
 
 
-def test_what_a_peer_remembers_longer_than_we_would_is_not_taken_up() -> None:
+def test_a_record_older_than_the_local_ttl_is_ignored() -> None:
     affinity = SessionAffinity(TTL_S)
     affinity.receive(SessionUpdate(record(1, 1), TTL_S), 0.0)
     assert affinity.sessions() == []
@@ -566,60 +570,65 @@ def test_what_a_peer_remembers_longer_than_we_would_is_not_taken_up() -> None:
     assert none_kept.sessions() == []
 
 
-def test_a_closed_session_is_not_brought_back_by_who_has_not_heard_of_it() -> None:
+def test_a_closed_session_is_not_restored_by_a_router_without_the_update() -> None:
     affinity = SessionAffinity(TTL_S)
     affinity.receive(SessionUpdate(record(1, 1), 0.0), 0.0)
     affinity.receive(SessionUpdate(record(2, None), 0.0), 1.0)
     assert (len(affinity), len(affinity.sessions())) == (0, 1)
     affinity.receive(SessionUpdate(record(1, 1), 0.0), 2.0)
-    assert stay_of(affinity).session_placement is None
-    again = stay_of(affinity).record(Placement(3, 0), None, KEY)
+    assert constraint_of(affinity).session_placement is None
+    again = constraint_of(affinity).record(Placement(3, 0), None, KEY)
     assert again is not None
-    assert again.revision == 3, "a new binding beats the closing"
-    assert stay_of(affinity).outcome(Placement(3, 0)) == "bound"
+    assert again.revision == 3, "a new placement supersedes the closing"
+    assert constraint_of(affinity).outcome(Placement(3, 0)) == "bound"
     affinity.expire(2.0 + TTL_S)
     assert affinity.sessions() == []
 
 
-def test_a_new_binding_beats_one_that_was_forgotten_here_and_is_remembered_elsewhere() -> None:
-    """It counted from 1 again, and lost to the older: simulated seed 1322."""
+def test_a_new_record_supersedes_one_that_only_peers_still_have() -> None:
+    """Its revision restarted at 1 and lost to the older record: simulation seed 1322."""
     affinity = SessionAffinity(TTL_S, epoch_s=1000.0)
-    first = stay_of(affinity).record(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
+    first = constraint_of(affinity).record(Placement(1, 0), None, KEY, affinity.revision_min(0.0))
     assert first is not None
     affinity.record_booking(first, 0.0)
     affinity.expire(TTL_S)
     later = BookingKey(1, "z", 0)
-    anew = stay_of(affinity).record(Placement(2, 0), None, later, affinity.revision_min(TTL_S))
-    assert anew is not None
-    assert anew.supersedes(first)
-    affinity.record_booking(anew, TTL_S)
+    new_record = constraint_of(affinity).record(
+        Placement(2, 0), None, later, affinity.revision_min(TTL_S)
+    )
+    assert new_record is not None
+    assert new_record.supersedes(first)
+    affinity.record_booking(new_record, TTL_S)
     # A clock that is behind does not make it older.
-    moved = stay_of(affinity).record(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
+    moved = constraint_of(affinity).record(Placement(3, 0), None, KEY, affinity.revision_min(0.0))
     assert moved is not None
-    assert moved.supersedes(anew)
+    assert moved.supersedes(new_record)
 
 
-def test_who_opens_a_session_binds_it_anew_also_where_it_was() -> None:
-    """It kept the old bond, which lost to one made elsewhere since: simulated seed 1789."""
+def test_open_makes_a_new_record_even_on_the_same_worker() -> None:
+    """It kept the old record, which lost to a newer one of a peer: simulation seed 1789."""
     affinity = SessionAffinity(TTL_S)
     affinity.receive(SessionUpdate(record(3, 1), 0.0), 0.0)
     control = SessionControl("s", SessionAction.OPEN)
     query = Query("m", 1, routing=RoutingHints(session_control=control))
     session_constraint = affinity.session_constraint(query, lambda at: True)
     assert session_constraint is not None
-    anew = session_constraint.record(Placement(1, 0), None, KEY)
-    assert anew is not None
-    assert (anew.revision, anew.session_placement) == (4, SessionPlacement(Placement(1, 0)))
+    new_record = session_constraint.record(Placement(1, 0), None, KEY)
+    assert new_record is not None
+    assert (new_record.revision, new_record.session_placement) == (
+        4,
+        SessionPlacement(Placement(1, 0)),
+    )
 
 
-def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
+def test_reregistered_bookings_restore_session_records() -> None:
     bed = Bed()
     session = bed.router.book.open_session(FRONTEND)
     held = Booking(bed.key, "m", Placement(3, 0), session_id="s", session_revision=2)
     older = replace(held, key=BookingKey(FRONTEND, "x", 0), worker=Placement(1, 0))
     bed.router.reregister(held, session, 0.0)
     bed.router.reregister(replace(older, session_revision=1), session, 0.0)
-    assert bed.one().worker == Placement(3, 0), "the later binding counts"
+    assert bed.one().worker == Placement(3, 0), "the later record counts"
     assert bed.router.affinity.active_count == 1
     bed.router.book.free(held.key)
     bed.router.book.free(older.key)
@@ -629,7 +638,7 @@ def test_announced_bookings_teach_a_router_that_knows_nothing() -> None:
     assert len(bed.router.affinity) == 0
 
 
-def test_an_announced_booking_of_an_adapter_teaches_the_session_of_that() -> None:
+def test_a_reregistered_booking_of_an_adapter_restores_its_session() -> None:
     bed = Bed(*(worker(n, loras=frozenset({"french"})) for n in (1, 2, 3, 4)))
     held = Booking(bed.key, "m", Placement(3, 0), None, session_id="s", session_revision=2)
     bed.router.reregister(replace(held, lora_name="french"), None, 0.0)
@@ -637,7 +646,7 @@ def test_an_announced_booking_of_an_adapter_teaches_the_session_of_that() -> Non
     assert bed.one(lora_name="french").worker == Placement(3, 0)
 
 
-def test_a_request_that_outlives_its_closed_session_does_not_bring_it_back() -> None:
+def test_a_request_that_outlives_its_closed_session_does_not_restore_it() -> None:
     bed = Bed()
     session = bed.router.book.open_session(FRONTEND)
     bed.place()
@@ -645,17 +654,17 @@ def test_a_request_that_outlives_its_closed_session_does_not_bring_it_back() -> 
     assert held is not None
     bed.one(action=SessionAction.CLOSE)
     bed.wait(2 * TTL_S)
-    bed.router.reregister(held, session, bed.now)  # As frontends do now and then.
+    bed.router.reregister(held, session, bed.now)  # As frontends do periodically.
     assert bed.router.affinity.sessions() == []
 
 
-def test_an_announced_booking_of_no_session_teaches_nothing() -> None:
+def test_a_reregistered_booking_without_session_restores_nothing() -> None:
     bed = Bed()
     bed.router.reregister(Booking(bed.key, "m", Placement(3, 0)), None, 0.0)
     assert bed.router.affinity.sessions() == []
 
 
-def test_a_booking_says_by_which_binding_it_stays() -> None:
+def test_a_booking_carries_the_revision_of_its_session_record() -> None:
     bed = Bed()
     assert bed.place().session_revision == 1
     record_booking = bed.router.book.get(bed.key)
@@ -666,11 +675,11 @@ def test_a_booking_says_by_which_binding_it_stays() -> None:
     assert bed.place(action=SessionAction.CLOSE).session_revision == 0
     record_booking = bed.router.book.get(bed.key)
     assert record_booking is not None
-    assert record_booking.session_id == "", "it does not keep what it closed"
+    assert record_booking.session_id == "", "it does not keep a closed session"
 
 
 class Naive(RuleBasedStateMachine):
-    """Bindings against a plain list of what happened."""
+    """Session records against a plain list of events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -701,7 +710,7 @@ class Naive(RuleBasedStateMachine):
     def close(self, session: str) -> None:
         self.tick(0.0)
         key = BookingKey(1, "close", 0)
-        record = stay_of(self.affinity, session, SessionAction.CLOSE).record(
+        record = constraint_of(self.affinity, session, SessionAction.CLOSE).record(
             Placement(1, 0), None, key
         )
         if record is not None:
@@ -717,7 +726,7 @@ class Naive(RuleBasedStateMachine):
     def a_session_is_bound_while_it_lives_and_ten_seconds_more(self) -> None:
         live = {booking.session_id for booking in self.live.values()}
         for session, worker_id in self.at.items():
-            session_placement = stay_of(self.affinity, session).session_placement
+            session_placement = constraint_of(self.affinity, session).session_placement
             if session in live or self.now - self.ended_at[session] < 10.0:
                 assert session_placement is not None
             if session_placement is not None:
@@ -731,7 +740,7 @@ TestNaive.settings = settings(max_examples=40, stateful_step_count=25, deadline=
 
 
 EVENT = st.one_of(
-    st.tuples(st.just("ask"), st.sampled_from("abc"), st.sets(st.integers(1, 4), max_size=2)),
+    st.tuples(st.just("place"), st.sampled_from("abc"), st.sets(st.integers(1, 4), max_size=2)),
     st.tuples(st.just("leave"), st.integers(1, 4)),
     st.tuples(st.just("join"), st.integers(1, 4)),
     st.tuples(st.just("end"), st.integers(0, 99)),
@@ -746,8 +755,8 @@ def test_a_session_leaves_its_worker_only_if_that_is_gone_or_failed(events: list
     present, at, live = {1, 2, 3, 4}, dict[str, int](), list[BookingKey]()
     for event in events:
         match event:
-            case "ask", session, failed:
-                before, names = at.get(session), stay_of(bed.router.affinity, session)
+            case "place", session, failed:
+                before, names = at.get(session), constraint_of(bed.router.affinity, session)
                 try:
                     decision = bed.place(session, excluded=tuple(failed))
                 except (Unavailable, UnknownModel):

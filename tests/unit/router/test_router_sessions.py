@@ -1,4 +1,4 @@
-"""Client sessions known to several routers: whatever happens, they come to agree on each."""
+"""Client sessions at several routers: they always converge on one placement for each."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORKERS = tuple(
 
 
 class Peer:
-    """A router with a session of its frontend, and its streams to others."""
+    """A router with a frontend session, and its streams to others."""
 
     def __init__(self, router_id: int, mode: AffinityMode = "hard") -> None:
         self.id = router_id
@@ -94,28 +94,30 @@ class Peer:
 class Link:
     """One stream."""
 
-    def __init__(self, sender: Peer, hearer: Peer) -> None:
-        self.sender, self.hearer = sender, hearer
+    def __init__(self, sender: Peer, receiver: Peer) -> None:
+        self.sender, self.receiver = sender, receiver
         self.outbound: OutboundSync = sender.replica.open_outbound()
-        self.stream = hearer.replica.stream_opened(sender.id)
+        self.stream = receiver.replica.stream_opened(sender.id)
 
     def step(self, now: float, *, is_lost: bool = False) -> None:
         frame = self.outbound.frame(now)
-        if not is_lost and self.hearer.replica.apply_frame(self.sender.id, self.stream, frame, now):
+        if not is_lost and self.receiver.replica.apply_frame(
+            self.sender.id, self.stream, frame, now
+        ):
             self.outbound.request_full_sync()
 
     def flush(self, now: float) -> bool:
-        """Whether there was anything to tell."""
+        """Whether there was anything to send."""
         steps = 0
         while self.outbound.seconds_until_due(now) == 0:
             self.step(now)
             steps += 1
-            assert steps < 100, "it never has told everything"
+            assert steps < 100, "the full sync never ends"
         return steps > 0
 
     def close(self, now: float) -> None:
         self.sender.replica.close_outbound(self.outbound)
-        self.hearer.replica.stream_closed(self.sender.id, self.stream, now)
+        self.receiver.replica.stream_closed(self.sender.id, self.stream, now)
 
 
 def mesh(count: int = 2, **facts: Any) -> list[Peer]:
@@ -128,15 +130,15 @@ def mesh(count: int = 2, **facts: Any) -> list[Peer]:
 
 
 def settle(peers: list[Peer], now: float) -> None:
-    """All is told, also in answer to what was told."""
+    """Exchange all updates, including those that updates cause."""
     for _ in range(20):
         flushed = [link.flush(now) for peer in peers for link in peer.out.values()]
         if not any(flushed):
             return
-    raise AssertionError("they never stop telling each other")
+    raise AssertionError("the routers never stop sending updates")
 
 
-def test_a_session_that_one_router_bound_is_bound_at_all() -> None:
+def test_a_session_placed_by_one_router_is_known_to_all() -> None:
     one, two = mesh()
     bound = one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -144,7 +146,7 @@ def test_a_session_that_one_router_bound_is_bound_at_all() -> None:
     assert two.place(10, 0.0).affinity == "kept"
 
 
-def test_two_that_bind_at_once_agree_on_one_of_them() -> None:
+def test_two_routers_that_place_a_session_at_once_agree() -> None:
     one, two = mesh()
     placed = {one.place(1, 0.0).worker, two.place(2, 0.0).worker}
     settle([one, two], 0.0)
@@ -153,7 +155,7 @@ def test_two_that_bind_at_once_agree_on_one_of_them() -> None:
     assert one.place(3, 0.0).worker == two.place(4, 0.0).worker
 
 
-def test_a_session_lives_while_a_request_runs_through_another_router() -> None:
+def test_a_session_stays_active_while_a_request_runs_through_another_router() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -169,7 +171,7 @@ def test_a_session_lives_while_a_request_runs_through_another_router() -> None:
     assert len(two.router.affinity) == 0
 
 
-def test_a_request_too_short_to_be_told_of_is_a_use_all_the_same() -> None:
+def test_a_request_too_short_to_be_sent_still_counts_as_use() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     one.end(1)
@@ -178,12 +180,12 @@ def test_a_request_too_short_to_be_told_of_is_a_use_all_the_same() -> None:
         for peer in (one, two):
             peer.router.expire(now)
         one.place(int(now) + 2, now)
-        one.end(int(now) + 2)  # Before any stream had its turn.
+        one.end(int(now) + 2)  # Before any update is exchanged.
         settle([one, two], now)
         assert two.at() is not None
 
 
-def test_open_and_close_and_workers_that_go_are_told() -> None:
+def test_open_close_and_lost_workers_are_replicated() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -196,7 +198,7 @@ def test_open_and_close_and_workers_that_go_are_told() -> None:
     moved = one.place(3, 0.0)
     assert moved.affinity == "moved"
     settle([one, two], 0.0)
-    assert two.place(4, 0.0).worker == moved.worker, "though it still sees the old one"
+    assert two.place(4, 0.0).worker == moved.worker, "although it still has the old worker"
     two.place(5, 0.0, action=SessionAction.CLOSE)
     settle([one, two], 0.0)
     assert (one.at(), two.at()) == (None, None)
@@ -204,7 +206,7 @@ def test_open_and_close_and_workers_that_go_are_told() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-def test_a_router_that_joins_hears_of_all_sessions_before_it_serves(mode: AffinityMode) -> None:
+def test_a_router_that_joins_receives_all_sessions_before_it_serves(mode: AffinityMode) -> None:
     one = Peer(1, mode)
     count = 2 * FRAME_ENTRIES_MAX + 5
     for number in range(count):
@@ -220,10 +222,10 @@ def test_a_router_that_joins_hears_of_all_sessions_before_it_serves(mode: Affini
     assert late.session_records() == one.session_records()
     assert late.place(9999, 100.0, "s1").worker == one.place(9999, 31.0, "s1").worker
     late.router.expire(100.0 + TTL_S - 30.0)
-    assert len(late.router.affinity) < count, "what was idle there counts here"
+    assert len(late.router.affinity) < count, "idle time at the other router counts here"
 
 
-def test_everything_is_told_again_when_a_stream_is_opened_anew_or_a_frame_was_lost() -> None:
+def test_a_new_stream_or_a_lost_frame_causes_a_full_sync() -> None:
     one, two = mesh()
     one.place(1, 0.0)
     settle([one, two], 0.0)
@@ -240,7 +242,7 @@ def test_everything_is_told_again_when_a_stream_is_opened_anew_or_a_frame_was_lo
 
 
 @pytest.mark.slow
-def test_a_peer_that_does_not_listen_costs_bounded_memory() -> None:
+def test_a_peer_that_reads_nothing_uses_bounded_memory() -> None:
     one, two = mesh()
     settle([one, two], 0.0)
     outbound = one.out[2].outbound
@@ -266,7 +268,7 @@ EVENT = st.one_of(
 
 @settings(max_examples=80, deadline=None)
 @given(events=st.lists(EVENT, max_size=30))
-def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
+def test_routers_agree_on_every_session_after_all_updates(
     events: list[Any],
 ) -> None:
     peers, now, number = mesh(3), 0.0, 0
@@ -285,11 +287,11 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
                     live.remove(one)
                     peers[which].end(one[1])
             case ("step" | "lose" | "relink") as what, which, offset:
-                sender, hearer = peers[which], peers[(which + offset) % 3]
-                link = sender.out[hearer.id]
+                sender, receiver = peers[which], peers[(which + offset) % 3]
+                link = sender.out[receiver.id]
                 if what == "relink":
                     link.close(now)
-                    sender.out[hearer.id] = Link(sender, hearer)
+                    sender.out[receiver.id] = Link(sender, receiver)
                 else:
                     link.step(now, is_lost=what == "lose")
             case "restart", which:
@@ -308,7 +310,7 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
                 now += seconds
         for peer in peers:
             peer.router.expire(now)
-    now += 2.0  # A digest is due, and with it a sequence number.
+    now += 2.0  # A digest is due, and a frame with a sequence number.
     for peer in peers:
         for link in peer.out.values():
             link.step(now)
@@ -318,10 +320,10 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
         {n: b for n, b in some.items() if b.session_placement is not None}
         for some in session_records
     ]
-    # What only some have forgotten by now is idle; used once more, it is known to all.
+    # A session that only some routers dropped is idle; one more use restores it at all.
     for name in {name for some in bound for name in some}:
         known = {some[name] for some in bound if name in some}
-        assert len(known) == 1, f"two opinions on {name}"
+        assert len(known) == 1, f"two placements of {name}"
         number += 1
         at = next(peer for peer, some in zip(peers, bound, strict=True) if name in some)
         at.place(number, now, name.session_id)
@@ -348,7 +350,7 @@ def test_whatever_happens_routers_agree_where_each_session_is_once_all_is_told(
     ],
     ids=["whole", "pair", "closed"],
 )
-def test_bonds_survive_the_wire(record: SessionRecord) -> None:
+def test_session_records_survive_the_wire(record: SessionRecord) -> None:
     message = session_record_to_proto(SessionUpdate(record, 1.5))
     again = pb.SessionBinding.FromString(message.SerializeToString())
     assert session_record_from_proto(again, "bindings") == SessionUpdate(record, 1.5)
@@ -365,9 +367,11 @@ def test_bonds_survive_the_wire(record: SessionRecord) -> None:
         ({"bound_by": pb.BookingKey()}, "bindings.bound_by.request_id"),
     ],
 )
-def test_a_bond_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
+def test_an_invalid_session_record_is_refused_and_its_field_named(
+    wrong: dict[str, Any], field: str
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        session_record_from_proto(bound(**wrong), "bindings")
+        session_record_from_proto(session_binding(**wrong), "bindings")
     assert refused.value.field == field
 
 
@@ -393,14 +397,16 @@ def test_a_bookings_session_survives_the_wire() -> None:
         ({"session_revision": 2**64 - 1}, "announced.session_revision"),
     ],
 )
-def test_a_booking_that_cannot_be_is_refused_by_name(wrong: dict[str, Any], field: str) -> None:
-    """Peers could not be told of it, or of what grows from it, and their streams would break."""
+def test_an_invalid_booking_is_refused_and_its_field_named(
+    wrong: dict[str, Any], field: str
+) -> None:
+    """Peers would reject such a booking or its later states, and end the stream."""
     with pytest.raises(InvalidRequest) as refused:
-        booking_from_proto(announced(**wrong), FRONTEND, "announced")
+        booking_from_proto(reregistered(**wrong), FRONTEND, "announced")
     assert refused.value.field == field
 
 
-def announced(**facts: Any) -> pb.Booking:
+def reregistered(**facts: Any) -> pb.Booking:
     given: dict[str, Any] = {
         "key": pb.BookingKey(request_id="r"),
         "frontend_id": FRONTEND,
@@ -414,7 +420,7 @@ def announced(**facts: Any) -> pb.Booking:
     return pb.Booking(**given)
 
 
-def bound(**facts: Any) -> pb.SessionBinding:
+def session_binding(**facts: Any) -> pb.SessionBinding:
     given: dict[str, Any] = {
         "model": "m",
         "session_id": "s",
@@ -427,9 +433,9 @@ def bound(**facts: Any) -> pb.SessionBinding:
     return pb.SessionBinding(**given)
 
 
-def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_taken() -> None:
+def test_invalid_entries_of_a_peer_are_refused_and_the_rest_is_applied() -> None:
     nameless = pb.Booking(frontend_id=FRONTEND)
-    good, other = announced(), announced(key=pb.BookingKey(request_id="other"))
+    good, other = reregistered(), reregistered(key=pb.BookingKey(request_id="other"))
     peer = Peer(2)
     stream = peer.replica.stream_opened(1)
     first = frame_from_proto(
@@ -437,10 +443,14 @@ def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_t
             sequence=1,
             begins_all=True,
             ends_all=True,
-            upserts=[announced(frontend_id=0), good, announced(model=""), other],
+            upserts=[reregistered(frontend_id=0), good, reregistered(model=""), other],
             removals=[nameless],
             released=[nameless],
-            bindings=[bound(model=""), bound(revision=2**64 - 1), bound()],
+            bindings=[
+                session_binding(model=""),
+                session_binding(revision=2**64 - 1),
+                session_binding(),
+            ],
         )
     )
     assert [error.field for error in first.refused] == [
@@ -457,34 +467,36 @@ def test_what_cannot_be_of_what_a_peer_says_is_refused_by_name_and_the_rest_is_t
     assert {booking.key.request_id for booking in peer.router.book} == {"r", "other"}
     assert peer.at() == SessionPlacement(Placement(1, 0))
     assert peer.replica.refused == 6
-    # Its digest has what was refused; to tell that again each second is of no use.
+    # The peer's digest includes the refused entry; a full sync each second would not help.
     later = pb.SyncRequest(sequence=2, removals=[good], digest=1)
     assert not peer.replica.apply_frame(1, stream, frame_from_proto(later), 1.0)
     assert {booking.key.request_id for booking in peer.router.book} == {"other"}
-    anew = pb.SyncRequest(sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1)
-    assert peer.replica.apply_frame(1, stream, frame_from_proto(anew), 2.0), (
-        "nothing was refused since"
+    full_sync = pb.SyncRequest(
+        sequence=3, begins_all=True, ends_all=True, upserts=[other], digest=1
+    )
+    assert peer.replica.apply_frame(1, stream, frame_from_proto(full_sync), 2.0), (
+        "no entry was refused since"
     )
 
 
-def test_what_cannot_be_of_a_snapshot_is_refused_by_name_and_the_rest_is_taken() -> None:
+def test_invalid_entries_of_a_snapshot_are_refused_and_the_rest_is_applied() -> None:
     message = pb.SyncResponse(
-        snapshot=[announced(model=""), announced()],
-        snapshot_bindings=[bound(session_id=""), bound()],
+        snapshot=[reregistered(model=""), reregistered()],
+        snapshot_bindings=[session_binding(session_id=""), session_binding()],
     )
     bookings, session_records, refused = snapshot_from_proto(message)
     assert [booking.key.request_id for booking in bookings] == ["r"]
-    assert [told.record.session for told in session_records] == [SessionName("m", "s")]
+    assert [update.record.session for update in session_records] == [SessionName("m", "s")]
     assert [error.field for error in refused] == ["snapshot.model", "snapshot_bindings.session_id"]
 
 
-def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
+def test_a_refused_session_record_does_not_change_the_booking_digest() -> None:
     peer = Peer(2)
     stream = peer.replica.stream_opened(1)
-    told = pb.SyncRequest(
-        sequence=1, begins_all=True, ends_all=True, bindings=[bound(revision=2**64 - 1)]
+    request = pb.SyncRequest(
+        sequence=1, begins_all=True, ends_all=True, bindings=[session_binding(revision=2**64 - 1)]
     )
-    frame = frame_from_proto(told)
+    frame = frame_from_proto(request)
     assert [error.field for error in frame.refused_session_records] == ["bindings.revision"]
     peer.replica.apply_frame(1, stream, frame, 0.0)
     assert peer.replica.refused == 1
@@ -493,12 +505,12 @@ def test_a_refused_bond_leaves_the_digest_of_the_bookings_as_it_is() -> None:
     )
 
 
-def test_what_a_clock_gone_mad_bound_is_outgrown_by_who_knows_of_it() -> None:
-    mad = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
-    told = bound(revision=mad.revision_min(0.0))
+def test_a_later_record_supersedes_one_made_by_a_wrong_clock() -> None:
+    wrong_clock = SessionAffinity(TTL_S, epoch_s=EPOCH_S + 40 * 365 * 86_400.0)
+    record = session_binding(revision=wrong_clock.revision_min(0.0))
     one, two = mesh()
     for peer in one, two:
-        frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[told]))
+        frame = frame_from_proto(pb.SyncRequest(sequence=1, begins_all=True, bindings=[record]))
         peer.replica.apply_frame(9, peer.replica.stream_opened(9), frame, 0.0)
         assert peer.at() == SessionPlacement(Placement(1, 0))
     for peer in one, two:
