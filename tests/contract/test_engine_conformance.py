@@ -112,7 +112,7 @@ async def test_of_an_engine_for_halves_what_needs_whole_answers_is_skipped() -> 
     found = await verdicts(lambda: sim(handoff=SimHandoffConfig(role="prefill")))
     assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
     assert found["generate"].verdict is Verdict.SKIP
-    assert "halves" in found["generate"].reason
+    assert "prefill or decode legs only" in found["generate"].reason
     assert found["probes"].verdict is Verdict.PASS
 
 
@@ -440,38 +440,38 @@ def lying_sim(engine: type[SimEngine]) -> SimEngine:
 
 # Check, a broken engine, what the report has to say of it.
 BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
-    ("shape", NoDrain, "drain is no coroutine function"),
+    ("shape", NoDrain, "drain is not a coroutine function"),
     ("start", Nameless, "neither model nor served_model_name"),
     ("loads", Negative, "negative"),
     ("generate", Endless, "without a terminal chunk"),
-    ("generate", Talkative, "a chunk came after the terminal one"),
-    ("max-tokens", Generous, "max_tokens 1 gave 2 tokens"),
-    ("usage", Miscounting, "it counted 1 + 1, not 37 + 8"),
+    ("generate", Talkative, "a chunk arrived after the terminal chunk"),
+    ("max-tokens", Generous, "max_tokens 1 returned 2 tokens"),
+    ("usage", Miscounting, "it reported 1 + 1, not 37 + 8"),
     ("concurrent", OneAtATime, "one is enough"),
-    ("refuses-empty-prompt", Untyped, "ValueError, which is no MeshError"),
-    ("refuses-long-prompt", Boundless, "it was not refused"),
-    ("refuses-unknown", Boundless, "it was not refused"),
-    ("stop-in-answer", Deaf, "long after the stop"),
+    ("refuses-empty-prompt", Untyped, "ValueError, not a MeshError"),
+    ("refuses-long-prompt", Boundless, "it was not rejected"),
+    ("refuses-unknown", Boundless, "it was not rejected"),
+    ("stop-in-answer", Deaf, "s after the stop"),
     ("stop-before-answer", OnceMore, "tokens came after the stop"),
     ("abort", AbortsOnlyWhatRuns, "KeyError"),
-    ("closes-early", Leaky, "not at rest"),
+    ("closes-early", Leaky, "not idle"),
     ("cancelled-task", Clinging, "still runs"),
     ("probes", ProbesAreRequests, "it got 2 tokens"),
     ("kv-events", lambda: lying_sim(Bottomless), "which is not held"),
     ("kv-events", lambda: lying_sim(Contrary), "page 4711 was removed, which is not held"),
-    ("kv-events", Unmeant, "is no PagedEngine"),
+    ("kv-events", Unmeant, "is not a PagedEngine"),
     (
         "kv-events",
         lambda: Paging(4, whole_blocks_only=True),
-        "had 64 tokens cached, events told of 68",
+        "had 64 cached tokens, events reported 68",
     ),
-    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, kv_rules say 8"),
-    ("rest", Restless, "not at rest"),
+    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, the format has 8"),
+    ("rest", Restless, "not idle"),
     ("drain", NeverDrained, "drain did not return within"),
     ("cleanup", Abandoning, "never ended"),
     ("cleanup", HalfStartedForGood, "AttributeError"),
     ("cleanup-twice", CleansUpOnce, "it is closed"),
-    ("after-cleanup", Undead, "it was not refused"),
+    ("after-cleanup", Undead, "it was not rejected"),
     ("cleanup-without-start", NeedsAStart, "AttributeError"),
     ("cleanup-after-cut-start", LeavesATask, "left-behind"),
 ]
@@ -513,7 +513,7 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
     assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 1
     assert lines[-1] == f"{len(all_checks()) - 1} pass, 0 fail, 1 skip"
     assert main([f"{name}:Deaf", *limits]) == 1
-    assert "FAIL shape: drain is no coroutine function; the rule: " in capsys.readouterr().out
+    assert "FAIL shape: drain is not a coroutine function; rule: " in capsys.readouterr().out
     sys.modules.pop(name)
 
 

@@ -291,7 +291,7 @@ async def test_an_engine_whose_reader_ends_is_lost() -> None:
         engine.publish_to(heard)
         await wire.publish(removed(0))
         async with asyncio.timeout(WAIT_S):
-            with pytest.raises(WorkerLost, match="sglang kv events 0 cannot be read any more"):
+            with pytest.raises(WorkerLost, match="task sglang kv events 0 failed"):
                 await engine.wait_for_failure()
     finally:
         await engine.cleanup()

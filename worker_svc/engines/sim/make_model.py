@@ -1,10 +1,10 @@
-"""Build the model directory of the sim engine: tokenizer, chat template, answer words; no weights.
+"""Builds the model folder of the sim engine: tokenizer, chat template, output words; no weights.
 
 usage: python -m worker_svc.engines.sim.make_model OUT_DIR
 
-The tokenizer is a byte-level BPE of at most `VOCAB_SIZE` ids, trained on `sim_model/corpus.txt` and
-on the words of `sim_model/words.txt`, which weigh enough that " word" is one token for nearly all
-of them. The output is checked in beside its sources; equal sources give equal bytes.
+The tokenizer is a byte-level BPE of at most `VOCAB_SIZE` ids, trained on `model/corpus.txt` and on
+the words of `model/words.txt`, weighted so that " word" is one token for nearly all of them. The
+output is checked in beside its sources; equal sources give equal bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTPUT_FILES = ("generation_config.json", "sim.json", "tokenizer.json", "tokeniz
 
 VOCAB_SIZE = 4096
 CONTEXT_LENGTH = 32768  # tokens
-# Eight times in the corpus outweighs every accidental pair of letters in it.
+# Eight occurrences outweigh every accidental pair of letters in the corpus.
 WORD_WEIGHT = 8
 
 END_OF_TEXT = "<|endoftext|>"
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def write_model(out_dir: Path) -> None:
-    """Write `OUTPUT_FILES` into `out_dir`, which is made if missing."""
+    """Writes `OUTPUT_FILES` into `out_dir`, which is created if missing."""
     corpus = (SOURCE_DIR / "corpus.txt").read_text("utf-8")
     words = (SOURCE_DIR / "words.txt").read_text("utf-8").split()
     tokenizer = train(corpus, words)
     files = {"tokenizer.json": tokenizer.to_str(pretty=False) + "\n"}
     for name, value in _tokenizer_configs(tokenizer).items():
         files[name] = json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
-    # One id a line would make most of this file line ends.
+    # Not indented: one id per line would be mostly line ends.
     files["sim.json"] = json.dumps(_sim_config(tokenizer, words), sort_keys=True) + "\n"
     out_dir.mkdir(parents=True, exist_ok=True)
     for name in OUTPUT_FILES:
@@ -73,7 +73,7 @@ def write_model(out_dir: Path) -> None:
 
 
 def train(corpus: str, words: Sequence[str]) -> Tokenizer:
-    """A byte-level BPE tokenizer; the special tokens have the first ids."""
+    """Returns a trained byte-level BPE tokenizer; the special tokens have the first ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +90,7 @@ def train(corpus: str, words: Sequence[str]) -> Tokenizer:
 
 
 def word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """The ids of those tokens that are exactly a space and one of `words`, in ascending order."""
+    """Returns the ids of tokens that are exactly a space and one of `words`, ascending."""
     encodings = [tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in words]
     return sorted(ids[0] for ids in encodings if len(ids) == 1)
 
@@ -127,7 +127,7 @@ def _tokenizer_configs(tokenizer: Tokenizer) -> Mapping[str, dict[str, Any]]:
 
 
 def _stop_ids(tokenizer: Tokenizer) -> list[int]:
-    """The end of a turn first, then the end of a text."""
+    """Returns the end-of-turn id first, then the end-of-text id."""
     ids = [tokenizer.token_to_id(TURN_END), tokenizer.token_to_id(END_OF_TEXT)]
     return [token_id for token_id in ids if token_id is not None]
 

@@ -202,7 +202,7 @@ def test_all_that_an_engine_author_needs_comes_from_one_place() -> None:
 
 
 class Script:
-    """An engine's stream: yields outputs, raises errors, and says whether it was closed."""
+    """An engine's stream: yields outputs, raises errors, and reason whether it was closed."""
 
     def __init__(self, *items: LLMEngineOutput | MeshError) -> None:
         self.items = items
@@ -231,20 +231,20 @@ async def test_a_stream_with_one_terminal_chunk_at_its_end_passes_unchanged() ->
 
 @pytest.mark.row("S4-35")
 @pytest.mark.parametrize(
-    ("items", "says"),
+    ("items", "reason"),
     [
-        ([chunk.stop(), chunk.token(1)], "after its terminal"),
-        ([chunk.stop(), chunk.stop()], "after its terminal"),
+        ([chunk.stop(), chunk.token(1)], "after the terminal"),
+        ([chunk.stop(), chunk.stop()], "after the terminal"),
         ([chunk.token(1)], "without a terminal"),
         ([], "without a terminal"),
     ],
 )
 async def test_a_stream_that_breaks_the_rules_fails_loudly_and_is_closed(
-    items: list[LLMEngineOutput], says: str
+    items: list[LLMEngineOutput], reason: str
 ) -> None:
     script = Script(*items)
 
-    with pytest.raises(InternalError, match=f"r1.*{says}"):
+    with pytest.raises(InternalError, match=f"r1.*{reason}"):
         await collect(script)
     assert script.is_closed
 
