@@ -35,15 +35,14 @@ from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
 from worker_svc.engines.sim.engine import SimConfig, SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publisher as publisher_module
+from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
 from worker_svc.kv_events.normalizer import (
-    RING_BATCHES,
     DuplicatePolicy,
     KvEventFormat,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 from worker_svc.kv_events.publisher import UNACKED_BATCHES_MAX, Publisher
 

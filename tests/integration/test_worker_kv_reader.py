@@ -29,6 +29,7 @@ from worker_svc.engines.sglang.kv_events import (
     KvEventEndpoints,
     KvEventReader,
 )
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     ExternalEvent,
@@ -36,7 +37,6 @@ from worker_svc.kv_events.normalizer import (
     Normalizer,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)

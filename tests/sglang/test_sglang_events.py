@@ -13,13 +13,13 @@ from common.kv.hashing import PrefixHasher
 from common.runtime.free_ports import free_ports
 from tests.sglang.sglang_workers import WAIT_S, asked, until
 from worker_svc.engines.contract import EngineContext, GenerateContext, PreprocessedRequest
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     ExternalEvent,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 if TYPE_CHECKING:

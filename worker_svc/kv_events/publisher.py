@@ -42,7 +42,8 @@ from common.wire.kv import (
 )
 from common.wire.load import load_to_proto
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
-from worker_svc.kv_events.normalizer import ExternalEvent, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import ExternalEvent
 
 LOAD_EVERY_S = 0.1
 # Time for an indexer to name where to continue; then the link continues after its hello.

@@ -30,17 +30,15 @@ from common.kv.events import (
     Tier,
 )
 from common.kv.hashing import ChainState, PrefixHasher, TokenIds
+from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
 from worker_svc.kv_events.normalizer import (
-    RING_BATCHES,
     DuplicatePolicy,
-    EventLog,
     ExternalEvent,
     KvEventFormat,
     Normalizer,
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 
 SOURCE = Source(7)
