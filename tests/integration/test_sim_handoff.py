@@ -36,6 +36,7 @@ from worker_svc.engines.contract import (
     GenerateContext,
     LLMEngineOutput,
 )
+from worker_svc.engines.handoff import NO_PARTNER, PEER_LOST
 from worker_svc.engines.sim.engine import (
     SIM_MODEL_DIR,
     SimConfig,
@@ -45,7 +46,6 @@ from worker_svc.engines.sim.engine import (
 )
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import NO_PARTNER, PEER_LOST
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)

@@ -25,7 +25,7 @@ from tests.sglang.sglang_workers import (
     make_bootstrap_info,
 )
 from worker_svc.engines.contract import EngineContext, GenerateContext
-from worker_svc.engines.sim.transfer import NO_BLOCKS
+from worker_svc.engines.handoff import NO_BLOCKS
 
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine

@@ -61,6 +61,7 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
+from worker_svc.engines.handoff import HandoffTimeouts, no_blocks_error
 from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 from worker_svc.engines.sglang.make_model import TINY_MODEL_DIR
 from worker_svc.engines.sglang.sampling import (
@@ -79,7 +80,6 @@ from worker_svc.engines.sglang.sampling import (
     to_load,
 )
 from worker_svc.engines.sglang.starvation import StarvationDetector
-from worker_svc.engines.sim.transfer import HandoffTimeouts, no_blocks_error
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
 LOAD_INTERVAL_S: Final = 0.1

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from worker_svc.engines.sim.make_model import write_model as write_sim_model
+from worker_svc.engines.model_files import stop_ids, write_json, write_tokenizer_files
 
 TINY_MODEL_DIR: Final = Path(".run/models/tiny")
 CONTEXT_LENGTH: Final = 4096  # tokens
@@ -62,19 +61,12 @@ def _write(folder: Path, seed: int) -> None:
     # Not a requirement of KVMesh: installed with SGLang.
     from safetensors.numpy import save_file  # type: ignore[import-not-found]
 
-    write_sim_model(folder)
-    (folder / "sim.json").unlink()
-    tokenizer_config = json.loads((folder / "tokenizer_config.json").read_text())
-    _write_json(
-        folder / "tokenizer_config.json", tokenizer_config | {"model_max_length": CONTEXT_LENGTH}
-    )
-    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
-    eos = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = write_tokenizer_files(folder, CONTEXT_LENGTH)
     # The model's vocabulary equals the tokenizer's, so every generated id can be decoded.
-    config = model_config(len(vocabulary), eos)
-    _write_json(folder / "config.json", config)
+    vocab_size = len(tokenizer.get_vocab(with_added_tokens=False))
+    write_json(folder / "config.json", model_config(vocab_size, stop_ids(tokenizer)))
     weights = folder / "model.safetensors"
-    save_file(random_weights(len(vocabulary), seed), weights)
+    save_file(random_weights(vocab_size, seed), weights)
     weights.chmod(0o644)
 
 
@@ -128,10 +120,6 @@ def _shapes(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{layer}.mlp.down_proj.weight", (_HIDDEN_SIZE, _INTERMEDIATE_SIZE)
     yield "model.norm.weight", (_HIDDEN_SIZE,)
     yield "lm_head.weight", (vocab_size, _HIDDEN_SIZE)
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ from common.request.preprocessed import (
     usage,
 )
 from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
-from worker_svc.engines.sim.transfer import PEER_LOST
+from worker_svc.engines.handoff import PEER_LOST
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"

@@ -21,14 +21,18 @@ import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, Overloaded
 from common.registry.instances import Role
-from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     FULL,
     MISMATCH,
     NO_PARTNER,
     PEER_ABORTED,
     ROOM_TAKEN,
+    HandoffTimeouts,
+    handoff_error,
+)
+from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
@@ -38,7 +42,6 @@ from worker_svc.engines.sim.transfer import (
     EndLeg,
     Fail,
     HandoffOutcome,
-    HandoffTimeouts,
     KvArrived,
     Message,
     PrefillMachine,
@@ -50,7 +53,6 @@ from worker_svc.engines.sim.transfer import (
     StopWriting,
     Write,
     from_bytes,
-    handoff_error,
     to_bytes,
 )
 

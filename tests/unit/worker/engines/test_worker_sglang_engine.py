@@ -14,9 +14,9 @@ import pytest
 from common.errors import Overloaded, WorkerLost
 from common.request.preprocessed import BootstrapInfo, PreprocessedRequest, TokenIds
 from worker_svc.engines.contract import EngineContext, GenerateContext
+from worker_svc.engines.handoff import NO_BLOCKS
 from worker_svc.engines.sglang.engine import SglangConfig, SglangEngine
 from worker_svc.engines.sglang.sampling import EngineProperties
-from worker_svc.engines.sim.transfer import NO_BLOCKS
 
 FACTS = EngineProperties(
     vocab_size=100,

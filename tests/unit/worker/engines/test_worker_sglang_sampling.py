@@ -36,6 +36,7 @@ from common.request.preprocessed import (
     TopLogprob,
 )
 from worker_svc.config import WorkerConfig
+from worker_svc.engines.handoff import PEER_LOST
 from worker_svc.engines.sglang.sampling import (
     LOGPROB_MIN,
     NO_PARTNER_HOST,
@@ -55,7 +56,6 @@ from worker_svc.engines.sglang.sampling import (
     to_invalid_request,
     to_load,
 )
-from worker_svc.engines.sim.transfer import PEER_LOST
 
 FACTS = EngineProperties(
     vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from worker_svc.engines.sim.make_model import CONTEXT_LENGTH, OUTPUT_FILES, SOURCE_DIR, main
+from worker_svc.engines.model_files import SOURCE_DIR
+from worker_svc.engines.sim.make_model import CONTEXT_LENGTH, OUTPUT_FILES, main
 
 CORPUS = (SOURCE_DIR / "corpus.txt").read_text("utf-8")
 WORDS = (SOURCE_DIR / "words.txt").read_text("utf-8").split()

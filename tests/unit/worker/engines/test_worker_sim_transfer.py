@@ -12,14 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import InvalidRequest, Overloaded
-from worker_svc.engines.sim.block_manager import BlockManager
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     MISMATCH,
     NO_BLOCKS,
     NO_PARTNER,
     PEER_ABORTED,
     PEER_LOST,
+    HandoffTimeouts,
+    handoff_error,
+)
+from worker_svc.engines.sim.block_manager import BlockManager
+from worker_svc.engines.sim.transfer import (
     Abort,
     Aborted,
     Action,
@@ -31,7 +35,6 @@ from worker_svc.engines.sim.transfer import (
     EndLeg,
     Fail,
     HandoffOutcome,
-    HandoffTimeouts,
     Joined,
     KvArrived,
     Message,
@@ -46,7 +49,6 @@ from worker_svc.engines.sim.transfer import (
     StopWriting,
     Write,
     from_bytes,
-    handoff_error,
     page_stamps,
     to_bytes,
 )

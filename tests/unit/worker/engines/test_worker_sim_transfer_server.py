@@ -38,11 +38,7 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
     validate_stream,
 )
-from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
-from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.handoff import (
     EXPIRED,
     MISMATCH,
     NO_BLOCKS,
@@ -50,6 +46,12 @@ from worker_svc.engines.sim.transfer import (
     PEER_ABORTED,
     PEER_LOST,
     ROOM_TAKEN,
+)
+from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
+from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.sim.transfer import (
     Action,
     DecodeMachine,
     Drop,
