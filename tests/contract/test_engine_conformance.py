@@ -108,7 +108,7 @@ async def test_an_engine_that_keeps_the_contract_fails_no_check(
     assert {name for name, one in found.items() if one.verdict is Verdict.SKIP} == skipped
 
 
-async def test_of_an_engine_for_halves_what_needs_whole_answers_is_skipped() -> None:
+async def test_checks_that_need_whole_requests_are_skipped_for_a_prefill_or_decode_engine() -> None:
     found = await verdicts(lambda: sim(handoff=SimHandoffConfig(role="prefill")))
     assert [str(one) for one in found.values() if one.verdict is Verdict.FAIL] == []
     assert found["generate"].verdict is Verdict.SKIP
@@ -343,7 +343,7 @@ class Paging(Counter):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64])
-async def test_what_is_cached_of_a_repeated_prompt_is_counted_in_the_pages_of_the_engine(
+async def test_cached_tokens_of_a_repeated_prompt_are_checked_in_pages_of_the_engine(
     page_size: int,
 ) -> None:
     found = await verdicts(lambda: Paging(page_size), only=["start", "kv-events"])
@@ -364,7 +364,7 @@ class HalfStarted(Counter):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("only", [["start"], []], ids=["start alone", "all checks"])
-async def test_an_engine_whose_start_failed_half_way_is_cleaned_up(only: Sequence[str]) -> None:
+async def test_an_engine_with_a_half_finished_start_is_cleaned_up(only: Sequence[str]) -> None:
     found = await verdicts(HalfStarted, only=only)
     assert found["start"].verdict is Verdict.FAIL
     assert "no GPU is free" in found["start"].reason
@@ -377,7 +377,7 @@ class HalfStartedForGood(HalfStarted):
         self.engine.shutdown()
 
 
-def test_a_stop_may_take_as_long_as_the_page_says() -> None:
+def test_the_default_stop_limit_equals_the_documented_one() -> None:
     (promised_ms,) = re.findall(r"has to be free within (\d+) ms", PAGE.read_text())
     assert TimeLimits().stop_s * 1000 == int(promised_ms)
 
@@ -499,7 +499,7 @@ def test_every_check_can_fail() -> None:
     assert all(one.rule for one in all_checks())
 
 
-def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_failed(
+def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "kvmesh_engine_of_the_page"
@@ -533,7 +533,7 @@ def test_the_command_prints_a_line_a_check_and_its_status_says_whether_one_faile
         ),
     ],
 )
-def test_what_is_no_engine_is_said_so(
+def test_an_engine_that_cannot_be_constructed_is_reported_with_its_reason(
     target: str, arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([target, *arguments]) == 2
@@ -551,7 +551,7 @@ def test_arguments_become_the_fields_of_a_configuration() -> None:
     assert engine.config.handoff.role == "decode"
 
 
-async def test_the_engine_of_the_page_serves_as_a_worker() -> None:
+async def test_the_documented_engine_serves_as_a_worker() -> None:
     serving = loaded_serving()
     assert callable(serving.main)
     config = WorkerConfig(registry="memory")
