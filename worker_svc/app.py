@@ -37,7 +37,8 @@ from worker_svc.engines.echo import EchoConfig, EchoEngine
 from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.transfer_server import SimHandoffConfig
-from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.metrics import worker_registry
 from worker_svc.serving.attach_server import AttachServer

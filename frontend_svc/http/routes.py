@@ -25,7 +25,6 @@ from frontend_svc.core.openai.errors import (
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.generation import GenerationEndpoint
 from frontend_svc.http.request_context import MODEL_OWNER
-from frontend_svc.http.routes import metrics_router
 from frontend_svc.metrics.families import DeploymentState, Endpoint
 from frontend_svc.models.catalog import ModelCatalog
 from frontend_svc.models.served_model import ServedModel

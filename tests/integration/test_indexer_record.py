@@ -48,6 +48,7 @@ from indexer_svc.tools.playback import play_into_local_index, play_to_indexer
 from indexer_svc.tools.record import Recorder, record
 from kvmesh.indexer.v1.indexer_pb2 import SubscribeResponse
 from tests.living import WAIT_S, living, until
+from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     KvEventFormat,
@@ -55,7 +56,6 @@ from worker_svc.kv_events.normalizer import (
     PagesCleared,
     PagesRemoved,
     PagesStored,
-    SourceFeed,
 )
 from worker_svc.kv_events.publisher import Publisher
 

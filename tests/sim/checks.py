@@ -46,7 +46,7 @@ from frontend_svc.core.request.types import RequestOutcome, RoutingDecision
 from frontend_svc.peers.router_client import PING_INTERVAL_S
 from tests.sim.clients import DEADLINE_S, Client
 from tests.sim.fleet import Peer, SimFrontend, SimIndexer, SimRouter, SimWorker
-from worker_svc.engines.sim.transfer import NO_BLOCKS
+from worker_svc.engines.handoff import NO_BLOCKS
 
 ATTEMPTS_MAX = 4
 BLOCK_SIZE = 16

@@ -79,7 +79,8 @@ from tests.sim.wire import (
 )
 from worker_svc.engines.contract import EngineConfig
 from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
-from worker_svc.kv_events.normalizer import Normalizer, SourceFeed
+from worker_svc.kv_events.event_log import SourceFeed
+from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
