@@ -30,21 +30,6 @@ from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import CompletionUsage, PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.model_watch import Table
-from frontend_svc.core.openai.bodies import (
-    ChatRequest,
-    CompletionRequest,
-    OpenAIFinishReason,
-    chat_completion,
-    check_prompt_length,
-    model_list,
-    model_object,
-    parse_chat,
-    parse_completion,
-    routing_hints,
-    strict_priority,
-    text_completion,
-    to_preprocessed,
-)
 from frontend_svc.core.openai.errors import (
     BODY_TOO_LARGE,
     client_message,
@@ -53,7 +38,22 @@ from frontend_svc.core.openai.errors import (
     http_error,
 )
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
 from frontend_svc.core.openai.pass_through import PassThroughRequest, merge_chunks, read_body
+from frontend_svc.core.openai.preprocessing import (
+    check_prompt_length,
+    routing_hints,
+    strict_priority,
+    to_preprocessed,
+)
+from frontend_svc.core.openai.responses import (
+    OpenAIFinishReason,
+    chat_completion,
+    model_list,
+    model_object,
+    text_completion,
+)
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream

@@ -17,18 +17,16 @@ from common.request.preprocessed import (
     SamplingOptions,
     StopConditions,
 )
-from frontend_svc.core.openai.bodies import (
-    ChatRequest,
-    CompletionRequest,
+from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.preprocessing import to_preprocessed
+from frontend_svc.core.openai.responses import (
     chat_completion,
     model_list,
     model_object,
-    parse_chat,
-    parse_completion,
     text_completion,
-    to_preprocessed,
 )
-from frontend_svc.core.openai.errors import http_error
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 
 HI = [{"role": "user", "content": "hi"}]
 USAGE = CompletionUsage(7, 3, 10, PromptTokensDetails(cached_tokens=4))
@@ -635,7 +633,7 @@ def test_more_output_than_there_is_room_for_is_refused() -> None:
 
 def test_min_tokens_must_fit_into_what_the_answer_may_have() -> None:
     assert preprocessed(chat(min_tokens=90)).stop_conditions.min_tokens == 90
-    with pytest.raises(InvalidRequest, match="91 is more than the 90 tokens"):
+    with pytest.raises(InvalidRequest, match="91 is more than the output limit of 90 tokens"):
         preprocessed(chat(min_tokens=91))
 
 

@@ -13,13 +13,10 @@ from hypothesis import strategies as st
 
 from common.errors import InvalidRequest
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
-from frontend_svc.core.openai.bodies import (
-    CompletionRequest,
-    parse_completion,
-    routing_hints,
-    strict_priority,
-)
 from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.parsing import parse_completion
+from frontend_svc.core.openai.preprocessing import routing_hints, strict_priority
+from frontend_svc.core.openai.schema import CompletionRequest
 
 ALL = {
     "x-kvmesh-backend-instance-id": str(2**64 - 1),

@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 
 from common.errors import Overloaded
 from common.request.preprocessed import CompletionUsage, PromptTokensDetails
-from frontend_svc.core.openai.bodies import OpenAIFinishReason
+from frontend_svc.core.openai.responses import OpenAIFinishReason
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter
 
 CREATED = 1_700_000_000

@@ -283,8 +283,8 @@ def test_a_unigram_vocabulary_is_numbered_by_place() -> None:
     [
         ("{", "not JSON"),
         ("[]", "not a JSON object"),
-        ('{"model": {"vocab": {}}}', "there is none"),
-        ('{"model": {"vocab": {}}, "decoder": null}', "there is none"),
+        ('{"model": {"vocab": {}}}', "missing"),
+        ('{"model": {"vocab": {}}, "decoder": null}', "missing"),
         (decoder_spec(), "empty"),
         (decoder_spec({"type": "WordPiece"}), "WordPiece"),
         (decoder_spec({"type": "Metaspace"}), "Metaspace"),

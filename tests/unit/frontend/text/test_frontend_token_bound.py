@@ -16,7 +16,8 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 
 import worker_svc
 from common.errors import PromptTooLong
-from frontend_svc.core.openai.bodies import check_prompt_length, parse_chat, parse_completion
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.preprocessing import check_prompt_length
 from frontend_svc.core.text.token_bound import max_bytes_per_token
 
 RAW = (Path(worker_svc.__file__).parent / "engines/sim/model" / "tokenizer.json").read_text("utf-8")
