@@ -47,8 +47,8 @@ from common.errors import (
 from frontend_svc.core.openai.headers import HEADER_FIELDS
 from frontend_svc.core.request.machine import NOT_MIGRATABLE
 
-# Reasons with their own status: BODY_TOO_LARGE of an InvalidRequest is 413, and an Overloaded whose
-# reason has the prefix TENANT_REASON_PREFIX is 429.
+# Reasons with their own status: InvalidRequest with BODY_TOO_LARGE is 413; Overloaded with a reason
+# that starts with TENANT_REASON_PREFIX is 429.
 BODY_TOO_LARGE = "BODY_TOO_LARGE"
 TENANT_REASON_PREFIX = "TENANT_"
 

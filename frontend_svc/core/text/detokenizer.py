@@ -7,8 +7,8 @@ decodes it.
 
 Invariants of `Detokenizer`:
 
-- ``feed(ids)`` returns exactly one piece per id. A character whose bytes span several tokens is in
-  the piece of the token that completes it; the tokens before it have the piece "".
+- ``feed(ids)`` returns exactly one piece per id. A character that spans several tokens is in the
+  piece of the token that completes it; the tokens before it have the piece "".
 - Byte-level: all pieces and ``finish()`` joined equal ``tokenizer.decode(all ids)``, for every
   sequence, also with invalid UTF-8.
 - Byte-fallback: the same, with one exception that no stream can avoid. If any byte of a run of byte
@@ -241,7 +241,7 @@ class StreamDetokenizer:
     def __init__(self, tokenizer: TokenDecoder, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._prefix_ids: list[int] = []  # the last tokens whose text was returned
+        self._prefix_ids: list[int] = []  # the last tokens with returned text
         self._prefix_text = ""
         self._withheld_ids: list[int] = []
 
