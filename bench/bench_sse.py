@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import orjson
 
-from frontend_svc.core.openai.bodies import parse_chat
+from frontend_svc.core.openai.parsing import parse_chat
 from frontend_svc.core.openai.sse import ChunkKind, ChunkWriter
 from frontend_svc.metrics.families import DeploymentState, Endpoint
 

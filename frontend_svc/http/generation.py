@@ -24,19 +24,17 @@ from common.kv.hashing import HASH_SCHEME_ID
 from common.request.preprocessed import PreprocessedRequest, TokenIds
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.models.model_watch import Table
-from frontend_svc.core.openai.bodies import (
-    ChatRequest,
-    CompletionRequest,
+from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
+from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
+from frontend_svc.core.openai.parsing import parse_chat, parse_completion
+from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
+from frontend_svc.core.openai.preprocessing import (
     check_prompt_length,
-    parse_chat,
-    parse_completion,
     routing_hints,
     strict_priority,
     to_preprocessed,
 )
-from frontend_svc.core.openai.errors import BODY_TOO_LARGE, error_type
-from frontend_svc.core.openai.headers import HEADER_FIELDS, read_headers, with_headers
-from frontend_svc.core.openai.pass_through import PassThroughRequest, read_body
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.peers.placement_query import Query
 from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, RequestPlan
 from frontend_svc.core.text.output_text import TextStream

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import structlog
 
 from common.errors import MeshError
-from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.errors import client_message
 from frontend_svc.core.openai.pass_through import PassThroughRequest
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.metrics.families import Endpoint
 from frontend_svc.request.response import ResponseBuffer

@@ -15,12 +15,12 @@ from starlette.routing import Route, Router
 
 from common.errors import MeshError
 from frontend_svc.config import FrontendConfig
-from frontend_svc.core.openai.bodies import (
-    model_list,
-    model_object,
-)
 from frontend_svc.core.openai.errors import (
     http_error,
+)
+from frontend_svc.core.openai.responses import (
+    model_list,
+    model_object,
 )
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.http.generation import GenerationEndpoint

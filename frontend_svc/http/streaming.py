@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 
 from common.errors import MeshError
 from common.request.preprocessed import CompletionUsage
-from frontend_svc.core.openai.bodies import OpenAIFinishReason, chat_completion, text_completion
 from frontend_svc.core.openai.errors import error_event, http_error
 from frontend_svc.core.openai.pass_through import merge_chunks
+from frontend_svc.core.openai.responses import OpenAIFinishReason, chat_completion, text_completion
 from frontend_svc.core.openai.sse import DONE, KEEP_ALIVE, ChunkKind, ChunkWriter, event
 from frontend_svc.core.request.types import RequestOutcome
 from frontend_svc.core.text.output_text import TextStream

@@ -43,7 +43,7 @@ from common.registry.instances import (
     diff_snapshots,
     parse_json,
 )
-from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 
 E = TypeVar("E")

@@ -92,8 +92,8 @@ class CircuitBreaker:
     def excluded(self, pool: Iterable[int]) -> frozenset[int]:
         """Workers of a model's pool that get no request.
 
-        Of the hung ones, at most HUNG_FRACTION_MAX of the pool and at least one: those whose
-        circuit opened first.
+        Of the hung ones, at most HUNG_FRACTION_MAX of the pool and at least one, in the order
+        in which their circuits opened.
         """
         if not self._open_circuits:
             return frozenset()

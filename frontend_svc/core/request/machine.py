@@ -3,12 +3,12 @@
 Events are routing decisions, reports of legs (`Leg` objects are the sinks of slots) and time. The
 machine acts through `RequestPorts`; it holds no socket, task or clock.
 
-An attempt has one leg, or two when prefill and decode run on separate workers: a prefill leg, whose
-token only proves that the prompt is computed, and a decode leg, whose tokens are the response. With
-a bootstrap rendezvous both start at once; without one, decode starts with the result of prefill.
-The two are one transaction: if either fails, both end and the whole attempt is retried. After the
-first token of decode this no longer holds: the prompt's KV has arrived, and a failure of prefill is
-ignored.
+An attempt has one leg, or two when prefill and decode run on separate workers. The token
+of the prefill leg only proves that the prompt is computed; the tokens of the decode leg are the
+response. With a bootstrap rendezvous both start at once; without one, decode starts with the result
+of prefill. The two are one transaction: if either fails, both end and the whole attempt is retried.
+After the first token of decode this no longer holds: the prompt's KV has arrived, and a failure of
+prefill is ignored.
 
 The leg that computed the prompt reports `cached_tokens` when it ends. A response that is complete
 earlier (by decode, or by a stop string) waits USAGE_WAIT_S for this report.

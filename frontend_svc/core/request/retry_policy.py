@@ -3,7 +3,7 @@
 Three limits protect the workers that are left when others fail:
 
 - `RetryBudget`: retries as a fraction of recent requests, per frontend.
-- `MigrationLimiter`: retried requests whose prompt is being computed at the same time, per worker.
+- `MigrationLimiter`: retried requests that compute their prompt at the same time, per worker.
 - `ExclusionPolicy`: which workers one request avoids, and whether it waits for an open circuit.
 """
 
@@ -124,7 +124,7 @@ class MigrationLimiter(Generic[K]):
 
     @property
     def computing(self) -> int:
-        """Requests with a permit, whose first token is still missing."""
+        """Requests with a permit and without a first token."""
         return sum(len(queue.computing) for queue in self._queues.values())
 
     @property
@@ -195,7 +195,7 @@ class ExclusionPolicy:
 
     If every worker that the request may use has an open circuit, the request waits: usually a
     connection was cut for a moment, and a short wait costs less than a failure. A worker that
-    failed the request and whose circuit closes during the wait may be used again.
+    failed the request may be used again if its circuit closes during the wait.
     """
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ class ExclusionPolicy:
     def waits_after(self, error: MeshError) -> bool:
         """Whether to ask the router again after EXCLUDED_RETRY_S although it returned `error`.
 
-        The router may lack workers that this frontend has, and whose circuit is open.
+        The router may lack workers that this frontend has, with an open circuit.
         """
         return isinstance(error, Unavailable) and bool(self._open_circuits) and self._take_wait()
 

@@ -52,7 +52,7 @@ from frontend_svc.core.models.model_watch import (
     model_watcher,
     plan_pipelines,
 )
-from frontend_svc.core.openai.bodies import ChatRequest, CompletionRequest
+from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig

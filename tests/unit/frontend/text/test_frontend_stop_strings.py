@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from frontend_svc.core.text.stop_strings import StopStringMatcher
 
-# Few letters, so that stop strings overlap each other, themselves and the text.
+# Few letters, so that stop strings overlap with each other, themselves and the text.
 texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
 positions = st.lists(st.integers(0, 30), max_size=8)
@@ -21,7 +21,7 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 def first_match(text: str, stop_strings: Sequence[str]) -> tuple[int, int, str] | None:
-    """(end, start, stop) of the match that completes first, of these the one that starts first."""
+    """(end, start, stop) of the match that completes first; of several, the earliest start."""
     found = [(text.find(stop), stop) for stop in stop_strings]
     return min(((at + len(stop), at, stop) for at, stop in found if at >= 0), default=None)
 
@@ -34,7 +34,7 @@ def undecided(text: str, stop_strings: Sequence[str]) -> str:
 
 @settings(max_examples=150)
 @given(text=texts, stop_strings=stop_lists, places=positions, include=st.booleans())
-def test_every_chunking_stops_where_str_find_says(
+def test_every_chunking_stops_at_the_position_of_str_find(
     text: str, stop_strings: list[str], places: list[int], include: bool
 ) -> None:
     machine = StopStringMatcher(stop_strings, include)
@@ -54,7 +54,7 @@ def test_every_chunking_stops_where_str_find_says(
 
 @settings(max_examples=150)
 @given(text=texts, stop_strings=stop_lists, places=positions)
-def test_held_back_is_exactly_what_may_still_become_a_stop_string(
+def test_only_a_possible_start_of_a_stop_string_is_withheld(
     text: str, stop_strings: list[str], places: list[int]
 ) -> None:
     machine = StopStringMatcher(stop_strings)
@@ -69,7 +69,7 @@ def test_held_back_is_exactly_what_may_still_become_a_stop_string(
 
 @settings(max_examples=100)
 @given(text=texts, stop_strings=stop_lists, places=positions)
-def test_nothing_is_held_back_when_the_stop_string_is_output_anyway(
+def test_no_text_is_withheld_if_the_stop_string_is_part_of_the_output(
     text: str, stop_strings: list[str], places: list[int]
 ) -> None:
     machine = StopStringMatcher(stop_strings, include_in_output=True)
@@ -80,7 +80,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_output_anyway(
         assert step.emit == piece
 
 
-def test_a_stop_string_split_over_pieces_never_leaks() -> None:
+def test_no_part_of_a_stop_string_split_over_pieces_is_sent() -> None:
     machine = StopStringMatcher(["\n\nUser:"])
 
     assert machine.feed("Hello.\n") == ("Hello.", None)
@@ -88,7 +88,7 @@ def test_a_stop_string_split_over_pieces_never_leaks() -> None:
     assert machine.feed("er: next") == ("", "\n\nUser:")
 
 
-def test_held_text_goes_out_as_soon_as_it_cannot_become_a_stop_string() -> None:
+def test_withheld_text_is_sent_as_soon_as_it_cannot_become_a_stop_string() -> None:
     machine = StopStringMatcher(["END"])
 
     assert machine.feed("the E") == ("the ", None)
@@ -104,7 +104,7 @@ def test_the_match_that_completes_first_wins() -> None:
     assert StopStringMatcher(["abcd", "ab"]).feed("abcd") == ("", "ab")
 
 
-def test_of_two_that_complete_together_the_longer_wins() -> None:
+def test_of_two_matches_that_complete_together_the_longer_wins() -> None:
     assert StopStringMatcher(["c", "abc", "bc"]).feed("xabc") == ("x", "abc")
 
 
@@ -117,14 +117,14 @@ def test_text_after_a_match_is_ignored() -> None:
     assert machine.matched == "stop"
 
 
-def test_the_stop_string_ends_the_output_on_request() -> None:
+def test_the_output_ends_with_the_stop_string_on_request() -> None:
     machine = StopStringMatcher(["END"], include_in_output=True)
 
     assert machine.feed("the E") == ("the E", None)
     assert machine.feed("ND of it") == ("ND", "END")
 
 
-def test_stop_strings_may_be_of_any_characters() -> None:
+def test_stop_strings_may_contain_any_characters() -> None:
     machine = StopStringMatcher(["停止", "👩‍💻"])
 
     assert machine.feed("好停") == ("好", None)
@@ -132,7 +132,7 @@ def test_stop_strings_may_be_of_any_characters() -> None:
     assert machine.feed("\u200d💻") == ("", "👩‍💻")
 
 
-def test_without_stop_strings_the_machine_is_passive_and_hands_text_on() -> None:
+def test_without_stop_strings_the_matcher_is_passive_and_returns_the_text() -> None:
     machine = StopStringMatcher([])
     text = "".join(["any ", "text"])
 
@@ -142,12 +142,12 @@ def test_without_stop_strings_the_machine_is_passive_and_hands_text_on() -> None
     assert not StopStringMatcher(["a"]).is_passive
 
 
-def test_an_empty_stop_string_is_refused_by_its_place() -> None:
+def test_an_empty_stop_string_is_refused_with_its_index() -> None:
     with pytest.raises(ValueError, match=r"stop\[1\]"):
         StopStringMatcher(["a", ""])
 
 
-def test_work_stays_linear_for_a_long_stop_string_that_repeats_itself() -> None:
+def test_time_is_linear_for_a_long_periodic_stop_string() -> None:
     length = 20_000
     stop = "a" * length + "b"
     machine = StopStringMatcher([stop])
