@@ -29,6 +29,7 @@ from router_svc.index_replica import IndexReplica, grpc_subscriptions
 from router_svc.metrics import Metrics
 from router_svc.replication_sync import PeerSync, grpc_syncs
 from router_svc.service import SERVICE_NAME, RouterService
+from router_svc.unused_settings import settings_without_effect
 
 LOG = structlog.get_logger(__name__)
 
@@ -133,6 +134,8 @@ class RouterApp:
                 kv_events=config.kv_events,
                 overlap_score_credit=config.overlap_score_credit,
             )
+        if unused := settings_without_effect(config):
+            LOG.warning("settings_without_effect", reasons=unused)
         lifecycle.spawn(watch.run(), name="fleet watch")
         lifecycle.spawn(self.index.run(), name="index replica")
         lifecycle.spawn(self._tick(), name="tick")

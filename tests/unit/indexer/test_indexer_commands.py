@@ -32,7 +32,7 @@ def test_help_begins_with_the_commands_name_and_its_own_flags(
 ) -> None:
     assert run(main, ["--help"], monkeypatch) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{name}: ")
+    assert text.startswith(f"usage: {name} ")
     flags = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
     own = {
         "record": ["--indexer", "--out", "--max-mb", "--seconds"],
