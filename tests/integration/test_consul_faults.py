@@ -27,7 +27,7 @@ from common.registry.instances import Instance, Snapshot, new_instance_id
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ DEAD_WITHIN_S = 20.0
 # A process that answers health from a thread, as services do, and registers nothing itself.
 WORKER = """
 import sys, threading
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 thread = ThreadedHealthServer("127.0.0.1", 0)
 thread.start()
 thread.set("", True)

@@ -60,7 +60,7 @@ def test_an_operator_error_is_one_log_line_that_names_the_flag(
     assert status == 1, errors
     assert "Traceback" not in errors
     (line,) = [line for line in map(json.loads, errors.splitlines()) if "error" in line]
-    assert line["event"] == "start failed"
+    assert line["event"] == "start_failed"
     assert message in line["error"]
 
 

@@ -72,7 +72,7 @@ def test_what_was_killed_or_ended_well_has_no_reason_in_its_log(status: int | No
 
 
 def test_giving_up_says_the_reason_and_nothing_more() -> None:
-    shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
+    shown = Shown(['{"event": "loading"}', '{"event": "start_failed", "error": "no such model"}'])
     shown.line(RestartsExhausted("worker-1", 5))
     assert shown.err.getvalue() == (
         "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"
