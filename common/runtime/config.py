@@ -59,14 +59,6 @@ class ConfigError(Exception):
         super().__init__("\n".join(self.problems))
 
 
-class HelpRequested(Exception):
-    """`--help` was among the flags; `text` is the help."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-
 def flag_name(field_name: str) -> str:
     """The flag of a field: `drain_s` is `--drain-s`."""
     return "--" + field_name.replace("_", "-")
@@ -119,7 +111,11 @@ class ServiceConfig(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # It may be a secret.
+        use_attribute_docstrings=True,
     )
 
     host: str = "127.0.0.1"
@@ -205,37 +201,35 @@ def read_config(
     name: str = "",
     flags: Collection[str] | None = None,
 ) -> tuple[ConfigT, list[str]]:
-    """The configuration, and warnings for the log.
+    """The configuration, and warnings for the log. `--help` prints the help and exits with 0.
 
     service: one of SERVICES; None for a tool, which only has flags and mesh-wide variables.
     name: the program in `--help`; by default the service. flags: fields that have a flag; None
-    means all. Raises ConfigError with every problem, HelpRequested for `--help`, and TypeError
-    for a field without a description.
+    means all. Raises ConfigError with every problem, and TypeError for a field without a
+    description.
     """
-    if service is not None and service not in SERVICES:
-        raise TypeError(f"{service!r} is not one of {', '.join(SERVICES)}")
-    settings = list(_settings_of(cls, service))
+    settings = [_Setting.of(cls, field, service) for field in cls.model_fields]
     with_flag = [one for one in settings if flags is None or one.name in flags]
-    description = inspect.cleandoc(cls.__doc__ or "")
-    parser = _build_parser(name or _default_name(service), description, with_flag)
-    if "--help" in argv or "-h" in argv:
-        raise HelpRequested(parser.format_help())
-    problems: list[str] = []
     warnings: list[str] = []
-    given = [
-        *_read_flags(parser, with_flag, argv, problems),
-        *_read_environ(settings, service, environ, problems, warnings),
-    ]
+    problems: list[str] = []
+    given = list(_read_environ(settings, service, environ, problems, warnings))
+    try:
+        parser = _build_parser(name or _program(service), cls.__doc__ or "", with_flag)
+        given = [*_read_flags(parser, with_flag, argv, problems), *given]
+    except ConfigError as error:
+        problems += error.problems
+    else:
+        missing = [one for one in settings if one.field.is_required()]
+        problems += [
+            f"{' or '.join((one.flag, *one.variables[:1]))}: required and not given"
+            for one in missing
+            if one not in [item.setting for item in given]
+        ]
     # A bad value is a problem even if a source of higher precedence replaces it.
     problems += [problem for one in given for problem in _find_problems(cls, one)]
-    winners = {one.setting.name: one for one in reversed(given)}
-    problems += [
-        f"{' or '.join((setting.flag, *setting.variables[:1]))}: required and not given"
-        for setting in settings
-        if setting.field.is_required() and setting.name not in winners
-    ]
     if problems:
         raise ConfigError(problems)
+    winners = {one.setting.name: one for one in reversed(given)}
     config = cls.model_validate({name: one.value for name, one in winners.items()})
     if contradictions := config.problems():
         sources = {name: one.source for name, one in winners.items()}
@@ -252,17 +246,13 @@ def read_config_or_exit(
     name: str = "",
     flags: Collection[str] | None = None,
 ) -> tuple[ConfigT, list[str]]:
-    """`read_config` for a `__main__`: prints help and exits 0, or all problems and exits 2."""
+    """`read_config`, but prints all problems and exits with 2."""
     try:
         return read_config(cls, service, environ, argv, name=name, flags=flags)
-    except HelpRequested as request:
-        sys.stdout.write(request.text)
-        raise SystemExit(0) from None
     except ConfigError as error:
         lines = "".join(f"  {problem}\n" for problem in error.problems)
-        sys.stderr.write(
-            f"{name or _default_name(service)}: the configuration cannot be used:\n{lines}"
-        )
+        program = name or _program(service)
+        sys.stderr.write(f"{program}: the configuration cannot be used:\n{lines}")
         raise SystemExit(2) from None
 
 
@@ -276,7 +266,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {tails[near[0]]}?" if near else ""
 
 
-def _default_name(service: str | None) -> str:
+def _program(service: str | None) -> str:
     return (service or "tool").lower()
 
 
@@ -293,6 +283,18 @@ class _Setting:
     field: FieldInfo
     variables: tuple[str, ...]
 
+    @classmethod
+    def of(cls, config: type[ServiceConfig], name: str, service: str | None) -> _Setting:
+        field = config.model_fields[name]
+        if not field.description:
+            raise TypeError(f"{config.__name__}.{name} has no description")
+        variables = [] if service is None else [f"{PREFIX}{service}_{name.upper()}"]
+        if name in ServiceConfig.model_fields:
+            variables.append(f"{PREFIX}{name.upper()}")
+        if name in _ALIASES:
+            variables.append(_ALIASES[name])
+        return cls(name, field, tuple(variables))
+
     @property
     def flag(self) -> str:
         return flag_name(self.name)
@@ -306,6 +308,12 @@ class _Setting:
         """The type without None and constraints."""
         kind = get_args(self.field.annotation)[0] if self.is_optional else self.field.annotation
         return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+    @property
+    def metavar(self) -> str:
+        if get_origin(self.kind) is Literal:
+            return "|".join(get_args(self.kind))
+        return "A,B,..." if get_origin(self.kind) is tuple else str(self.kind.__name__).upper()
 
     @property
     def help_text(self) -> str:
@@ -336,18 +344,6 @@ class _Given:
         return None if not self.text and self.setting.is_optional else self.text
 
 
-def _settings_of(cls: type[ServiceConfig], service: str | None) -> Iterator[_Setting]:
-    for name, field in cls.model_fields.items():
-        if not field.description:
-            raise TypeError(f"{cls.__name__}.{name} has no description")
-        variables = [] if service is None else [f"{PREFIX}{service}_{name.upper()}"]
-        if name in ServiceConfig.model_fields:
-            variables.append(f"{PREFIX}{name.upper()}")
-        if name in _ALIASES:
-            variables.append(_ALIASES[name])
-        yield _Setting(name, field, tuple(variables))
-
-
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message.removeprefix("argument ")])
@@ -357,8 +353,7 @@ def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> 
     parser = _Parser(
         prog=name,
         usage=f"{name} [FLAGS]",
-        description=description,
-        add_help=False,
+        description=inspect.cleandoc(description),
         allow_abbrev=False,
         formatter_class=argparse.RawTextHelpFormatter,
     )
@@ -366,39 +361,20 @@ def _build_parser(name: str, description: str, settings: Iterable[_Setting]) -> 
     common = parser.add_argument_group("settings of every service")
     for one in settings:
         group = common if one.name in ServiceConfig.model_fields else own
-        if one.kind is bool:
-            group.add_argument(
-                one.flag,
-                action="append",
-                nargs="?",
-                const="on",
-                metavar="on|off",
-                help=one.help_text,
-            )
-            group.add_argument(
-                flag_name(f"no_{one.name}"),
-                dest=one.name,
-                action="append_const",
-                const="off",
-                help=f"the same as {one.flag}=off",
-            )
+        if one.kind is not bool:
+            group.add_argument(one.flag, action="append", metavar=one.metavar, help=one.help_text)
             continue
-        if get_origin(one.kind) is Literal:
-            metavar = "|".join(map(str, get_args(one.kind)))
-        else:
-            metavar = "A,B,..." if get_origin(one.kind) is tuple else one.kind.__name__.upper()
-        group.add_argument(one.flag, action="append", metavar=metavar, help=one.help_text)
+        options: dict[str, Any] = {"nargs": "?", "const": "on", "metavar": "on|off"}
+        group.add_argument(one.flag, action="append", help=one.help_text, **options)
+        options = {"dest": one.name, "const": "off", "help": f"the same as {one.flag}=off"}
+        group.add_argument(flag_name(f"no_{one.name}"), action="append_const", **options)
     return parser
 
 
 def _read_flags(
     parser: _Parser, settings: Iterable[_Setting], argv: Sequence[str], problems: list[str]
 ) -> Iterator[_Given]:
-    try:
-        values, rest = parser.parse_known_args(list(argv))
-    except ConfigError as error:
-        problems += error.problems
-        return
+    values, rest = parser.parse_known_args(list(argv))
     known = [flag for action in parser._actions for flag in action.option_strings]
     after_unknown_flag = False
     for word in rest:

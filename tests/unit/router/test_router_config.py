@@ -72,7 +72,7 @@ def test_a_selector_that_cannot_be_imported_stops_the_start(
 @pytest.mark.parametrize(
     ("name", "message"), [("broken", "ZeroDivisionError"), ("nothing", "no WorkerSelector")]
 )
-def test_a_factory_that_returns_no_selector_stops_the_start(
+async def test_a_factory_that_returns_no_selector_stops_the_start(
     plugin: ModuleType, name: str, message: str
 ) -> None:
     plugin.__dict__.update(broken=lambda: 1 // 0, nothing=lambda: None)

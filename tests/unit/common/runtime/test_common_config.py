@@ -14,7 +14,6 @@ from pydantic import AfterValidator, Field, PositiveInt, ValidationError
 from common.runtime.config import (
     PREFIX,
     ConfigError,
-    HelpRequested,
     Names,
     ServiceConfig,
     Share,
@@ -183,9 +182,9 @@ def test_all_problems_are_reported_at_once_by_flag_or_variable() -> None:
 
 
 def test_a_flag_without_its_value_is_reported_with_the_problems_of_variables() -> None:
-    found = problems(["--seed"], {"KVMESH_ROUTER_SLOTS": "0"})
-    assert found[0].startswith("--seed: expected one argument")
-    assert found[1].startswith("KVMESH_ROUTER_SLOTS: '0'")
+    first, second = problems(["--seed"], {"KVMESH_ROUTER_SLOTS": "0"})
+    assert first.startswith("--seed: expected one argument")
+    assert second.startswith("KVMESH_ROUTER_SLOTS: '0'")
 
 
 @pytest.mark.parametrize(
@@ -259,14 +258,19 @@ def test_variables_of_other_services_are_ignored_but_those_of_unknown_services_r
     ]
 
 
-def help_of(service: str | None = "ROUTER", name: str = "") -> str:
-    with pytest.raises(HelpRequested) as caught:
+def help_of(
+    capsys: pytest.CaptureFixture[str], service: str | None = "ROUTER", name: str = ""
+) -> str:
+    with pytest.raises(SystemExit) as exit_:
         read_config(RouterConfig, service, {"KVMESH_ROUTER_BAD": "x"}, ["--help"], name=name)
-    return caught.value.text
+    assert exit_.value.code == 0
+    return capsys.readouterr().out
 
 
-def test_help_has_every_flag_variable_default_and_description() -> None:
-    text = help_of()
+def test_help_has_every_flag_variable_default_and_description(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(capsys)
     for name, field in RouterConfig.model_fields.items():
         assert f"--{name.replace('_', '-')} " in text
         assert f"KVMESH_ROUTER_{name.upper()}" in text
@@ -277,8 +281,10 @@ def test_help_has_every_flag_variable_default_and_description() -> None:
     assert "KVMESH_ROUTER_KINDS; default chat,batch\n" in text
 
 
-def test_help_lists_the_flags_of_the_service_before_the_common_ones() -> None:
-    text = help_of()
+def test_help_lists_the_flags_of_the_service_before_the_common_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = help_of(capsys)
     common = text.index("settings of every service")
     assert text.index("--folder") < common < text.index("--host")
     assert "--no-kv-events" in text
@@ -287,7 +293,7 @@ def test_help_lists_the_flags_of_the_service_before_the_common_ones() -> None:
 def test_a_tool_has_its_own_name_and_mesh_wide_variables_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = help_of(None, "python -m records")
+    text = help_of(capsys, None, "python -m records")
     assert "python -m records [FLAGS]" in text
     assert "KVMESH_ROUTER" not in text
     assert "KVMESH_NAMESPACE" in text
@@ -296,8 +302,8 @@ def test_a_tool_has_its_own_name_and_mesh_wide_variables_only(
         read_config_or_exit(RouterConfig, None, environ, [], name="python -m records")
     assert capsys.readouterr().err.splitlines() == [
         "python -m records: the configuration cannot be used:",
-        "  KVMESH_DRAIN_S: 'x': input should be a valid number, unable to parse string as a number",
         "  --model: required and not given",
+        "  KVMESH_DRAIN_S: 'x': input should be a valid number, unable to parse string as a number",
     ]
 
 
@@ -361,6 +367,12 @@ def test_a_field_without_a_description_is_a_programming_error() -> None:
         read_config(Undescribed, "ROUTER", {}, [])
 
 
+def test_a_validation_error_does_not_show_the_value_which_may_be_a_secret() -> None:
+    with pytest.raises(ValidationError) as caught:
+        RouterConfig(model="m", key="hunter2")
+    assert "hunter2" not in str(caught.value)
+
+
 def test_a_configuration_is_immutable() -> None:
     with pytest.raises(ValidationError):
         read().slots = 5
@@ -386,7 +398,7 @@ def test_any_input_returns_a_config_or_named_problems(
         found = refusal.problems
         assert found
         assert all(found)
-    except HelpRequested:
+    except SystemExit:
         assert {"-h", "--help"} & set(argv)
     else:
         assert config.slots >= 1
