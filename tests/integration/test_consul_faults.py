@@ -526,7 +526,8 @@ def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
 async def test_the_configuration_opens_a_consul_registry_with_its_token(
     mesh: Mesh,
 ) -> None:
-    config = replace(read({}), registry="consul", consul_url=mesh.agent.url, consul_token="t")
+    update = {"registry": "consul", "consul_url": mesh.agent.url, "consul_token": "t"}
+    config = read({}).model_copy(update=update)
     registry = open_registry(config)
     try:
         # An agent without ACLs does not look at tokens it does not know.
