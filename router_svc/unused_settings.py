@@ -20,66 +20,54 @@ def settings_without_effect(config: RouterConfig) -> dict[str, str]:
     index = config.index_settings.kind
     # A credit of 0 also disables the index, with every selector.
     cost = _COST - ({"overlap_score_credit"} if config.overlap_score_credit == 0 else set())
-    table: list[tuple[bool, str, set[str]]] = [
-        (
-            config.selector in SELECTORS and config.selector != KvSelector.name,
-            f"selector is {config.selector}",
-            cost,
-        ),
+    has_other_cost = config.selector in SELECTORS and config.selector != KvSelector.name
+    table: list[tuple[bool, str, str]] = [
+        (has_other_cost, f"selector is {config.selector}", " ".join(cost)),
         (
             index == "none",
             "overlap_score_credit is 0",
-            {
-                "router_predicted_ttl_secs",
-                "router_ttl_secs",
-                "router_max_tree_size",
-                "router_prune_target_ratio",
-                "overlap_score_credit_decay",
-            },
+            "router_predicted_ttl_secs router_ttl_secs router_max_tree_size"
+            " router_prune_target_ratio overlap_score_credit_decay",
         ),
-        (index == "approx", "kv_events is off", {"router_predicted_ttl_secs"}),
+        (index == "approx", "kv_events is off", "router_predicted_ttl_secs"),
         (
             bypass not in ISL_POLICIES,
             f"bypass_policy is {bypass}",
-            {"bypass_eff_isl_threshold", "bypass_eff_isl_ratio_threshold"},
+            "bypass_eff_isl_threshold bypass_eff_isl_ratio_threshold",
         ),
         (
             bypass not in LOAD_POLICIES,
             f"bypass_policy is {bypass}",
-            {"bypass_prefill_busy_threshold"},
+            "bypass_prefill_busy_threshold",
         ),
-        (bypass == "off", "bypass_policy is off", {"bypass_decode_busy_threshold"}),
+        (bypass == "off", "bypass_policy is off", "bypass_decode_busy_threshold"),
         (
             config.queue_threshold is None,
             "queue_threshold is unset",
-            {"queue_policy", "queue_requests_max", "queue_tokens_max", "queue_wait_max_s"},
+            "queue_policy queue_requests_max queue_tokens_max queue_wait_max_s",
         ),
         (
             not config.track_prefill_tokens,
             "track_prefill_tokens is off",
-            {
-                "queue_threshold",
-                "active_prefill_tokens_threshold",
-                "active_prefill_tokens_threshold_frac",
-                "bypass_prefill_busy_threshold",
-            },
+            "queue_threshold active_prefill_tokens_threshold active_prefill_tokens_threshold_frac"
+            " bypass_prefill_busy_threshold",
         ),
-        (not config.track_active_blocks, "track_active_blocks is off", {"track_output_blocks"}),
+        (not config.track_active_blocks, "track_active_blocks is off", "track_output_blocks"),
         (
             config.kv_transfer_enforcement == "required",
             "kv_transfer_enforcement is required",
-            {"kv_transfer_weight"},
+            "kv_transfer_weight",
         ),
         (
             config.session_affinity_ttl_s == 0,
             "session_affinity_ttl_s is 0",
-            {"session_affinity_mode"},
+            "session_affinity_mode",
         ),
     ]
     return {
         name: reason
         for has_no_effect, reason, names in table
         if has_no_effect
-        for name in sorted(names)
+        for name in names.split()
         if getattr(config, name) != RouterConfig.model_fields[name].default
     }
