@@ -19,13 +19,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import NonNegativeFloat
+
 from common.errors import InvalidRequest, MeshError, Unavailable, Unsupported
 from common.kv.events import EventBatch, Partition, SnapshotChunk, Source, SourcePosition
 from common.kv.index_feed import IndexFeed, run_all_steps
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
+from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_to_proto,
@@ -54,26 +56,17 @@ SWEEP_BLOCKS = 65_536
 ENTRIES_PER_TURN = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlaybackConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.playback`, and the mesh-wide `KVMESH_*` variables."""
 
-    recording: Path = field(metadata=setting("Recording to read."))
-    indexer: str | None = field(
-        default=None,
-        metadata=setting("Address of the indexer, host:port; by default an index in this process."),
-    )
-    speed: float = field(
-        default=0.0,
-        metadata=setting("Factor of the recorded pace; 0: without pauses.", check=at_least(0)),
-    )
-    hold_s: float = field(
-        default=0.0,
-        metadata=setting(
-            "Seconds to stay connected afterwards; an indexer removes workers that leave.",
-            check=at_least(0),
-        ),
-    )
+    recording: Path
+    """The recording to read."""
+    indexer: str | None = None
+    """host:port of the indexer to publish to. Unset: an index in this process."""
+    speed: NonNegativeFloat = 0.0
+    """1: at the recorded speed, 2: twice as fast. 0: without delays."""
+    hold_s: NonNegativeFloat = 0.0
+    """Seconds to stay connected at the end: an indexer removes workers that leave."""
 
 
 @dataclass(slots=True)

@@ -15,17 +15,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import structlog
+from pydantic import PositiveInt
 
 from common.errors import InvalidRequest, MeshError, Unavailable
 from common.rpc import channel as rpc
 from common.rpc.interceptors import map_rpc_errors
 from common.runtime import env
-from common.runtime.config import ServiceConfig, at_least, read_config_or_exit, setting
+from common.runtime.config import ServiceConfig, read_config_or_exit
 from common.runtime.tasks import TaskGroup
 from common.wire.kv import (
     batch_from_proto,
@@ -57,22 +58,17 @@ INDEXER_TIMEOUT_S = 30.0
 LOG = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordConfig(ServiceConfig):
     """Flags of `python -m indexer_svc.tools.record`, and the mesh-wide `KVMESH_*` variables."""
 
-    indexer: str = field(metadata=setting("Address of the indexer, host:port."))
-    out: Path = field(metadata=setting("The file to write; it must not exist."))
-    max_mb: int = field(
-        default=1024,
-        metadata=setting(
-            "Largest file size in MB; at the limit the recording ends with exit status 1.",
-            check=at_least(1),
-        ),
-    )
-    seconds: float | None = field(
-        default=None, metadata=setting("Seconds to record; by default until a signal.")
-    )
+    indexer: str
+    """host:port of the indexer to record."""
+    out: Path
+    """The file to write. It must not exist."""
+    max_mb: PositiveInt = 1024
+    """The recording ends with exit status 1 before the file exceeds this size."""
+    seconds: float | None = None
+    """Duration of the recording. Unset: until a signal."""
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from itertools import takewhile
 
 # Written by common/runtime/config.py, common/service/lifecycle.py and common/registry.
 _CONFIG_REJECTED = "the configuration cannot be used:"
-_START_FAILED = "start failed"
+_START_FAILED = "start_failed"
 _REGISTRY_AWAITED = "registry_awaited"
 _REGISTRY_ANSWERED = "registry_answered"
-# `--log-format console`: `2026-... [error    ] start failed  error='...'`.
+# `--log-format console`: `2026-... [error    ] start_failed  error='...'`.
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
 _CONSOLE_EVENTS = f"({_START_FAILED}|{_REGISTRY_AWAITED}|{_REGISTRY_ANSWERED})"
 _CONSOLE_LINE = re.compile(rf"""\] {_CONSOLE_EVENTS}\b(?:.*?\berror=('[^']*'|"[^"]*"|\S+))?""")

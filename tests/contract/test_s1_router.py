@@ -31,7 +31,8 @@ from common.registry.instances import ENDPOINT_NAME, EndpointId, Instance, Model
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.errors import error_from_proto
 from common.wire.kv import (
     batch_to_proto,
@@ -342,7 +343,7 @@ async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed
 
 # Who follows events (S1-62), and who does not (S1-54).
 
-NOT_FOLLOWED = "KV events are not followed"
+NOT_FOLLOWED = "kv_events_not_followed"
 
 
 @pytest.mark.row("S1-54", "S1-62", "S1-96", "S1-97", "S1-103")

@@ -28,7 +28,7 @@ from common.registry.instances import HEALTH_META_KEY, Instance, Snapshot, new_i
 from common.registry.open import health_check_meta, open_registry
 from common.registry.registry import Watch
 from common.runtime.config import ServiceConfig, read_config
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 from tests.contract.consul_agent import ConsulAgent, running_agent
 
 pytestmark = pytest.mark.slow
@@ -41,7 +41,7 @@ DEAD_WITHIN_S = 20.0
 # A process that answers health from a thread, as services do, and registers nothing itself.
 WORKER = """
 import sys, threading
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 thread = ThreadedHealthServer("127.0.0.1", 0)
 thread.start()
 thread.set("", True)
@@ -527,7 +527,8 @@ def test_the_health_address_is_the_threads_else_the_grpc_one() -> None:
 async def test_the_configuration_opens_a_consul_registry_with_its_token(
     mesh: Mesh,
 ) -> None:
-    config = replace(read({}), registry="consul", consul_url=mesh.agent.url, consul_token="t")
+    update = {"registry": "consul", "consul_url": mesh.agent.url, "consul_token": "t"}
+    config = read({}).model_copy(update=update)
     registry = open_registry(config)
     try:
         # An agent without ACLs does not look at tokens it does not know.

@@ -104,7 +104,7 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
 
         await until(has_begun, "the files of the slow one trickle in")
         health = (await http.get("/health")).json()
-        assert health["models_not_ready"] == {"slow": "its card is being loaded"}
+        assert health["models_not_ready"] == {"slow": "the card is loading"}
         async with living(
             WorkerApp(
                 WorkerConfig(registry="memory", speedup=0.0, loras=("french",)),

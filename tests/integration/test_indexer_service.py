@@ -29,7 +29,8 @@ from common.registry.instances import Instance
 from common.registry.registry import MemoryRegistry, MemoryStore
 from common.rpc import channel as rpc
 from common.rpc.interceptors import mesh_error_from_rpc
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from common.wire.kv import (
     apply_subscription_message,
     message_parts,

@@ -35,7 +35,7 @@ from common.rpc import interceptors
 from common.runtime import telemetry
 from common.runtime.config import ServiceConfig
 from common.runtime.tasks import TaskGroup
-from common.service.lifecycle import ThreadedHealthServer
+from common.service.health import ThreadedHealthServer
 from common.service.metrics_server import serve_metrics
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

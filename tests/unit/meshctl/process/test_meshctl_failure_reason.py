@@ -8,7 +8,7 @@ import pytest
 
 from meshctl.process.failure_reason import reason
 
-FAILED = {"event": "start failed", "service": "worker", "level": "error"}
+FAILED = {"event": "start_failed", "service": "worker", "level": "error"}
 DRAINING = json.dumps({"event": "draining", "why": "start failed"})
 STOPPED = json.dumps({"event": "stopped", "why": "start failed", "status": 1})
 
@@ -43,13 +43,13 @@ def test_the_reason_of_an_exception_is_the_last_line_of_its_traceback() -> None:
     ],
 )
 def test_the_console_log_gives_the_same_reason(field: str, why: str) -> None:
-    line = f"2026-01-01T00:00:00Z [error    ] start failed   {field} instance=7 service=worker"
+    line = f"2026-01-01T00:00:00Z [error    ] start_failed   {field} instance=7 service=worker"
     stopped = "2026-01-01T00:00:00Z [info     ] stopped        service=worker why='start failed'"
     assert reason([line, stopped]) == [why]
 
 
 def test_a_traceback_in_a_console_log_gives_its_last_line() -> None:
-    line = "2026-01-01T00:00:00Z [error    ] start failed   instance=7 service=worker"
+    line = "2026-01-01T00:00:00Z [error    ] start_failed   instance=7 service=worker"
     stopped = "2026-01-01T00:00:00Z [info     ] stopped        service=worker why='start failed'"
     assert reason([line, "Traceback:", "KeyError: 'block'", stopped]) == ["KeyError: 'block'"]
 
@@ -89,7 +89,7 @@ def test_a_failed_start_or_a_traceback_takes_precedence_over_an_awaited_registry
 
 @pytest.mark.parametrize(
     "lines",
-    [[], [STOPPED], ['{"event": "start failed"}'], ['{"event": "start failed", "exception": 3}']],
+    [[], [STOPPED], ['{"event": "start_failed"}'], ['{"event": "start_failed", "exception": 3}']],
 )
 def test_a_log_without_a_reason_gives_none(lines: list[str]) -> None:
     assert reason(lines) == []

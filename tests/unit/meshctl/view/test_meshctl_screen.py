@@ -72,7 +72,7 @@ def test_a_killed_service_or_a_clean_exit_has_no_reason(status: int | None) -> N
 
 
 def test_exhausted_restarts_print_the_reason_only() -> None:
-    shown = Shown(['{"event": "loading"}', '{"event": "start failed", "error": "no such model"}'])
+    shown = Shown(['{"event": "loading"}', '{"event": "start_failed", "error": "no such model"}'])
     shown.line(RestartsExhausted("worker-1", 5))
     assert shown.err.getvalue() == (
         "meshctl: worker-1 was started 5 times and was never ready\n  | no such model\n"

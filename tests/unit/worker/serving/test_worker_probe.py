@@ -13,7 +13,8 @@ from common.kv.load import Load
 from common.registry.instances import Role
 from common.request.preprocessed import TokenIds
 from common.request.token_stream import LegRequest
-from common.service.lifecycle import HealthReporter, Lifecycle
+from common.service.health import HealthReporter
+from common.service.lifecycle import Lifecycle
 from worker_svc.engines.contract import (
     EngineConfig,
     GenerateContext,
