@@ -51,7 +51,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 
 def _parse(model: type[R], body: bytes) -> R:
-    value = _json_object(body)
+    value = parse_json_object(body)
     try:
         request = model.model_validate(value)
     except ValidationError as error:
@@ -60,7 +60,8 @@ def _parse(model: type[R], body: bytes) -> R:
     return request
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body. Raises InvalidRequest with the position of the error."""
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:

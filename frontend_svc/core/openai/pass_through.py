@@ -15,6 +15,7 @@ import orjson
 
 from common.errors import InvalidRequest, WorkerLost
 from common.request.preprocessed import CompletionUsage
+from frontend_svc.core.openai.parsing import parse_json_object
 from frontend_svc.core.openai.responses import usage_object
 from frontend_svc.core.openai.schema import Nvext
 from frontend_svc.core.openai.sse import ChunkKind
@@ -41,12 +42,7 @@ class PassThroughRequest:
 
 def read_body(raw: bytes) -> PassThroughRequest:
     """Parses a body. Raises InvalidRequest if it is not a JSON object or names no model."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
-    if not isinstance(body, dict):
-        raise InvalidRequest("The body must be a JSON object.")
+    body = parse_json_object(raw)
     model, stream = body.get("model"), body.get("stream")
     if not isinstance(model, str) or not model:
         raise InvalidRequest("'model' must be a non-empty string.", "model")

@@ -40,12 +40,19 @@ from common.request.preprocessed import (
     PrefillResult,
     PreprocessedRequest,
     PromptTokensDetails,
-    RoutingHints,
     TokenLogprob,
     TraceLink,
     usage,
 )
 from common.request.token_stream import LegRequest, Terminal
+from frontend_svc.core.request.leg_request import (
+    continued_request,
+    leg_request,
+    migration_blockers,
+    placed_request,
+    prefill_request,
+    remaining_tokens,
+)
 from frontend_svc.core.request.types import (
     Placement,
     RequestOutcome,
@@ -68,36 +75,6 @@ RESPONSIVE_WITHIN_S = 0.5
 ACCEPT_RECHECK_S = 0.25
 # How long a complete response waits for the report of `cached_tokens`.
 USAGE_WAIT_S = 0.2
-
-
-def migration_blockers(request: PreprocessedRequest) -> str:
-    """Why a started response cannot continue on another worker, "" if it can.
-
-    It cannot if prompt and generated tokens are not the whole state: guided decoding (state of the
-    grammar), several choices or beams, penalties (they count output apart from the prompt; no
-    engine takes an output prefix yet), custom logits processors (their state), and prompt_embeds
-    (a prompt that ids cannot extend). min_tokens is no obstacle: it is reduced by the tokens
-    generated.
-    """
-    sampling = request.sampling_options
-    blockers = {
-        "guided decoding": sampling.guided_decoding is not None,
-        "n": sampling.n not in (None, 1),
-        "best_of": sampling.best_of not in (None, 1),
-        "use_beam_search": bool(sampling.use_beam_search),
-        "presence_penalty": bool(sampling.presence_penalty),
-        "frequency_penalty": bool(sampling.frequency_penalty),
-        "repetition_penalty": sampling.repetition_penalty not in (None, 1.0),
-        "a custom logits processor": has_custom_logits_processor(request),
-        "prompt_embeds": request.prompt_embeds is not None,
-    }
-    return ", ".join(name for name, is_blocking in blockers.items() if is_blocking)
-
-
-def has_custom_logits_processor(request: PreprocessedRequest) -> bool:
-    """Whether engine-specific arguments name a custom logits processor."""
-    extra = request.extra_args
-    return isinstance(extra, dict) and any("processor" in key for key in extra)
 
 
 class RequestPorts(Protocol):
@@ -452,7 +429,11 @@ class RequestMachine:
         if last is not None:
             self._linked_span_id = last.span_id
         self._abandon_attempt(reason)
-        if error.retryable and self.generated and self._remaining_tokens() == 0:
+        if (
+            error.retryable
+            and self.generated
+            and remaining_tokens(self.plan.request, len(self.generated)) == 0
+        ):
             self._finish(FinishReason.LENGTH, None)  # only the terminal was lost
         elif not error.retryable or self._attempt + 1 >= self.plan.attempts_max:
             self._finish(FinishReason.ERROR, error)
@@ -501,12 +482,8 @@ class RequestMachine:
         self._ports.wake_at(min(now + accept_timeout_s, self.plan.deadline))
 
     def _submit_prefill(self, place: Placement, now: float) -> None:
-        request = self._continued_request()
-        stop = request.stop_conditions
-        # Prefill may end with EOS exactly if decode may.
-        min_tokens = None if stop.min_tokens is None else min(1, stop.min_tokens)
-        stop = replace(stop, max_tokens=1, min_tokens=min_tokens)
-        request = self._with_decision(replace(request, stop_conditions=stop), place.dp_rank)
+        request = prefill_request(continued_request(self.plan.request, self.generated))
+        request = self._placed_request(request, place.dp_rank)
         leg = self._prefill_leg = self._new_leg(place.worker_id, "prefill")
         self._linked_span_id = leg.span_id  # decode's span links to it
         self._submit(leg, request, now)
@@ -514,25 +491,19 @@ class RequestMachine:
     def _submit_main(self, phase: str, now: float) -> None:
         placed = self._placed
         assert placed is not None, "a leg follows a placement"
-        request = self._with_decision(self._continued_request(), placed.dp_rank)
+        request = continued_request(self.plan.request, self.generated)
+        request = self._placed_request(request, placed.dp_rank)
         if self._prefill_result is not None:
             request = replace(request, prefill_result=self._prefill_result)
         leg = self._main_leg = self._new_leg(placed.worker_id, phase)
         self._submit(leg, request, now)
 
-    def _with_decision(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
-        """The request with the rank, bootstrap and trace link of the placement."""
-        placed = self._placed
-        assert placed is not None, "a leg follows a placement"
-        if dp_rank:
-            hints = replace(request.routing or RoutingHints(), dp_rank=dp_rank)
-            request = replace(request, routing=hints)
-        if placed.bootstrap is not None:
-            request = replace(request, bootstrap_info=placed.bootstrap)
+    def _placed_request(self, request: PreprocessedRequest, dp_rank: int) -> PreprocessedRequest:
+        assert self._placed is not None, "a leg follows a placement"
+        link = None
         if self._linked_span_id:
             link = TraceLink(trace_id=self.plan.trace_id, span_id=self._linked_span_id)
-            request = replace(request, migration_link=link)
-        return request
+        return placed_request(request, self._placed, dp_rank, link)
 
     def _new_leg(self, worker_id: int, phase: str) -> Leg:
         span_id = ""
@@ -543,46 +514,15 @@ class RequestMachine:
         return Leg(self, self._attempt, worker_id, phase, span_id)
 
     def _submit(self, leg: Leg, request: PreprocessedRequest, now: float) -> None:
-        plan = self.plan
-        body = plan.body
-        leg_request = LegRequest(
-            request_id=plan.request_id,
-            attempt=leg.attempt,
-            timeout_s=max(0.001, plan.deadline - now),
-            traceparent=plan.traceparent,
-            span_id=leg.span_id,
-            tenant=plan.tenant,
-            priority=plan.priority,
-            request=request if body is None else None,
-            chat_json=body.json if body is not None and body.is_chat else None,
-            completion_json=body.json if body is not None and not body.is_chat else None,
-            phase=leg.phase,
-        )
-        self._ports.submit(leg.worker_id, leg_request, leg)
-
-    def _continued_request(self) -> PreprocessedRequest:
-        """The request with the generated tokens in its prompt, and smaller limits."""
-        request = self.plan.request
-        if not self.generated:
-            return request
-        stop = request.stop_conditions
-        done = len(self.generated)
-        reduced = replace(
-            stop,
-            max_tokens=self._remaining_tokens(),
-            min_tokens=None if stop.min_tokens is None else max(0, stop.min_tokens - done),
-        )
-        return replace(
+        message = leg_request(
+            self.plan,
             request,
-            token_ids=request.token_ids.extended(self.generated),
-            stop_conditions=reduced,
-            prefill_result=None,
-            bootstrap_info=None,
+            attempt=leg.attempt,
+            phase=leg.phase,
+            span_id=leg.span_id,
+            now=now,
         )
-
-    def _remaining_tokens(self) -> int | None:
-        limit = self.plan.request.stop_conditions.max_tokens
-        return None if limit is None else max(0, limit - len(self.generated))
+        self._ports.submit(leg.worker_id, message, leg)
 
     def _report_prefill_done(self, attempt: int) -> None:
         if not self._prefill_reported:

@@ -104,21 +104,9 @@ class Vocabulary:
             strip_count=decoder.strip_count,
         )
 
-    def __len__(self) -> int:
-        """Number of known ids."""
-        return len(self.raw)
-
-    def token_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token, also of a special one; None for an unknown id."""
-        return self.raw.get(token_id)
-
 
 class Detokenizer:
-    """Converts the ids of one response to text; see the module for its invariants.
-
-    continues_prompt: the text follows a prompt, so the space that the tokenizer's decoder removes
-    from the start of a sequence is kept.
-    """
+    """Converts the ids of one response to text; see the module for its invariants."""
 
     __slots__ = (
         "_in_invalid_run",
@@ -136,7 +124,6 @@ class Detokenizer:
         vocabulary: Vocabulary,
         *,
         skip_special_tokens: bool = True,
-        continues_prompt: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
         self._texts = vocabulary.texts if skip_special_tokens else vocabulary.texts_with_special
@@ -146,7 +133,7 @@ class Detokenizer:
         self._in_invalid_run = (
             False  # inside a run of byte tokens with an invalid byte (byte-fallback)
         )
-        self._strip_left = 0 if continues_prompt else vocabulary.strip_count
+        self._strip_left = vocabulary.strip_count
         self._is_stateless = not self._strip_left  # no token depends on the tokens before it
 
     def feed(self, token_ids: Sequence[int]) -> list[str]:

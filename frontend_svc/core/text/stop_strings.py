@@ -8,8 +8,6 @@ Invariants of `StopStringMatcher`:
 
 - The withheld text is exactly the longest suffix that is a proper prefix of a stop string: no part
   of a stop string is sent, and no other character is withheld.
-- With `include_in_output` the stop string is part of the output, so no text is withheld; the output
-  ends with the stop string.
 - After a match all further text is ignored.
 
 The search is Aho and Corasick's automaton (CACM 18(6), 1975): its state after any text *is* the
@@ -36,28 +34,21 @@ _NO_OUTPUT = MatchStep("", None)
 
 
 class StopStringMatcher:
-    """Matches the stop strings of one choice; see the module. Raises ValueError for an empty one.
-
-    is_passive: there are no stop strings, so a caller may skip the matcher.
-    """
+    """Matches the stop strings of one choice. Raises ValueError for an empty stop string."""
 
     __slots__ = (
         "_automaton",
         "_first_characters",
-        "_include_in_output",
         "_state",
         "_withheld",
-        "is_passive",
         "matched",
     )
 
-    def __init__(self, stop_strings: Sequence[str], include_in_output: bool = False) -> None:
+    def __init__(self, stop_strings: Sequence[str]) -> None:
         for index, stop in enumerate(stop_strings):
             if not stop:
                 raise ValueError(f"stop[{index}] is an empty string")
-        self.is_passive = not stop_strings
         self.matched: str | None = None
-        self._include_in_output = include_in_output
         self._first_characters = frozenset(stop[0] for stop in stop_strings)
         self._automaton = _Automaton(stop_strings)
         self._state = _ROOT
@@ -65,8 +56,6 @@ class StopStringMatcher:
 
     def feed(self, text: str) -> MatchStep:
         """Processes the next piece; `matched` is set only in the step that completes a stop."""
-        if self.is_passive:
-            return MatchStep(text, None)
         if self.matched is not None:
             return _NO_OUTPUT
         if self._state == _ROOT and self._first_characters.isdisjoint(text):
@@ -88,8 +77,6 @@ class StopStringMatcher:
             if stop is not None:
                 return self._complete_match(stop, text[: index + 1])
         self._state = state
-        if self._include_in_output:
-            return MatchStep(text, None)
         unsent = self._withheld + text
         sendable_chars = len(unsent) - self._automaton.depth[state]
         assert sendable_chars >= 0, "the automaton withholds text that was sent"
@@ -100,7 +87,7 @@ class StopStringMatcher:
         self.matched = stop
         unsent = self._withheld + text
         self._withheld = ""
-        return MatchStep(unsent if self._include_in_output else unsent[: -len(stop)], stop)
+        return MatchStep(unsent[: -len(stop)], stop)
 
 
 class _Automaton:
