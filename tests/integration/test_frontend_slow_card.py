@@ -51,7 +51,7 @@ class Trickler(engine_pb2_grpc.EngineServiceServicer):
 async def trickling(store: MemoryStore) -> AsyncIterator[Trickler]:
     """A worker of the model `slow`, in discovery."""
     registry, server = MemoryRegistry(store), rpc.server()
-    peer = Trickler()  # type: ignore[abstract]  # nothing else is asked of it
+    peer = Trickler()  # type: ignore[abstract]  # Only GetArtifact is called.
     engine_pb2_grpc.add_EngineServiceServicer_to_server(peer, server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
@@ -81,7 +81,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
         await asyncio.sleep(0.01)
 
 
-async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_and_going() -> None:
+async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
     store = MemoryStore()
     async with AsyncExitStack() as ended:
         peer = await ended.enter_async_context(trickling(store))
@@ -120,4 +120,4 @@ async def test_a_card_that_trickles_in_does_not_keep_other_models_from_coming_an
 
         await until(goes_on, "all the while it trickled")
         peer.hurry.set()
-        await until(serves("slow"), "and comes when its files have come")
+        await until(serves("slow"), "the slow model is served after its transfer")

@@ -38,7 +38,7 @@ NAME = "tokenizer.json"
 class Holder:
     """A worker with content. dies_after: bytes it sends in a call until it is lost; None: never.
 
-    asked: the offsets it was asked for.
+    offsets: the requested offsets.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Holder:
         self.data = data
         self.dies_after = dies_after
         self.claimed = Artifact.of(data if claims is None else claims)
-        self.asked: list[int] = []
+        self.offsets: list[int] = []
         self.error: MeshError | None = None
 
     async def chunks(self, offset: int) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
-        self.asked.append(offset)
+        self.offsets.append(offset)
         if self.error is not None:
             raise self.error
         sent = 0
@@ -121,18 +121,18 @@ async def fetched(artifacts: ArtifactFetcher, card: ModelCard | None = None) -> 
     return whole.artifacts[NAME].inline
 
 
-async def refusal(artifacts: ArtifactFetcher, card: ModelCard | None = None) -> MeshError:
+async def fetch_error(artifacts: ArtifactFetcher, card: ModelCard | None = None) -> MeshError:
     with pytest.raises(MeshError) as caught:
         await artifacts.complete_card(card or card_of())
     return caught.value
 
 
-async def test_what_is_inline_needs_nobody() -> None:
+async def test_a_card_with_inline_artifacts_needs_no_worker() -> None:
     card = card_of(inline=True)
     assert await artifacts_of().complete_card(card) is card
 
 
-async def test_an_artifact_comes_in_chunks_and_the_card_stays_the_same_card() -> None:
+async def test_an_artifact_is_fetched_in_chunks_and_the_checksum_stays_the_same() -> None:
     artifacts = artifacts_of(Holder())
     card = card_of()
     whole = await artifacts.complete_card(card)
@@ -141,62 +141,62 @@ async def test_an_artifact_comes_in_chunks_and_the_card_stays_the_same_card() ->
     assert (artifacts.counters["fetched"], artifacts.counters["bytes"]) == (1, len(DATA))
 
 
-async def test_an_empty_artifact_is_one_too() -> None:
+async def test_an_empty_artifact_is_fetched() -> None:
     assert await fetched(artifacts_of(Holder(b"")), card_of(b"")) == b""
 
 
-async def test_a_worker_that_dies_midway_is_followed_by_another_from_there_on() -> None:
+async def test_a_second_worker_continues_a_transfer_that_the_first_one_broke_off() -> None:
     first, second = Holder(dies_after=3 * CHUNK), Holder()
     artifacts = artifacts_of(first, second)
     assert await fetched(artifacts) == DATA
-    assert (first.asked, second.asked) == ([0], [3 * CHUNK])
+    assert (first.offsets, second.offsets) == ([0], [3 * CHUNK])
     assert artifacts.counters["resumed"] == 1
 
 
-async def test_a_lone_worker_that_keeps_failing_is_continued_at_the_next_try() -> None:
+async def test_the_next_attempt_continues_the_transfer_of_a_single_failing_worker() -> None:
     holder = Holder(dies_after=2 * CHUNK)
     artifacts = artifacts_of(holder)
-    assert isinstance(await refusal(artifacts), WorkerLost)
-    assert holder.asked == [0, 2 * CHUNK]
+    assert isinstance(await fetch_error(artifacts), WorkerLost)
+    assert holder.offsets == [0, 2 * CHUNK]
     holder.dies_after = None
     assert await fetched(artifacts) == DATA
-    assert holder.asked[-1] == 4 * CHUNK
+    assert holder.offsets[-1] == 4 * CHUNK
     assert artifacts.counters["failed"] == 1
 
 
-async def test_wrong_content_is_a_typed_error_and_counted_and_not_fetched_again() -> None:
+async def test_wrong_content_is_a_typed_error_that_is_counted_and_not_retried() -> None:
     liar = Holder(b"x" * len(DATA), claims=DATA)
     artifacts = artifacts_of(liar)
     for _ in range(3):
-        error = await refusal(artifacts)
+        error = await fetch_error(artifacts)
         assert isinstance(error, InvalidRequest)
         assert error.reason == MISMATCH
         assert "sha256" in error.message
-    assert liar.asked == [0], "its content is known to be wrong"
+    assert liar.offsets == [0], "its content is known to be wrong"
     registry = CollectorRegistry()
     registry.register(ArtifactCollector(artifacts, "p"))
     assert b'p_card_artifacts_total{result="mismatches"} 1.0' in generate_latest(registry)
 
 
-async def test_a_worker_that_says_itself_that_it_has_another_file_sends_none_of_it() -> None:
+async def test_a_worker_that_reports_another_file_is_not_read() -> None:
     other, right = Holder(b"another"), Holder()
     artifacts = artifacts_of(other, right)
     assert await fetched(artifacts) == DATA
-    assert (other.asked, right.asked) == ([0], [0])
+    assert (other.offsets, right.offsets) == ([0], [0])
     assert artifacts.counters["mismatches"] == 1
 
 
-async def test_of_two_that_made_a_wrong_whole_each_is_asked_for_all_of_it() -> None:
+async def test_two_workers_that_contributed_to_wrong_content_each_send_the_whole_artifact() -> None:
     liar = Holder(b"x" * len(DATA), claims=DATA, dies_after=3 * CHUNK)
     right = Holder()
     artifacts = artifacts_of(liar, right)
     assert await fetched(artifacts) == DATA
-    assert right.asked == [3 * CHUNK, 0]
+    assert right.offsets == [3 * CHUNK, 0]
 
 
-async def test_more_bytes_than_the_card_says_are_not_taken() -> None:
+async def test_more_bytes_than_the_artifacts_size_are_rejected() -> None:
     flood = Holder(DATA * 50, claims=DATA)
-    error = await refusal(artifacts_of(flood))
+    error = await fetch_error(artifacts_of(flood))
     assert error.reason == MISMATCH
     assert "in the card" in error.message
 
@@ -205,32 +205,32 @@ async def test_more_bytes_than_the_card_says_are_not_taken() -> None:
     ("error", "kind"),
     [(NotFound("no such"), Unavailable), (Unavailable("draining"), Unavailable)],
 )
-async def test_a_worker_that_does_not_have_it_is_said_so(
+async def test_a_worker_without_the_artifact_makes_it_unavailable(
     error: MeshError, kind: type[MeshError]
 ) -> None:
     holder = Holder()
     holder.error = error
-    assert isinstance(await refusal(artifacts_of(holder)), kind)
+    assert isinstance(await fetch_error(artifacts_of(holder)), kind)
 
 
-async def test_where_there_is_nobody_to_ask_that_is_said() -> None:
-    error = await refusal(artifacts_of())
+async def test_without_workers_an_artifact_is_unavailable() -> None:
+    error = await fetch_error(artifacts_of())
     assert isinstance(error, Unavailable)
     assert NAME in error.message
 
 
-async def test_a_card_beyond_the_bounds_is_refused_before_anybody_is_asked() -> None:
+async def test_a_card_above_the_limits_is_rejected_without_a_request() -> None:
     holder = Holder()
     huge = Artifact("0" * 64, ARTIFACT_BYTES_MAX + 1)
-    error = await refusal(artifacts_of(holder), ModelCard(name="m", artifacts={NAME: huge}))
+    error = await fetch_error(artifacts_of(holder), ModelCard(name="m", artifacts={NAME: huge}))
     assert error.field == f"artifacts.{NAME}.size"
     many = {f"a{i}": Artifact("0" * 64, ARTIFACT_BYTES_MAX) for i in range(3)}
-    error = await refusal(artifacts_of(holder), ModelCard(name="m", artifacts=many))
+    error = await fetch_error(artifacts_of(holder), ModelCard(name="m", artifacts=many))
     assert error.field == "artifacts"
-    assert holder.asked == []
+    assert holder.offsets == []
 
 
-async def test_silence_between_two_chunks_is_bounded() -> None:
+async def test_the_time_between_two_chunks_is_limited() -> None:
     class Silent(Holder):
         async def chunks(self, offset: int) -> AsyncIterator[engine_pb2.GetArtifactResponse]:
             await asyncio.Event().wait()
@@ -239,7 +239,7 @@ async def test_silence_between_two_chunks_is_bounded() -> None:
     assert await fetched(artifacts_of(Silent(), Holder(), chunk_timeout_s=0.3)) == DATA
 
 
-def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try() -> None:
+def test_a_very_slow_worker_is_abandoned_in_time_and_the_next_attempt_continues() -> None:
     async def main() -> tuple[list[float], list[int], ArtifactFetcher]:
         loop = asyncio.get_running_loop()
         holder = Trickle(pause_s=9.0)  # of 11 chunks: 99 s in all
@@ -247,35 +247,35 @@ def test_a_peer_that_trickles_is_given_up_in_time_and_continued_at_the_next_try(
         took = []
         for _ in range(2):
             began = loop.time()
-            error = await refusal(artifacts)
+            error = await fetch_error(artifacts)
             took.append(loop.time() - began)
             assert isinstance(error, DeadlineExceeded)
             assert NAME in error.message
             assert f"{len(DATA)} bytes" in error.message
         assert await fetched(artifacts) == DATA
-        return took, holder.asked, artifacts
+        return took, holder.offsets, artifacts
 
-    took, asked, artifacts = run_virtually(main())
+    took, offsets, artifacts = run_virtually(main())
     assert took == [40.0, 40.0]
-    assert asked == sorted(asked), "it goes on where it was"
-    assert asked[0] == 0 < asked[-1]
+    assert offsets == sorted(offsets), "each attempt continues the last one"
+    assert offsets[0] == 0 < offsets[-1]
     assert artifacts.counters["failed"] == 2
 
 
-def test_while_one_peer_trickles_another_is_asked_for_the_rest() -> None:
+def test_another_worker_sends_the_rest_of_a_very_slow_transfer() -> None:
     async def main() -> tuple[float, list[int], list[int]]:
         slow, quick = Trickle(pause_s=9.0), Holder()
         artifacts = artifacts_of(slow, quick, card_timeout_s=80.0)
         began = asyncio.get_running_loop().time()
         assert await fetched(artifacts) == DATA
-        return asyncio.get_running_loop().time() - began, slow.asked, quick.asked
+        return asyncio.get_running_loop().time() - began, slow.offsets, quick.offsets
 
     took_s, slow, quick = run_virtually(main())
     assert took_s == 20.0, "a fourth of the time: two passes over two workers"
     assert (slow, quick) == ([0], [2 * CHUNK])
 
 
-def test_two_cards_that_share_a_file_are_fetched_at_once_and_mix_nothing_up() -> None:
+def test_two_cards_with_a_common_artifact_are_fetched_concurrently() -> None:
     async def main() -> None:
         artifacts = artifacts_of(Trickle(pause_s=1.0))
         one, other = (
@@ -295,7 +295,7 @@ def test_two_cards_that_share_a_file_are_fetched_at_once_and_mix_nothing_up() ->
     deaths=st.lists(st.integers(1, 5).map(lambda n: n * CHUNK), max_size=4),
     lie=st.booleans(),
 )
-def test_whatever_dies_or_lies_the_bytes_are_right_or_there_is_an_error(
+def test_with_any_failing_or_wrong_workers_the_bytes_are_right_or_an_error_is_raised(
     size: int, deaths: list[int], lie: bool
 ) -> None:
     data = DATA[:size]

@@ -327,12 +327,12 @@ def test_a_delete_returns_the_removed_name_and_an_unknown_key_is_an_error() -> N
 @pytest.mark.row("S0-30")
 def test_a_model_is_removed_with_its_last_instance_only() -> None:
     shell = Shell()
-    crowd = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
-    shell.feed(*map(put, crowd))
+    workers = [worker(n, "Name/That.No-Key:Has") for n in (1, 2, 3)]
+    shell.feed(*map(put, workers))
     before = shell.engines("Name/That.No-Key:Has")
-    assert shell.feed(delete(crowd[0]), delete(crowd[2])) == []
+    assert shell.feed(delete(workers[0]), delete(workers[2])) == []
     assert shell.engines("Name/That.No-Key:Has") == before != {}
-    assert shell.feed(delete(crowd[1])) == [ModelRemoved("Name/That.No-Key:Has")]
+    assert shell.feed(delete(workers[1])) == [ModelRemoved("Name/That.No-Key:Has")]
     assert shell.manager.names() == ()
 
 
