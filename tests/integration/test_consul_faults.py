@@ -20,7 +20,7 @@ import httpx
 import pytest
 from structlog.testing import capture_logs
 
-from common.errors import Conflict, InvalidRequest, MeshError, Unavailable
+from common.errors import Conflict, InvalidRequest, MeshError, PermissionDenied, Unavailable
 from common.registry.card import Artifact, ModelCard
 from common.registry.consul.registry import ConsulRegistry
 from common.registry.consul.watch import RECONCILE_S
@@ -536,20 +536,52 @@ async def test_the_configuration_opens_a_consul_registry_with_its_token(
         await registry.close()
 
 
-async def test_a_denied_token_is_an_error_that_names_the_setting() -> None:
-    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 17\r\n\r\nPermission denied")
+@contextlib.asynccontextmanager
+async def rejecting_server(status: str) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """A server that returns `status` to every request: its URL and the heads it received."""
+    heads: list[bytes] = []
+
+    async def reject(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 6\r\n\r\nreason".encode())
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    registry = ConsulRegistry(f"http://127.0.0.1:{port}", token="wrong")
+    server = await asyncio.start_server(reject, "127.0.0.1", 0)
     try:
-        with pytest.raises(MeshError, match="consul_token"):
-            await registry.register(worker(None))
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", heads
     finally:
-        await registry.close()
         server.close()
         await server.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "text"),
+    [
+        ("403 Forbidden", PermissionDenied, "check consul_token"),
+        ("404 Not Found", InvalidRequest, "404 for /v1/health/service/"),
+    ],
+)
+async def test_a_rejected_request_is_an_error_without_a_retry(
+    status: str, kind: type[MeshError], text: str
+) -> None:
+    async with rejecting_server(status) as (url, heads):
+        registry = ConsulRegistry(url)
+        with pytest.raises(kind, match=text):
+            await registry.register(worker(None))
+        await registry.close()
+    assert len(heads) == 1
+
+
+@pytest.mark.parametrize("token", [None, "configured"])
+async def test_only_the_configured_token_is_sent(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    monkeypatch.setenv("CONSUL_HTTP_TOKEN", "from-the-environment")  # py-consul reads it.
+    async with rejecting_server("403 Forbidden") as (url, heads):
+        registry = ConsulRegistry(url, token=token)
+        with pytest.raises(PermissionDenied):
+            await registry.register(worker(None))
+        await registry.close()
+    sent = [line for line in heads[0].decode().lower().split("\r\n") if "consul-token" in line]
+    assert sent == ([] if token is None else [f"x-consul-token: {token}"])

@@ -1,4 +1,4 @@
-"""A frontend, a worker, and a peer that sends its card's files byte by byte, over real gRPC."""
+"""A frontend, a worker, and a peer that sends artifacts byte by byte, over real gRPC."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TRICKLE_S = 0.02
 FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-class Trickler(engine_pb2_grpc.EngineServiceServicer):
-    """Sends a byte now and then, and the rest at once when `hurry` is set."""
+class SlowPeer(engine_pb2_grpc.EngineServiceServicer):
+    """Sends single bytes with pauses, and the rest at once when `hurry` is set."""
 
     def __init__(self) -> None:
         self.hurry = asyncio.Event()
@@ -48,10 +48,10 @@ class Trickler(engine_pb2_grpc.EngineServiceServicer):
 
 
 @asynccontextmanager
-async def trickling(store: MemoryStore) -> AsyncIterator[Trickler]:
-    """A worker of the model `slow`, in discovery."""
+async def trickling(store: MemoryStore) -> AsyncIterator[SlowPeer]:
+    """A registered worker of the model `slow`."""
     registry, server = MemoryRegistry(store), rpc.server()
-    peer = Trickler()  # type: ignore[abstract]  # Only GetArtifact is called.
+    peer = SlowPeer()  # type: ignore[abstract]  # Only GetArtifact is called.
     engine_pb2_grpc.add_EngineServiceServicer_to_server(peer, server)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()

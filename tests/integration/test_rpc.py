@@ -1,4 +1,4 @@
-"""The gRPC foundation over real sockets: options, security, errors, deadlines, tracing, drain."""
+"""gRPC over real sockets: options, security, errors, deadlines, tracing, drain."""
 
 from __future__ import annotations
 
@@ -331,7 +331,7 @@ async def test_calls_without_a_deadline_get_a_limit_and_others_forward_the_remai
         await service.call("unary_unary", timeout=None)
         await service.call("unary_stream", timeout=None)
         await service.call("unary_unary", timeout=5.0)
-    # However late a handler looks; gRPC rounds up.
+    # A lower bound, independent of delays: gRPC rounds up.
     assert 5.1 < left[0] <= interceptors.UNARY_TIMEOUT_S
     assert left[1] == 1000.0  # The stream's own cap is longer.
     assert 0.0 < left[2] <= 5.1
@@ -585,7 +585,7 @@ async def test_the_error_for_invalid_pem_files_names_their_flags() -> None:
 
 
 async def _hold_silent(server: grpc.aio.Server, hold_s: float) -> float:
-    """How long a silent stream lived, in seconds, when pinged each second (C-core's least)."""
+    """Seconds until a silent stream ends if pinged every second (the minimum of C-core)."""
     silence = asyncio.Event()
 
     async def silent(_request: bytes, context: Any) -> None:
@@ -871,7 +871,7 @@ def test_a_missing_or_unresponsive_collector_delays_neither_spans_nor_shutdown(
         busy_s = time.monotonic() - started
         started = time.monotonic()
         telemetry.Telemetry(provider).shutdown(0.9)
-        # To send all that waits would take this long, and so would a queue that makes one wait.
+        # Sending all queued spans, or waiting for space in the queue, would take this long.
         waited_s = (
             telemetry.QUEUE_SPANS_MAX / telemetry.BATCH_SPANS_MAX * telemetry.EXPORT_TIMEOUT_S
         )
@@ -880,7 +880,7 @@ def test_a_missing_or_unresponsive_collector_delays_neither_spans_nor_shutdown(
 
 
 class Sink(trace_service_pb2_grpc.TraceServiceServicer):
-    """An OTLP receiver that keeps what it gets."""
+    """An OTLP receiver that stores its requests."""
 
     def __init__(self) -> None:
         self.received: list[trace_service_pb2.ExportTraceServiceRequest] = []

@@ -1,4 +1,4 @@
-"""The serving table: adapters as models of their own, and cards that are slow to come."""
+"""The model catalog: adapters, slow cards, unusable cards, and cached builds."""
 
 from __future__ import annotations
 
@@ -260,14 +260,14 @@ def test_a_model_is_not_served_if_its_workers_left_before_its_card_arrived() -> 
 
 
 def damaged(name: str, **files: bytes) -> ModelCard:
-    """A card with files in place of good ones; `__` in a file's name stands for a dot."""
+    """A card with replaced files; `__` in a file name stands for a dot."""
     bad = {one.replace("__", "."): Artifact.of(data) for one, data in files.items()}
     good = card(name)
     return replace(good, artifacts={**good.artifacts, **bad})
 
 
 def tokenizer_that_panics() -> bytes:
-    """One on which the library panics: that is no Exception."""
+    """A card that makes the library panic, which is not an Exception."""
     raw = json.loads((SIM_MODEL_DIR / "tokenizer.json").read_bytes())
     raw["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
     return json.dumps(raw).encode()
@@ -439,7 +439,7 @@ def test_a_model_whose_workers_left_during_loading_is_unknown() -> None:
 
 
 async def at_once(models: ModelCatalog, to: Snapshot) -> None:
-    """Follows a snapshot for which nothing has to be loaded: it does not even wait."""
+    """Follow a snapshot that needs no card: the call never suspends."""
     following = models.follow(to)
     with pytest.raises(StopIteration) as done:
         following.send(None)
