@@ -94,8 +94,8 @@ class FileRegistry:
     """`common.registry.registry.Registry` on the directory `path`, created if missing.
 
     poll_interval_s: how often watches read, and owners check their entries.
-    card_check_wait_s: how long `register` waits for another registration whose card is being
-    checked. After that it raises Unavailable: the other process is stopped or stuck.
+    card_check_wait_s: how long `register` waits for the card check of another registration.
+    After that it raises Unavailable: the other process is stopped or stuck.
     """
 
     def __init__(

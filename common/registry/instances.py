@@ -32,7 +32,7 @@ T = TypeVar("T")
 INSTANCE_ID_LIMIT = 2**63
 # The endpoint name under which an instance appears in a ModelNetworkName: a service has one.
 ENDPOINT_NAME = "serve"
-# In meta: the address whose gRPC health Consul checks, as host:port.
+# In meta: the host:port for Consul's gRPC health checks.
 HEALTH_META_KEY = "health"
 # In a router's meta: its policy for serving requests aggregated that could be split; optional.
 PREFILL_BYPASS_META_KEY = "prefill_bypass"

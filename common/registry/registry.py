@@ -73,8 +73,8 @@ class Registry(Protocol):
     async def register(self, instance: Instance) -> Lease:
         """Make `instance` visible to all clients until the lease ends.
 
-        All workers of a model in a namespace have one card. An instance whose card_checksum differs
-        from that of the live ones is rejected until the last of them is gone (its own predecessor
+        All workers of a model in a namespace have one card. An instance with a card_checksum other
+        than that of the live ones is rejected until the last of them is gone (its own predecessor
         by stable_name does not count).
 
         Raises Conflict (reason CARD_CONFLICT, or INSTANCE_EXISTS if the id is registered),
@@ -99,7 +99,7 @@ class Registry(Protocol):
     async def deregister(self, namespace: str, instance_id: int) -> None:
         """Remove the instance of a dead owner without waiting for its lease. Idempotent.
 
-        For supervisors whose child has exited. A live owner restores its entry.
+        For supervisors of an exited child. A live owner restores its entry.
         """
 
     async def close(self) -> None:

@@ -222,7 +222,7 @@ class ArtifactFetcher:
     def _record_mismatch(
         self, partial: _PartialArtifact, source_ids: set[int], message: str
     ) -> InvalidRequest:
-        """The error to raise. source_ids: workers whose content may be wrong."""
+        """The error to raise. source_ids: workers with possibly wrong content."""
         self.counters["mismatches"] += 1
         if len(source_ids) == 1:
             partial.mismatched_workers |= source_ids

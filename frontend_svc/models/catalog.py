@@ -191,7 +191,7 @@ class ModelCatalog:
     async def follow(self, snapshot: Snapshot) -> bool:
         """Update the table from `snapshot`; returns False if some model needs another attempt.
 
-        The table changes at once, except for models whose cards must be loaded; this waits for
+        The table changes at once, except for models with cards to load; this waits for
         them. Concurrent calls are allowed.
         """
         events = list(events_between(self._snapshot, snapshot))
@@ -209,7 +209,7 @@ class ModelCatalog:
                 for build in builds:
                     tasks.create_task(self._run_build(build))
         except BaseException as error:
-            # Otherwise models whose build did not start would count as being built for ever.
+            # Otherwise models without a started build would count as being built for ever.
             for build in builds:
                 self._watch.build_failed(build, MeshError(f"the build was interrupted: {error!r}"))
             raise

@@ -37,6 +37,8 @@ LOG = structlog.get_logger(__name__)
 T = TypeVar("T")
 # Parameters as py-consul passes them.
 Params = list[tuple[str, Any]]
+# Paths for which 404 means "does not exist", which py-consul returns as None or False.
+_MAY_BE_ABSENT = ("/v1/kv/", "/v1/agent/service/")
 
 
 class ConsulClient:
@@ -84,9 +86,7 @@ class ConsulClient:
 
     async def renew_ttl(self, namespace: str, instance_id: int) -> None:
         """Mark the TTL check of an entry as passing."""
-        check = check_id(namespace, instance_id)
-        if not await self._consul.agent.check.ttl_pass(check):
-            raise Unavailable(f"Consul has no check {check}", 1.0)
+        await self._consul.agent.check.ttl_pass(check_id(namespace, instance_id))
 
     async def withdraw(self, namespace: str, instance_id: int) -> None:
         """Record the departure of an instance and remove its entry. Idempotent."""
@@ -168,7 +168,8 @@ class _HttpxTransport(HTTPClient):  # type: ignore[misc]  # py-consul has no typ
                 raise Unavailable(
                     f"cannot reach Consul at {self._http.base_url}: {reason}", 1.0
                 ) from error
-        self._raise_for_status(response)
+        if response.status_code != 404 or not path.startswith(_MAY_BE_ABSENT):
+            self._raise_for_status(response)
         try:
             return callback(Response(response.status_code, response.headers, response.content))
         except (ConsulException, ValueError) as error:
@@ -181,8 +182,7 @@ class _HttpxTransport(HTTPClient):  # type: ignore[misc]  # py-consul has no typ
 
     def _raise_for_status(self, response: httpx.Response) -> None:
         status, text = response.status_code, response.text[:200].strip()
-        # For py-consul, 404 means "does not exist".
-        if response.is_success or status == 404:
+        if response.is_success:
             return
         if status == 403:
             raise PermissionDenied(f"Consul denied the request: {text}; check consul_token")

@@ -213,7 +213,7 @@ class ConsulRegistry:
         return await self._wait_until_listed(lease.instance)
 
     async def _publish_update(self, lease: _ConsulLease, instance: Instance) -> None:
-        """Publish an update. One with another card yields to every rival, older or younger."""
+        """Publish an update. Another card yields to any conflict, with older or younger entries."""
         before = lease.instance
         if instance.card_checksum in ("", before.card_checksum) and instance.model == before.model:
             await lease.publish(instance)

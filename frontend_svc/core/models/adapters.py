@@ -28,7 +28,7 @@ class Adapters:
 
 
 def find_adapters(workers: Iterable[Instance], pass_through_models: Container[str]) -> Adapters:
-    """The adapters of `workers`. pass_through_models: models whose JSON passes through."""
+    """The adapters of `workers`. pass_through_models: models with pass-through workers."""
     workers = tuple(workers)
     model_names = {worker.model for worker in workers}
     adapter_model_pairs = {(lora, w.model) for w in workers if w.model for lora in w.loras if lora}
