@@ -206,7 +206,7 @@ class LoadTracker:
 
     # Peers.
 
-    def own(self, key: BookingKey) -> Booking | None:
+    def get_own(self, key: BookingKey) -> Booking | None:
         """The booking, if this router sends it to the peers."""
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
