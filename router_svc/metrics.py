@@ -6,7 +6,7 @@ Label values come from fixed sets: the configured selector, the error classes, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -46,125 +46,22 @@ class Metrics:
         replica: Replica | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        prefix: str = PREFIX,
     ) -> None:
         self.registry = CollectorRegistry()
-        decisions = Counter(
-            f"{prefix}_decisions",
-            "Placement decisions by selector and outcome: placed, or the kind of the error.",
-            ("selector", "outcome"),
-            registry=self.registry,
-        )
-        selector = router.selector.name
-        self._decisions = {name: decisions.labels(selector, name) for name in OUTCOMES}
-        self._seconds = Histogram(
-            f"{prefix}_decision_seconds",
-            "Seconds to decide and book, without network and admission queue.",
-            buckets=DECISION_BUCKETS_S,
-            registry=self.registry,
-        )
-        overhead = Histogram(
-            f"{prefix}_overhead_seconds",
-            "Decision seconds of placed requests by stage; total includes all stages.",
-            ("stage",),
-            buckets=DECISION_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._overhead = {stage: overhead.labels(stage) for stage in STAGES}
-        fallbacks = Counter(
-            f"{prefix}_aggregated_fallbacks",
-            "Requests served aggregated despite prefill or decode workers, by reason.",
-            ("reason",),
-            registry=self.registry,
-        )
-        self._fallbacks = {reason: fallbacks.labels(reason) for reason in FALLBACK_REASONS}
-        bypasses = Counter(
-            f"{prefix}_prefill_bypasses",
-            "Requests served aggregated although a pair was available, by reason.",
-            ("reason",),
-            registry=self.registry,
-        )
-        self._bypasses = {reason: bypasses.labels(reason) for reason in BYPASS_REASONS}
-        affinity = Counter(
-            f"{prefix}_affinity",
-            "Placed requests with a session, by outcome for its placement.",
-            ("outcome",),
-            registry=self.registry,
-        )
-        self._affinity = {outcome: affinity.labels(outcome) for outcome in AFFINITY_OUTCOMES}
-        self._prompt_blocks = Counter(
-            f"{prefix}_prompt_blocks", "KV blocks of placed prompts.", registry=self.registry
-        )
-        self._overlap_blocks = Counter(
-            f"{prefix}_overlap_blocks",
-            "KV blocks of placed prompts that the chosen worker held according to the index.",
-            registry=self.registry,
-        )
-        self._gauge(f"{prefix}_queue_requests", "Requests in the admission queue.").set_function(
-            lambda: len(router.queue)
-        )
-        self._gauge(f"{prefix}_queue_tokens", "Prompt tokens in the admission queue.").set_function(
-            lambda: router.queue.tokens
-        )
-        self._wait_seconds = Histogram(
-            f"{prefix}_queue_wait_seconds",
-            "Seconds in the admission queue, all outcomes.",
-            buckets=WAIT_BUCKETS_S,
-            registry=self.registry,
-        )
-        queue_full = Counter(
-            f"{prefix}_queue_full",
-            "Requests rejected because the admission queue was full, by limit reached.",
-            ("limit",),
-            registry=self.registry,
-        )
-        self._queue_full = {limit: queue_full.labels(limit) for limit in QUEUE_LIMITS}
-        unclaimed = Counter(
-            f"{prefix}_unclaimed",
-            "Reports about bookings that the router does not own or could not add, by kind.",
-            ("kind",),
-            registry=self.registry,
-        )
-        self._unclaimed = {kind: unclaimed.labels(kind) for kind in UNCLAIMED_KINDS}
-        self.sessions = Gauge(
-            f"{prefix}_sessions", "Open sessions of frontends.", registry=self.registry
-        )
-        self._gauge(f"{prefix}_bookings", "Bookings, including those of peers.").set_function(
-            lambda: len(router.book)
-        )
-        self._gauge(
-            f"{prefix}_expired_bookings", "Bookings that expired without renewal, since the start."
-        ).set_function(lambda: router.book.expired)
-        self._gauge(
-            f"{prefix}_orphaned_bookings", "Bookings without an owner after their session ended."
-        ).set_function(lambda: router.book.orphan_count)
-        self._gauge(f"{prefix}_workers", "Workers that serve a model.").set_function(
-            lambda: router.fleet.worker_count
-        )
-        derived_blocks = Gauge(
-            f"{prefix}_guessed_blocks",
-            "Blocks derived from earlier decisions: guesses for workers without KV events, "
-            "predictions for workers with them.",
-            ("kind",),
-            registry=self.registry,
-        )
-        entries = {"guesses": router.overlaps.approximate, "predictions": router.overlaps.predicted}
-        for kind, entries_of_kind in entries.items():
-            derived_blocks.labels(kind).set_function(partial(_block_count, entries_of_kind))
-        self._gauge(
-            f"{prefix}_affinity_bindings", "Client sessions placed on a worker."
-        ).set_function(lambda: len(router.affinity))
-        self._gauge(
-            f"{prefix}_affinity_evicted",
-            "Session records evicted for lack of capacity, since the start.",
-        ).set_function(lambda: router.affinity.evicted)
-        self._gauge(
-            f"{prefix}_stale_reports", "Ranks with a load report that is too old to count."
-        ).set_function(lambda: router.book.ranks.stale_report_count(clock()))
+        self._add_request_metrics(router.selector.name)
+        self._add_gauges(router, clock)
         if index is not None:
-            self._add_index_gauges(index, prefix)
+            self._add_index_gauges(index)
         if replica is not None:
-            self._add_peer_gauges(replica, prefix)
+            self._gauge(
+                "peers", "Peer routers that send their bookings.", lambda: len(replica.peers)
+            )
+            self._gauge("sync_resends", "Full syncs requested from peers.", lambda: replica.resends)
+            self._gauge(
+                "sync_refused",
+                "Entries of peers that were refused: invalid, or too many bookings.",
+                lambda: replica.refused,
+            )
 
     def record_queue_wait(self, seconds: float) -> None:
         """Record a request that left the queue, all outcomes."""
@@ -198,41 +95,159 @@ class Metrics:
         """Record a report about a booking that had no effect: one of UNCLAIMED_KINDS."""
         self._unclaimed[kind].inc()
 
-    def _add_index_gauges(self, index: IndexReplica, prefix: str) -> None:
-        feed = index.feed
-        self._gauge(
-            f"{prefix}_index_connected", "1 if an indexer is followed, else 0."
-        ).set_function(lambda: index.indexer_id is not None)
-        self._gauge(
-            f"{prefix}_index_blocks", "Blocks in the index; a block on n ranks counts n times."
-        ).set_function(lambda: feed.blocks)
-        sources = Gauge(
-            f"{prefix}_index_sources",
-            "Ranks in the index by state; blocks of gapped ranks are ignored.",
-            ("state",),
-            registry=self.registry,
+    def _add_request_metrics(self, selector: str) -> None:
+        decisions = self._counter(
+            "decisions",
+            "Placement decisions by selector and outcome: placed, or the kind of the error.",
+            "selector",
+            "outcome",
         )
+        self._decisions = {name: decisions.labels(selector, name) for name in OUTCOMES}
+        self._seconds = self._histogram(
+            "decision_seconds",
+            "Seconds to decide and book, without network and admission queue.",
+            DECISION_BUCKETS_S,
+        )
+        overhead = self._histogram(
+            "overhead_seconds",
+            "Decision seconds of placed requests by stage; total includes all stages.",
+            DECISION_BUCKETS_S,
+            "stage",
+        )
+        self._overhead = {stage: overhead.labels(stage) for stage in STAGES}
+        self._wait_seconds = self._histogram(
+            "queue_wait_seconds", "Seconds in the admission queue, all outcomes.", WAIT_BUCKETS_S
+        )
+        self._prompt_blocks = self._counter("prompt_blocks", "KV blocks of placed prompts.")
+        self._overlap_blocks = self._counter(
+            "overlap_blocks",
+            "KV blocks of placed prompts that the chosen worker held according to the index.",
+        )
+        self._fallbacks = self._counters(
+            "aggregated_fallbacks",
+            "Requests served aggregated despite prefill or decode workers, by reason.",
+            "reason",
+            FALLBACK_REASONS,
+        )
+        self._bypasses = self._counters(
+            "prefill_bypasses",
+            "Requests served aggregated although a pair was available, by reason.",
+            "reason",
+            BYPASS_REASONS,
+        )
+        self._affinity = self._counters(
+            "affinity",
+            "Placed requests with a session, by outcome for its placement.",
+            "outcome",
+            AFFINITY_OUTCOMES,
+        )
+        self._queue_full = self._counters(
+            "queue_full",
+            "Requests rejected because the admission queue was full, by limit reached.",
+            "limit",
+            QUEUE_LIMITS,
+        )
+        self._unclaimed = self._counters(
+            "unclaimed",
+            "Reports about bookings that the router does not own or could not add, by kind.",
+            "kind",
+            UNCLAIMED_KINDS,
+        )
+        self.sessions = Gauge(
+            f"{PREFIX}_sessions", "Open sessions of frontends.", registry=self.registry
+        )
+
+    def _add_gauges(self, router: Router, clock: Callable[[], float]) -> None:
+        book, affinity = router.book, router.affinity
+        gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
+            ("queue_requests", "Requests in the admission queue.", lambda: len(router.queue)),
+            (
+                "queue_tokens",
+                "Prompt tokens in the admission queue.",
+                lambda: router.queue.tokens,
+            ),
+            ("bookings", "Bookings, including those of peers.", lambda: len(book)),
+            (
+                "expired_bookings",
+                "Bookings that expired without renewal, since the start.",
+                lambda: book.expired,
+            ),
+            (
+                "orphaned_bookings",
+                "Bookings without an owner after their session ended.",
+                lambda: book.orphan_count,
+            ),
+            (
+                "stale_reports",
+                "Ranks with a load report that is too old to count.",
+                lambda: book.ranks.stale_report_count(clock()),
+            ),
+            ("workers", "Workers that serve a model.", lambda: router.fleet.worker_count),
+            ("affinity_bindings", "Client sessions placed on a worker.", lambda: len(affinity)),
+            (
+                "affinity_evicted",
+                "Session records evicted for lack of capacity, since the start.",
+                lambda: affinity.evicted,
+            ),
+        )
+        for name, text, read in gauges:
+            self._gauge(name, text, read)
+        overlaps = router.overlaps
+        self._gauges(
+            "guessed_blocks",
+            "Blocks derived from earlier decisions: guesses for workers without KV events, "
+            "predictions for workers with them.",
+            "kind",
+            {
+                "guesses": partial(_block_count, overlaps.approximate),
+                "predictions": partial(_block_count, overlaps.predicted),
+            },
+        )
+
+    def _add_index_gauges(self, index: IndexReplica) -> None:
+        feed = index.feed
 
         def count(state: str) -> int:
             return sum(feed.status(source).state == state for source in feed.sources())
 
-        for state in SOURCE_STATES:
-            sources.labels(state).set_function(partial(count, state))
-
-    def _add_peer_gauges(self, replica: Replica, prefix: str) -> None:
-        self._gauge(f"{prefix}_peers", "Peer routers that send their bookings.").set_function(
-            lambda: len(replica.peers)
-        )
-        self._gauge(f"{prefix}_sync_resends", "Full syncs requested from peers.").set_function(
-            lambda: replica.resends
+        self._gauge(
+            "index_connected",
+            "1 if an indexer is followed, else 0.",
+            lambda: index.indexer_id is not None,
         )
         self._gauge(
-            f"{prefix}_sync_refused",
-            "Entries of peers that were refused: invalid, or too many bookings.",
-        ).set_function(lambda: replica.refused)
+            "index_blocks",
+            "Blocks in the index; a block on n ranks counts n times.",
+            lambda: feed.blocks,
+        )
+        self._gauges(
+            "index_sources",
+            "Ranks in the index by state; blocks of gapped ranks are ignored.",
+            "state",
+            {state: partial(count, state) for state in SOURCE_STATES},
+        )
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(name, text, registry=self.registry)
+    def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
+        Gauge(f"{PREFIX}_{name}", text, registry=self.registry).set_function(read)
+
+    def _gauges(
+        self, name: str, text: str, label: str, reads: Mapping[str, Callable[[], float]]
+    ) -> None:
+        gauge = Gauge(f"{PREFIX}_{name}", text, (label,), registry=self.registry)
+        for value, read in reads.items():
+            gauge.labels(value).set_function(read)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", text, labels, registry=self.registry)
+
+    def _counters(
+        self, name: str, text: str, label: str, values: Iterable[str]
+    ) -> dict[str, Counter]:
+        counter = self._counter(name, text, label)
+        return {value: counter.labels(value) for value in values}
 
 
 def _block_count(index: ApproxIndex | None) -> int:

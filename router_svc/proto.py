@@ -186,10 +186,10 @@ def session_record_to_proto(told: SessionUpdate) -> router_pb2.SessionBinding:
         frontend_id=record.key.frontend_id,
         idle_ms=max(0, int(idle_s * 1000)),
     )
-    if record.session_placement is not None:
-        message.worker.CopyFrom(placement_to_proto(record.session_placement.worker))
-        if record.session_placement.prefill is not None:
-            message.prefill.CopyFrom(placement_to_proto(record.session_placement.prefill))
+    if record.placement is not None:
+        message.worker.CopyFrom(placement_to_proto(record.placement.worker))
+        if record.placement.prefill is not None:
+            message.prefill.CopyFrom(placement_to_proto(record.placement.prefill))
     return message
 
 

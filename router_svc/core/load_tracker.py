@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from common.errors import InvalidRequest, Overloaded
 from common.kv.load import Load
 from router_svc.core.events import RouterEvents
+from router_svc.core.frontend_sessions import FrontendSessions
 from router_svc.core.rank_load import RankLoads, block_weight
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement, SessionHello
 
@@ -78,9 +79,7 @@ class LoadTracker:
         self._entries: dict[BookingKey, _BookingEntry] = {}
         self._keys_by_frontend: dict[int, set[BookingKey]] = {}
         self.ranks = RankLoads()
-        self._sessions: dict[int, SessionHello] = {}  # In order of opening.
-        self._next_session = 1
-        self._latest_generation: dict[int, int] = {}  # By frontend with a session here.
+        self._sessions = FrontendSessions()
         self._absent_frontends: set[int] = set()  # Gone from discovery, with a session still open.
         self._orphans: deque[tuple[float, BookingKey]] = deque()  # In order of deadline.
         self._orphan_count = 0
@@ -206,7 +205,7 @@ class LoadTracker:
 
     # Peers.
 
-    def own(self, key: BookingKey) -> Booking | None:
+    def get_own(self, key: BookingKey) -> Booking | None:
         """The booking, if this router sends it to the peers."""
         entry = self._entries.get(key)
         return entry.booking if entry is not None and entry.is_own else None
@@ -225,7 +224,7 @@ class LoadTracker:
             self._update_booking(entry, booking)
             self._notify_peers(entry)
         session = entry.session
-        if session is None or self._sessions[session].generation < entry.booking.generation:
+        if session is None or self._sessions.generation(session) < entry.booking.generation:
             self._hand_over_to_peer(entry)
 
     def add_expected(self, booking: Booking, now: float) -> None:
@@ -266,55 +265,43 @@ class LoadTracker:
         """
         hello = SessionHello(frontend_id, generation)
         self.supersede_sessions(hello, now)
-        self._latest_generation.setdefault(frontend_id, generation)
-        session = self._next_session
-        self._next_session += 1
-        self._sessions[session] = hello
-        return session
+        return self._sessions.open(hello)
 
     def end_session(self, session: int, now: float) -> int:
         """End a session and orphan its bookings; returns how many there were.
 
         If discovery has lost the frontend already, they are freed instead.
         """
-        frontend_id = self._sessions.pop(session).frontend_id
+        frontend_id = self._sessions.close(session)
         count = self._release_session(session, frontend_id, now)
-        if self._newest_session(frontend_id) is None:
-            del self._latest_generation[frontend_id]
-            if frontend_id in self._absent_frontends:
-                self._absent_frontends.discard(frontend_id)
-                self.frontend_left(frontend_id)
+        if frontend_id in self._absent_frontends and not self._sessions.has_frontend(frontend_id):
+            self._absent_frontends.discard(frontend_id)
+            self.frontend_left(frontend_id)
         return count
 
     def sessions(self) -> Iterator[SessionHello]:
         """Open sessions here that have a generation."""
-        return (hello for hello in self._sessions.values() if hello.generation)
+        return (hello for hello in self._sessions if hello.generation)
 
     def supersede_sessions(self, hello: SessionHello, now: float) -> None:
         """A frontend opened that session, here or at a peer: orphan what its earlier ones here own.
 
         This router may notice their end much later: a cut link sends no goodbye.
         """
-        previous = self._latest_generation.get(hello.frontend_id, hello.generation)
-        if previous >= hello.generation:
-            return
-        self._latest_generation[hello.frontend_id] = hello.generation
-        for session, (frontend_id, generation) in self._sessions.items():
-            if frontend_id == hello.frontend_id and generation >= previous:
-                self._release_session(session, frontend_id, now)
-                self.events.frontend_session_superseded(session)
+        for session in self._sessions.supersede(hello):
+            self._release_session(session, hello.frontend_id, now)
+            self.events.frontend_session_superseded(session)
 
     def is_superseded(self, session: int) -> bool:
         """Whether its frontend has a later session, so that its requests do not count any more."""
-        frontend_id, generation = self._sessions[session]
-        return generation < self._latest_generation[frontend_id]
+        return self._sessions.is_superseded(session)
 
     def frontend_left(self, frontend_id: int) -> int:
         """Discovery lost a frontend: free its orphans; returns how many there were.
 
         What an open session of it owns stays until that ends: the stream is more reliable evidence.
         """
-        if frontend_id in self._latest_generation:
+        if self._sessions.has_frontend(frontend_id):
             self._absent_frontends.add(frontend_id)
         orphans = [
             key
@@ -474,7 +461,7 @@ class LoadTracker:
 
         A booking of a later session, here or at a peer, keeps its owner.
         """
-        owner = self._newest_session(entry.booking.key.frontend_id) if session is None else session
+        owner = self._sessions.newest(entry.booking.key.frontend_id) if session is None else session
         if owner is not None:
             booking = self._with_session_generation(entry.booking, owner)
             if booking.generation < entry.booking.generation:
@@ -484,9 +471,7 @@ class LoadTracker:
         if owner is None or self.is_superseded(owner):
             self._orphan_or_hand_over(entry, now)
         else:
-            if entry.orphan_deadline is not None:
-                self._orphan_count -= 1
-            entry.session, entry.orphan_deadline = owner, None
+            self._set_owner(entry, owner, None)
         self._notify_peers(entry)
 
     def _orphan_or_hand_over(self, entry: _BookingEntry, now: float) -> None:
@@ -494,10 +479,17 @@ class LoadTracker:
         if self._is_held_by_peer(entry.booking.key):
             self._hand_over_to_peer(entry)
             return
-        if entry.orphan_deadline is None:
-            self._orphan_count += 1
-        entry.session, entry.orphan_deadline = None, now + ORPHAN_S
-        self._orphans.append((entry.orphan_deadline, entry.booking.key))
+        deadline = now + ORPHAN_S
+        self._set_owner(entry, None, deadline)
+        self._orphans.append((deadline, entry.booking.key))
+
+    def _set_owner(
+        self, entry: _BookingEntry, session: int | None, orphan_deadline: float | None
+    ) -> None:
+        """An open session, or an orphan deadline, or (both None) a peer."""
+        was_orphan, is_orphan = entry.orphan_deadline is not None, orphan_deadline is not None
+        self._orphan_count += is_orphan - was_orphan
+        entry.session, entry.orphan_deadline = session, orphan_deadline
 
     def _release_session(self, session: int, frontend_id: int, now: float) -> int:
         session_entries = [
@@ -511,9 +503,7 @@ class LoadTracker:
 
     def _hand_over_to_peer(self, entry: _BookingEntry) -> None:
         """To the peer that holds it: not owned here any more, no orphan."""
-        if entry.orphan_deadline is not None:
-            self._orphan_count -= 1
-        entry.session = entry.orphan_deadline = None
+        self._set_owner(entry, None, None)
         if entry.is_own:
             entry.is_own = False
             self.events.booking_changed(entry.booking.key)
@@ -521,12 +511,8 @@ class LoadTracker:
     def _is_held_by_peer(self, key: BookingKey) -> bool:
         return any(key in keys for keys in self._peer_bookings.values())
 
-    def _newest_session(self, frontend_id: int) -> int | None:
-        sessions = reversed(self._sessions.items())
-        return next((s for s, hello in sessions if hello.frontend_id == frontend_id), None)
-
     def _with_session_generation(self, booking: Booking, session: int | None) -> Booking:
-        generation = 0 if session is None else self._sessions[session].generation
+        generation = 0 if session is None else self._sessions.generation(session)
         return (
             booking if booking.generation == generation else replace(booking, generation=generation)
         )

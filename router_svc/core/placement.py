@@ -328,7 +328,7 @@ class Planner:
         )
         if (
             session_constraint is not None
-            and session_constraint.session_placement is not None
+            and session_constraint.placement is not None
             and not session_constraint.is_hard
         ):
             return True

@@ -202,7 +202,7 @@ class OutboundSync:
         released: list[BookingKey] = []
         for key in keys:
             was_ended = self._changed_bookings.pop(key)
-            booking = self._load_tracker.own(key)
+            booking = self._load_tracker.get_own(key)
             if booking is not None:
                 upserts.append(booking)
             elif was_ended or self._load_tracker.get(key) is None:
@@ -275,7 +275,7 @@ class Replica:
         load_tracker.events.session_changed.subscribe(self._session_changed)
 
     def _booking_changed(self, key: BookingKey) -> None:
-        booking = self._load_tracker.own(key)
+        booking = self._load_tracker.get_own(key)
         if booking is not None:
             self._own_digest.put(booking)
         else:
@@ -321,11 +321,8 @@ class Replica:
         self._last_stream += 1
         peer_state = self._peer_states.setdefault(router_id, _PeerState(self._last_stream))
         self._load_tracker.add_peer(router_id, peer_state.bookings)
-        peer_state.stream, peer_state.sequence, peer_state.awaits_full_sync = (
-            self._last_stream,
-            0,
-            False,
-        )
+        peer_state.stream = self._last_stream
+        peer_state.sequence, peer_state.awaits_full_sync = 0, False
         return self._last_stream
 
     def is_current(self, router_id: int, stream: int) -> bool:
@@ -346,25 +343,9 @@ class Replica:
             peer_state.awaits_full_sync = peer_state.is_partial = False
         self.refused += len(frame.refused) + len(frame.refused_session_records)
         peer_state.is_partial |= bool(frame.refused)
-        for booking in frame.upserts:
-            self._apply_upsert(peer_state, booking, now)
-        for key in frame.removals:
-            self._apply_removal(peer_state, key)
-        for key in frame.released:
-            peer_state.discard(key)
-            self._load_tracker.holder_lost(key, now)
-        for hello in frame.sessions:
-            self._load_tracker.supersede_sessions(hello, now)
+        self._apply_bookings(peer_state, frame, now)
         if frame.ends_all and not (has_gap or peer_state.awaits_full_sync):
-            unconfirmed = [
-                key
-                for key, (_, sync_round) in peer_state.bookings.items()
-                if sync_round != peer_state.round
-            ]
-            for key in unconfirmed:
-                self._apply_removal(peer_state, key)
-            peer_state.has_full_sync = True
-            self._snapshot_bookings.pop(router_id, None)
+            self._finish_full_sync(router_id, peer_state)
         for record in frame.session_records:
             self._affinity.receive(record, now)
         differs = frame.digest not in (0, peer_state.digest.value) and not peer_state.is_partial
@@ -424,6 +405,25 @@ class Replica:
         for outbound in self._outbound_syncs:
             outbound.session_changed(session)
         self._on_change()
+
+    def _apply_bookings(self, peer_state: _PeerState, frame: Frame, now: float) -> None:
+        for booking in frame.upserts:
+            self._apply_upsert(peer_state, booking, now)
+        for key in frame.removals:
+            self._apply_removal(peer_state, key)
+        for key in frame.released:
+            peer_state.discard(key)
+            self._load_tracker.holder_lost(key, now)
+        for hello in frame.sessions:
+            self._load_tracker.supersede_sessions(hello, now)
+
+    def _finish_full_sync(self, router_id: int, peer_state: _PeerState) -> None:
+        """End the bookings that the full sync did not contain."""
+        for key, (_, sync_round) in tuple(peer_state.bookings.items()):
+            if sync_round != peer_state.round:
+                self._apply_removal(peer_state, key)
+        peer_state.has_full_sync = True
+        self._snapshot_bookings.pop(router_id, None)
 
     def _apply_upsert(self, peer_state: _PeerState, booking: Booking, now: float) -> None:
         peer_state.bookings[booking.key] = (booking, peer_state.round)

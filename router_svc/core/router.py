@@ -390,9 +390,7 @@ class Router:
             record = placement_request.session_constraint.record(
                 worker, prefill_placement, key, self.affinity.revision_min(now)
             )
-        revision = (
-            record.revision if record is not None and record.session_placement is not None else 0
-        )
+        revision = record.revision if record is not None and record.placement is not None else 0
         decision = self._decision(placement_request, plan, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
             self.book.book(_booking(key, query, decision), session, now)

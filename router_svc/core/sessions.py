@@ -88,12 +88,12 @@ class SessionPlacement:
 class SessionRecord:
     """The last state of a session, and the unit of replication.
 
-    session_placement: None: closed. revision: number of its records, from 1. key: of the request
+    placement: None: closed. revision: number of its records, from 1. key: of the request
     that made this record.
     """
 
     session: SessionName
-    session_placement: SessionPlacement | None
+    placement: SessionPlacement | None
     revision: int
     key: BookingKey
 
@@ -107,7 +107,7 @@ class SessionRecord:
         return (
             -self.revision,
             self.key,
-            () if self.session_placement is None else self.session_placement.placements,
+            () if self.placement is None else self.placement.placements,
         )
 
     @property
@@ -128,40 +128,33 @@ class SessionUpdate(NamedTuple):
 class SessionConstraint:
     """How its session constrains the placement of one request.
 
-    previous_record: the last known state. session_placement: where the request should run; None:
-    free.
+    previous: the last known state. placement: where the request should run; None: free.
     """
 
     session: SessionName
     action: SessionAction | None
-    previous_record: SessionRecord | None
-    session_placement: SessionPlacement | None
+    previous: SessionRecord | None
+    placement: SessionPlacement | None
     is_hard: bool
 
     def affinity_constraint(self, leg: Leg) -> AffinityConstraint | None:
         """The preferred or required placement of a leg; None: any."""
-        at = None if self.session_placement is None else self.session_placement.at(leg)
+        at = None if self.placement is None else self.placement.at(leg)
         return None if at is None else AffinityConstraint(at, self.is_hard)
 
     @property
     def required_placements(self) -> tuple[Placement, ...]:
         """All placements that the request must use; empty: any."""
-        return (
-            self.session_placement.placements
-            if self.is_hard and self.session_placement is not None
-            else ()
-        )
+        return self.placement.placements if self.is_hard and self.placement is not None else ()
 
     def outcome(self, worker: Placement) -> str:
         """One of AFFINITY_OUTCOMES, for a request placed on `worker`."""
         if self.action is SessionAction.CLOSE:
             return "closed"
-        previous_placement = (
-            None if self.previous_record is None else self.previous_record.session_placement
-        )
-        if self.action is SessionAction.OPEN or previous_placement is None:
+        last = None if self.previous is None else self.previous.placement
+        if self.action is SessionAction.OPEN or last is None:
             return "bound"
-        return "kept" if previous_placement.worker == worker else "moved"
+        return "kept" if last.worker == worker else "moved"
 
     def record(
         self, worker: Placement, prefill: Placement | None, key: BookingKey, revision_min: int = 1
@@ -170,32 +163,21 @@ class SessionConstraint:
 
         revision_min: of a new record, see `SessionAffinity.revision_min`.
         """
-        session_placement: SessionPlacement | None = None
+        placement: SessionPlacement | None = None
         if self.action is not SessionAction.CLOSE:
-            if (
-                prefill is None
-                and self.session_placement is not None
-                and self.session_placement.worker == worker
-            ):
-                prefill = self.session_placement.prefill  # A whole request keeps it.
-            session_placement = SessionPlacement(worker, prefill)
-        if self.previous_record is None:
-            return (
-                None
-                if session_placement is None
-                else SessionRecord(self.session, session_placement, revision_min, key)
-            )
-        if (
-            self.previous_record.session_placement == session_placement
-            and self.action is not SessionAction.OPEN
-        ):
-            return self.previous_record
-        return SessionRecord(
-            self.session,
-            session_placement,
-            max(self.previous_record.revision + 1, revision_min),
-            key,
-        )
+            kept = self.placement
+            if prefill is None and kept is not None and kept.worker == worker:
+                prefill = kept.prefill  # A whole request keeps it.
+            placement = SessionPlacement(worker, prefill)
+        previous = self.previous
+        if previous is None:
+            if placement is None:
+                return None
+            return SessionRecord(self.session, placement, revision_min, key)
+        if previous.placement == placement and self.action is not SessionAction.OPEN:
+            return previous
+        revision = max(previous.revision + 1, revision_min)
+        return SessionRecord(self.session, placement, revision, key)
 
 
 class SessionAffinity:
@@ -249,18 +231,16 @@ class SessionAffinity:
         if routing is None or (control := routing.session_control) is None:
             return None
         session = self._session_name(query.model, control, routing.lora_name or "")
-        previous_record = self._records.get(session)
-        session_placement = None if previous_record is None else previous_record.session_placement
-        if session_placement is not None and (
+        previous = self._records.get(session)
+        placement = None if previous is None else previous.placement
+        if placement is not None and (
             control.action is SessionAction.OPEN
             or _pins_any_worker(routing)
-            or any(at.worker_id in query.excluded_worker_ids for at in session_placement.placements)
-            or not all(map(is_alive, session_placement.placements))
+            or any(at.worker_id in query.excluded_worker_ids for at in placement.placements)
+            or not all(map(is_alive, placement.placements))
         ):
-            session_placement = None
-        return SessionConstraint(
-            session, control.action, previous_record, session_placement, self._is_hard
-        )
+            placement = None
+        return SessionConstraint(session, control.action, previous, placement, self._is_hard)
 
     def revision_min(self, now: float) -> int:
         """Of a new record: Unix time in milliseconds, so that it supersedes earlier ones that only
@@ -307,9 +287,9 @@ class SessionAffinity:
         session = SessionName(*booking.session)
         existing = self._records.get(session)
         if existing is None or existing.revision < booking.session_revision:
-            session_placement = SessionPlacement(booking.worker, booking.prefill)
+            placement = SessionPlacement(booking.worker, booking.prefill)
             self.record_booking(
-                SessionRecord(session, session_placement, booking.session_revision, booking.key),
+                SessionRecord(session, placement, booking.session_revision, booking.key),
                 now,
             )
 
@@ -384,9 +364,9 @@ class SessionAffinity:
             self._closed_sessions.pop(session, None)
         self._records[session] = record
         self.size += record.size
-        if record.session_placement is None:
+        if record.placement is None:
             self._closed_sessions[session] = None
-        if old is None or old.session_placement != record.session_placement:
+        if old is None or old.placement != record.placement:
             self._events.session_moved(session)
         while len(self._records) > self._records_max or self.size > self._bytes_max:
             self._evict_one(session)

@@ -67,7 +67,7 @@ async def route(router: RouterBed, action: SessionAction | None = None) -> int:
 
 def bound_at(router: RouterBed) -> int | None:
     updates = router.router.affinity.updates([SessionName("m", "alice")], router.clock.now)
-    session_placement = updates[0].record.session_placement if updates else None
+    session_placement = updates[0].record.placement if updates else None
     return None if session_placement is None else session_placement.worker.worker_id
 
 

@@ -73,7 +73,7 @@ def orphans(node: RouterBed) -> int:
 def owned(node: RouterBed) -> list[BookingKey]:
     """Keys of the bookings that it sends to peers."""
     book = node.router.book
-    return [booking.key for booking in book if book.own(booking.key)]
+    return [booking.key for booking in book if book.get_own(booking.key)]
 
 
 async def dump(node: RouterBed) -> dict[str, pb.Booking]:

@@ -51,8 +51,8 @@ def priced(
     return score_candidates(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
 
 
-def cost(*args: Any, **facts: Any) -> float:
-    return priced(*args, **facts)[0].cost
+def cost(*args: Any, **fields: Any) -> float:
+    return priced(*args, **fields)[0].cost
 
 
 def tokens(blocks: int) -> int:
@@ -60,20 +60,20 @@ def tokens(blocks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
+    ("fields", "expected"),
     [
         # W1, W2, W3 of the documented example: prefill 10 - 2 and decode 10; 5 and 5; 2 and 9.
         (((tokens(8), 8, 0), (2, 2, 2)), 18.0),
         (((tokens(3), 3, 0), NOBODY), 10.0),
         (((0, 7, 0), NOBODY), 11.0),
-        # Each tier by its own weight, for what the faster ones lack.
+        # Each tier by its own weight, for blocks that faster tiers lack.
         (((0, 0, 0), (0, 2, 2)), 2 - 0.75 * 2 + 2),
         (((0, 0, 0), (0, 0, 2)), 2 - 0.25 * 2 + 2),
         (((0, 0, 0), (1, 2, 2)), 2 - 1 - 0.75 + 2),
     ],
 )
-def test_two_blocks_cost_the_documented_value(facts: Any, expected: float) -> None:
-    assert cost(2, facts) == expected
+def test_two_blocks_cost_what_the_documentation_says(fields: Any, expected: float) -> None:
+    assert cost(2, fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,7 @@ def test_two_blocks_cost_the_documented_value(facts: Any, expected: float) -> No
         ({"assume_kv_reuse": True}, 4.0 + 6 + 8 - 6),
     ],
 )
-def test_each_setting_changes_only_its_own_term(
-    cost_settings: dict[str, Any], expected: float
-) -> None:
+def test_each_setting_changes_its_own_term(cost_settings: dict[str, Any], expected: float) -> None:
     """8 blocks, of which 6 are held, on a rank with 2 queued blocks, 6 held ones and 5 requests."""
     assert cost(8, ((tokens(2), 6, 5), (6, 6, 6)), **cost_settings) == expected
 
@@ -100,18 +98,18 @@ def test_the_older_weight_gives_the_older_formula(weight: float) -> None:
     """weight * (prefill blocks - overlap) + decode blocks."""
     override = RouterConfigOverride(overlap_score_weight=weight)
     cost_settings = PLAIN.with_override(override)
-    facts = {
+    fields = {
         "prefill_load_scale": cost_settings.prefill_load_scale,
         "overlap_score_credit": cost_settings.overlap_score_credit,
     }
-    assert cost(8, ((tokens(2), 6, 0), (6, 6, 6)), **facts) == weight * (10 - 6) + 14
+    assert cost(8, ((tokens(2), 6, 0), (6, 6, 6)), **fields) == weight * (10 - 6) + 14
 
 
 @pytest.mark.parametrize(
     ("decay", "queued", "credit"),
     [(0.0, 99, 8.0), (1.0, 0, 8.0), (1.0, 8, 4.0), (1.0, 24, 2.0), (3.0, 8, 2.0), (0.5, 16, 4.0)],
 )
-def test_credit_decays_with_queued_work_in_excess_of_the_minimum(
+def test_credit_decays_with_the_queue_above_the_least_loaded_rank(
     decay: float, queued: int, credit: float
 ) -> None:
     """excess counts requests of this size (8 blocks) above the least loaded of the eligible."""
@@ -125,7 +123,7 @@ def test_credit_decays_with_queued_work_in_excess_of_the_minimum(
 @pytest.mark.parametrize(
     ("credit", "used", "expected"), [(0.0, 5, 13.0), (1.0, 5, 5.0), (1.0, 0, 0.0), (2.0, 5, 0.0)]
 )
-def test_a_decode_leg_with_credit_saves_the_blocks_it_holds(
+def test_a_decode_leg_with_credit_saves_the_blocks_that_it_holds(
     credit: float, used: int, expected: float
 ) -> None:
     """max(0, decode blocks - credit); what is queued for prefill does not count."""
@@ -172,7 +170,7 @@ def test_more_on_a_faster_tier_never_costs_more(held: list[int], more: list[int]
     assert cost(40, (NOBODY, after)) <= cost(40, (NOBODY, before)) + 1e-9
 
 
-# The choice.
+# The selection.
 
 
 @pytest.mark.parametrize(
@@ -215,7 +213,7 @@ def chosen(seed: int, temperature: float, *used: int) -> int:
     return choice.candidate.placement.worker_id
 
 
-def test_without_temperature_only_the_cheapest_are_drawn_with_equal_chance() -> None:
+def test_without_temperature_only_the_cheapest_are_drawn_equally() -> None:
     drawn = Counter(chosen(seed, 0.0, 3, 3, 4, 3) for seed in range(600))
     assert set(drawn) == {1, 2, 4}
     assert all(150 <= count <= 250 for count in drawn.values()), drawn

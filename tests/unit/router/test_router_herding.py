@@ -1,4 +1,4 @@
-"""Several routers with the same workers: replication spreads load almost as one router would."""
+"""Several routers over the same workers: with Sync they spread the work almost as one would."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from router_svc.core.types import BookingKey
 
 WORKERS = range(1, 9)
 FRONTEND = 7
-# A frame gathers for 10 ms; the rest is the wire.
+# A frame is collected for 10 ms; the rest is the network.
 SYNC_S = 0.012
 REQUESTS = 1500
-# Short and long prompts, at 70 % of the capacity of the workers.
+# Short and long prompts, at 70% of the capacity of the workers.
 TOKENS = (64, 4096)
 ARRIVE_S = 0.045
 TOKENS_PER_S = 8_000
@@ -30,7 +30,7 @@ SEEDS = range(3)
 class World:
     """Prompts given to the routers in turn, each computed by one of eight equal workers in turn.
 
-    No load is reported: routers have only bookings.
+    Nobody reports any load: what routers know are bookings.
     """
 
     def __init__(self, routers: int, seed: int, *, synced: bool) -> None:
@@ -39,27 +39,27 @@ class World:
         replicas = [Replica(book) for book in books]
         self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
         self.sessions = [book.open_session(FRONTEND) for book in books]
-        self.streams: list[tuple[OutboundSync, Replica, int, int]] = []
-        facts = {"model": "m", "block_size": 16}
+        self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
+        fields = {"model": "m", "block_size": 16}
         instances = {
-            n: Instance(n, "n", "worker", "", "127.0.0.1:1", **facts)  # type: ignore[arg-type]
+            n: Instance(n, "n", "worker", "", "127.0.0.1:1", **fields)  # type: ignore[arg-type]
             for n in WORKERS
         }
         for router in self.routers:
             router.update(Snapshot(1, instances), 0.0)
         if synced:
-            self.streams = [
+            self.tellings = [
                 (one.open_outbound(), other, number, other.stream_opened(number))
                 for number, one in enumerate(replicas, 1)
                 for other in replicas
                 if other is not one
             ]
-        # When each worker will have computed all its prompts.
+        # When each worker has computed all its prompts.
         self.busy_until = dict.fromkeys(WORKERS, 0.0)
         self.ends: list[tuple[float, int, BookingKey]] = []
 
     def mean_wait_s(self) -> float:
-        """Seconds that requests wait until a worker starts them."""
+        """Mean time until a worker starts a request."""
         now, synced_at, waited_s = 0.0, 0.0, 0.0
         for number in range(REQUESTS):
             now += self.rng.expovariate(1 / ARRIVE_S)
@@ -68,8 +68,8 @@ class World:
                 self.routers[router].book.free(key)
             if now - synced_at >= SYNC_S:
                 synced_at = now
-                for outbound, receiver, sender, stream in self.streams:
-                    receiver.apply_frame(sender, stream, outbound.frame(now), now)
+                for outbound, hearer, sender, stream in self.tellings:
+                    hearer.apply_frame(sender, stream, outbound.frame(now), now)
             waited_s += self.place(number, now)
         return waited_s / REQUESTS
 
@@ -92,14 +92,12 @@ def mean_wait_s(routers: int, *, synced: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("routers", "of_unsynced", "of_one"), [(2, 0.8, 1.6), (4, 0.6, 1.9)])
-def test_routers_that_share_bookings_do_not_herd(
-    routers: int, of_unsynced: float, of_one: float
-) -> None:
+def test_routers_with_sync_do_not_herd(routers: int, of_unsynced: float, of_one: float) -> None:
     one = mean_wait_s(1, synced=False)
     apart = mean_wait_s(routers, synced=False)
     together = mean_wait_s(routers, synced=True)
     summary = (
-        f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, no sync {apart:.3f} s"
+        f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, without sync {apart:.3f} s"
     )
     print(summary)
     assert together < of_unsynced * apart, summary

@@ -1,4 +1,4 @@
-"""Cache-aware routing must not gather load where the cache is, and keep it there."""
+"""Routing by cache must not concentrate load on the workers that hold the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
 
 
 class Caches:
-    """Workers that keep every computed prompt, and an index that is updated at once."""
+    """Workers that cache every computed prompt, and an index without delay."""
 
     def __init__(self) -> None:
         self.held: dict[int, set[int]] = {}
@@ -51,7 +51,7 @@ class Caches:
 
 
 class Fleet:
-    """A router with `workers` workers; requests run until they are ended."""
+    """A router over `workers` of them; requests stay until they end."""
 
     def __init__(self, workers: int, **cost_settings: Any) -> None:
         self.caches = Caches()
@@ -70,7 +70,7 @@ class Fleet:
         self.count = 0
 
     def send(self, query: Query, *, computed: bool = True) -> tuple[int, BookingKey]:
-        """The placement; computed: prefill is done, and the index has the prompt."""
+        """The worker of a request. computed: its prefill is done and indexed."""
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
         worker = self.router.decide(query, key, self.now, self.rng).worker.worker_id
@@ -80,7 +80,7 @@ class Fleet:
         return worker, key
 
     def serve(self, query: Query, seconds: float = 1.0) -> int:
-        """Send a request and end it: the fleet is idle again."""
+        """Run a request to its end: the fleet is idle again."""
         worker, key = self.send(query)
         self.now += seconds
         assert self.router.book.free(key)
@@ -88,7 +88,7 @@ class Fleet:
 
 
 def prompt(*parts: tuple[int, int]) -> Query:
-    """A prompt of (seed, blocks) pieces: equal beginnings are equal blocks."""
+    """A prompt of (seed, blocks) pieces: equal prefixes are equal blocks."""
     pieces = [
         np.random.default_rng(seed).integers(0, 1 << 17, blocks * B, dtype=np.uint32)
         for seed, blocks in parts
@@ -104,14 +104,14 @@ def prompt(*parts: tuple[int, int]) -> Query:
     blocks=st.integers(1, 40),
     computed=st.booleans(),
 )
-def test_identical_simultaneous_prompts_spread_evenly(
+def test_concurrent_identical_prompts_spread_evenly(
     workers: int, per_worker: int, blocks: int, computed: bool
 ) -> None:
     fleet = Fleet(workers)
     query = prompt((1, blocks))
     sent = [fleet.send(query, computed=computed)[0] for _ in range(workers * per_worker)]
     shares = Counter(sent)
-    # One more than even: the other workers must still compute the prompt.
+    # One more than even: the other workers still have to compute the prompt.
     assert max(shares.values()) <= per_worker + 2, shares
 
 
@@ -126,12 +126,12 @@ def test_sessions_that_arrive_one_at_a_time_spread(common: int, own: int) -> Non
     assert len(shares) == 4
 
 
-def test_without_the_recent_miss_term_all_sessions_go_to_one_worker() -> None:
+def test_without_the_recent_miss_term_all_sessions_would_use_one_worker() -> None:
     shares = one_at_a_time(Fleet(4, recent_miss_weight=0.0), 2, 8)
     assert list(shares.values()) == [120]
 
 
-def test_a_single_session_stays_where_its_history_is() -> None:
+def test_a_single_session_stays_with_its_cache() -> None:
     fleet = Fleet(4)
     turns: list[tuple[int, int]] = [(0, 8)]
     homes = []
@@ -141,7 +141,7 @@ def test_a_single_session_stays_where_its_history_is() -> None:
     assert len(set(homes)) == 1, homes
 
 
-def test_a_stuck_worker_does_not_move_sessions_of_the_others() -> None:
+def test_a_stuck_worker_does_not_drain_the_caches_of_the_others() -> None:
     fleet = Fleet(4)
     histories = {n: [(n, 24)] for n in range(1, 25)}
     homes = {n: fleet.send(prompt(*turns)) for n, turns in histories.items()}

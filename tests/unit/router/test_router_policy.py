@@ -228,18 +228,18 @@ def test_bypasses_and_sessions_are_counted() -> None:
     )
     router.update(Snapshot(1, {i.id: i for i in members}), 0.0)
     router.book.report(1, 0, Load(waiting=1, waiting_tokens=1), 0.0)
-    metrics = Metrics(router, prefix="t")
+    metrics = Metrics(router)
     query = Query("m", 100, routing=RoutingHints(session_control=SessionControl("s")))
     for number in range(3):
         decision = router.decide(query, BookingKey(7, f"r{number}", 0), 0.0, Random(0))
         metrics.placed(query, decision, (0.0, 0.0, 0.0, 0.0))
     seen = samples(metrics)
-    assert seen['t_prefill_bypasses_total{reason="prefill_busy"}'] == 3
-    assert seen['t_prefill_bypasses_total{reason="short_prompt"}'] == 0
-    assert seen['t_affinity_total{outcome="bound"}'] == 1
-    assert seen['t_affinity_total{outcome="kept"}'] == 2
-    assert seen["t_affinity_bindings"] == 1
-    assert seen["t_affinity_evicted"] == 0
+    assert seen['kvmesh_router_prefill_bypasses_total{reason="prefill_busy"}'] == 3
+    assert seen['kvmesh_router_prefill_bypasses_total{reason="short_prompt"}'] == 0
+    assert seen['kvmesh_router_affinity_total{outcome="bound"}'] == 1
+    assert seen['kvmesh_router_affinity_total{outcome="kept"}'] == 2
+    assert seen["kvmesh_router_affinity_bindings"] == 1
+    assert seen["kvmesh_router_affinity_evicted"] == 0
 
 
 def test_rules_are_there_for_every_built_in_selector() -> None:

@@ -278,10 +278,10 @@ def test_bookings_registered_again_at_another_router_move_there() -> None:
     back.flush(0.0)
     one.book.end_session(session, 1.0)
     assert two.book.reregister(booking(), two.book.open_session(FRONTEND), 1.1) is False
-    assert two.book.own(key()) is not None
+    assert two.book.get_own(key()) is not None
     back.step(1.1)
     assert one.book.orphan_count == 0
-    assert one.book.own(key()) is None
+    assert one.book.get_own(key()) is None
     assert link.step(1.1).released == (key(),)
     assert two.held() == one.held() == {key(): booking()}
     two.book.free(key())
@@ -297,9 +297,9 @@ def test_the_end_of_a_session_hands_over_bookings_that_a_peer_owns() -> None:
     link.flush(0.0)
     two.book.reregister(booking(), two.book.open_session(FRONTEND), 1.0)
     back.flush(1.0)
-    assert one.book.own(key()) is not None, "its session is still open"
+    assert one.book.get_own(key()) is not None, "its session is still open"
     one.book.end_session(session, 1.1)
-    assert one.book.own(key()) is None
+    assert one.book.get_own(key()) is None
     assert one.book.orphan_count == 0
 
 
@@ -354,7 +354,7 @@ def test_a_third_router_counts_a_released_booking_before_it_learns_the_owner(
     two = Peer(2)
     two.book.reregister(booking(), two.book.open_session(FRONTEND, 2), 1.0)
     Link(two, one).flush(1.0)
-    assert one.book.own(key()) is None
+    assert one.book.get_own(key()) is None
     if is_full_sync:
         to_three.outbound.request_full_sync()
     to_three.flush(1.0)
@@ -400,7 +400,7 @@ def test_a_snapshot_counts_as_orphans_until_the_peer_sends_a_full_sync() -> None
         two.replica.receive_snapshot(1, part, 0.0)
     assert two.held() == one.held()
     assert two.book.orphan_count == 2
-    assert not any(map(two.book.own, two.book.keys()))
+    assert not any(map(two.book.get_own, two.book.keys()))
     one.book.free(key("b"))
     Link(one, two).flush(0.2)
     assert two.book.orphan_count == 1
@@ -611,7 +611,7 @@ def test_a_third_router_counts_a_booking_that_moves_between_two_others() -> None
     again = two.book.open_session(FRONTEND, generation=2)
     two.book.reregister(booking(), again, 0.1)
     back.flush(0.1)
-    assert one.book.own(key()) is None
+    assert one.book.get_own(key()) is None
     first.flush(0.1)
     assert three.held().keys() == {key()}
     late.flush(0.2)

@@ -439,8 +439,8 @@ def use(
     session_constraint = constraint_of(affinity, session)
     at = (
         Placement(worker_id, 0)
-        if session_constraint.session_placement is None
-        else session_constraint.session_placement.worker
+        if session_constraint.placement is None
+        else session_constraint.placement.worker
     )
     key = BookingKey(1, f"r{number}", 0)
     record = session_constraint.record(at, None, key)
@@ -459,7 +459,7 @@ def test_records_are_bounded_and_the_one_idle_longest_is_evicted() -> None:
             affinity.booking_ended(booking, is_own=True)
             affinity.expire(float(at))
     use(affinity, "d", 9, 9, 6.0)
-    bound = {name for name in "abcd" if constraint_of(affinity, name).session_placement is not None}
+    bound = {name for name in "abcd" if constraint_of(affinity, name).placement is not None}
     assert bound == {"a", "c", "d"}
     assert (len(affinity), affinity.evicted) == (3, 1)
     for number, name in enumerate("efg"):
@@ -576,7 +576,7 @@ def test_a_closed_session_is_not_restored_by_a_router_without_the_update() -> No
     affinity.receive(SessionUpdate(record(2, None), 0.0), 1.0)
     assert (len(affinity), len(affinity.sessions())) == (0, 1)
     affinity.receive(SessionUpdate(record(1, 1), 0.0), 2.0)
-    assert constraint_of(affinity).session_placement is None
+    assert constraint_of(affinity).placement is None
     again = constraint_of(affinity).record(Placement(3, 0), None, KEY)
     assert again is not None
     assert again.revision == 3, "a new placement supersedes the closing"
@@ -615,7 +615,7 @@ def test_open_makes_a_new_record_even_on_the_same_worker() -> None:
     assert session_constraint is not None
     new_record = session_constraint.record(Placement(1, 0), None, KEY)
     assert new_record is not None
-    assert (new_record.revision, new_record.session_placement) == (
+    assert (new_record.revision, new_record.placement) == (
         4,
         SessionPlacement(Placement(1, 0)),
     )
@@ -726,7 +726,7 @@ class Naive(RuleBasedStateMachine):
     def a_session_is_bound_while_it_lives_and_ten_seconds_more(self) -> None:
         live = {booking.session_id for booking in self.live.values()}
         for session, worker_id in self.at.items():
-            session_placement = constraint_of(self.affinity, session).session_placement
+            session_placement = constraint_of(self.affinity, session).placement
             if session in live or self.now - self.ended_at[session] < 10.0:
                 assert session_placement is not None
             if session_placement is not None:
@@ -764,7 +764,7 @@ def test_a_session_leaves_its_worker_only_if_that_is_gone_or_failed(events: list
                     continue
                 live.append(bed.key)
                 chosen = at[session] = decision.worker.worker_id
-                if names.session_placement is not None and before in present - failed:
+                if names.placement is not None and before in present - failed:
                     assert (chosen, decision.affinity) == (before, "kept")
                 assert chosen in present - failed
             case "leave" | "join" as kind, worker_id:

@@ -83,7 +83,7 @@ class Peer:
 
     def at(self, session: str = "s") -> SessionPlacement | None:
         updates = self.router.affinity.updates([SessionName("m", session)], 0.0)
-        return updates[0].record.session_placement if updates else None
+        return updates[0].record.placement if updates else None
 
     def session_records(self) -> dict[SessionName, SessionRecord]:
         affinity = self.router.affinity
@@ -316,10 +316,7 @@ def test_routers_agree_on_every_session_after_all_updates(
             link.step(now)
     settle(peers, now)
     session_records = [peer.session_records() for peer in peers]
-    bound = [
-        {n: b for n, b in some.items() if b.session_placement is not None}
-        for some in session_records
-    ]
+    bound = [{n: b for n, b in some.items() if b.placement is not None} for some in session_records]
     # A session that only some routers dropped is idle; one more use restores it at all.
     for name in {name for some in bound for name in some}:
         known = {some[name] for some in bound if name in some}
