@@ -14,7 +14,7 @@ from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
-from router_svc.core.router import Decision, PotentialLoad
+from router_svc.core.router import Decision
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
     SessionPlacement,
@@ -252,8 +252,13 @@ def candidates_to_proto(rows: Iterable[CandidateRow]) -> list[router_pb2.Candida
     return [_candidate_to_proto(row) for row in rows]
 
 
-def potential_load_to_proto(row: PotentialLoad) -> router_pb2.PotentialLoad:
-    return _load_to_proto(row.placement, row.load)
+def load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
+    return router_pb2.PotentialLoad(
+        worker=placement_to_proto(placement),
+        potential_prefill_tokens=load.prefill_tokens,
+        potential_decode_blocks=load.decode_blocks,
+        active_requests=load.requests,
+    )
 
 
 def placement_to_proto(placement: Placement) -> router_pb2.Placement:
@@ -305,7 +310,7 @@ def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         worker=placement_to_proto(row.placement),
         cost=row.cost,
         overlap_blocks=row.overlap_blocks,
-        load=_load_to_proto(row.placement, row.load),
+        load=load_to_proto(row.placement, row.load),
         report_age_ms=None if age_s is None else round(age_s * 1000),
         excluded_reason=row.excluded_reason,
         leg=row.leg,
@@ -313,13 +318,4 @@ def _candidate_to_proto(row: CandidateRow) -> router_pb2.Candidate:
         source_state=index_status.state,
         source_reason=index_status.reason,
         source_age_ms=None if index_status.age_s is None else round(index_status.age_s * 1000),
-    )
-
-
-def _load_to_proto(placement: Placement, load: LoadTotals) -> router_pb2.PotentialLoad:
-    return router_pb2.PotentialLoad(
-        worker=placement_to_proto(placement),
-        potential_prefill_tokens=load.prefill_tokens,
-        potential_decode_blocks=load.decode_blocks,
-        active_requests=load.requests,
     )

@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import islice
+from itertools import islice, starmap
 from random import Random
 from typing import Any
 
@@ -43,7 +43,7 @@ from router_svc.proto import (
     candidates_to_proto,
     decision_to_proto,
     key_from_proto,
-    potential_load_to_proto,
+    load_to_proto,
     query_from_proto,
 )
 from router_svc.replication_sync import PeerSync
@@ -166,10 +166,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> router_pb2.PotentialLoadsResponse:
         _require_query(request.HasField("query"), "query")
         query = self.decisions.with_hashes(query_from_proto(request.query), request.query)
-        rows = self._router.potential_loads(query, self._clock())
+        loads = self._router.potential_loads(query, self._clock())
         queue = self._router.queue
         return router_pb2.PotentialLoadsResponse(
-            loads=map(potential_load_to_proto, rows),
+            loads=starmap(load_to_proto, loads.items()),
             pending_count=len(queue),
             pending_tokens=queue.tokens,
         )

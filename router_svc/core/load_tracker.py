@@ -429,17 +429,6 @@ class LoadTracker:
             estimate = rank.estimate = _compute_estimate(rank, now)
         return estimate
 
-    def estimate_expires_at(self, placement: Placement, now: float) -> float:
-        """When a rank's estimate goes down by itself, its report being too old: inf if never."""
-        self.load(placement, now)
-        rank = self._ranks.get(placement)
-        return math.inf if rank is None else rank.estimated_until
-
-    @property
-    def next_orphan_deadline(self) -> float:
-        """When the next orphan's time is over, at the earliest: inf if there is none."""
-        return self._orphans[0][0] if self._orphans else math.inf
-
     def report_age_s(self, placement: Placement, now: float) -> float | None:
         """Seconds since the rank's last report; None if there is none."""
         rank = self._ranks.get(placement)

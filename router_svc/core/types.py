@@ -30,13 +30,6 @@ class Candidate:
     instance: Instance
 
 
-class RankCapacity(NamedTuple):
-    """A rank slot: one rank and the leg that it serves."""
-
-    placement: Placement
-    leg: Leg
-
-
 @dataclass(frozen=True, slots=True)
 class AffinityConstraint:
     """The rank that a session requires (is_hard) or prefers for one leg."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from random import Random
 from typing import Any
 
@@ -12,10 +11,7 @@ from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionControl
-from router_svc.core.admission import QueueSettings
-from router_svc.core.busy import BusyLimits, busy_worker_ids
-from router_svc.core.cost import DEFAULT_COST_SETTINGS
-from router_svc.core.placement import PlacementRequest
+from router_svc.core.eligibility import BusyLimits, busy_worker_ids
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
@@ -70,31 +66,6 @@ def test_a_rank_is_busy_above_a_limit_and_not_at_it(
     candidate = Candidate(Placement(1, 0), worker(1))
     assert not limits.is_exceeded(candidate, at, "whole")
     assert limits.is_exceeded(candidate, above, "whole")
-
-
-def test_where_a_query_could_go_reads_each_load_a_few_times_however_many_ranks_a_worker_has(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    workers = [worker(i, dp_size=16) for i in range(1, 9)]
-    queue = QueueSettings(threshold=1.0)
-    router = router_of(BusyLimits(active_decode_blocks=0.5), *workers, queue=queue)
-    for number in (1, 2):
-        for rank in range(16):
-            report(router, number, rank, kv_used_blocks=51)
-    read: list[Placement] = []
-    load = router.book.load
-
-    def counted(at: Placement, now: float) -> LoadTotals:
-        read.append(at)
-        return load(at, now)
-
-    monkeypatch.setattr(router.book, "load", counted)
-    slots = router.capacity.slots(
-        PlacementRequest(Query("m", 10), DEFAULT_COST_SETTINGS, {}, 0.0, Random(0)), None
-    )
-    assert {slot.placement.worker_id for slot in slots} == {1, 2}
-    assert len(slots) == 2 * 16
-    assert max(Counter(read).values()) <= 3
 
 
 def test_a_share_of_something_unknown_is_no_limit() -> None:

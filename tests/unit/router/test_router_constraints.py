@@ -16,7 +16,7 @@ from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
-from router_svc.core.adapters import RECENTLY_REMOVED_MAX, AdapterResidency
+from router_svc.core.eligibility import RECENTLY_REMOVED_MAX, AdapterResidency
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import TransferDomain

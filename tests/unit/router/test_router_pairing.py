@@ -427,7 +427,7 @@ def test_explanations_show_both_legs_each_cheapest_first() -> None:
 @pytest.mark.row("S1-86")
 def test_potential_loads_charge_each_half_its_leg() -> None:
     router = router_of(depths={1: 4})
-    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    rows = router.potential_loads(QUERY, 0.0)
     assert rows == {
         P1: LoadTotals(96, 0, 1),
         P2: LoadTotals(160, 0, 1),
@@ -435,7 +435,7 @@ def test_potential_loads_charge_each_half_its_leg() -> None:
         D2: LoadTotals(0, 10, 1),
     }
     alone = router_of(worker(11, "decode", local_prefill=True))
-    assert [r.load for r in alone.potential_loads(QUERY, 0.0)] == [LoadTotals(160, 10, 1)]
+    assert list(alone.potential_loads(QUERY, 0.0).values()) == [LoadTotals(160, 10, 1)]
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 25))

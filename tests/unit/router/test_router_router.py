@@ -329,7 +329,7 @@ def test_potential_loads_have_one_row_a_rank_with_the_request_on_it() -> None:
     router.book.book(
         replace(_any_booking(), worker=Placement(1, 1)), router.book.open_session(FRONTEND), 0.0
     )
-    rows = {row.placement: row.load for row in router.potential_loads(QUERY, 0.0)}
+    rows = router.potential_loads(QUERY, 0.0)
     assert rows == {
         Placement(1, 0): LoadTotals(100, 7, 1),
         Placement(1, 1): LoadTotals(200, 14, 2),

@@ -19,13 +19,13 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.router import Decision, Router
 from router_svc.core.selectors import SELECTORS
-from router_svc.core.types import BookingKey, Placement
+from router_svc.core.types import BookingKey
 
 BATCH = 1000
 LIMITS = BusyLimits(active_prefill_tokens=500)
@@ -93,10 +93,6 @@ class Bed:
 
     def serve(self) -> list[Decision | MeshError]:
         outcomes = self.router.rescan(0.0, Random(0))
-        return [outcome for _, outcome in outcomes if outcome is not None]
-
-    def relieve(self, worker_id: int) -> list[Decision | MeshError]:
-        outcomes = self.router.capacity_freed(Placement(worker_id, 0), 0.0, Random(0))
         return [outcome for _, outcome in outcomes if outcome is not None]
 
 
@@ -229,7 +225,7 @@ def test_the_explanation_names_the_busy_and_those_who_only_lack_a_partner() -> N
     rows = bed.router.preview(Query("m", 100), 0.0, Random(0)).considered
     why = {row.placement.worker_id: row.excluded_reason for row in rows}
     assert why[5] == "busy: above a configured threshold"
-    assert why[4] == "has no partner to send its cache to"
+    assert why[4] == "has no partner to send its KV cache to"
 
 
 # Bypass: prefill that takes nothing more is as busy as can be.
@@ -267,7 +263,7 @@ def test_a_bypass_goes_to_whom_the_gate_at_decode_lets_it_and_names_the_others()
     assert (legs(decision), decision.bypass) == ((4, None), "prefill_busy")
     assert [(row.placement.worker_id, row.excluded_reason) for row in decision.considered] == [
         (4, ""),
-        (2, "its KV blocks leave no room by the gate of the bypass"),
+        (2, "busy: too few free KV blocks for the bypass"),
     ]
     bed.crowd(4)
     assert isinstance(bed.admit(), QueuedRequest), "who has room is behind the gate"
@@ -344,7 +340,7 @@ def test_who_cannot_be_split_is_let_in_by_a_relief_whatever_the_gate_at_decode_s
     bed.report(2, kv_used_blocks=600, waiting_tokens=5 * BATCH)
     assert isinstance(bed.admit(excluded=excluded), QueuedRequest)
     bed.report(2, kv_used_blocks=600)
-    (outcome,) = bed.relieve(2)
+    (outcome,) = bed.serve()
     assert isinstance(outcome, Decision)
     assert legs(outcome) == (2, None)
 
@@ -355,9 +351,9 @@ def test_who_could_be_split_is_kept_out_of_a_decode_worker_by_its_gate() -> None
     bed.crowd(1)
     bed.report(2, kv_used_blocks=600)
     assert isinstance(bed.admit(), QueuedRequest)
-    assert bed.relieve(2) == []
+    assert bed.serve() == []
     bed.report(2, kv_used_blocks=400)
-    (outcome,) = bed.relieve(2)
+    (outcome,) = bed.serve()
     assert isinstance(outcome, Decision)
     assert legs(outcome) == (2, None)
 
@@ -465,7 +461,7 @@ def test_whom_a_sweep_lets_in_after_a_relief_that_relief_has_let_in_already(
         tokens, held = map(min, load[worker_id], less)
         load[worker_id] = tokens, held
         bed.report(worker_id, waiting_tokens=tokens, kv_used_blocks=held)
-        placed = bed.relieve(worker_id)
+        placed = bed.serve()
         if placed:
             return
         assert bed.serve() == []

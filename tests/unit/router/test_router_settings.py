@@ -13,7 +13,7 @@ from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
 from router_svc.core.admission import NO_QUEUE, QueueSettings
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 
 ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
 KNOBS = {spec.name for spec in fields(RouterConfig)} - {spec.name for spec in fields(ServiceConfig)}
