@@ -139,7 +139,7 @@ class Decisions:
         )
 
     def withdraw(self, queued: QueuedRequest) -> bool:
-        """Drop a request whose caller is gone, without a result. False if it is not queued."""
+        """Drop a request without a result: its caller is gone. False if it is not queued."""
         pending = self._pending.get(queued.key)
         if pending is None or pending.queued is not queued:
             return False

@@ -220,7 +220,7 @@ class AdmissionQueue:
         self._dirty_models.update(self._count_by_model)
 
     def next_dirty(self) -> QueuedRequest | None:
-        """The head to try next, whose class is clean from now on; None if no class is dirty."""
+        """The head to try next, after marking its class clean; None if no class is dirty."""
         while self.has_dirty:
             if not self._round:
                 self._start_round()

@@ -82,7 +82,7 @@ def eligible(
     has_capacity: if given, the only preference; others are ignored.
 
     Raises Unavailable or InvalidRequest, with the reason of the filter that no candidate passes
-    and the field of the request that asks for it.
+    and the field of the request that sets it.
     """
     if query.routing is None and not query.excluded_worker_ids:
         return candidates, []
@@ -368,7 +368,7 @@ def busy_worker_ids(
     limits: BusyLimits,
     leg: Leg,
 ) -> frozenset[int]:
-    """Ids of the workers whose ranks among `candidates` are all busy."""
+    """Ids of the workers that have only busy ranks among `candidates`."""
     if limits.is_disabled:
         return frozenset()
     not_busy = {

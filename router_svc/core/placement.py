@@ -17,9 +17,9 @@ full, the first is planned and `ServingPlan.is_blocked` is set: the request has 
 admission queue. Preferences (a soft session, a preferred adapter) make no mode full: ranks with
 capacity precede preferred ranks.
 
-A request that pins an aggregated worker, or whose session has a placement on one, is served there
-first. A request that pins its prefill leg is served by a pair or not at all. A request that is not
-split although the model has prefill or decode workers is a fallback: it is counted and its reason
+A request that pins an aggregated worker, or has its session on one, is served there first. A
+request that pins its prefill leg is served by a pair or not at all. A request that is not split
+although the model has prefill or decode workers is a fallback: it is counted and its reason
 reported.
 """
 

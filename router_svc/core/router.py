@@ -151,7 +151,7 @@ class Router:
         return changes
 
     def expire(self, now: float) -> None:
-        """Free orphans whose deadline passed and drop idle sessions."""
+        """Free orphans past their deadline and drop idle sessions."""
         self.book.expire(now)
         self.affinity.expire(now)
 

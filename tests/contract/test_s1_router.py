@@ -194,7 +194,7 @@ def new(number: int, **facts: Any) -> pb.New:
 
 
 @pytest.mark.row("S1-56", "S1-57", "S1-61", "S1-63")
-async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_of(bed: Bed) -> None:
+async def test_a_router_is_built_from_its_configuration_and_reports_it(bed: Bed) -> None:
     running = await bed.router()
     app = running.app
     defaults = RouterConfig()
@@ -215,7 +215,7 @@ async def test_a_router_is_made_of_its_configuration_and_tells_what_it_is_made_o
 
 @pytest.mark.slow
 @pytest.mark.row("S1-57")
-async def test_an_invalid_configuration_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+async def test_an_invalid_configuration_stops_the_start_before_any_work(tmp_path: Path) -> None:
     registry = tmp_path / "registry"
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router_svc", "--registry-path", str(registry)),
@@ -232,7 +232,7 @@ async def test_an_invalid_configuration_is_refused_before_anything_is_done(tmp_p
 
 
 @pytest.mark.row("S1-58")
-async def test_a_router_decides_as_soon_as_a_worker_is_known_and_not_before(bed: Bed) -> None:
+async def test_a_router_decides_once_a_worker_is_known(bed: Bed) -> None:
     running = await bed.router()
     await bed.registry.register(Instance(5, NS, "worker", "", "127.0.0.1:1"))
     await sees(running, 5)
@@ -250,7 +250,7 @@ async def test_a_router_decides_as_soon_as_a_worker_is_known_and_not_before(bed:
 
 
 @pytest.mark.row("S1-60")
-async def test_waiting_for_workers_of_one_model_holds_up_nobody_and_can_be_given_up(
+async def test_waiting_for_workers_of_one_model_delays_no_other_and_can_be_cancelled(
     bed: Bed,
 ) -> None:
     running = await bed.router()
@@ -316,7 +316,7 @@ async def test_a_start_that_waits_for_its_registry_can_be_cancelled() -> None:
 
 
 @pytest.mark.row("S1-11", "S1-12", "S1-13")
-async def test_a_question_for_the_routers_of_a_namespace_finds_exactly_those(bed: Bed) -> None:
+async def test_discovery_of_the_routers_of_a_namespace_finds_exactly_those(bed: Bed) -> None:
     first, second = await bed.router(), await bed.router()
     for instance in (
         worker(1),
@@ -353,7 +353,7 @@ NOT_FOLLOWED = "KV events are not followed"
         ({"kv_events": False}, {"kv_events": False, "overlap_score_credit": 1.0}),
     ],
 )
-async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says_why(
+async def test_a_router_that_needs_no_events_follows_loads_only_and_logs_the_reason(
     bed: Bed, knobs: dict[str, Any], said: dict[str, Any]
 ) -> None:
     indexer = await bed.indexer()
@@ -377,7 +377,7 @@ async def test_without_use_for_events_loads_alone_are_followed_and_one_line_says
 
 
 @pytest.mark.row("S1-62", "S1-103")
-async def test_a_router_with_use_for_events_follows_them_and_says_nothing(bed: Bed) -> None:
+async def test_a_router_that_needs_events_follows_them_without_a_log_line(bed: Bed) -> None:
     indexer = await bed.indexer()
     with capture_logs() as logs:
         running = await bed.router()
@@ -389,7 +389,7 @@ async def test_a_router_with_use_for_events_follows_them_and_says_nothing(bed: B
     assert decision.overlap_blocks in (0, 8)
 
 
-async def test_a_router_without_events_guesses_over_the_wire(bed: Bed) -> None:
+async def test_a_router_without_events_uses_approximate_entries_over_the_wire(bed: Bed) -> None:
     running = await bed.router(kv_events=False, recent_miss_weight=0.0)
     await bed.add(running, worker(1), worker(2), worker(3))
     prompt = tokens(10 * B)
@@ -433,7 +433,7 @@ async def test_a_dump_can_be_replayed_into_an_index_that_answers_the_same(bed: B
 
 
 @pytest.mark.row("S1-49")
-async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(bed: Bed) -> None:
+async def test_a_missing_index_is_a_typed_error_or_an_explicit_state(bed: Bed) -> None:
     indexer = await bed.indexer()
     running = await bed.router(overlap_score_credit=0.0)
     await bed.add(running, worker(7, kv_index="none"))
@@ -453,7 +453,7 @@ async def test_what_has_no_index_is_a_typed_error_or_says_so_and_never_a_crash(b
 
 
 @pytest.mark.row("S1-53")
-async def test_workers_are_listed_with_the_state_of_what_is_known_of_them(bed: Bed) -> None:
+async def test_workers_are_listed_with_the_state_of_their_index(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1), worker(2, kv_index="approx"), worker(3))
     rows = (await running.unary("Dump", pb.DumpRequest())).workers
@@ -496,7 +496,7 @@ async def test_closing_one_router_leaves_a_second_one_working(bed: Bed) -> None:
 
 
 @pytest.mark.row("S1-47", "S1-64")
-async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed: Bed) -> None:
+async def test_a_router_that_stops_ends_all_its_tasks_and_calls_only(bed: Bed) -> None:
     indexer = await bed.indexer()
     running = await bed.router()
     await until(lambda: len(indexer.ingest.subscribers) == 1, "it follows the indexer")
@@ -516,7 +516,7 @@ async def test_a_router_that_ends_ends_all_its_tasks_and_calls_and_no_others(bed
 
 
 @pytest.mark.row("S1-34", "S1-35", "S1-88")
-async def test_one_id_names_a_request_from_new_over_prefill_done_to_free(bed: Bed) -> None:
+async def test_one_id_identifies_a_request_from_new_over_prefill_done_to_free(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     key = pb.BookingKey(request_id="r1")
@@ -539,7 +539,7 @@ async def test_one_id_names_a_request_from_new_over_prefill_done_to_free(bed: Be
 
 
 @pytest.mark.row("S1-89")
-async def test_a_new_books_what_it_answers(bed: Bed) -> None:
+async def test_a_query_books_what_its_result_reports(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1), worker(2))
     call: Any = running.stub.Session()
@@ -557,7 +557,7 @@ async def test_a_new_books_what_it_answers(bed: Bed) -> None:
 
 
 @pytest.mark.row("S1-90")
-async def test_a_new_carries_constraints_pins_overrides_and_adapters(bed: Bed) -> None:
+async def test_a_query_carries_constraints_pins_overrides_and_adapters(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(
         running, worker(1), worker(2, taints=frozenset({"big"})), worker(3, dp_size=2), worker(4)
@@ -584,7 +584,7 @@ async def test_a_new_carries_constraints_pins_overrides_and_adapters(bed: Bed) -
 
 
 @pytest.mark.row("S1-91", "S1-92")
-async def test_words_about_unknown_bookings_fail_nothing_and_are_counted(bed: Bed) -> None:
+async def test_updates_of_unknown_bookings_are_counted_and_ignored(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     key, unknown = pb.BookingKey(request_id="r1"), pb.BookingKey(request_id="r404")
@@ -602,7 +602,7 @@ async def test_words_about_unknown_bookings_fail_nothing_and_are_counted(bed: Be
 
 
 @pytest.mark.row("S1-93")
-async def test_every_new_has_exactly_one_answer_with_its_own_id(bed: Bed) -> None:
+async def test_every_query_has_exactly_one_result_with_its_own_id(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     news = [new(n, model="m" if n % 3 else "nope") for n in range(1, 301)]
@@ -615,7 +615,7 @@ async def test_every_new_has_exactly_one_answer_with_its_own_id(bed: Bed) -> Non
 
 
 @pytest.mark.row("S1-94")
-async def test_a_failed_decision_is_an_error_of_the_call_with_its_status(bed: Bed) -> None:
+async def test_a_failed_decision_ends_the_call_with_its_status(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     request = pb.RouteRequest(query=pb.Query(model="nope", total_tokens=1))
@@ -627,7 +627,7 @@ async def test_a_failed_decision_is_an_error_of_the_call_with_its_status(bed: Be
 
 
 @pytest.mark.row("S1-95")
-async def test_a_router_decides_and_speaks_to_no_worker(bed: Bed) -> None:
+async def test_a_router_decides_and_connects_to_no_worker(bed: Bed) -> None:
     touched = []
 
     async def touch(_reader: Any, writer: asyncio.StreamWriter) -> None:
@@ -649,7 +649,7 @@ async def test_a_router_decides_and_speaks_to_no_worker(bed: Bed) -> None:
 
 
 @pytest.mark.row("S1-95")
-def test_no_module_of_the_router_knows_the_engine_contract() -> None:
+def test_no_module_of_the_router_imports_the_engine_contract() -> None:
     folder = Path(str(router_svc.__file__)).parent
     files = sorted(folder.rglob("*.py"))
     assert len(files) > 10
@@ -703,7 +703,7 @@ async def test_a_decision_leaves_its_stages_as_spans_in_order_with_their_figures
 
 
 @pytest.mark.row("S1-76")
-async def test_each_placed_request_is_observed_once_in_every_stage(bed: Bed) -> None:
+async def test_each_placed_request_is_measured_once_in_every_stage(bed: Bed) -> None:
     running = await bed.router()
     await bed.add(running, worker(1))
     value = running.app.metrics.registry.get_sample_value

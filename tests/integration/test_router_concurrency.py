@@ -56,7 +56,9 @@ async def bed() -> AsyncIterator[RouterBed]:
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_double_none() -> None:
+async def test_a_thousand_concurrent_decisions_are_neither_lost_nor_doubled() -> (
+    None
+):
     async with busy() as bed, bed.session() as one, bed.session() as other:
         await bed.add_workers(1, 2, 3, 4, 5)
         tokens = 100
@@ -96,7 +98,7 @@ async def test_a_thousand_decisions_at_once_over_session_and_route_lose_and_doub
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_thousand_that_wait_are_each_placed_once_and_never_two_on_a_busy_worker(
+async def test_a_thousand_queued_requests_are_placed_once_each_and_never_on_a_busy_worker(
     bed: RouterBed,
 ) -> None:
     await bed.add_workers(2, 3, 4)
@@ -119,7 +121,7 @@ async def test_a_thousand_that_wait_are_each_placed_once_and_never_two_on_a_busy
 
 
 @pytest.mark.row("S1-106")
-async def test_a_booking_counts_before_its_caller_has_the_answer() -> None:
+async def test_a_booking_counts_before_its_caller_has_the_response() -> None:
     async with busy() as bed, bed.session() as session:
         await bed.add_workers(1, 2, 3, 4)
         await session.ask(*range(8))
@@ -133,7 +135,7 @@ async def test_a_booking_counts_before_its_caller_has_the_answer() -> None:
 
 
 @pytest.mark.row("S1-21")
-async def test_a_new_that_must_wait_is_answered_when_a_worker_has_room(bed: RouterBed) -> None:
+async def test_a_queued_query_gets_its_result_once_a_worker_has_capacity(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2, 3)
         assert set(await session.answers(1)) == {1}
@@ -148,7 +150,9 @@ async def test_a_new_that_must_wait_is_answered_when_a_worker_has_room(bed: Rout
     assert bed.metric("decisions_total", selector="kv", outcome="placed") == 3
 
 
-async def test_a_route_waits_like_a_new_and_both_by_priority(bed: RouterBed) -> None:
+async def test_a_route_call_is_queued_like_a_session_query_and_both_by_priority(
+    bed: RouterBed,
+) -> None:
     async with bed.session() as session:
         await bed.route(0)
         low = asyncio.ensure_future(bed.route(1))
@@ -163,7 +167,7 @@ async def test_a_route_waits_like_a_new_and_both_by_priority(bed: RouterBed) -> 
         await until(lambda: len(bed.router.book) == 0, "all are freed")
 
 
-async def test_what_waits_is_told_by_potential_loads_and_metrics(bed: RouterBed) -> None:
+async def test_potential_loads_and_metrics_report_the_queue(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2, 3)
         await bed.waiting(2)
@@ -174,7 +178,7 @@ async def test_what_waits_is_told_by_potential_loads_and_metrics(bed: RouterBed)
         assert bed.metric("queue_tokens") == 2 * TOKENS
 
 
-async def test_who_books_nothing_never_waits(bed: RouterBed) -> None:
+async def test_a_query_without_a_booking_is_never_queued(bed: RouterBed) -> None:
     await bed.route(0)
     request = pb.RouteRequest(query=query_of())
     response = await rpc.unary(bed.stub.Route, request, timeout_s=WAIT_S)
@@ -182,7 +186,7 @@ async def test_who_books_nothing_never_waits(bed: RouterBed) -> None:
     assert len(bed.router.queue) == 0
 
 
-async def test_a_request_freed_while_it_waits_is_gone_and_books_nothing(bed: RouterBed) -> None:
+async def test_a_request_freed_while_queued_is_withdrawn_without_a_booking(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2, 3)
         await session.answers(1)
@@ -196,7 +200,7 @@ async def test_a_request_freed_while_it_waits_is_gone_and_books_nothing(bed: Rou
     assert bed.metric("unclaimed_total", kind="free") == 0
 
 
-async def test_a_request_asked_and_freed_in_one_frame_leaves_nothing(bed: RouterBed) -> None:
+async def test_a_request_sent_and_freed_in_one_frame_leaves_no_booking(bed: RouterBed) -> None:
     async with bed.session() as session:
         await bed.route(0)
         await session.send(news=[new(1)], frees=[key(1)])
@@ -204,7 +208,7 @@ async def test_a_request_asked_and_freed_in_one_frame_leaves_nothing(bed: Router
         assert (len(bed.router.queue), len(bed.router.book)) == (0, 1)
 
 
-async def test_a_session_that_ends_takes_its_waiting_requests_with_it(bed: RouterBed) -> None:
+async def test_a_session_that_ends_withdraws_its_queued_requests(bed: RouterBed) -> None:
     await bed.route(0)
     async with bed.session() as session:
         await session.ask(1, 2)
@@ -213,7 +217,7 @@ async def test_a_session_that_ends_takes_its_waiting_requests_with_it(bed: Route
     assert len(bed.router.book) == 1
 
 
-async def test_a_caller_of_route_that_gives_up_leaves_the_queue(bed: RouterBed) -> None:
+async def test_a_cancelled_route_call_leaves_the_queue(bed: RouterBed) -> None:
     await bed.route(0)
     call = asyncio.ensure_future(bed.route(1))
     await bed.waiting(1)
@@ -223,7 +227,7 @@ async def test_a_caller_of_route_that_gives_up_leaves_the_queue(bed: RouterBed) 
     assert len(bed.router.book) == 1
 
 
-async def test_a_key_asked_for_again_takes_over_its_place(bed: RouterBed) -> None:
+async def test_a_repeated_key_replaces_the_queued_request(bed: RouterBed) -> None:
     async with bed.session() as old, bed.session() as young:
         await old.ask(1, 2)
         await old.answers(1)
@@ -239,7 +243,7 @@ async def test_a_key_asked_for_again_takes_over_its_place(bed: RouterBed) -> Non
         assert len(bed.router.book) == 1
 
 
-async def test_a_full_queue_refuses_with_the_limit_and_a_time_to_come_again() -> None:
+async def test_a_full_queue_rejects_with_the_limit_and_a_retry_hint() -> None:
     async with busy(queue_threshold=1.0, queue_requests_max=2) as bed, bed.session() as session:
         await bed.add_workers(1)
         await session.ask(1, 2, 3, 4)
@@ -256,7 +260,7 @@ async def test_a_full_queue_refuses_with_the_limit_and_a_time_to_come_again() ->
         assert bed.metric("queue_full_total", limit="requests") == 2
 
 
-async def test_a_wait_that_is_too_long_ends_with_a_typed_error(bed: RouterBed) -> None:
+async def test_a_wait_above_the_limit_ends_with_a_typed_error(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2)
         await session.answers(1)
@@ -267,7 +271,7 @@ async def test_a_wait_that_is_too_long_ends_with_a_typed_error(bed: RouterBed) -
         assert error.reason == "QUEUE_TIMEOUT"
 
 
-async def test_when_all_workers_go_all_who_wait_are_told_at_once(bed: RouterBed) -> None:
+async def test_when_all_workers_leave_all_queued_requests_fail_at_once(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2, 3)
         await session.answers(1)
@@ -279,7 +283,7 @@ async def test_when_all_workers_go_all_who_wait_are_told_at_once(bed: RouterBed)
             assert error.reason == "NO_WORKER"
 
 
-async def test_a_router_that_closes_tells_all_who_wait_to_ask_another_one(bed: RouterBed) -> None:
+async def test_a_closing_router_ends_queued_requests_with_a_retryable_error(bed: RouterBed) -> None:
     async with bed.session() as session:
         await session.ask(1, 2)
         await session.answers(1)
@@ -296,7 +300,7 @@ async def test_a_router_that_closes_tells_all_who_wait_to_ask_another_one(bed: R
         assert len(bed.router.queue) == 0
 
 
-async def test_who_asks_a_closing_router_and_would_wait_is_told_to_ask_another_one(
+async def test_a_closing_router_rejects_requests_that_would_be_queued(
     bed: RouterBed,
 ) -> None:
     async with bed.session() as session:
@@ -311,12 +315,12 @@ async def test_who_asks_a_closing_router_and_would_wait_is_told_to_ask_another_o
 
 
 @pytest.mark.parametrize("tracks", [True, False])
-async def test_a_router_tells_its_frontends_whether_to_tell_of_output(tracks: bool) -> None:
+async def test_the_hello_reports_whether_frontends_send_output_blocks(tracks: bool) -> None:
     async with busy(track_output_blocks=tracks) as bed, bed.session() as session:
         assert session.hello_ack.track_output_blocks is tracks
 
 
-async def test_busy_workers_are_left_out_and_where_all_are_busy_callers_come_again() -> None:
+async def test_busy_workers_get_no_request_and_if_all_are_busy_requests_are_rejected() -> None:
     async with busy(active_prefill_tokens_threshold=TOKENS - 1) as bed, bed.session() as session:
         await bed.add_workers(1, 2)
         await session.ask(1, 2, 3)
@@ -327,7 +331,7 @@ async def test_busy_workers_are_left_out_and_where_all_are_busy_callers_come_aga
         assert error.reason == "ALL_WORKERS_BUSY"
 
 
-async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_room() -> None:
+async def test_a_soft_session_does_not_wait_for_its_worker_while_another_has_capacity() -> None:
     hints = RoutingHints(session_control=SessionControl("alice"))
     routing = request_pb2.RoutingHints()
     dataclass_to_proto(hints, routing)

@@ -145,7 +145,7 @@ def stores(worker_id: int, hashes: Hashes) -> indexer_pb2.SubscribeResponse:
     )
 
 
-async def test_a_prompt_goes_to_the_worker_that_holds_its_beginning(bed: RouterBed) -> None:
+async def test_a_prompt_goes_to_the_worker_that_holds_its_prefix(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -182,7 +182,7 @@ async def test_a_route_with_token_ids_hashes_them_as_frontends_do(bed: RouterBed
 
 
 @pytest.mark.row("S1-84", "S1-86")
-async def test_potential_loads_know_what_each_worker_holds(bed: RouterBed) -> None:
+async def test_potential_loads_use_the_cached_blocks_of_each_worker(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -196,7 +196,7 @@ async def test_potential_loads_know_what_each_worker_holds(bed: RouterBed) -> No
         assert {r.worker.worker_id: r.overlap_blocks for r in answer.candidates} == {1: 4, 2: 0}
 
 
-async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> None:
+async def test_an_explanation_has_terms_states_and_ages(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -227,7 +227,7 @@ async def test_an_explanation_names_terms_states_and_ages(bed: RouterBed) -> Non
         assert (three.source_state, three.HasField("source_age_ms")) == ("none", False)
 
 
-async def test_workers_that_do_not_publish_hold_nothing(bed: RouterBed) -> None:
+async def test_workers_without_kv_events_have_no_cached_blocks(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -239,7 +239,7 @@ async def test_workers_that_do_not_publish_hold_nothing(bed: RouterBed) -> None:
         assert "no worker publishes KV events" in answer.decision.reasons[0]
 
 
-async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(
+async def test_if_the_indexer_dies_the_replica_continues_and_finds_another(
     bed: RouterBed,
 ) -> None:
     prompt = tokens(4 * B)
@@ -263,7 +263,7 @@ async def test_when_the_indexer_dies_the_replica_serves_on_and_finds_another(
         assert (await explain(bed, query(prompt))).candidates[0].source_state == "exact"
 
 
-async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: RouterBed) -> None:
+async def test_ten_seconds_after_the_last_indexer_no_overlap_counts(bed: RouterBed) -> None:
     prompt = tokens(4 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -276,7 +276,7 @@ async def test_ten_seconds_after_the_last_indexer_nothing_counts_any_more(bed: R
     assert (await place(bed, 1, query(prompt))).decision.overlap_blocks == 0
 
 
-async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: RouterBed) -> None:
+async def test_pairs_are_sent_with_their_bootstrap_room(bed: RouterBed) -> None:
     meeting = {"bootstrap_host": "p", "bootstrap_port": 8998}
     await bed.add(
         worker(1, role="prefill", dp_size=2, **meeting),
@@ -297,7 +297,7 @@ async def test_pairs_go_out_over_the_wire_with_their_meeting_place(bed: RouterBe
 
 
 @pytest.mark.row("S1-105", "S1-106")
-async def test_a_burst_of_one_prompt_is_shared_out_although_one_holds_it(bed: RouterBed) -> None:
+async def test_a_burst_of_one_prompt_spreads_although_one_worker_holds_it(bed: RouterBed) -> None:
     prompt = tokens(8 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -376,7 +376,7 @@ async def test_metrics_show_the_stages_the_hits_the_index_and_fallbacks(bed: Rou
 
 
 @pytest.mark.row("S1-14")
-async def test_the_knobs_of_one_request_change_its_decision(bed: RouterBed) -> None:
+async def test_overrides_of_one_request_change_its_decision(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with indexer() as fake:
@@ -403,7 +403,7 @@ async def test_the_knobs_of_one_request_change_its_decision(bed: RouterBed) -> N
         assert refused.value.field == "query.config_override.router_temperature"
 
 
-async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: RouterBed) -> None:
+async def test_without_an_indexer_in_the_fleet_load_alone_decides(bed: RouterBed) -> None:
     await bed.add(worker(1), worker(2))
     decision = (await place(bed, 1, query(tokens(2 * B)))).decision
     assert decision.overlap_blocks == 0
@@ -411,13 +411,13 @@ async def test_without_a_fleet_view_of_an_indexer_load_alone_decides(bed: Router
     assert {row.source_state for row in answer.candidates} == {"none"}
 
 
-async def test_an_indexer_that_cannot_be_reached_stops_nothing(bed: RouterBed) -> None:
+async def test_an_unreachable_indexer_does_not_stop_decisions(bed: RouterBed) -> None:
     await bed.add(worker(1), Instance(900, NS, "indexer", "", "127.0.0.1:9"))
     for number in range(3):
         assert (await place(bed, number, query(tokens(B)))).decision.worker.worker_id == 1
 
 
-async def test_what_a_worker_publishes_to_an_indexer_draws_its_prompts(bed: RouterBed) -> None:
+async def test_kv_events_published_to_an_indexer_attract_matching_prompts(bed: RouterBed) -> None:
     prompt = tokens(10 * B)
     hashes = HASHER.prefix_hashes(prompt)
     async with AsyncExitStack() as stack:

@@ -79,7 +79,7 @@ async def dump(mesh: RouterBed) -> dict[int, pb.PotentialLoad]:
     return {row.worker.worker_id: row.load for row in response.workers}
 
 
-async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: RouterBed) -> None:
+async def test_the_queries_of_one_frame_get_their_results_in_one_frame(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         await session.send(news=[new(n) for n in range(100)])
@@ -92,7 +92,7 @@ async def test_the_news_of_one_frame_are_answered_in_one_frame(mesh: RouterBed) 
 
 @pytest.mark.slow
 @pytest.mark.row("S1-105")
-async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
+async def test_a_thousand_queries_of_many_sessions_are_booked_once_each(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
 
     async def frontend(frontend_id: int) -> Counter[int]:
@@ -114,7 +114,7 @@ async def test_a_thousand_news_of_many_sessions_are_booked_once_each(mesh: Route
 
 
 @pytest.mark.row("S1-88", "S1-91", "S1-92")
-async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(
+async def test_a_booking_exists_from_new_to_free_and_unknown_keys_are_ignored(
     mesh: RouterBed,
 ) -> None:
     await mesh.add_workers(1)
@@ -134,7 +134,7 @@ async def test_a_booking_lives_from_new_to_free_and_unknown_keys_do_no_harm(
         assert (await dump(mesh))[1].active_requests == 1
 
 
-async def test_the_same_key_is_answered_the_same_and_booked_once(mesh: RouterBed) -> None:
+async def test_the_same_key_gets_the_same_result_and_one_booking(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2, 3, 4)
     async with mesh.session() as session:
         first = await session.place(0)
@@ -166,7 +166,7 @@ async def test_an_unknown_model_fails_its_request_and_not_the_session(mesh: Rout
         (pb.New(id=1, key=key(1), query=query_of(model="")), "query.model"),
     ],
 )
-async def test_a_question_that_is_wrong_is_answered_so_and_harms_nobody_else(
+async def test_a_malformed_query_gets_an_error_and_affects_no_other(
     mesh: RouterBed, wrong: pb.New, field: str
 ) -> None:
     await mesh.add_workers(1)
@@ -208,7 +208,7 @@ async def test_bookings_of_a_dead_stream_are_orphaned_and_then_freed(mesh: Route
     assert len(book) == 0
 
 
-async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
+async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.place(0)
@@ -226,7 +226,7 @@ async def test_announced_bookings_are_adopted_from_a_dead_stream(mesh: RouterBed
         assert {b.key.request_id for b in response.bookings} == {"r0", "r2"}
 
 
-async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: RouterBed) -> None:
+async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         busy = announced(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
@@ -249,7 +249,7 @@ async def test_a_router_learns_the_bookings_of_another_by_announcement(mesh: Rou
         ({"announced": [pb.Booking(frontend_id=FRONTEND, revision=1)]}, "announced.worker"),
     ],
 )
-async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
+async def test_a_protocol_violation_ends_the_stream_with_its_field(
     mesh: RouterBed, frame: dict[str, Any], field: str
 ) -> None:
     async with mesh.session() as session:
@@ -259,7 +259,7 @@ async def test_a_breach_of_protocol_ends_the_stream_and_names_it(
         assert refused.value.field == field
 
 
-async def test_what_was_answered_before_a_breach_still_arrives(mesh: RouterBed) -> None:
+async def test_results_before_a_protocol_violation_still_arrive(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -287,7 +287,7 @@ async def test_a_session_must_begin_with_hello(
             await Session(call).read()
 
 
-async def test_a_session_that_its_frontend_closes_ends_well(mesh: RouterBed) -> None:
+async def test_a_session_closed_by_its_frontend_ends_without_an_error(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -298,7 +298,7 @@ async def test_a_session_that_its_frontend_closes_ends_well(mesh: RouterBed) -> 
         assert await session.call.code() is grpc.StatusCode.OK
 
 
-async def test_draining_closes_sessions_with_everything_answered(mesh: RouterBed) -> None:
+async def test_draining_closes_sessions_after_all_results(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     async with mesh.session() as session:
         await session.send(news=[new(0)])
@@ -310,7 +310,7 @@ async def test_draining_closes_sessions_with_everything_answered(mesh: RouterBed
 
 
 @pytest.mark.row("S1-74")
-async def test_route_books_nothing_unless_asked(mesh: RouterBed) -> None:
+async def test_route_books_only_on_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     answer = await mesh.unary(
         "Route", pb.RouteRequest(query=query_of(token_ids=[1, 2], total_tokens=0))
@@ -339,7 +339,7 @@ async def test_route_books_nothing_unless_asked(mesh: RouterBed) -> None:
         (pb.RouteRequest(query=pb.Query()), "query.model"),
     ],
 )
-async def test_a_route_that_cannot_be_is_refused_before_any_work(
+async def test_a_malformed_route_call_is_rejected_before_any_work(
     mesh: RouterBed, request_: pb.RouteRequest, field: str
 ) -> None:
     await mesh.add_workers(1)
@@ -362,7 +362,7 @@ async def test_hints_reach_the_decision(mesh: RouterBed) -> None:
 
 
 @pytest.mark.row("S1-86")
-async def test_potential_loads_are_those_with_the_request_placed(mesh: RouterBed) -> None:
+async def test_potential_loads_include_the_request(mesh: RouterBed) -> None:
     await mesh.add_workers(1, dp_size=2)
     request = pb.PotentialLoadsRequest(query=query_of())
     loads = (await mesh.unary("PotentialLoads", request)).loads
@@ -375,7 +375,7 @@ async def test_potential_loads_are_those_with_the_request_placed(mesh: RouterBed
         await mesh.unary("PotentialLoads", pb.PotentialLoadsRequest(query=query_of(model="no")))
 
 
-async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed) -> None:
+async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
         placed = (await session.place(0)).decision
@@ -403,7 +403,7 @@ async def test_decisions_are_explained_afterwards_and_beforehand(mesh: RouterBed
         await mesh.unary("Explain", pb.ExplainRequest())
 
 
-async def test_health_and_reflection_answer(mesh: RouterBed) -> None:
+async def test_health_and_reflection_respond(mesh: RouterBed) -> None:
     channel: Any = mesh.channel  # The stubs' types know synchronous channels only.
     health: Any = health_pb2_grpc.HealthStub(channel)
     for service in ("", SERVICE_NAME):
@@ -425,7 +425,7 @@ async def test_the_router_is_in_discovery_until_it_deregisters(mesh: RouterBed) 
     assert (await mesh.registry.snapshot(NS)).of("router") == ()
 
 
-async def test_a_registry_that_is_lost_does_not_stop_decisions(mesh: RouterBed) -> None:
+async def test_a_lost_registry_does_not_stop_decisions(mesh: RouterBed) -> None:
     await mesh.add_workers(1)
     await mesh.app._registry.close()
     async with mesh.session() as session:
@@ -456,7 +456,7 @@ class IndexLost(MemoryRegistry):
 
 @pytest.mark.row("S1-59")
 @pytest.mark.parametrize("registry", [Silent, IndexLost])
-async def test_without_any_snapshot_it_serves_after_a_while_and_calls_no_model_unknown(
+async def test_without_a_snapshot_it_serves_after_a_timeout_and_reports_no_model_as_unknown(
     monkeypatch: pytest.MonkeyPatch, registry: type[MemoryRegistry]
 ) -> None:
     monkeypatch.setattr(router_svc.app, "STARTUP_TIMEOUT_S", 0.05)
@@ -492,7 +492,7 @@ async def test_it_does_not_serve_before_the_first_snapshot(
 
 
 @pytest.mark.slow
-async def test_the_process_serves_registers_and_ends_upon_sigterm(tmp_path: Path) -> None:
+async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) -> None:
     await check_life("router", tmp_path / "registry")
 
 
@@ -557,7 +557,7 @@ class Raising(RoundRobinSelector):
 
 
 @pytest.mark.parametrize("tokens", [*RAISED, NOBODY])
-async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -> None:
+async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> None:
     async with running(selector=f"{__name__}:Raising") as mesh:
         await mesh.add_workers(1)
         async with mesh.session() as session:
@@ -576,7 +576,7 @@ async def test_no_error_of_a_selector_reaches_beyond_its_question(tokens: int) -
 
 
 @pytest.mark.slow
-async def test_metrics_count_decisions_and_show_the_book() -> None:
+async def test_metrics_count_decisions_and_show_the_load() -> None:
     async with running(metrics_port=0) as mesh:
         await mesh.add_workers(1, 2)
         async with mesh.session() as session:

@@ -69,7 +69,7 @@ def test_fractions_of_blocks_are_summed_and_then_rounded() -> None:
     assert book.load(W1, 0.0).decode_blocks == 2, "0.75 + 2 * 0.4 = 1.55"
 
 
-def test_a_request_that_ran_longer_than_expected_weighs_nothing_but_still_counts() -> None:
+def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.add_output_blocks(key(), 3, 0.0)
@@ -78,7 +78,7 @@ def test_a_request_that_ran_longer_than_expected_weighs_nothing_but_still_counts
     assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as it was said last"
 
 
-def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
+def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
     book, session = owned()
     book.report(1, 0, Load(kv_used_blocks=10), 0.0)
     book.book(booking(decode_blocks=4), session, 0.0)
@@ -92,7 +92,7 @@ def test_blocks_newer_than_a_report_are_added_to_it_at_their_weight() -> None:
         st.tuples(st.integers(0, 4), st.integers(1, 9), st.none() | st.floats(0, 1)), max_size=40
     )
 )
-def test_weights_add_up_exactly_and_leave_nothing_behind(
+def test_weights_are_summed_exactly_and_return_to_zero(
     steps: list[tuple[int, int, float | None]],
 ) -> None:
     book, session = owned()
@@ -114,7 +114,7 @@ def test_weights_add_up_exactly_and_leave_nothing_behind(
     assert len(book) == 0
 
 
-def test_the_weight_travels_with_the_booking() -> None:
+def test_a_reregistered_booking_keeps_its_weight() -> None:
     book, session = owned()
     book.book(booking(decode_blocks=7), session, 0.0)
     book.add_output_blocks(key(), 1, 0.25)
@@ -128,7 +128,7 @@ def test_the_weight_travels_with_the_booking() -> None:
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.1, float("nan")])
-def test_an_announced_weight_out_of_range_is_refused_by_name(decay: float) -> None:
+def test_a_reregistered_weight_out_of_range_is_rejected_with_its_field(decay: float) -> None:
     message = router_pb2.Booking(
         key=router_pb2.BookingKey(request_id="r"),
         frontend_id=FRONTEND,
@@ -145,7 +145,7 @@ def test_an_announced_weight_out_of_range_is_refused_by_name(decay: float) -> No
 # Bookings nobody speaks of.
 
 
-def test_a_booking_nobody_speaks_of_ends_after_five_minutes() -> None:
+def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     book.expire(BOOKING_EXPIRY_S - 1.0)
@@ -155,7 +155,7 @@ def test_a_booking_nobody_speaks_of_ends_after_five_minutes() -> None:
     assert book.load(W1, BOOKING_EXPIRY_S) == LoadTotals()
 
 
-def test_a_booking_that_is_announced_again_lives_on() -> None:
+def test_a_booking_that_is_renewed_does_not_expire() -> None:
     book, session = owned()
     book.book(booking(), session, 0.0)
     now = 0.0
@@ -167,7 +167,7 @@ def test_a_booking_that_is_announced_again_lives_on() -> None:
     assert book.load(W1, now) == LoadTotals(0, 4, 1)
 
 
-def test_what_a_peer_holds_is_for_the_peer_to_end() -> None:
+def test_a_booking_held_by_a_peer_does_not_expire_here() -> None:
     book = LoadTracker()
     book.add_peer(9, {booking().key})
     book.receive(booking(), 0.0)
@@ -200,7 +200,7 @@ def router_of(*workers: int, **options: Any) -> Router:
 
 
 @pytest.mark.row("S1-70", "S1-104")
-def test_blocks_are_charged_where_they_are_tracked_and_not_where_they_are_not() -> None:
+def test_blocks_are_booked_only_if_they_are_tracked() -> None:
     query = Query("m", 100)
     for tracks, blocks in ((True, 7), (False, 0)):
         router = router_of(1, cost_settings=CostSettings(track_active_blocks=tracks))
@@ -210,7 +210,7 @@ def test_blocks_are_charged_where_they_are_tracked_and_not_where_they_are_not() 
 
 
 @pytest.mark.row("S1-104")
-def test_what_is_tracked_can_be_overridden_by_one_request_and_for_it_alone() -> None:
+def test_one_request_can_override_tracking_for_itself_only() -> None:
     router = router_of(1)
     untracked = Query("m", 100, override=RouterConfigOverride(track_prefill_tokens=False))
     router.decide(untracked, key(0), 0.0, Random(0))
@@ -227,7 +227,7 @@ def test_what_is_tracked_can_be_overridden_by_one_request_and_for_it_alone() -> 
 
 
 @pytest.mark.row("S1-23", "S1-80")
-def test_a_booking_names_request_worker_and_charge_and_potential_loads_foretell_it() -> None:
+def test_a_booking_has_request_worker_and_load_and_potential_loads_predict_it() -> None:
     router = router_of(1, 2)
     query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
     foretold = router.potential_loads(query, 0.0)
@@ -244,7 +244,7 @@ def test_a_booking_names_request_worker_and_charge_and_potential_loads_foretell_
 
 
 @pytest.mark.row("S1-65", "S1-71")
-def test_each_parameter_of_a_question_has_its_effect() -> None:
+def test_each_query_parameter_has_its_effect() -> None:
     router = router_of(1, 2, 3, policy=Policy(queue=QueueSettings(threshold=0.1)))
 
     def ask(number: int | None, **hints: Any) -> Placement | QueuedRequest:
@@ -313,7 +313,7 @@ def asking(names: Sequence[int]) -> Query:
 
 
 @pytest.mark.row("S1-68")
-def test_who_names_blocks_by_adapter_and_media_is_matched_by_both() -> None:
+def test_blocks_are_matched_by_adapter_and_media() -> None:
     held = {1: frozenset(named(image=7)), 2: frozenset(named(image=7, lora="lora2"))}
     router = router_of(1, 2, index=Caches(XXH3, held))
     depth = {
@@ -335,7 +335,7 @@ def test_who_names_blocks_by_adapter_and_media_is_matched_by_both() -> None:
 
 
 @pytest.mark.row("S1-85")
-def test_potential_loads_and_overlaps_know_what_media_a_prompt_has() -> None:
+def test_potential_loads_and_overlaps_depend_on_the_media_of_a_prompt() -> None:
     router = router_of(1, 2, index=Caches(XXH3, {1: frozenset(named(image=7))}))
     same = router.potential_loads(asking(named(7)), 0.0)
     other = router.potential_loads(asking(named(8)), 0.0)
@@ -349,7 +349,7 @@ def test_potential_loads_and_overlaps_know_what_media_a_prompt_has() -> None:
 
 
 @pytest.mark.row("S1-108")
-def test_what_the_queue_says_no_with_is_typed() -> None:
+def test_rejections_of_the_queue_are_typed_errors() -> None:
     router = router_of(1, policy=Policy(queue=QueueSettings(threshold=0.0, requests_max=1)))
     router.admit(Query("m", 10), key(0), 0.0, Random(0))
     router.admit(Query("m", 10), key(1), 0.0, Random(0))

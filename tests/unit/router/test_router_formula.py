@@ -88,7 +88,7 @@ def test_two_blocks_cost_what_the_documentation_says(facts: Any, expected: float
         ({"assume_kv_reuse": True}, 4.0 + 6 + 8 - 6),
     ],
 )
-def test_each_knob_moves_its_own_term(cost_settings: dict[str, Any], expected: float) -> None:
+def test_each_setting_changes_its_own_term(cost_settings: dict[str, Any], expected: float) -> None:
     """8 blocks, of which 6 are held, on a rank with 2 queued blocks, 6 held ones and 5 requests."""
     assert cost(8, ((tokens(2), 6, 5), (6, 6, 6)), **cost_settings) == expected
 
@@ -109,7 +109,7 @@ def test_the_older_weight_gives_the_older_formula(weight: float) -> None:
     ("decay", "queued", "credit"),
     [(0.0, 99, 8.0), (1.0, 0, 8.0), (1.0, 8, 4.0), (1.0, 24, 2.0), (3.0, 8, 2.0), (0.5, 16, 4.0)],
 )
-def test_credit_decays_with_what_waits_in_excess_of_the_least(
+def test_credit_decays_with_the_queue_above_the_least_loaded_rank(
     decay: float, queued: int, credit: float
 ) -> None:
     """excess counts requests of this size (8 blocks) above the least loaded of the eligible."""
@@ -123,7 +123,7 @@ def test_credit_decays_with_what_waits_in_excess_of_the_least(
 @pytest.mark.parametrize(
     ("credit", "used", "expected"), [(0.0, 5, 13.0), (1.0, 5, 5.0), (1.0, 0, 0.0), (2.0, 5, 0.0)]
 )
-def test_a_decode_leg_with_credit_earns_it_from_the_blocks_it_need_not_take(
+def test_a_decode_leg_with_credit_saves_the_blocks_that_it_holds(
     credit: float, used: int, expected: float
 ) -> None:
     """max(0, decode blocks - credit); what is queued for prefill does not count."""
@@ -213,7 +213,7 @@ def chosen(seed: int, temperature: float, *used: int) -> int:
     return choice.candidate.placement.worker_id
 
 
-def test_without_temperature_the_cheapest_are_drawn_equally_and_nobody_else() -> None:
+def test_without_temperature_only_the_cheapest_are_drawn_equally() -> None:
     drawn = Counter(chosen(seed, 0.0, 3, 3, 4, 3) for seed in range(600))
     assert set(drawn) == {1, 2, 4}
     assert all(150 <= count <= 250 for count in drawn.values()), drawn

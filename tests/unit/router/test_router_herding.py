@@ -92,9 +92,7 @@ def mean_wait_s(routers: int, *, synced: bool) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("routers", "of_unsynced", "of_one"), [(2, 0.8, 1.6), (4, 0.6, 1.9)])
-def test_routers_that_tell_each_other_do_not_herd(
-    routers: int, of_unsynced: float, of_one: float
-) -> None:
+def test_routers_with_sync_do_not_herd(routers: int, of_unsynced: float, of_one: float) -> None:
     one = mean_wait_s(1, synced=False)
     apart = mean_wait_s(routers, synced=False)
     together = mean_wait_s(routers, synced=True)

@@ -104,7 +104,7 @@ def prompt(*parts: tuple[int, int]) -> Query:
     blocks=st.integers(1, 40),
     computed=st.booleans(),
 )
-def test_identical_prompts_at_once_are_shared_out_evenly(
+def test_concurrent_identical_prompts_spread_evenly(
     workers: int, per_worker: int, blocks: int, computed: bool
 ) -> None:
     fleet = Fleet(workers)
@@ -126,12 +126,12 @@ def test_sessions_that_arrive_one_at_a_time_spread(common: int, own: int) -> Non
     assert len(shares) == 4
 
 
-def test_without_the_recent_miss_term_they_would_all_go_to_one() -> None:
+def test_without_the_recent_miss_term_all_sessions_would_use_one_worker() -> None:
     shares = one_at_a_time(Fleet(4, recent_miss_weight=0.0), 2, 8)
     assert list(shares.values()) == [120]
 
 
-def test_a_session_that_is_alone_stays_where_its_history_is() -> None:
+def test_a_single_session_stays_with_its_cache() -> None:
     fleet = Fleet(4)
     turns: list[tuple[int, int]] = [(0, 8)]
     homes = []
@@ -141,7 +141,7 @@ def test_a_session_that_is_alone_stays_where_its_history_is() -> None:
     assert len(set(homes)) == 1, homes
 
 
-def test_a_stuck_worker_does_not_take_the_others_cache_from_them() -> None:
+def test_a_stuck_worker_does_not_drain_the_caches_of_the_others() -> None:
     fleet = Fleet(4)
     histories = {n: [(n, 24)] for n in range(1, 25)}
     homes = {n: fleet.send(prompt(*turns)) for n, turns in histories.items()}
@@ -166,7 +166,7 @@ def test_a_stuck_worker_does_not_take_the_others_cache_from_them() -> None:
             fleet.router.book.free(key)
 
 
-def test_a_newcomer_draws_new_sessions_and_leaves_old_ones_where_they_are() -> None:
+def test_a_new_worker_gets_new_sessions_and_old_ones_stay() -> None:
     fleet = Fleet(2)
     homes = {n: fleet.serve(prompt((n, 24))) for n in range(1, 21)}
     members = dict(fleet.router.fleet._snapshot.instances)

@@ -56,11 +56,11 @@ def worker(worker_id: int, **facts: Any) -> Instance:
 # Configured.
 
 
-def test_what_is_not_configured_is_as_the_rules_say() -> None:
+def test_the_default_configuration_is_the_default_policy() -> None:
     assert read().policy == DEFAULT_POLICY == Policy()
 
 
-def test_every_rule_can_be_configured() -> None:
+def test_every_policy_field_can_be_configured() -> None:
     config = read(
         "--session-affinity-ttl-s=5",
         "--session-affinity-mode=soft",
@@ -108,7 +108,7 @@ def test_every_rule_can_be_configured() -> None:
         "--bypass-decode-busy-threshold=1.1",
     ],
 )
-def test_a_rule_out_of_range_refuses_to_start_and_is_named(flag: str) -> None:
+def test_a_policy_value_out_of_range_stops_the_start_and_is_named(flag: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(flag)
     (problem,) = refused.value.problems
@@ -123,7 +123,7 @@ def test_a_preference_needs_a_domain() -> None:
 
 
 @pytest.mark.parametrize("policy", ["prefill_load", "isl_or_load"])
-def test_a_policy_by_load_needs_to_know_what_busy_is(policy: str) -> None:
+def test_a_bypass_by_load_requires_a_busy_threshold(policy: str) -> None:
     with pytest.raises(ConfigError) as refused:
         read(f"--bypass-policy={policy}")
     (problem,) = refused.value.problems
@@ -177,7 +177,7 @@ async def test_a_selector_named_by_the_configuration_decides_every_request(plugi
 
 
 @pytest.mark.row("S1-40")
-async def test_a_selector_is_asked_among_the_eligible_only(plugin: str) -> None:
+async def test_a_selector_gets_eligible_candidates_only(plugin: str) -> None:
     router = built(f"--selector={plugin}").router
     hints = RoutingHints(allowed_worker_ids=frozenset({2, 3}))
     assert router.decide(Query("m", routing=hints), None, 0.0, Random(0)).worker.worker_id == 2
@@ -187,7 +187,7 @@ async def test_a_selector_is_asked_among_the_eligible_only(plugin: str) -> None:
     assert isinstance(caught.value.__cause__, IndexError), "it looks for worker 2"
 
 
-async def test_a_built_router_follows_its_rules() -> None:
+async def test_a_built_router_applies_its_policy() -> None:
     hints = RoutingHints(session_control=SessionControl("s"))
     query = Query("m", 100, routing=hints)
     router = built("--session-affinity-ttl-s=2").router
@@ -242,7 +242,7 @@ def test_bypasses_and_sessions_are_counted() -> None:
     assert seen["t_affinity_evicted"] == 0
 
 
-def test_rules_are_there_for_every_built_in_selector() -> None:
+def test_the_policy_applies_to_every_built_in_selector() -> None:
     for name, make in SELECTORS.items():
         router = Router(make(), policy=Policy(lora_residency="required"))
         router.update(Snapshot(1, {1: worker(1), 2: worker(2, loras=frozenset({"fr"}))}), 0.0)

@@ -29,7 +29,7 @@ def test_the_table_has_every_flag_of_the_reference_once() -> None:
     assert len(rows()) == 50
 
 
-def test_what_the_table_names_exists_and_what_it_does_not_is_absent_for_a_reason() -> None:
+def test_settings_in_the_table_exist_and_absent_ones_have_a_reason() -> None:
     named = set()
     for flag, (here, more) in rows().items():
         if here == "absent":
@@ -46,7 +46,7 @@ def test_what_the_table_names_exists_and_what_it_does_not_is_absent_for_a_reason
 @pytest.mark.parametrize(
     "flag", ["--router-event-threads", "--min-initial-workers", "--load-aware"]
 )
-def test_an_absent_flag_is_refused_by_name(flag: str) -> None:
+def test_an_absent_flag_is_rejected_by_name(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(RouterConfig, "ROUTER", {}, [flag, "1"])
     assert flag in str(caught.value)
@@ -81,12 +81,12 @@ def test_a_value_out_of_range_names_its_field(name: str, value: str) -> None:
         ({"queue_threshold": 1.0, "track_prefill_tokens": False}, "queue_threshold"),
     ],
 )
-def test_a_knob_that_another_one_makes_idle_is_refused(knobs: dict[str, Any], name: str) -> None:
+def test_a_setting_without_effect_is_rejected(knobs: dict[str, Any], name: str) -> None:
     (problem,) = RouterConfig(**knobs).problems()
     assert problem.startswith(name)
 
 
-def test_queue_and_thresholds_are_off_until_they_are_set_and_then_as_set() -> None:
+def test_queue_and_thresholds_are_off_by_default_and_configurable() -> None:
     policy = RouterConfig().policy
     assert (policy.queue, policy.busy) == (NO_QUEUE, NO_LIMITS)
     policy = RouterConfig(
