@@ -259,8 +259,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> None:
         """Apply the parts of a frame in the order of the contract."""
         book = self._router.book
-        for message in frame.announced:
-            booking = booking_from_proto(message, frontend_id, "announced")
+        for wire_booking in frame.announced:
+            booking = booking_from_proto(wire_booking, frontend_id, "announced")
             try:
                 self._router.reregister(booking, session, self._clock())
             except Overloaded as error:

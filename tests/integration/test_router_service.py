@@ -55,14 +55,14 @@ from tests.integration.service_process import check_life
 from tests.living import WAIT_S, until
 
 
-def announced(number: int, worker_id: int, **facts: Any) -> pb.Booking:
+def reregistered(number: int, worker_id: int, **fields: Any) -> pb.Booking:
     given: dict[str, Any] = {
         "frontend_id": FRONTEND,
         "model": "m",
         "prefill_tokens": 100,
         "decode_blocks": 7,
         "revision": 1,
-        **facts,
+        **fields,
     }
     return pb.Booking(key=key(number), worker=pb.Placement(worker_id=worker_id), **given)
 
@@ -178,7 +178,7 @@ async def test_a_malformed_query_gets_an_error_and_affects_no_other(
         assert (refused.id, error.field) == (1, field)
         assert before.HasField("decision")
         assert after.HasField("decision")
-        assert (await session.place(3)).HasField("decision"), "the session goes on"
+        assert (await session.place(3)).HasField("decision"), "the session continues"
 
 
 async def test_no_worker_left_is_unavailable_with_a_reason(mesh: RouterBed) -> None:
@@ -216,7 +216,7 @@ async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: Router
     book = mesh.app.router.book
     await until(lambda: book.orphan_count == 2, "the bookings are orphaned")
     async with mesh.session() as session:
-        await session.send(announced=[announced(0, 1)], news=[new(2)])
+        await session.send(announced=[reregistered(0, 1)], news=[new(2)])
         await session.results(1)
         assert book.orphan_count == 1
         mesh.clock.now += 3.1
@@ -229,7 +229,7 @@ async def test_reregistered_bookings_are_adopted_from_a_dead_stream(mesh: Router
 async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: RouterBed) -> None:
     await mesh.add_workers(1, 2)
     async with mesh.session() as session:
-        busy = announced(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
+        busy = reregistered(0, 1, prefill_tokens=0, decode_blocks=50, revision=9)
         await session.send(announced=[busy], news=[new(1)])
         (result,) = await session.results(1)
         assert result.decision.worker.worker_id == 2
@@ -244,8 +244,8 @@ async def test_a_router_gets_the_bookings_of_another_by_reregistration(mesh: Rou
         ({"frees": [pb.BookingKey()]}, "frees.request_id"),
         ({"frees": [pb.BookingKey(request_id="x" * 257)]}, "frees.request_id"),
         ({"outputs": [pb.OutputBlocks(key=key(1))]}, "blocks"),
-        ({"announced": [announced(1, 1, frontend_id=5)]}, "announced.frontend_id"),
-        ({"announced": [announced(1, 1, revision=0)]}, "announced.revision"),
+        ({"announced": [reregistered(1, 1, frontend_id=5)]}, "announced.frontend_id"),
+        ({"announced": [reregistered(1, 1, revision=0)]}, "announced.revision"),
         ({"announced": [pb.Booking(frontend_id=FRONTEND, revision=1)]}, "announced.worker"),
     ],
 )
@@ -394,7 +394,7 @@ async def test_decisions_can_be_explained_after_and_before_they_are_made(mesh: R
         assert out.load.active_requests == 1
     with pytest.raises(NotFound) as unknown:
         await mesh.unary("Explain", pb.ExplainRequest(request_id="r404"))
-    for part in ("'r404'", "the last 4096", "the id of its answer", "request_id"):
+    for part in ("'r404'", "the last 4096", "the id of its response", "request_id"):
         assert part in unknown.value.message
     for word in ("chatcmpl", "cmpl"):
         by_answer = await mesh.unary("Explain", pb.ExplainRequest(request_id=f"{word}-r0"))
@@ -433,7 +433,7 @@ async def test_a_lost_registry_does_not_stop_decisions(mesh: RouterBed) -> None:
 
 
 class Silent(MemoryRegistry):
-    """A registry whose store never answers a watch."""
+    """A registry with a store that never responds to a watch."""
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
@@ -442,7 +442,7 @@ class Silent(MemoryRegistry):
 
 
 class IndexLost(MemoryRegistry):
-    """A registry whose store cannot be reached: its watches open, and have seen nothing."""
+    """A registry with an unreachable store: its watches open without a snapshot."""
 
     @asynccontextmanager
     async def watch(self, namespace: str) -> AsyncGenerator[Watch, None]:
@@ -497,7 +497,7 @@ async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) 
 
 
 class Broken(RoundRobinSelector):
-    """A selector of somebody who made a mistake."""
+    """A selector with a bug."""
 
     name = "broken"
 
@@ -517,13 +517,13 @@ async def test_a_selector_that_fails_fails_one_request_and_not_the_session() -> 
 
 
 class NoGpu(InvalidRequest):
-    """An error that only its selector knows."""
+    """An error class of a selector."""
 
     kind = "NO_GPU"
 
 
 class IllFormed(MeshError):
-    """An error that no message can carry."""
+    """An error that no message can encode."""
 
     def __init__(self) -> None:
         super().__init__("ill-formed", metadata={"limit": 5})  # type: ignore[dict-item]
@@ -539,7 +539,7 @@ RAISED: dict[int, Callable[[], Exception]] = {
 }
 
 
-# For prompts of this length a worker is chosen that there cannot be.
+# For prompts of this length a worker is selected that cannot exist.
 NOBODY = 19
 
 
@@ -552,7 +552,7 @@ class Raising(RoundRobinSelector):
         if raised := RAISED.get(query.total_tokens):
             raise raised()
         if query.total_tokens == NOBODY:
-            return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "nobody")
+            return Selection(Candidate(Placement(-1, 0), candidates[0].instance), "invalid")
         return super().select(query, candidates, *args)
 
 
@@ -567,7 +567,7 @@ async def test_an_error_of_a_selector_affects_its_query_only(tokens: int) -> Non
             assert after.HasField("decision")
             assert refused.error.kind
             assert not refused.HasField("decision")
-            assert (await session.place(3)).HasField("decision"), "the session goes on"
+            assert (await session.place(3)).HasField("decision"), "the session continues"
             assert len(mesh.app.router.book) == 3, "what is refused is not booked"
         route = pb.RouteRequest(query=query_of(total_tokens=tokens))
         with pytest.raises(MeshError):

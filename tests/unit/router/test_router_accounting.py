@@ -1,4 +1,4 @@
-"""The book's accounts: fractional weights, growth of answers, and bookings nobody speaks of."""
+"""Load accounting: fractional weights, output blocks, and bookings without renewal."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def key(number: int = 0) -> BookingKey:
     return BookingKey(FRONTEND, f"r{number}", 0)
 
 
-def booking(number: int = 0, **facts: Any) -> Booking:
-    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **facts}
+def booking(number: int = 0, **fields: Any) -> Booking:
+    given: dict[str, Any] = {"prefill_tokens": 0, "decode_blocks": 4, **fields}
     return Booking(key(number), "m", W1, **given)
 
 
@@ -75,7 +75,7 @@ def test_a_request_longer_than_expected_has_weight_zero_but_counts_as_a_request(
     book.add_output_blocks(key(), 3, 0.0)
     assert book.load(W1, 0.0) == LoadTotals(0, 0, 1)
     book.add_output_blocks(key(), 1)
-    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as it was said last"
+    assert book.load(W1, 0.0) == LoadTotals(0, 0, 1), "the weight stays as reported last"
 
 
 def test_weighted_blocks_newer_than_a_report_are_added_to_it() -> None:
@@ -120,10 +120,10 @@ def test_a_reregistered_booking_keeps_its_weight() -> None:
     book.add_output_blocks(key(), 1, 0.25)
     held = book.get(key())
     assert held is not None
-    told = booking_from_proto(booking_to_proto(held), FRONTEND, "announced")
-    assert told == held
+    received = booking_from_proto(booking_to_proto(held), FRONTEND, "announced")
+    assert received == held
     elsewhere = LoadTracker()
-    elsewhere.reregister(told, elsewhere.open_session(FRONTEND), 0.0)
+    elsewhere.reregister(received, elsewhere.open_session(FRONTEND), 0.0)
     assert elsewhere.load(W1, 0.0) == LoadTotals(0, 2, 1)
 
 
@@ -142,7 +142,7 @@ def test_a_reregistered_weight_out_of_range_is_rejected_with_its_field(decay: fl
     assert caught.value.field == "decay_fraction"
 
 
-# Bookings nobody speaks of.
+# Bookings that are not renewed.
 
 
 def test_a_booking_that_is_not_renewed_ends_after_five_minutes() -> None:
@@ -161,7 +161,7 @@ def test_a_booking_that_is_renewed_does_not_expire() -> None:
     now = 0.0
     for _ in range(10):
         now += 100.0
-        assert not book.reregister(booking(), session, now), "it is nothing new"
+        assert not book.reregister(booking(), session, now), "it is not new"
         book.expire(now)
     assert (len(book), book.expired) == (1, 0)
     assert book.load(W1, now) == LoadTotals(0, 4, 1)
@@ -175,7 +175,7 @@ def test_a_booking_held_by_a_peer_does_not_expire_here() -> None:
     assert (len(book), book.expired) == (1, 0)
 
 
-# What a request is charged, and where.
+# The booked load of a request.
 
 
 def router_of(*workers: int, **options: Any) -> Router:
@@ -230,42 +230,42 @@ def test_one_request_can_override_tracking_for_itself_only() -> None:
 def test_a_booking_has_request_worker_and_load_and_potential_loads_predict_it() -> None:
     router = router_of(1, 2)
     query = Query("m", 100, routing=RoutingHints(expected_output_tokens=50))
-    foretold = router.potential_loads(query, 0.0)
+    predicted = router.potential_loads(query, 0.0)
     decision = router.decide(query, key(), 0.0, Random(0))
     booked = router.book.get(key())
     assert booked == Booking(key(), "m", decision.worker, None, 100, 7)
-    told = decision_to_proto(decision, router.fleet)
-    assert (told.charged_prefill_tokens, told.charged_decode_blocks) == (100, 7)
-    assert router.book.load(decision.worker, 0.0) == foretold[decision.worker]
+    message = decision_to_proto(decision, router.fleet)
+    assert (message.charged_prefill_tokens, message.charged_decode_blocks) == (100, 7)
+    assert router.book.load(decision.worker, 0.0) == predicted[decision.worker]
     assert bookable_prefill_tokens(query, 0) == 100
 
 
-# What is asked.
+# Query parameters.
 
 
 @pytest.mark.row("S1-65", "S1-71")
 def test_each_query_parameter_has_its_effect() -> None:
     router = router_of(1, 2, 3, policy=Policy(queue=QueueSettings(threshold=0.1)))
 
-    def ask(number: int | None, **hints: Any) -> Placement | QueuedRequest:
+    def submit(number: int | None, **hints: Any) -> Placement | QueuedRequest:
         query = Query("m", 200, routing=RoutingHints(**hints))
         if number is None:
             return router.decide(query, None, 0.0, Random(0)).worker
         answer = router.admit(query, key(number), 0.0, Random(0))
         return answer if isinstance(answer, QueuedRequest) else answer.worker
 
-    assert ask(0, allowed_worker_ids=frozenset({2})) == W2
-    assert ask(1, lora_name="lora3") == Placement(3, 0)
-    assert ask(None) == W1, "1 is the idle one"
-    assert ask(2) == W1, "no key, no booking: it still is"
-    assert isinstance(ask(3), QueuedRequest)
-    assert isinstance(ask(4, priority_jump=9.0), QueuedRequest)
+    assert submit(0, allowed_worker_ids=frozenset({2})) == W2
+    assert submit(1, lora_name="lora3") == Placement(3, 0)
+    assert submit(None) == W1, "1 is idle"
+    assert submit(2) == W1, "no key, no booking: it still is"
+    assert isinstance(submit(3), QueuedRequest)
+    assert isinstance(submit(4, priority_jump=9.0), QueuedRequest)
     router.queue.mark_all_dirty()
     head = router.queue.next_dirty()
     assert head is not None
     assert head.key == key(4), "it jumped ahead of the other"
     with pytest.raises(Unavailable):
-        ask(5, allowed_worker_ids=frozenset({99}))
+        submit(5, allowed_worker_ids=frozenset({99}))
     free = Query("m", 200, override=RouterConfigOverride(track_prefill_tokens=False))
     wild = Query("m", 200, override=RouterConfigOverride(router_temperature=-1.0))
     with pytest.raises(InvalidRequest, match="router_temperature"):
@@ -275,7 +275,7 @@ def test_each_query_parameter_has_its_effect() -> None:
 
 
 class Caches:
-    """An index of whole prefixes by hash, as publishers of one scheme tell them."""
+    """An index of whole prefixes by hash, as publishers of one scheme report them."""
 
     def __init__(self, scheme: int, held: dict[int, frozenset[int]]) -> None:
         self.scheme = scheme

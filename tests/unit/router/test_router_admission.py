@@ -101,9 +101,9 @@ class Bed:
         """Request a placement; the default `tokens` alone make a worker busy."""
         routing = RoutingHints(**hints) if hints else None
         query = Query("m", tokens, routing=routing, strict_priority=level)
-        return self.ask(name, query)
+        return self.submit(name, query)
 
-    def ask(self, name: str, query: Query) -> Decision | QueuedRequest:
+    def submit(self, name: str, query: Query) -> Decision | QueuedRequest:
         return self.router.admit(query, key(name), self.now, Random(0), self.session)
 
     def free(self, name: str) -> None:
@@ -382,7 +382,7 @@ def test_a_queued_request_delays_no_other_model() -> None:
     bed = Bed(worker(1), worker(2, model="n"))
     placed(bed.admit("a"))
     queued(bed.admit("b"))
-    answer = bed.ask("c", Query("n", 10))
+    answer = bed.submit("c", Query("n", 10))
     assert placed(answer).worker == Placement(2, 0)
 
 
@@ -420,7 +420,9 @@ def test_a_soft_session_waits_for_all_eligible_workers_and_prefers_its_own() -> 
     bed.free("d")
     bed.free("a")
     assert bed.serve() == ["e"]
-    assert placed(bed.outcomes["e"]).worker == Placement(other, 0), "it was bound there meanwhile"
+    assert placed(bed.outcomes["e"]).worker == Placement(other, 0), (
+        "the session moved there meanwhile"
+    )
 
 
 def test_a_soft_session_is_in_the_same_constraint_class_as_requests_without_one() -> None:
@@ -537,13 +539,13 @@ def test_a_higher_level_goes_first_at_any_arrival_time() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "wspt", "lcfs"])
 def test_the_level_precedes_the_policy(policy: QueuePolicy) -> None:
-    asked = [
+    requests = [
         ("long ago and urgent", 0.0, Query("m", 1, routing=jumping(1e6), waited_s=1e6)),
         ("high", 1.0, Query("m", 10_000, strict_priority=1)),
         ("highest", 2.0, Query("m", 10_000, strict_priority=2**32 - 1)),
         ("low", 3.0, Query("m", 1, routing=jumping(1e6))),
     ]
-    names = drained(policy, asked)
+    names = drained(policy, requests)
     assert names[:2] == ["highest", "high"]
     assert set(names[2:]) == {"long ago and urgent", "low"}
 
@@ -554,7 +556,7 @@ def drained(policy: QueuePolicy, requests: Sequence[tuple[str, float, Query]]) -
     placed(bed.admit("fills", 1))
     for name, at, query in requests:
         bed.now = 100.0 + at
-        queued(bed.ask(name, query))
+        queued(bed.submit(name, query))
     names = ["fills"]
     while bed.waiting:
         bed.free(names[-1])
@@ -568,48 +570,48 @@ def jumping(seconds: float) -> RoutingHints:
 
 def test_fcfs_orders_by_arrival_minus_jump() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("first", 0.0, query),
         ("second", 1.0, query),
         ("jumps two", 2.5, replace(query, routing=jumping(2.0))),
         ("negative jumps nothing", 3.0, replace(query, routing=jumping(-9.0))),
     ]
     expected = ["first", "jumps two", "second", "negative jumps nothing"]
-    assert drained("fcfs", asked) == expected
+    assert drained("fcfs", requests) == expected
 
 
 def test_lcfs_orders_by_latest_arrival_plus_jump() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("first", 0.0, query),
         ("second", 1.0, query),
         ("jumps two", 0.5, replace(query, routing=jumping(2.0))),
     ]
-    assert drained("lcfs", asked) == ["jumps two", "second", "first"]
+    assert drained("lcfs", requests) == ["jumps two", "second", "first"]
 
 
 def test_a_request_that_is_routed_again_keeps_its_position() -> None:
     query = Query("m", 100)
-    asked = [
+    requests = [
         ("came at 0", 0.0, query),
         ("came at 2", 2.0, query),
-        ("came at 1, failed, asked at 3", 3.0, replace(query, waited_s=2.0)),
+        ("came at 1, failed, again at 3", 3.0, replace(query, waited_s=2.0)),
     ]
-    assert drained("fcfs", asked) == [
+    assert drained("fcfs", requests) == [
         "came at 0",
-        "came at 1, failed, asked at 3",
+        "came at 1, failed, again at 3",
         "came at 2",
     ]
 
 
 def test_wspt_orders_by_least_work_divided_by_jump() -> None:
-    asked = [
+    requests = [
         ("long", 0.0, Query("m", 1000)),
         ("short", 1.0, Query("m", 10)),
         ("middling", 2.0, Query("m", 100)),
         ("long and urgent", 3.0, Query("m", 1000, routing=jumping(49.0))),
     ]
-    assert drained("wspt", asked) == ["short", "long and urgent", "middling", "long"]
+    assert drained("wspt", requests) == ["short", "long and urgent", "middling", "long"]
 
 
 class Held:
@@ -642,9 +644,9 @@ def test_wspt_counts_what_an_eligible_worker_has_cached(pin: int | None, first: 
     for at in (1, 2):
         placed(bed.admit(f"fills {at}", backend_instance_id=at))
     hints = None if pin is None else RoutingHints(backend_instance_id=pin)
-    # 100 blocks, of which worker 1 has 90, against 50 blocks that share no beginning with it.
-    queued(bed.ask("cached", replace(hashed(100), routing=hints)))
-    queued(bed.ask("short", replace(Query("m", 800), routing=hints)))
+    # 100 blocks, of which worker 1 has 90, against 50 blocks that share no prefix with it.
+    queued(bed.submit("cached", replace(hashed(100), routing=hints)))
+    queued(bed.submit("short", replace(Query("m", 800), routing=hints)))
     bed.free("fills 2")
     assert bed.serve()[0] == first
 
@@ -703,7 +705,7 @@ def test_a_full_queue_reports_the_limit_and_a_retry_hint(
     }
     assert (bed.waiting, len(bed.router.book)) == (3, 1)
     assert bed.router.queue.withdraw(key("r1")) is not None
-    queued(bed.admit("now there is room", 200))
+    queued(bed.admit("now there is capacity", 200))
 
 
 def test_only_overdue_requests_are_rejected() -> None:
@@ -841,7 +843,7 @@ def test_an_override_without_prefill_tracking_makes_no_worker_busy() -> None:
     bed = Bed()
     untracked = RouterConfigOverride(track_prefill_tokens=False)
     for number in range(3):
-        placed(bed.ask(f"r{number}", Query("m", 5000, override=untracked)))
+        placed(bed.submit(f"r{number}", Query("m", 5000, override=untracked)))
     assert bed.load().prefill_tokens == 0
 
 
@@ -876,7 +878,7 @@ def test_a_constraint_class_is_served_like_a_sorted_list(
 
 _STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["ask", "free", "done", "serve", "withdraw", "fleet"]), st.integers(0, 9)
+        st.sampled_from(["submit", "free", "done", "serve", "withdraw", "fleet"]), st.integers(0, 9)
     ),
     max_size=60,
 )
@@ -884,25 +886,25 @@ _STEPS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps=_STEPS, seed=st.integers(0, 99))
-@example(steps=[("ask", 8), ("ask", 2), ("ask", 2), ("free", 0), ("ask", 4)], seed=0)
+@example(steps=[("submit", 8), ("submit", 2), ("submit", 2), ("free", 0), ("submit", 4)], seed=0)
 def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
     steps: list[tuple[str, int]], seed: int
 ) -> None:
     rng = Random(seed)
     workers = [worker(at) for at in (1, 2, 3)]
     bed = Bed(*workers)
-    asked: dict[str, int | None] = {}
+    submitted: dict[str, int | None] = {}
     running: set[str] = set()
     gone: set[str] = set()
     here = list(workers)
 
     def serve() -> None:
         for name in bed.serve():
-            assert name in asked.keys() - running - gone, "two results, or one after withdrawal"
+            assert name in submitted.keys() - running - gone, "two results, or one after withdrawal"
             (running if isinstance(bed.outcomes[name], Decision) else gone).add(name)
         free_workers = [w.id for w in here if bed.load(w.id).prefill_tokens <= BATCH]
-        for name in asked.keys() - running - gone:
-            pin = asked[name]
+        for name in submitted.keys() - running - gone:
+            pin = submitted[name]
             assert not free_workers if pin is None else pin not in free_workers, (
                 f"{name} waits though a worker has capacity"
             )
@@ -910,9 +912,9 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
     for number, (step, arg) in enumerate(steps):
         bed.now += 0.01
         name = f"r{number}"
-        if step == "ask":
+        if step == "submit":
             pin = arg if arg in (1, 2) else None
-            asked[name] = pin
+            submitted[name] = pin
             try:
                 answer = bed.admit(name, 200 * (arg + 1), backend_instance_id=pin)
             except MeshError:
@@ -928,8 +930,8 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
                 gone.add(one)
             else:
                 bed.router.book.mark_prefill_done(key(one))
-        elif step == "withdraw" and asked.keys() - running - gone:
-            one = rng.choice(sorted(asked.keys() - running - gone))
+        elif step == "withdraw" and submitted.keys() - running - gone:
+            one = rng.choice(sorted(submitted.keys() - running - gone))
             assert bed.router.queue.withdraw(key(one)) is not None
             gone.add(one)
         elif step == "fleet":
@@ -938,9 +940,9 @@ def test_after_any_events_each_request_gets_one_result_and_loads_return_to_zero(
         if step == "serve" or arg % 3:  # Else the next step precedes the rescan.
             serve()
     serve()
-    assert bed.waiting == len(asked.keys() - running - gone)
+    assert bed.waiting == len(submitted.keys() - running - gone)
     bed.see(*workers)
-    while asked.keys() - gone:
+    while submitted.keys() - gone:
         for one in sorted(running):
             bed.free(one)
         gone |= running
@@ -967,7 +969,7 @@ def test_a_new_request_does_not_take_capacity_that_was_freed_for_a_queued_one(
     placed(bed.admit("first"))
     queued(bed.admit("waits"))
     bed.router.book.mark_prefill_done(key("first"))  # No rescan follows yet.
-    queued(bed.ask("new", Query("m", 2 * BATCH, routing=hints)))
+    queued(bed.submit("new", Query("m", 2 * BATCH, routing=hints)))
     assert bed.serve() == ["waits"]
     bed.router.book.mark_prefill_done(key("waits"))
     assert bed.serve() == ["new"]

@@ -1,4 +1,4 @@
-"""Busy thresholds: workers that get no request, and callers that are told to come again."""
+"""Busy thresholds: busy workers get no request, and rejected requests get a retry hint."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 FRONTEND = 7
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
+def worker(worker_id: int, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "total_kv_blocks": 100,
         "max_num_batched_tokens": 1000,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 

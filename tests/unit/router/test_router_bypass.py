@@ -1,4 +1,4 @@
-"""Conditional disaggregation: when a request that could be split is served in one piece."""
+"""Conditional disaggregation: when a request that could be split is served by one worker."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ B = 16
 SHORT = Bypass(policy="isl_bounding")
 
 
-def isl(prompt: int, cached: int, **facts: Any) -> str:
-    return Bypass(policy="isl_bounding", **facts).cause(prompt, cached, False)
+def isl(prompt: int, cached: int, **fields: Any) -> str:
+    return Bypass(policy="isl_bounding", **fields).cause(prompt, cached, False)
 
 
 # The formulas.
@@ -102,7 +102,7 @@ def test_each_bypass_policy_uses_its_own_condition() -> None:
         (50, 30, 100, 0.8, True),
         (51, 30, 100, 0.8, False),
         (0, 1, None, 0.8, False),  # what is not known has none
-        (10**6, 1, None, None, True),  # nobody asked
+        (10**6, 1, None, None, True),  # no threshold
         (0, 0, 100, 0.0, True),
     ],
 )
@@ -128,7 +128,7 @@ class Depths:
         return IndexStatus("exact")
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": B,
@@ -136,7 +136,7 @@ def worker(worker_id: int, role: str, **facts: Any) -> Instance:
         "role": role,
         "total_kv_blocks": 1000,
         "max_num_batched_tokens": 2048,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -148,7 +148,7 @@ QUERY = Query("m", 100 * B, bytes(8 * 100), 1, B)
 
 
 class Bed:
-    """A router whose requests are numbered."""
+    """A router and numbered requests."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ def test_concurrent_requests_do_not_all_pass_the_same_threshold() -> None:
 
 
 def test_rotating_selectors_reach_every_worker_that_a_bypass_may_use() -> None:
-    """Decode workers and aggregated ones together stand in order of placement, as they expect."""
+    """Decode and aggregated workers are passed together, in order of placement."""
     whole = [replace(D11, id=n, role="aggregated") for n in (3, 15)]
     bed = Bed(
         P1, D11, D12, *whole, cached=dict.fromkeys((3, 11, 12, 15), 90), selector="round_robin"

@@ -1,4 +1,4 @@
-"""What a placement respects: taints, topology, adapters, allow-lists, pins, the fleet as it is."""
+"""Placements respect taints, topology, adapters, allow-lists, pins and the present fleet."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ QUERY = Query("m", 160, bytes(range(80)), 1, 16)
 SEEDS = range(30)
 
 
-def worker(worker_id: int, role: str = "aggregated", *taints: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str = "aggregated", *taints: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "role": role,
         "taints": frozenset(taints),
         "local_prefill": role != "decode",
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -48,18 +48,18 @@ def router_of(*workers: Instance, selector: str = "kv", **policy: Any) -> Router
     return router
 
 
-def ask(router: Router, seed: int = 0, **hints: Any) -> Decision:
+def submit(router: Router, seed: int = 0, **hints: Any) -> Decision:
     query = replace(QUERY, routing=RoutingHints(**hints))
     return router.decide(query, None, 0.0, Random(seed))
 
 
 def chosen(router: Router, **hints: Any) -> set[int]:
-    """The workers that many draws choose."""
-    return {ask(router, seed, **hints).worker.worker_id for seed in SEEDS}
+    """The workers that many seeds select."""
+    return {submit(router, seed, **hints).worker.worker_id for seed in SEEDS}
 
 
 def refused(router: Router, kind: type[MeshError], **hints: Any) -> MeshError:
-    """Why a booking is refused; nothing is booked."""
+    """The error of a booking; nothing is booked."""
     query = replace(QUERY, routing=RoutingHints(**hints))
     with pytest.raises(kind) as error:
         router.decide(query, BookingKey(7, "r", 0), 0.0, Random(0))
@@ -132,19 +132,19 @@ ZONE = TransferDomain("zone")
 
 
 def legs(router: Router, **hints: Any) -> set[tuple[int, int]]:
-    drawn = [ask(router, seed, **hints) for seed in range(60)]
+    drawn = [submit(router, seed, **hints) for seed in range(60)]
     return {(d.prefill.worker_id if d.prefill else 0, d.worker.worker_id) for d in drawn}
 
 
 def test_a_required_domain_keeps_both_legs_inside() -> None:
     assert legs(router_of(*ZONED, domain=ZONE)) == {(1, 11), (2, 12), (2, 13)}
-    assert (1, 12) in legs(router_of(*ZONED)), "without a domain they cross"
+    assert (1, 12) in legs(router_of(*ZONED)), "without a domain, pairs cross it"
 
 
 def test_a_required_domain_holds_under_load_and_lists_the_excluded_workers() -> None:
     router = router_of(*ZONED, domain=ZONE)
     load_decode(router, 11, 50)
-    decision = ask(router, prefill_worker_id=1)
+    decision = submit(router, prefill_worker_id=1)
     assert decision.worker.worker_id == 11
     why = {row.placement.worker_id: row.excluded_reason for row in decision.considered}
     assert why[12] == why[13] == "in another transfer group or domain than prefill"
@@ -192,10 +192,10 @@ def test_a_domain_without_pairs_is_reported_and_falls_back_to_unsplit_serving() 
     error = refused(router_of(*apart, domain=ZONE), Unavailable)
     assert (error.reason, error.retryable) == ("NO_TRANSFER_DOMAIN", True)
     assert "zone" in error.message
-    decision = ask(router_of(*apart, worker(21), domain=ZONE))
+    decision = submit(router_of(*apart, worker(21), domain=ZONE))
     assert (decision.worker.worker_id, decision.fallback) == (21, "no_transfer_domain")
     local = replace(apart[1], local_prefill=True)
-    decision = ask(router_of(apart[0], local, domain=ZONE))
+    decision = submit(router_of(apart[0], local, domain=ZONE))
     assert (decision.worker.worker_id, decision.fallback) == (11, "no_transfer_domain")
 
 
@@ -218,7 +218,7 @@ def test_a_preferred_domain_adds_to_the_preferences_of_the_request() -> None:
     assert legs(router, prefill_worker_id=1, routing_constraints=against) == {(1, 12), (1, 13)}
     row = next(
         row
-        for row in ask(router, prefill_worker_id=1, routing_constraints=against).considered
+        for row in submit(router, prefill_worker_id=1, routing_constraints=against).considered
         if row.placement == Placement(11, 0)
     )
     assert row.terms is not None
@@ -247,7 +247,7 @@ def test_no_pair_crosses_a_required_domain(
     if not any(p & d for p in prefill for d in decode):
         assert refused(router, Unavailable).reason == "NO_TRANSFER_DOMAIN"
         return
-    decision = ask(router, seed)
+    decision = submit(router, seed)
     assert decision.prefill is not None
     assert places[decision.prefill.worker_id] & places[decision.worker.worker_id]
 
@@ -347,8 +347,8 @@ def test_only_allowed_workers_are_candidates_and_without_one_nothing_is_booked()
     assert chosen(router, allowed_worker_ids=frozenset({2})) == {2}
     assert chosen(router, allowed_worker_ids=frozenset({2, 3, 99})) == {3}
     router = router_of(worker(1), worker(2), worker(3))
-    for nobody in (frozenset({99}), frozenset[int]()):
-        error = refused(router, Unavailable, allowed_worker_ids=nobody)
+    for absent in (frozenset({99}), frozenset[int]()):
+        error = refused(router, Unavailable, allowed_worker_ids=absent)
         assert error.reason == "NO_ALLOWED_WORKER"
 
 
@@ -363,7 +363,9 @@ def test_an_allow_list_holds_for_both_legs() -> None:
 def test_pins_of_workers_and_ranks_hold_on_both_legs_with_every_selector(selector: str) -> None:
     members = [replace(w, dp_size=2) for w in ZONED]
     router = router_of(*members, selector=selector)
-    decision = ask(router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0)
+    decision = submit(
+        router, prefill_worker_id=2, prefill_dp_rank=1, decode_worker_id=11, dp_rank=0
+    )
     assert (decision.prefill, decision.worker) == (Placement(2, 1), Placement(11, 0))
 
 
@@ -381,11 +383,11 @@ def test_an_absent_pinned_worker_is_named_in_the_error() -> None:
     assert "77" in error.message
 
 
-# The fleet as it is.
+# The present fleet.
 
 
 class Stale:
-    """An index that still knows a worker which has left."""
+    """An index that still lists a worker that left."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         return [SourceMatch(Source(2), 10, 10, 10)]

@@ -51,8 +51,8 @@ def priced(
     return score_candidates(Query("m", blocks * B, bytes(8 * blocks), 1, B), members, view)
 
 
-def cost(*args: Any, **facts: Any) -> float:
-    return priced(*args, **facts)[0].cost
+def cost(*args: Any, **fields: Any) -> float:
+    return priced(*args, **fields)[0].cost
 
 
 def tokens(blocks: int) -> int:
@@ -60,20 +60,20 @@ def tokens(blocks: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("facts", "expected"),
+    ("fields", "expected"),
     [
         # W1, W2, W3 of the documented example: prefill 10 - 2 and decode 10; 5 and 5; 2 and 9.
         (((tokens(8), 8, 0), (2, 2, 2)), 18.0),
         (((tokens(3), 3, 0), NOBODY), 10.0),
         (((0, 7, 0), NOBODY), 11.0),
-        # Each tier by its own weight, for what the faster ones lack.
+        # Each tier by its own weight, for blocks that faster tiers lack.
         (((0, 0, 0), (0, 2, 2)), 2 - 0.75 * 2 + 2),
         (((0, 0, 0), (0, 0, 2)), 2 - 0.25 * 2 + 2),
         (((0, 0, 0), (1, 2, 2)), 2 - 1 - 0.75 + 2),
     ],
 )
-def test_two_blocks_cost_what_the_documentation_says(facts: Any, expected: float) -> None:
-    assert cost(2, facts) == expected
+def test_two_blocks_cost_what_the_documentation_says(fields: Any, expected: float) -> None:
+    assert cost(2, fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_the_older_weight_gives_the_older_formula(weight: float) -> None:
     """weight * (prefill blocks - overlap) + decode blocks."""
     override = RouterConfigOverride(overlap_score_weight=weight)
     cost_settings = PLAIN.with_override(override)
-    facts = {
+    fields = {
         "prefill_load_scale": cost_settings.prefill_load_scale,
         "overlap_score_credit": cost_settings.overlap_score_credit,
     }
-    assert cost(8, ((tokens(2), 6, 0), (6, 6, 6)), **facts) == weight * (10 - 6) + 14
+    assert cost(8, ((tokens(2), 6, 0), (6, 6, 6)), **fields) == weight * (10 - 6) + 14
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_more_on_a_faster_tier_never_costs_more(held: list[int], more: list[int]
     assert cost(40, (NOBODY, after)) <= cost(40, (NOBODY, before)) + 1e-9
 
 
-# The choice.
+# The selection.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Several routers over the same workers: with Sync they share out the work almost as one would."""
+"""Several routers over the same workers: with Sync they spread the work almost as one would."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from router_svc.core.types import BookingKey
 
 WORKERS = range(1, 9)
 FRONTEND = 7
-# A frame gathers for 10 ms; the rest is the wire.
+# A frame is collected for 10 ms; the rest is the network.
 SYNC_S = 0.012
 REQUESTS = 1500
-# Short and long prompts, at seven tenths of what the workers can do.
+# Short and long prompts, at 70% of the capacity of the workers.
 TOKENS = (64, 4096)
 ARRIVE_S = 0.045
 TOKENS_PER_S = 8_000
@@ -40,9 +40,9 @@ class World:
         self.routers = [Router(SELECTORS["kv"](), book=book) for book in books]
         self.sessions = [book.open_session(FRONTEND) for book in books]
         self.tellings: list[tuple[OutboundSync, Replica, int, int]] = []
-        facts = {"model": "m", "block_size": 16}
+        fields = {"model": "m", "block_size": 16}
         instances = {
-            n: Instance(n, "n", "worker", "", "127.0.0.1:1", **facts)  # type: ignore[arg-type]
+            n: Instance(n, "n", "worker", "", "127.0.0.1:1", **fields)  # type: ignore[arg-type]
             for n in WORKERS
         }
         for router in self.routers:
@@ -54,12 +54,12 @@ class World:
                 for other in replicas
                 if other is not one
             ]
-        # When each worker will have computed all that it was given.
+        # When each worker has computed all its prompts.
         self.busy_until = dict.fromkeys(WORKERS, 0.0)
         self.ends: list[tuple[float, int, BookingKey]] = []
 
     def mean_wait_s(self) -> float:
-        """How long requests wait until a worker begins with them."""
+        """Mean time until a worker starts a request."""
         now, synced_at, waited_s = 0.0, 0.0, 0.0
         for number in range(REQUESTS):
             now += self.rng.expovariate(1 / ARRIVE_S)
@@ -96,7 +96,9 @@ def test_routers_with_sync_do_not_herd(routers: int, of_unsynced: float, of_one:
     one = mean_wait_s(1, synced=False)
     apart = mean_wait_s(routers, synced=False)
     together = mean_wait_s(routers, synced=True)
-    told = f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, untold {apart:.3f} s"
-    print(told)
-    assert together < of_unsynced * apart, told
-    assert together < of_one * one, told
+    summary = (
+        f"mean wait: one router {one:.3f} s, {routers} {together:.3f} s, without sync {apart:.3f} s"
+    )
+    print(summary)
+    assert together < of_unsynced * apart, summary
+    assert together < of_one * one, summary

@@ -1,4 +1,4 @@
-"""What routing by cache must not do: gather load where the cache is, and stay there."""
+"""Routing by cache must not concentrate load on the workers that hold the cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=B)
 
 
 class Caches:
-    """Workers that keep every prompt they have computed, and an index that knows at once."""
+    """Workers that cache every computed prompt, and an index without delay."""
 
     def __init__(self) -> None:
         self.held: dict[int, set[int]] = {}
@@ -51,7 +51,7 @@ class Caches:
 
 
 class Fleet:
-    """A router over `workers` of them; requests stay until they are ended."""
+    """A router over `workers` of them; requests stay until they end."""
 
     def __init__(self, workers: int, **cost_settings: Any) -> None:
         self.caches = Caches()
@@ -70,7 +70,7 @@ class Fleet:
         self.count = 0
 
     def send(self, query: Query, *, computed: bool = True) -> tuple[int, BookingKey]:
-        """Where it goes; computed: its prefill is over, and the index knows."""
+        """The worker of a request. computed: its prefill is done and indexed."""
         self.count += 1
         key = BookingKey(7, f"r{self.count}", 0)
         worker = self.router.decide(query, key, self.now, self.rng).worker.worker_id
@@ -80,7 +80,7 @@ class Fleet:
         return worker, key
 
     def serve(self, query: Query, seconds: float = 1.0) -> int:
-        """Sends it and waits for its end: the fleet is idle again."""
+        """Run a request to its end: the fleet is idle again."""
         worker, key = self.send(query)
         self.now += seconds
         assert self.router.book.free(key)
@@ -88,7 +88,7 @@ class Fleet:
 
 
 def prompt(*parts: tuple[int, int]) -> Query:
-    """A prompt of (seed, blocks) pieces: equal beginnings are equal blocks."""
+    """A prompt of (seed, blocks) pieces: equal prefixes are equal blocks."""
     pieces = [
         np.random.default_rng(seed).integers(0, 1 << 17, blocks * B, dtype=np.uint32)
         for seed, blocks in parts
@@ -111,7 +111,7 @@ def test_concurrent_identical_prompts_spread_evenly(
     query = prompt((1, blocks))
     sent = [fleet.send(query, computed=computed)[0] for _ in range(workers * per_worker)]
     shares = Counter(sent)
-    # One more than even: the first one's neighbours have the prompt still to compute.
+    # One more than even: the other workers still have to compute the prompt.
     assert max(shares.values()) <= per_worker + 2, shares
 
 

@@ -1,4 +1,4 @@
-"""Prefill and decode of one request on two workers: who pairs, what is booked, what falls back."""
+"""Prefill and decode of one request on two workers: pairs, bookings and fallbacks."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Depths:
         return IndexStatus("exact")
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
         "kv_index": "events",
         "role": role,
         "local_prefill": role != "decode",
-        **facts,
+        **fields,
     }
-    if role == "prefill" and "bootstrap_port" not in facts:
+    if role == "prefill" and "bootstrap_port" not in fields:
         given |= {"bootstrap_host": f"host{worker_id}", "bootstrap_port": 8998}
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -126,7 +126,7 @@ def test_bookings_spread_both_legs() -> None:
     assert [sum(d.worker == p for d in placed) for p in (D1, D2)] == [4, 4]
 
 
-# Where they meet.
+# Bootstrap rooms.
 
 
 @given(seed=st.integers(0, 2**32), dp_size=st.integers(1, 64), rank=st.integers(0, 63))
@@ -178,7 +178,7 @@ def test_without_a_bootstrap_server_prefill_completes_first() -> None:
     assert (decision.prefill, decision.bootstrap) == (P1, None)
 
 
-# Who pairs with whom.
+# Pairs.
 
 
 def test_a_pair_never_crosses_transfer_groups() -> None:
@@ -246,7 +246,7 @@ def test_both_legs_can_be_pinned() -> None:
 def test_a_prefill_pin_is_honoured_or_rejected_and_never_replaced(
     hints: dict[str, int], reason: str, field: str
 ) -> None:
-    # The aggregated worker could serve it, were it not for the pin.
+    # The aggregated worker could serve it without the pin.
     router = router_of(*TWO_PAIRS, worker(21, "aggregated"))
     error = refusal(router, **hinted(**hints))
     assert (error.reason, error.field) == (reason, f"query.routing.{field}")
@@ -262,7 +262,7 @@ def test_constraints_hold_for_both_legs() -> None:
     assert (decision.prefill, decision.worker) == (P1, D2)
 
 
-# What happens without pairs.
+# Fallbacks.
 
 
 def test_pairs_come_before_aggregated_workers_unless_one_is_pinned() -> None:
@@ -356,10 +356,10 @@ def test_direct_needs_both_pins() -> None:
     assert (error.reason, error.field) == ("PIN_REQUIRED", "query.routing.prefill_worker_id")
 
 
-# Adoption.
+# Re-registered pairs.
 
 
-def announced(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10) -> Booking:
+def reregistered(revision: int = 1, prefill_tokens: int = 160, blocks: int = 10) -> Booking:
     return Booking(key(), "m", D1, P1, prefill_tokens, blocks, revision)
 
 
@@ -367,12 +367,12 @@ def test_a_reregistered_pair_is_booked_on_both_workers_until_prefill_is_done() -
     router = router_of()
     book = router.book
     session = book.open_session(FRONTEND)
-    assert book.reregister(announced(), session, 0.0)
+    assert book.reregister(reregistered(), session, 0.0)
     assert loads(router) == {P1: LoadTotals(160, 0, 1), D1: LoadTotals(0, 10, 1)}
-    assert not book.reregister(announced(), session, 0.0), "no newer"
-    assert book.reregister(announced(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
+    assert not book.reregister(reregistered(), session, 0.0), "no newer"
+    assert book.reregister(reregistered(revision=3, prefill_tokens=0, blocks=12), session, 0.0)
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
-    assert not book.reregister(announced(revision=2), session, 0.0), "older"
+    assert not book.reregister(reregistered(revision=2), session, 0.0), "older"
     assert loads(router) == {D1: LoadTotals(0, 12, 1)}
     book.free(key())
     assert loads(router) == {}
@@ -395,7 +395,7 @@ def test_an_orphaned_pair_counts_on_both_workers_for_three_seconds() -> None:
 
 def test_a_repeated_request_for_a_reregistered_pair_gets_its_workers_and_one_fresh_room() -> None:
     router = router_of()
-    router.book.reregister(announced(), None, 0.0)
+    router.book.reregister(reregistered(), None, 0.0)
     first = router.decide(QUERY, key(), 0.0, Random(1))
     assert (first.prefill, first.worker) == (P1, D1)
     assert first.bootstrap is not None

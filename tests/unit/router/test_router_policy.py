@@ -1,4 +1,4 @@
-"""The rules of placement: configured, counted, and followed by a router that is built."""
+"""The placement policy: configured, counted, and applied by a router that is built."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from router_svc.metrics import Metrics
 
 PLUGIN = '''
 class OnlyTwo:
-    """Always picks worker 2; counts how often it is asked."""
+    """Always selects worker 2 and counts its calls."""
 
     name = "only-two"
 
     def __init__(self):
-        self.asked = 0
+        self.calls = 0
 
     def select(self, query, candidates, view, rng):
         from router_svc.core.selectors import Selection
 
-        self.asked += 1
+        self.calls += 1
         return Selection([c for c in candidates if c.placement.worker_id == 2][0], "always two")
 '''
 
@@ -48,8 +48,8 @@ def read(*flags: str) -> RouterConfig:
     return read_config(RouterConfig, "ROUTER", {}, flags)[0]
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+def worker(worker_id: int, **fields: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
     return Instance(worker_id, "default", "worker", "", "127.0.0.1:1", **given)
 
 
@@ -171,9 +171,9 @@ async def test_a_selector_named_by_the_configuration_decides_every_request(plugi
     for number in range(20):
         key = BookingKey(7, f"r{number}", 0)
         decision = router.decide(Query("m", 1000), key, 0.0, Random(number))
-        assert decision.worker.worker_id == 2, "however loaded it is by now"
+        assert decision.worker.worker_id == 2, "at any load"
         assert (decision.selector, decision.reasons[0]) == ("only-two", "only-two: always two")
-    assert getattr(router.selector, "asked", 0) == 20
+    assert getattr(router.selector, "calls", 0) == 20
 
 
 @pytest.mark.row("S1-40")
@@ -184,7 +184,7 @@ async def test_a_selector_gets_eligible_candidates_only(plugin: str) -> None:
     hints = RoutingHints(allowed_worker_ids=frozenset({3}))
     with pytest.raises(InternalError, match="only-two") as caught:
         router.decide(Query("m", routing=hints), None, 0.0, Random(0))
-    assert isinstance(caught.value.__cause__, IndexError), "it looks for worker 2"
+    assert isinstance(caught.value.__cause__, IndexError), "it searches for worker 2"
 
 
 async def test_a_built_router_applies_its_policy() -> None:
@@ -203,7 +203,7 @@ async def test_a_built_router_applies_its_policy() -> None:
 
 
 class Favourite:
-    """Picks the first."""
+    """Selects the first candidate."""
 
     name = "kv"
 

@@ -1,4 +1,4 @@
-"""Decisions: fleet, book and selector together."""
+"""Decisions: fleet, load tracker and selector together."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ FRONTEND = 7
 QUERY = Query("m", total_tokens=100)
 
 
-def worker(worker_id: int, **facts: Any) -> Instance:
-    given: dict[str, Any] = {"model": "m", "block_size": 16, **facts}
+def worker(worker_id: int, **fields: Any) -> Instance:
+    given: dict[str, Any] = {"model": "m", "block_size": 16, **fields}
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
 
@@ -60,7 +60,7 @@ def key(number: int = 0, attempt: int = 0) -> BookingKey:
 
 
 def book(router: Router, number: int, query: Query = QUERY, now: float = 0.0) -> int:
-    """Decide and book; the chosen worker."""
+    """Decide and book; the selected worker."""
     return router.decide(query, key(number), now, Random(number)).worker.worker_id
 
 
@@ -74,7 +74,7 @@ def total(router: Router, now: float = 0.0) -> LoadTotals:
 
 
 class FakeIndex:
-    """An index that gives the same answer to every query: blocks held by worker id."""
+    """An index with the same result for every query: cached blocks by worker id."""
 
     def __init__(self, depths: dict[int, int]) -> None:
         self.depths = depths
@@ -87,18 +87,18 @@ class FakeIndex:
 
 
 class Always:
-    """Picks one worker, whatever its load."""
+    """Selects one worker at any load."""
 
     name = "always"
 
     def __init__(self, worker_id: int) -> None:
         self.worker_id = worker_id
-        self.asked: list[tuple[Query, Sequence[Candidate]]] = []
+        self.calls: list[tuple[Query, Sequence[Candidate]]] = []
 
     def select(
         self, query: Query, candidates: Sequence[Candidate], view: View, rng: Random
     ) -> Selection:
-        self.asked.append((query, candidates))
+        self.calls.append((query, candidates))
         mine = [c for c in candidates if c.placement.worker_id == self.worker_id]
         return Selection((mine or list(candidates))[0], "my favourite")
 
@@ -108,15 +108,15 @@ def test_a_custom_selector_is_really_used() -> None:
     favourite = Always(3)
     router = router_of(selector=favourite)
     assert {book(router, n) for n in range(20)} == {3}
-    assert len(favourite.asked) == 20
-    query, candidates = favourite.asked[0]
+    assert len(favourite.calls) == 20
+    query, candidates = favourite.calls[0]
     assert query == QUERY
     assert [c.instance.id for c in candidates] == [1, 2, 3, 4]
     assert router.decide(QUERY, None, 0.0, Random(0)).reasons[0] == "always: my favourite"
 
 
 class Broken(Always):
-    """Answers whatever it is given, or raises it."""
+    """Returns the given value, or raises it."""
 
     def __init__(self, answer: object) -> None:
         super().__init__(1)
@@ -137,7 +137,7 @@ class Broken(Always):
         (None, "it raised AttributeError"),
         (KeyError("gpus"), "it raised KeyError"),
     ],
-    ids=["a stranger", "nobody", "an error"],
+    ids=["an unknown worker", "no selection", "an error"],
 )
 def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
     answer: object, why: str
@@ -148,7 +148,7 @@ def test_a_selector_failure_is_reported_with_its_cause_and_books_nothing(
     error = caught.value
     assert (error.reason, error.metadata) == (SELECTOR_FAILED, {"selector": "always", "model": "m"})
     assert error.message == f"the selector 'always' failed: {why}"
-    assert error.retryable, "nothing ran, and another router may choose"
+    assert error.retryable, "nothing ran, and another router may succeed"
     assert error.__cause__ is (answer if isinstance(answer, Exception) else error.__cause__)
     assert len(router.book) == 0
 
@@ -445,7 +445,7 @@ def test_the_cost_of_the_selected_candidate_is_stored_at_any_rank_of_cost(select
         costs = [row.cost for row in rows if row.cost is not None]
         assert costs == sorted(costs)
         ranks.add(rows.index(its))
-    assert selector != "kv" or len(ranks) > 1, "the temperature also chose dear ones"
+    assert selector != "kv" or len(ranks) > 1, "the temperature also selected expensive ones"
 
 
 def test_candidates_without_a_cost_are_stored_with_the_selected_one_first() -> None:
@@ -470,7 +470,7 @@ def test_excluded_candidates_are_stored_with_reasons_while_rows_are_left() -> No
 
 
 class Narrow:
-    """Prices some and chooses another one."""
+    """Scores some candidates and selects another one."""
 
     name = "narrow"
 

@@ -1,7 +1,7 @@
-"""The ways to serve a request, pair or whole, when some of them are busy or full.
+"""The serving modes, pair or unsplit, when some of them are busy or full.
 
-Worker 1 computes prompts, 2 decodes (and can compute), 3 does both; each is left out where a test
-says so.
+Worker 1 is a prefill worker, 2 a decode worker with local prefill, 3 an aggregated worker; tests
+leave some of them out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMITS = BusyLimits(active_prefill_tokens=500)
 QUEUE = QueueSettings(threshold=1.0)
 
 
-def worker(worker_id: int, role: str, **facts: Any) -> Instance:
+def worker(worker_id: int, role: str, **fields: Any) -> Instance:
     given: dict[str, Any] = {
         "model": "m",
         "block_size": 16,
@@ -41,7 +41,7 @@ def worker(worker_id: int, role: str, **facts: Any) -> Instance:
         "local_prefill": role != "prefill",
         "max_num_batched_tokens": BATCH,
         "total_kv_blocks": 1000,
-        **facts,
+        **fields,
     }
     return Instance(worker_id, "mesh", "worker", "", "127.0.0.1:1", **given)
 
@@ -51,7 +51,7 @@ REMOTE = worker(2, "decode", local_prefill=False)
 
 
 class Bed:
-    """A router and its workers; `now` stands still, for reports to count."""
+    """A router and its workers at one moment, so that reports do not expire."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Bed:
         self.router.book.report(worker_id, 0, Load(**load), 0.0)
 
     def crowd(self, *workers: int) -> None:
-        """Give them far more prompt tokens than any threshold here."""
+        """Report far more prompt tokens than any threshold here."""
         for worker_id in workers:
             self.report(worker_id, waiting=1, waiting_tokens=5 * BATCH)
 
@@ -88,7 +88,7 @@ class Bed:
 
     def place(self, **hints: Any) -> Decision:
         answer = self.admit(**hints)
-        assert isinstance(answer, Decision), "it was parked"
+        assert isinstance(answer, Decision), "it was queued"
         return answer
 
     def serve(self) -> list[Decision | MeshError]:
@@ -180,7 +180,7 @@ def test_the_decode_threshold_applies_to_requests_that_come_from_busy_prefill() 
     assert legs(bed.place()) == (2, None)
 
 
-# Mates are told from the busy.
+# Missing partners and busy ones.
 
 
 def test_busy_prefill_is_not_reported_as_a_missing_transfer_group() -> None:
@@ -228,7 +228,7 @@ def test_the_explanation_distinguishes_busy_workers_from_those_without_a_partner
     assert why[4] == "has no partner to send its KV cache to"
 
 
-# Bypass: prefill that takes nothing more is as busy as can be.
+# Bypass: prefill that accepts no request counts as busy.
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,9 @@ def test_a_bypass_uses_workers_below_the_decode_threshold_and_names_the_others()
         (2, "busy: too few free KV blocks for the bypass"),
     ]
     bed.crowd(4)
-    assert isinstance(bed.admit(), QueuedRequest), "who has room is behind the gate"
+    assert isinstance(bed.admit(), QueuedRequest), (
+        "the worker with capacity is above the decode threshold"
+    )
 
 
 def test_a_worker_above_the_decode_threshold_does_not_lead_to_a_full_aggregated_worker() -> None:
@@ -311,7 +313,7 @@ def test_a_request_behind_others_waits_for_every_serving_mode_too() -> None:
     bed.crowd(1, 3)
     assert isinstance(bed.admit(), QueuedRequest)
     bed.calm(3)
-    assert isinstance(bed.admit(), QueuedRequest), "somebody waits already"
+    assert isinstance(bed.admit(), QueuedRequest), "its class has a backlog"
     assert [legs(d) for d in bed.serve() if isinstance(d, Decision)] == [(3, None), (3, None)]
 
 
@@ -390,7 +392,7 @@ def test_a_query_without_a_booking_uses_the_serving_mode_with_capacity() -> None
 def test_a_request_is_rejected_or_queued_only_if_no_serving_mode_is_left(
     members: set[Instance], crowded: set[int], closes: bool
 ) -> None:
-    """closes: the threshold is one above which workers get nothing; else one that makes wait."""
+    """closes: above the threshold workers get no request; else requests are queued."""
     bed = Bed(*members, **({"busy": LIMITS} if closes else {"queue": QUEUE}))
     here = {w.id for w in members}
     bed.crowd(*(crowded & here))

@@ -1,4 +1,4 @@
-"""Every knob of the reference is here, or is absent for a reason: ADR 0006 against the code."""
+"""Every setting of the reference exists or is absent for a reason: ADR 0006 against the code."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from router_svc.config import RouterConfig
 from router_svc.core.admission import NO_QUEUE, QueueSettings
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 
-ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
-KNOBS = {spec.name for spec in fields(RouterConfig)} - {spec.name for spec in fields(ServiceConfig)}
+ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-settings.md"
+SETTINGS = {spec.name for spec in fields(RouterConfig)} - {
+    spec.name for spec in fields(ServiceConfig)
+}
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    """Dynamo's name -> what is here, and the third column."""
+    """Dynamo's name -> the second and third column."""
     table = re.findall(r"^\| `([^|]+)` \| ([^|]+) \| ([^|]+) \|$", ADR.read_text(), re.MULTILINE)
     return {name: (here.strip(), more.strip()) for name, here, more in table}
 
@@ -36,11 +38,11 @@ def test_settings_in_the_table_exist_and_absent_ones_have_a_reason() -> None:
             assert more.startswith("the same") or len(more) > 10, f"{flag}: no reason"
             continue
         for name in re.findall(r"`(\w+)`", here):
-            assert name in KNOBS, f"{flag}: there is no {name}"
+            assert name in SETTINGS, f"{flag}: there is no {name}"
             named.add(name)
     text = ADR.read_text()
-    missing = {name for name in KNOBS - named - {"metrics_port"} if f"`{name}`" not in text}
-    assert not missing, "a knob of ours that the decision does not mention"
+    missing = {name for name in SETTINGS - named - {"metrics_port"} if f"`{name}`" not in text}
+    assert not missing, "a setting that the ADR does not mention"
 
 
 @pytest.mark.parametrize(
@@ -75,14 +77,14 @@ def test_a_value_out_of_range_names_its_field(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "name"),
+    ("settings", "name"),
     [
         ({"track_output_blocks": True, "track_active_blocks": False}, "track_output_blocks"),
         ({"queue_threshold": 1.0, "track_prefill_tokens": False}, "queue_threshold"),
     ],
 )
-def test_a_setting_without_effect_is_rejected(knobs: dict[str, Any], name: str) -> None:
-    (problem,) = RouterConfig(**knobs).problems()
+def test_a_setting_without_effect_is_rejected(settings: dict[str, Any], name: str) -> None:
+    (problem,) = RouterConfig(**settings).problems()
     assert problem.startswith(name)
 
 
