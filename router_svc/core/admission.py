@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -115,6 +115,7 @@ class AdmissionQueue:
         self._queued: dict[BookingKey, QueuedRequest] = {}  # In order of enqueuing.
         self._classes: dict[ConstraintClass, list[tuple[QueueOrder, QueuedRequest]]] = {}
         self._count_by_model: Counter[str] = Counter()
+        self._keys_by_session: dict[SessionName, set[BookingKey]] = {}
         self._dirty_models: set[str] = set()  # Each class of these is dirty.
         self._dirty_classes: set[ConstraintClass] = set()
         self._round: deque[ConstraintClass] = deque()  # Dirty classes of the present round.
@@ -151,6 +152,8 @@ class AdmissionQueue:
         self._insert(queued)
         self._queued[key] = queued
         self._count_by_model[query.model] += 1
+        if (name := _session_of(query)) is not None:
+            self._keys_by_session.setdefault(name, set()).add(key)
         self.tokens += query.total_tokens
         return queued
 
@@ -165,6 +168,10 @@ class AdmissionQueue:
         if not self._count_by_model[model]:
             del self._count_by_model[model]
             self._dirty_models.discard(model)
+        if (name := _session_of(queued.query)) is not None:
+            self._keys_by_session[name].remove(key)
+            if not self._keys_by_session[name]:
+                del self._keys_by_session[name]
         self.tokens -= queued.query.total_tokens
         return queued
 
@@ -237,9 +244,9 @@ class AdmissionQueue:
         self.mark_dirty(old_class)
         self.mark_dirty(constraint_class)
 
-    def of_sessions(self, sessions: Collection[SessionName]) -> list[QueuedRequest]:
-        """The queued requests of these client sessions, in order of enqueuing."""
-        return [p for p in self._queued.values() if _session_of(p.query) in sessions]
+    def of_session(self, name: SessionName) -> list[QueuedRequest]:
+        """The queued requests of a client session."""
+        return [self._queued[key] for key in self._keys_by_session.get(name, ())]
 
     def _start_round(self) -> None:
         dirty = {c for c in self._dirty_classes if c in self._classes}

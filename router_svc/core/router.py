@@ -236,10 +236,9 @@ class Router:
         changed since the request was queued.
         """
         self.expire(now)
-        if self._moved_sessions:
-            for queued in self.queue.of_sessions(self._moved_sessions):
+        while self._moved_sessions:
+            for queued in self.queue.of_session(self._moved_sessions.pop()):
                 self._reclassify(queued)
-            self._moved_sessions.clear()
         while (head := self.queue.next_dirty()) is not None:
             yield head, None if self._reclassify(head) else self._admit_head(head, now, rng)
 
@@ -287,7 +286,7 @@ class Router:
             self.queue.mark_model_dirty(at.instance.model)
 
     def _mark_session_moved(self, session: SessionName) -> None:
-        if self.queue:
+        if self.queue.of_session(session):
             self._moved_sessions.add(session)
             self.queue.mark_model_dirty(session.model)
 
