@@ -13,10 +13,10 @@ from common.request.preprocessed import RouterConfigOverride
 from common.runtime.config import ConfigError, ServiceConfig, read_config
 from router_svc.config import RouterConfig
 from router_svc.core.admission import NO_QUEUE, QueueSettings
-from router_svc.core.busy import NO_LIMITS, BusyLimits
+from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.unused_settings import settings_without_effect
 
-ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-knobs.md"
+ADR = Path(__file__).parents[3] / "docs" / "adr" / "0006-router-settings.md"
 SETTINGS = RouterConfig.model_fields.keys() - ServiceConfig.model_fields.keys()
 
 
@@ -47,7 +47,7 @@ def test_settings_of_the_table_exist_and_absent_ones_have_a_reason() -> None:
 @pytest.mark.parametrize(
     "flag", ["--router-event-threads", "--min-initial-workers", "--load-aware"]
 )
-def test_an_absent_flag_is_refused_by_name(flag: str) -> None:
+def test_an_absent_flag_is_rejected_by_name(flag: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_config(RouterConfig, "ROUTER", {}, [flag, "1"])
     assert flag in str(caught.value)

@@ -15,7 +15,7 @@ from frontend_svc.core.peers.placement_query import UNKNOWN_ADAPTER, PlacementKe
 from frontend_svc.core.request.types import RequestOutcome, RequestPlan, RoutingDecision
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.local_placement import has_workers, place_locally
-from router_svc.core.adapters import AdapterResidency
+from router_svc.core.eligibility import AdapterResidency
 from router_svc.core.query import Query as RouterQuery
 from tests.sim.loop import run_virtually
 
