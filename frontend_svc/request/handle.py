@@ -38,7 +38,7 @@ from frontend_svc.request.worker_pool import WorkerPool
 class RequestContext:
     """What all requests of a gateway share.
 
-    rng: makes span ids. stalled_s: seconds for which this process has stood still so far, see
+    rng: makes span ids. stalled_s: seconds for which this process has stalled so far, see
     `core/peers/stall_clock.py`. silent_s: seconds since the last frame of a worker. on_closed:
     called once when a request ends.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class HangDetector:
-    """Reports a hang if `engine_step` stands still for `hung_after_s` while requests run.
+    """Reports a hang if `engine_step` does not change for `hung_after_s` while requests run.
 
     A waiting request is no evidence of a hang, and neither is an idle engine.
     """

@@ -1,4 +1,4 @@
-"""Measures how long this process itself has stood still (pure).
+"""Measures the stalls of this process (pure).
 
 A timer that judges a peer ("it did not accept within a second") also counts time during which the
 peer's message lies unread because this process did not run. A ticker that should run every TICK_S
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 TICK_S = 0.1
 # A later tick counts as a stall. Well below the timers' limits: a busy machine is not a stalled
-# one, and a hang of a peer must be detected as soon there.
+# one, and a hang must be detected there too.
 SLACK_S = 0.1
 
 

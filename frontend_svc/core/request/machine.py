@@ -114,7 +114,7 @@ class RequestPorts(Protocol):
         """Whether the retry budget allows one more retry; if so, counts it."""
 
     def stalled_s(self) -> float:
-        """Seconds for which this process has stood still; see `core/peers/stall_clock.py`."""
+        """Seconds for which this process has stalled; see `core/peers/stall_clock.py`."""
 
     def silent_s(self, worker_id: int) -> float:
         """Seconds since the last frame of the worker; infinite without an open stream."""
