@@ -15,7 +15,7 @@ from meshctl.options import DemoOptions, HealthOptions, StatusOptions, UpOptions
 
 def main() -> None:
     """Exits with the command's status."""
-    # Standard output is for answers.
+    # Standard output is for results.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     environ = env.environ()
     match parse(sys.argv[1:], environ):
