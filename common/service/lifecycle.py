@@ -104,6 +104,7 @@ class Lifecycle:
         self.health = health
         self.phase = Phase.STARTING
         self.failed = False
+        self.has_registered = False  # Set before `register`, which may fail halfway.
         self.reason = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ready_event = asyncio.Event()
@@ -194,14 +195,13 @@ async def run(
         await lifecycle.health.set_enabled(False)
         if threaded_health_server is not None:
             threaded_health_server.start()
-        registration = _Registration()
         start_task = lifecycle.spawn(
-            _start_app(app, lifecycle, registration, name, on_ready, ready_fd),
+            _start_app(app, lifecycle, name, on_ready, ready_fd),
             name="start",
             essential=False,
         )
         await lifecycle.wait_for_drain_request()
-        await _drain(app, lifecycle, start_task, registration, notice_s=notice_s, drain_s=drain_s)
+        await _drain(app, lifecycle, start_task, notice_s=notice_s, drain_s=drain_s)
         await _shut_down(app, lifecycle, tracing, hard_exit)
     lifecycle.phase = Phase.STOPPED
     status = 1 if lifecycle.failed else 0
@@ -266,17 +266,9 @@ def run_service(
         logs.close()
 
 
-@dataclass(slots=True)
-class _Registration:
-    """Whether `register` was called, so that `deregister` has to be."""
-
-    has_begun: bool = False
-
-
 async def _start_app(
     app: App,
     lifecycle: Lifecycle,
-    registration: _Registration,
     name: str,
     on_ready: Callable[[], object],
     ready_fd: int | None,
@@ -284,7 +276,7 @@ async def _start_app(
     try:
         ready = await app.start(lifecycle)
         await lifecycle.health.set_enabled(True)
-        registration.has_begun = True
+        lifecycle.has_registered = True
         await app.register()
         on_ready()
     except Exception as error:
@@ -333,7 +325,6 @@ async def _drain(
     app: App,
     lifecycle: Lifecycle,
     start_task: asyncio.Task[None],
-    registration: _Registration,
     *,
     notice_s: float,
     drain_s: float,
@@ -344,7 +335,7 @@ async def _drain(
     if not start_task.done():
         start_task.cancel()
         await asyncio.wait({start_task}, timeout=CLOSE_TIMEOUT_S)
-    if registration.has_begun:
+    if lifecycle.has_registered:
         await _run_shutdown_step(lifecycle, "deregister", app.deregister(), DEREGISTER_TIMEOUT_S)
         # Peers see the deregistration late; until then their new calls are accepted.
         await asyncio.sleep(notice_s)
