@@ -19,8 +19,9 @@ from common.errors import Conflict, InternalError, MeshError, RequestCancelled, 
 from common.kv.hashing import HASH_SCHEME_ID
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, queue_timeout_error
+from router_svc.core.decision import Decision
 from router_svc.core.query import Query, block_size_of
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.types import BookingKey
 from router_svc.hashing import HasherCache
 from router_svc.metrics import Metrics

@@ -13,11 +13,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from common.errors import MESH_ERROR_CLASSES, MeshError
 from router_svc.core.approx_index import ApproxIndex
+from router_svc.core.decision import Decision
 from router_svc.core.pairing import BYPASS_REASONS
 from router_svc.core.placement import FALLBACK_REASONS
 from router_svc.core.query import Query, block_size_of, bookable_decode_blocks
 from router_svc.core.replication import Replica
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.sessions import AFFINITY_OUTCOMES
 from router_svc.index_replica import IndexReplica
 

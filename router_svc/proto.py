@@ -9,12 +9,12 @@ from common.errors import InvalidRequest
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from common.wire.preprocessed import dataclass_from_proto, dataclass_to_proto
 from kvmesh.router.v1 import router_pb2
+from router_svc.core.decision import Decision
 from router_svc.core.explain import CandidateRow
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import COUNTER_MAX
 from router_svc.core.query import Query
 from router_svc.core.replication import Frame
-from router_svc.core.router import Decision
 from router_svc.core.sessions import (
     SESSION_ID_CHARS_MAX,
     SessionPlacement,

@@ -32,7 +32,8 @@ from common.runtime.tasks import TaskGroup
 from common.wire.errors import error_to_proto
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
 from router_svc.core.admission import QueuedRequest
-from router_svc.core.router import RECENT_MAX, Decision, Router
+from router_svc.core.decision import Decision
+from router_svc.core.router import RECENT_MAX, Router
 from router_svc.core.types import BookingKey
 from router_svc.decisions import DRAINING_REASON, Decisions
 from router_svc.hashing import HasherCache

@@ -13,8 +13,8 @@ from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
 from common.runtime import telemetry
+from router_svc.core.decision import Decision
 from router_svc.core.query import Query
-from router_svc.core.router import Decision
 from router_svc.core.types import BookingKey
 
 # In order of execution.

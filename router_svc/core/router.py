@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from random import Random
 
 from common.errors import InternalError, MeshError, Overloaded
 from common.registry.instances import Snapshot, SnapshotDiff
-from common.request.preprocessed import BootstrapInfo
 from router_svc.core.admission import (
     AdmissionQueue,
     ConstraintClass,
@@ -23,12 +21,13 @@ from router_svc.core.admission import (
     constraint_class_of,
 )
 from router_svc.core.cost import DEFAULT_COST_SETTINGS, CostSettings, RecentPrefill
-from router_svc.core.explain import CandidateRow, LegPlan, candidate_row, explain
+from router_svc.core.decision import CONSIDERED_MAX, Decision, booking_of, make_decision
+from router_svc.core.explain import CandidateRow, LegPlan, candidate_row
 from router_svc.core.fleet import Fleet
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, Index, IndexSettings, NoIndex, Overlaps
 from router_svc.core.pairing import make_bootstrap_info
-from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan, cached_tokens
+from router_svc.core.placement import PlacementAttempt, Planner, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import (
     Query,
@@ -51,39 +50,6 @@ from router_svc.core.types import (
 )
 
 RECENT_MAX = 4096
-# Candidates per leg that a stored decision keeps, cheapest first; a preview keeps all.
-CONSIDERED_MAX = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """A placement with its booked load. prefill: None if the request is not split.
-
-    bootstrap: None also if prefill completes before decode starts. overlap_blocks: blocks of the
-    prompt that the prefilling rank holds. prefill_tokens, decode_blocks: the booked load.
-    queued_s: seconds in the admission queue. made_at: `now` of the decision. fallback, bypass,
-    affinity: one of `placement.FALLBACK_REASONS`, `pairing.BYPASS_REASONS`,
-    `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the session record, 0 without one.
-    considered: candidates per leg, cheapest first.
-    """
-
-    worker: Placement
-    selector: str
-    made_at: float
-    prefill: Placement | None = None
-    bootstrap: BootstrapInfo | None = None
-    overlap_blocks: int = 0
-    predicted_cached_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_blocks: int = 0
-    queued_s: float = 0.0
-    reasons: tuple[str, ...] = ()
-    fallback: str = ""
-    bypass: str = ""
-    affinity: str = ""
-    session_revision: int = 0
-    considered: tuple[CandidateRow, ...] = field(default=(), compare=False)
-
 
 # A queued request that was tried, and its result; None: it stays queued.
 AdmissionResult = tuple[QueuedRequest, Decision | MeshError | None]
@@ -247,7 +213,7 @@ class Router:
         """The decision as if made now, with every candidate; nothing is booked or stored."""
         self.expire(now)
         attempt = self._attempt(query, now, rng, matches)
-        return self._decision(attempt, attempt.plan(), None)
+        return make_decision(attempt, attempt.plan(), self.overlaps, None)
 
     def recent(self, request_id: str) -> Decision | None:
         """The latest booked decision of a request; None if not among the last RECENT_MAX."""
@@ -372,9 +338,9 @@ class Router:
                 plan.worker.chosen.placement, prefill, key, self.affinity.revision_min(now)
             )
         revision = record.revision if record is not None and record.placement is not None else 0
-        decision = self._decision(attempt, plan, CONSIDERED_MAX, queued_s, revision)
+        decision = make_decision(attempt, plan, self.overlaps, CONSIDERED_MAX, queued_s, revision)
         if key is not None:
-            self.book.book(_booking(key, query, decision), session, now)
+            self.book.book(booking_of(key, query, decision), session, now)
             self._record_prefill_work(query, decision, plan, now)
             self.overlaps.record_placement(query, plan.prompt_leg.chosen.placement, now)
             if record is not None:
@@ -418,76 +384,6 @@ class Router:
             self._store_recent(key, decision)
         self.book.book(booking, session, now)
         return decision
-
-    def _decision(
-        self,
-        attempt: PlacementAttempt,
-        plan: ServingPlan,
-        considered_max: int | None,
-        queued_s: float | None = None,
-        session_revision: int = 0,
-    ) -> Decision:
-        query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
-        at = plan.prompt_leg.chosen
-        overlap = plan.prompt_leg.view.overlap(at.placement)
-        predicted_cached = cached_tokens(query, plan.prompt_leg)
-        affinity = (
-            ""
-            if attempt.session_constraint is None
-            else attempt.session_constraint.outcome(worker.placement)
-        )
-        rows = [] if prefill is None else explain(prefill, self.overlaps, considered_max)
-        rows += explain(plan.worker, self.overlaps, considered_max)
-        reasons = self._explain_reasons(query, plan, overlap)
-        if affinity:
-            reasons.append(f"session {affinity}")
-        if queued_s is not None:
-            reasons.append(f"queued for {queued_s * 1000:.0f} ms")
-        return Decision(
-            worker.placement,
-            self.selector.name,
-            attempt.now,
-            prefill=None if prefill is None else at.placement,
-            bootstrap=None if prefill is None else make_bootstrap_info(at, attempt.rng),
-            overlap_blocks=overlap,
-            predicted_cached_tokens=predicted_cached,
-            prefill_tokens=bookable_prefill_tokens(query, predicted_cached, attempt.cost_settings),
-            decode_blocks=bookable_decode_blocks(
-                query, block_size_of(query, worker.instance.block_size), attempt.cost_settings
-            ),
-            queued_s=queued_s or 0.0,
-            reasons=tuple(reasons),
-            fallback=plan.fallback,
-            bypass=plan.bypass,
-            affinity=affinity,
-            session_revision=session_revision,
-            considered=tuple(rows),
-        )
-
-    def _explain_reasons(self, query: Query, plan: ServingPlan, overlap: int) -> list[str]:
-        name, at = self.selector.name, plan.prompt_leg.chosen
-        reasons = []
-        if overlap:
-            whole = query.total_tokens // block_size_of(query, at.instance.block_size)
-            approximate = ", approximate" if self.overlaps.is_approximate(at.placement) else ""
-            reasons.append(f"prefix hit: {overlap} of {whole} blocks{approximate}")
-        for leg_plan in (plan.prefill, plan.worker):
-            if leg_plan is not None:
-                leg = "" if leg_plan.view.leg == "whole" else f"{leg_plan.view.leg} by "
-                reasons.append(f"{name}: {leg}{leg_plan.choice.reason}")
-                reasons.append(f"{len(leg_plan.kept)} of {leg_plan.candidate_count} eligible")
-        if unused_reason := self.overlaps.unused_reason(query, plan.prompt_leg.kept):
-            reasons.append(f"kv_index=none: {unused_reason}")
-        if plan.fallback:
-            reasons.append(f"aggregated fallback: {plan.fallback.replace('_', ' ')}")
-        if plan.bypass:
-            eff_isl = max(0, query.total_tokens - cached_tokens(query, plan.worker))
-            reason = plan.bypass.replace("_", " ")
-            reasons.append(
-                f"remote prefill bypassed: {reason}, {eff_isl} of {query.total_tokens} tokens to "
-                "compute"
-            )
-        return reasons
 
     def _potential_load(
         self, query: Query, at: Candidate, view: View, cost_settings: CostSettings
@@ -534,22 +430,4 @@ def _max_cached_tokens(query: Query, leg_plan: LegPlan) -> int:
             query, view.overlap(c.placement), block_size_of(query, c.instance.block_size)
         )
         for c in leg_plan.kept
-    )
-
-
-def _booking(key: BookingKey, query: Query, decision: Decision) -> Booking:
-    routing = query.routing
-    control = routing.session_control if routing is not None else None
-    has_session = control is not None and decision.session_revision > 0
-    lora_name = (routing.lora_name or "") if routing is not None and has_session else ""
-    return Booking(
-        key,
-        query.model,
-        decision.worker,
-        decision.prefill,
-        decision.prefill_tokens,
-        decision.decode_blocks,
-        session_id=control.session_id if control is not None and has_session else "",
-        session_revision=decision.session_revision,
-        lora_name=lora_name,
     )

@@ -50,12 +50,13 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.app import EXPIRE_BLOCKS_PER_STEP, STARTUP_TIMEOUT_S
 from router_svc.app import TICK_S as ROUTER_TICK_S
 from router_svc.core.admission import QueuedRequest
+from router_svc.core.decision import Decision
 from router_svc.core.load_tracker import LoadTracker
 from router_svc.core.overlap import EVENT_INDEX_SETTINGS, IndexSettings
 from router_svc.core.placement import PlacementAttempt, ServingPlan
 from router_svc.core.policy import DEFAULT_POLICY, Policy
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Matches, Placement
 from router_svc.fleet_watch import FleetWatch

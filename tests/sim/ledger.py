@@ -20,12 +20,13 @@ from common.registry.instances import Instance, SnapshotDiff
 from common.request.preprocessed import RoutingHints, SessionAction
 from router_svc.app import TICK_S
 from router_svc.core.admission import ConstraintClass, QueuedRequest
+from router_svc.core.decision import Decision
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexSettings
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.types import BookingKey, Placement
 
 # Approximate entries expire by the latest tick, and are dropped at one of the next.

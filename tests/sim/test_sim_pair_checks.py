@@ -17,8 +17,8 @@ from common.request.token_stream import LegRequest, LegSink
 from frontend_svc.core.peers.placement_query import PlacementCallback, PlacementKey, Query
 from frontend_svc.core.request.types import RoutingDecision
 from frontend_svc.peers.engine_client import Submission
+from router_svc.core.decision import Decision
 from router_svc.core.query import Query as RouterQuery
-from router_svc.core.router import Decision
 from router_svc.core.types import Matches
 from tests.sim.clients import ClientSpec, draw_conversations
 from tests.sim.faults import Fault, FaultKind

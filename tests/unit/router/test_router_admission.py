@@ -30,12 +30,13 @@ from router_svc.core.admission import (
     QueueSettings,
     queue_timeout_error,
 )
+from router_svc.core.decision import Decision
 from router_svc.core.eligibility import BusyLimits
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector
 from router_svc.core.types import (
     BookingKey,

@@ -21,6 +21,7 @@ from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride
 from router_svc.config import RouterConfig
 from router_svc.core.approx_index import ApproxIndex, ApproxLimits
+from router_svc.core.decision import Decision
 from router_svc.core.overlap import (
     EVENT_INDEX_SETTINGS,
     IndexSettings,
@@ -29,7 +30,7 @@ from router_svc.core.overlap import (
     derive_index_settings,
 )
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Placement
 

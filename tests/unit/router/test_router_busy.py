@@ -11,10 +11,11 @@ from common.errors import Overloaded, Unavailable
 from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionControl
+from router_svc.core.decision import Decision
 from router_svc.core.eligibility import BusyLimits, busy_worker_ids
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 

@@ -16,13 +16,14 @@ from common.kv.events import Source
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.decision import Decision
 from router_svc.core.eligibility import RECENTLY_REMOVED_MAX, AdapterResidency
 from router_svc.core.fleet import GONE_MODEL_TTL_S
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import TransferDomain
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey, Placement
 

@@ -15,11 +15,12 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from kvmesh.router.v1 import router_pb2
 from router_svc.core.admission import QueuedRequest, QueueSettings
+from router_svc.core.decision import Decision
 from router_svc.core.load_tracker import ORPHAN_S
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.policy import Policy
 from router_svc.core.rank_load import REPORT_MAX_AGE_S
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, LeastLoadedSelector, Selection, WorkerSelector
 from router_svc.core.sessions import SessionPlacement, SessionRecord, SessionUpdate
 from router_svc.core.types import BookingKey, Placement, SessionHello, SessionName

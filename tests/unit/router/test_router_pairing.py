@@ -16,11 +16,12 @@ from common.kv.load import Load
 from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingConstraints, RoutingHints
+from router_svc.core.decision import Decision
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.pairing import BOOTSTRAP_ROOM_MAX, bootstrap_room
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import Booking, BookingKey, LoadTotals, Placement
 

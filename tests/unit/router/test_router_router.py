@@ -25,11 +25,12 @@ from common.kv.prefix_index import SourceMatch
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RouterConfigOverride, RoutingHints
 from router_svc.core.cost import CostSettings
+from router_svc.core.decision import CONSIDERED_MAX
 from router_svc.core.load_tracker import ORPHAN_S, LoadTracker
 from router_svc.core.overlap import IndexStatus
 from router_svc.core.placement import SELECTOR_FAILED
 from router_svc.core.query import Query
-from router_svc.core.router import CONSIDERED_MAX, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS, Selection, View, WorkerSelector, score_candidates
 from router_svc.core.types import BookingKey, Candidate, LoadTotals, Placement
 

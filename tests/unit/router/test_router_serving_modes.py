@@ -19,11 +19,12 @@ from common.kv.load import Load
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints
 from router_svc.core.admission import NO_QUEUE, QueuedRequest, QueueSettings
+from router_svc.core.decision import Decision
 from router_svc.core.eligibility import NO_LIMITS, BusyLimits
 from router_svc.core.pairing import NO_BYPASS, Bypass
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.types import BookingKey
 

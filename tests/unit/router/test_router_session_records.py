@@ -19,10 +19,11 @@ from common.request.preprocessed import (
     SessionAction,
     SessionControl,
 )
+from router_svc.core.decision import Decision
 from router_svc.core.events import RouterEvents
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
     RECORD_OVERHEAD_BYTES,

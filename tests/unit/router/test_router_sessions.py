@@ -13,10 +13,11 @@ from common.errors import InvalidRequest
 from common.registry.instances import Instance, Snapshot
 from common.request.preprocessed import RoutingHints, SessionAction, SessionControl
 from kvmesh.router.v1 import router_pb2 as pb
+from router_svc.core.decision import Decision
 from router_svc.core.policy import Policy
 from router_svc.core.query import Query
 from router_svc.core.replication import BACKLOG_MAX, FRAME_ENTRIES_MAX, OutboundSync, Replica
-from router_svc.core.router import Decision, Router
+from router_svc.core.router import Router
 from router_svc.core.selectors import SELECTORS
 from router_svc.core.sessions import (
     AffinityMode,

@@ -1,0 +1,141 @@
+"""The result of a placement: the decision, its reasons and its booking (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.request.preprocessed import BootstrapInfo
+from router_svc.core.explain import CandidateRow, explain
+from router_svc.core.overlap import Overlaps
+from router_svc.core.pairing import make_bootstrap_info
+from router_svc.core.placement import PlacementAttempt, ServingPlan, cached_tokens
+from router_svc.core.query import (
+    Query,
+    block_size_of,
+    bookable_decode_blocks,
+    bookable_prefill_tokens,
+)
+from router_svc.core.types import Booking, BookingKey, Placement
+
+# Candidates per leg that a stored decision keeps, cheapest first; a preview keeps all.
+CONSIDERED_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A placement with its booked load. prefill: None if the request is not split.
+
+    bootstrap: None also if prefill completes before decode starts. overlap_blocks: blocks of the
+    prompt that the prefilling rank holds. prefill_tokens, decode_blocks: the booked load.
+    queued_s: seconds in the admission queue. made_at: `now` of the decision. fallback, bypass,
+    affinity: one of `placement.FALLBACK_REASONS`, `pairing.BYPASS_REASONS`,
+    `sessions.AFFINITY_OUTCOMES`, or empty. session_revision: of the session record, 0 without one.
+    considered: candidates per leg, cheapest first.
+    """
+
+    worker: Placement
+    selector: str
+    made_at: float
+    prefill: Placement | None = None
+    bootstrap: BootstrapInfo | None = None
+    overlap_blocks: int = 0
+    predicted_cached_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    queued_s: float = 0.0
+    reasons: tuple[str, ...] = ()
+    fallback: str = ""
+    bypass: str = ""
+    affinity: str = ""
+    session_revision: int = 0
+    considered: tuple[CandidateRow, ...] = field(default=(), compare=False)
+
+
+def make_decision(
+    attempt: PlacementAttempt,
+    plan: ServingPlan,
+    overlaps: Overlaps,
+    considered_max: int | None,
+    queued_s: float | None = None,
+    session_revision: int = 0,
+) -> Decision:
+    """The decision of a plan. considered_max: rows per leg, None for all. queued_s: None if the
+    request was never queued.
+    """
+    query, prefill, worker = attempt.query, plan.prefill, plan.worker.chosen
+    at, selector = plan.prompt_leg.chosen, attempt.planner.selector.name
+    overlap = plan.prompt_leg.view.overlap(at.placement)
+    predicted_cached = cached_tokens(query, plan.prompt_leg)
+    session = attempt.session_constraint
+    affinity = "" if session is None else session.outcome(worker.placement)
+    rows = [] if prefill is None else explain(prefill, overlaps, considered_max)
+    rows += explain(plan.worker, overlaps, considered_max)
+    reasons = _reasons(query, plan, overlaps, selector)
+    if affinity:
+        reasons.append(f"session {affinity}")
+    if queued_s is not None:
+        reasons.append(f"queued for {queued_s * 1000:.0f} ms")
+    return Decision(
+        worker.placement,
+        selector,
+        attempt.now,
+        prefill=None if prefill is None else at.placement,
+        bootstrap=None if prefill is None else make_bootstrap_info(at, attempt.rng),
+        overlap_blocks=overlap,
+        predicted_cached_tokens=predicted_cached,
+        prefill_tokens=bookable_prefill_tokens(query, predicted_cached, attempt.cost_settings),
+        decode_blocks=bookable_decode_blocks(
+            query, block_size_of(query, worker.instance.block_size), attempt.cost_settings
+        ),
+        queued_s=queued_s or 0.0,
+        reasons=tuple(reasons),
+        fallback=plan.fallback,
+        bypass=plan.bypass,
+        affinity=affinity,
+        session_revision=session_revision,
+        considered=tuple(rows),
+    )
+
+
+def booking_of(key: BookingKey, query: Query, decision: Decision) -> Booking:
+    """The booking of a decision."""
+    routing = query.routing
+    control = routing.session_control if routing is not None else None
+    has_session = control is not None and decision.session_revision > 0
+    lora_name = (routing.lora_name or "") if routing is not None and has_session else ""
+    return Booking(
+        key,
+        query.model,
+        decision.worker,
+        decision.prefill,
+        decision.prefill_tokens,
+        decision.decode_blocks,
+        session_id=control.session_id if control is not None and has_session else "",
+        session_revision=decision.session_revision,
+        lora_name=lora_name,
+    )
+
+
+def _reasons(query: Query, plan: ServingPlan, overlaps: Overlaps, selector: str) -> list[str]:
+    at = plan.prompt_leg.chosen
+    reasons = []
+    if overlap := plan.prompt_leg.view.overlap(at.placement):
+        whole = query.total_tokens // block_size_of(query, at.instance.block_size)
+        approximate = ", approximate" if overlaps.is_approximate(at.placement) else ""
+        reasons.append(f"prefix hit: {overlap} of {whole} blocks{approximate}")
+    for leg_plan in (plan.prefill, plan.worker):
+        if leg_plan is not None:
+            leg = "" if leg_plan.view.leg == "whole" else f"{leg_plan.view.leg} by "
+            reasons.append(f"{selector}: {leg}{leg_plan.choice.reason}")
+            reasons.append(f"{len(leg_plan.kept)} of {leg_plan.candidate_count} eligible")
+    if unused_reason := overlaps.unused_reason(query, plan.prompt_leg.kept):
+        reasons.append(f"kv_index=none: {unused_reason}")
+    if plan.fallback:
+        reasons.append(f"aggregated fallback: {plan.fallback.replace('_', ' ')}")
+    if plan.bypass:
+        eff_isl = max(0, query.total_tokens - cached_tokens(query, plan.worker))
+        reasons.append(
+            f"remote prefill bypassed: {plan.bypass.replace('_', ' ')}, {eff_isl} of "
+            f"{query.total_tokens} tokens to compute"
+        )
+    return reasons
