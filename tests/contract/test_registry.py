@@ -450,9 +450,9 @@ async def test_an_update_cannot_change_the_identity_of_an_instance(mesh: Mesh) -
         "service": "router",
         "stable_name": "b",
     }.items():
-        with pytest.raises(InvalidRequest) as refused:
+        with pytest.raises(InvalidRequest) as rejected:
             await lease.update(replace(one, **{name: value}))  # type: ignore[arg-type]
-        assert refused.value.field == name
+        assert rejected.value.field == name
     assert lease.instance == one
 
 
@@ -471,9 +471,9 @@ async def test_an_id_is_registered_once(mesh: Mesh) -> None:
     one = worker()
     await first.register(one)
     for registry in (first, second):
-        with pytest.raises(Conflict) as refused:
+        with pytest.raises(Conflict) as rejected:
             await registry.register(one)
-        assert (refused.value.reason, refused.value.field) == ("INSTANCE_EXISTS", "id")
+        assert (rejected.value.reason, rejected.value.field) == ("INSTANCE_EXISTS", "id")
 
 
 async def test_two_watches_see_the_same_members_independently(mesh: Mesh) -> None:
@@ -536,9 +536,9 @@ async def test_namespaces_do_not_see_each_other(mesh: Mesh) -> None:
     await registry.register(one)
     await settled(registry, one)
     await settled(registry, namespace="mesh-2")
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await registry.snapshot("../mesh-1")
-    assert refused.value.field == "namespace"
+    assert rejected.value.field == "namespace"
 
 
 async def test_a_new_incarnation_supersedes_a_living_predecessor(mesh: Mesh) -> None:
@@ -581,9 +581,9 @@ async def test_a_damaged_card_is_rejected(mesh: Mesh) -> None:
     registry = mesh.connect()
     await registry.put_card(CARD)
     mesh.damage_card(CARD.checksum)
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await registry.get_card(CARD.checksum)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
 async def test_another_card_for_a_served_model_is_a_conflict_with_details(mesh: Mesh) -> None:
@@ -591,11 +591,11 @@ async def test_another_card_for_a_served_model_is_a_conflict_with_details(mesh: 
     first = worker("w0", model="m", card_checksum="c1")
     await registry.register(first)
     candidate = worker("w1", model="m", card_checksum="c2")
-    with pytest.raises(Conflict) as refused:
+    with pytest.raises(Conflict) as rejected:
         await mesh.connect().register(candidate)
-    assert refused.value.reason == "CARD_CONFLICT"
-    assert refused.value.metadata == {"model": "m", "served_checksum": "c1"}
-    assert "c2" in refused.value.message
+    assert rejected.value.reason == "CARD_CONFLICT"
+    assert rejected.value.metadata == {"model": "m", "served_checksum": "c1"}
+    assert "c2" in rejected.value.message
     assert (await settled(registry, first)).card_checksum("m") == "c1"
     # Another model, another namespace, or the same card are all welcome.
     await registry.register(replace(candidate, model="n"))
@@ -653,10 +653,10 @@ async def test_of_concurrent_registrations_with_different_cards_one_succeeds(mes
     outcomes = await asyncio.gather(
         *(c.register(w) for c, w in zip(clients, candidates, strict=True)), return_exceptions=True
     )
-    refused = [o for o in outcomes if isinstance(o, BaseException)]
-    assert len(refused) == 3
-    assert all(isinstance(o, Conflict) for o in refused)
-    (winner,) = (w for w, o in zip(candidates, outcomes, strict=True) if o not in refused)
+    rejected = [o for o in outcomes if isinstance(o, BaseException)]
+    assert len(rejected) == 3
+    assert all(isinstance(o, Conflict) for o in rejected)
+    (winner,) = (w for w, o in zip(candidates, outcomes, strict=True) if o not in rejected)
     await settled(clients[0], winner)
 
 
@@ -836,9 +836,9 @@ async def test_a_damaged_card_is_repaired_by_the_next_owner(files: FileMesh) -> 
 
 
 async def test_a_checksum_that_is_a_path_is_rejected(files: FileMesh) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await files.connect().get_card("../../etc/passwd")
-    assert refused.value.field == "card_checksum"
+    assert rejected.value.field == "card_checksum"
 
 
 async def test_a_change_that_leaves_the_directorys_mtime_unchanged_is_seen(
@@ -889,10 +889,10 @@ async def test_a_registration_fails_if_another_holds_the_card_check_too_long(
     files.clients.append(registry)
     with (
         card_check_held(files),
-        pytest.raises(Unavailable, match="another registration") as refused,
+        pytest.raises(Unavailable, match="another registration") as rejected,
     ):
         await registry.register(worker(model="m", card_checksum="c"))
-    assert refused.value.retry_after_s
+    assert rejected.value.retry_after_s
 
 
 @pytest.mark.slow

@@ -340,9 +340,9 @@ async def test_a_registration_without_an_agent_fails_after_the_timeout_and_can_b
     client, one = mesh.connect(unreachable_timeout_s=0.2), worker(healthy.address)
     mesh.agent.kill()
     try:
-        with pytest.raises(Unavailable, match=mesh.agent.url) as refused:
+        with pytest.raises(Unavailable, match=mesh.agent.url) as rejected:
             await client.register(one)
-        assert refused.value.retry_after_s
+        assert rejected.value.retry_after_s
     finally:
         mesh.agent.start()
     await client.register(one)
@@ -408,9 +408,9 @@ async def test_a_card_larger_than_a_consul_value_is_stored_in_parts(mesh: Mesh) 
     response = await mesh.http.get(f"/v1/kv/{key}/manifest?raw")
     assert json.loads(response.content)["parts"] > 5
     await mesh.http.delete(f"/v1/kv/{key}/2")
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await mesh.connect().get_card(card.checksum)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
 async def test_the_checksum_of_a_models_card_is_stored_under_the_models_name(
@@ -426,16 +426,16 @@ async def test_the_checksum_of_a_models_card_is_stored_under_the_models_name(
 
 @pytest.mark.parametrize("health", ["nowhere", "127.0.0.1", "http://x:1"])
 async def test_an_invalid_health_address_is_rejected_by_name(mesh: Mesh, health: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         await mesh.connect().register(worker(health))
-    assert refused.value.field == "meta.health"
+    assert rejected.value.field == "meta.health"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8500", "", "http://a b:x"])
 def test_an_invalid_url_is_rejected_by_name(url: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         ConsulRegistry(url)
-    assert refused.value.field == "consul_url"
+    assert rejected.value.field == "consul_url"
 
 
 async def test_a_registry_closed_during_registrations_leaves_no_services(
@@ -456,9 +456,9 @@ async def test_a_registry_closed_during_registrations_leaves_no_services(
 
 async def test_an_instance_too_large_for_consul_is_rejected(mesh: Mesh) -> None:
     huge = replace(worker(None), meta={"notes": "x" * 40_000})
-    with pytest.raises(InvalidRequest, match="bytes") as refused:
+    with pytest.raises(InvalidRequest, match="bytes") as rejected:
         await mesh.connect().register(huge)
-    assert refused.value.field == "meta"
+    assert rejected.value.field == "meta"
 
 
 async def test_an_instance_is_split_over_several_meta_values(mesh: Mesh) -> None:

@@ -48,7 +48,7 @@ class SlowPeer(engine_pb2_grpc.EngineServiceServicer):
 
 
 @asynccontextmanager
-async def trickling(store: MemoryStore) -> AsyncIterator[SlowPeer]:
+async def serving_slow_peer(store: MemoryStore) -> AsyncIterator[SlowPeer]:
     """A registered worker of the model `slow`."""
     registry, server = MemoryRegistry(store), rpc.server()
     peer = SlowPeer()  # type: ignore[abstract]  # Only GetArtifact is called.
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
 async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
     store = MemoryStore()
     async with AsyncExitStack() as ended:
-        peer = await ended.enter_async_context(trickling(store))
+        peer = await ended.enter_async_context(serving_slow_peer(store))
         config = FrontendConfig(registry="memory", http_port=0)
         frontend = FrontendApp(config, registry=MemoryRegistry(store))
         await ended.enter_async_context(living(frontend, grace_s=1.0))
@@ -99,10 +99,10 @@ async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
 
             return are_served
 
-        async def has_begun() -> bool:
+        async def has_started() -> bool:
             return peer.sent > 0
 
-        await until(has_begun, "the files of the slow one trickle in")
+        await until(has_started, "the slow transfer has started")
         health = (await http.get("/health")).json()
         assert health["models_not_ready"] == {"slow": "its card is being loaded"}
         async with living(
@@ -112,12 +112,12 @@ async def test_a_slow_card_transfer_does_not_delay_other_models() -> None:
             )
         ):
             await until(serves("sim", "french"), "the other model, and its adapter, are served")
-        await until(serves(), "the other model went")
+        await until(serves(), "the other model is removed")
         before = peer.sent
 
-        async def goes_on() -> bool:
+        async def continues() -> bool:
             return peer.sent > before
 
-        await until(goes_on, "all the while it trickled")
+        await until(continues, "the slow transfer continued")
         peer.hurry.set()
         await until(serves("slow"), "the slow model is served after its transfer")

@@ -525,11 +525,11 @@ async def test_with_mutual_tls_only_a_peer_with_a_certificate_is_served(
 async def test_a_taken_port_is_a_conflict_and_never_shared() -> None:
     async with serving(echo) as service:
         other = rpc.server()
-        with pytest.raises(errors.Conflict, match=str(service.port)) as refused:
+        with pytest.raises(errors.Conflict, match=str(service.port)) as rejected:
             rpc.bind(other, "127.0.0.1", service.port)
         await other.stop(None)
-    assert refused.value.field == "port"
-    assert refused.value.message.endswith("(--host, --port): Address already in use")
+    assert rejected.value.field == "port"
+    assert rejected.value.message.endswith("(--host, --port): Address already in use")
 
 
 def test_the_error_for_a_taken_health_port_names_the_setting() -> None:
@@ -537,9 +537,9 @@ def test_the_error_for_a_taken_health_port_names_the_setting() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as refused:
+        with pytest.raises(errors.Conflict, match=rf":{port} \(--host, --health-port\)") as raised:
             ThreadedHealthServer("127.0.0.1", port)
-    assert refused.value.field == "health_port"
+    assert raised.value.field == "health_port"
 
 
 def test_the_error_for_a_taken_metrics_port_names_the_setting() -> None:
@@ -566,11 +566,11 @@ def test_the_error_for_an_unreadable_tls_file_names_its_flag(tmp_path: Path) -> 
         tls_key_path=tmp_path / "key.pem",
         tls_ca_path=tmp_path / "cert.pem",
     )
-    with pytest.raises(errors.InvalidRequest) as refused:
+    with pytest.raises(errors.InvalidRequest) as rejected:
         rpc.security_from_config(config)
-    assert refused.value.field == "tls_key_path"
+    assert rejected.value.field == "tls_key_path"
     message = f"--tls-key-path: cannot read {tmp_path}/key.pem: No such file or directory"
-    assert refused.value.message == message
+    assert rejected.value.message == message
 
 
 async def test_the_error_for_invalid_pem_files_names_their_flags() -> None:

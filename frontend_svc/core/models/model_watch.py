@@ -342,7 +342,7 @@ class ModelWatchState(Generic[E]):
     def is_pending(self, name: str) -> bool:
         """Whether workers offer a model that is not served: its Build is in progress or failed.
 
-        False for a model that is served, even if some worker's card for it is refused.
+        False for a model that is served, even if some worker's card for it is rejected.
         """
         if name not in self._building and name not in self.not_ready:
             return False
@@ -362,7 +362,7 @@ class ModelWatchState(Generic[E]):
             return actions + builds
         if self._served.get(name, entry).checksum != entry.checksum:
             fields = {"model": name, "key": kv.key, "checksum": entry.checksum}
-            return [*actions, LogEvent("error", "model_card_refused", fields)]
+            return [*actions, LogEvent("error", "model_card_rejected", fields)]
         return [*actions, LogEvent("debug", "model_already_known", {"model": name, "key": kv.key})]
 
     def handle_delete(self, key: str) -> list[Action]:
@@ -474,12 +474,12 @@ def model_watcher(state: ModelWatchState[E], events: Iterable[WatchEvent]) -> It
                 case Delete(key):
                     actions = state.handle_delete(key)
         except MeshError as error:
-            yield LogEvent("error", "model_event_refused", _refusal_fields(event, error))
+            yield LogEvent("error", "model_event_rejected", _rejection_fields(event, error))
         else:
             yield from actions
 
 
-def _refusal_fields(event: WatchEvent, error: MeshError) -> dict[str, object]:
+def _rejection_fields(event: WatchEvent, error: MeshError) -> dict[str, object]:
     if isinstance(event, Delete):
         return {"key": event.key, "error": error.message}
     value = event.kv.value.to_json().decode()

@@ -162,15 +162,15 @@ def _newer_field(raw: dict[str, Any]) -> None:
 def test_a_damaged_card_is_rejected_with_the_differing_field(
     change: Callable[[dict[str, Any]], None], path: str
 ) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         decode_card(tampered(change))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
 def test_a_valid_card_under_another_key_is_rejected() -> None:
-    with pytest.raises(InvalidRequest, match="not " + "1" * 64) as refused:
+    with pytest.raises(InvalidRequest, match="not " + "1" * 64) as rejected:
         decode_card(encode_card(CARD), "1" * 64)
-    assert refused.value.field == "checksum"
+    assert rejected.value.field == "checksum"
 
 
 def test_an_incomplete_card_is_rejected() -> None:
@@ -193,15 +193,15 @@ def test_an_incomplete_card_is_rejected() -> None:
     ],
 )
 def test_an_invalid_card_cannot_be_constructed(facts: dict[str, Any], path: str) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         ModelCard(**({"name": "m"} | facts))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
 def test_user_data_that_is_not_json_is_rejected() -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         encode_card(ModelCard(name="m", user_data={"a": float("nan")}))
-    assert refused.value.field == "user_data"
+    assert rejected.value.field == "user_data"
 
 
 def test_fetched_artifacts_are_verified_like_inline_ones() -> None:

@@ -79,9 +79,9 @@ def test_unknown_keys_are_ignored_so_that_newer_peers_can_join() -> None:
 def test_the_error_for_a_missing_field_names_it(name: str) -> None:
     raw = json.loads(FULL.to_json())
     del raw[name]
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == name
+    assert rejected.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ def test_the_error_for_a_missing_field_names_it(name: str) -> None:
 )
 def test_a_wrong_value_is_rejected_by_name(name: str, value: object) -> None:
     raw = json.loads(FULL.to_json()) | {name: value}
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == name
+    assert rejected.value.field == name
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_a_wrong_value_is_rejected_by_name(name: str, value: object) -> None:
 )
 def test_a_wrong_element_is_rejected_by_path(name: str, value: object, path: str) -> None:
     raw = json.loads(FULL.to_json()) | {name: value}
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Instance.from_json(json.dumps(raw))
-    assert refused.value.field == path
+    assert rejected.value.field == path
 
 
 def test_invalid_json_is_rejected() -> None:
@@ -290,9 +290,9 @@ def test_a_lease_is_lower_case_hex_without_prefix_or_padding(lease: int, text: s
 
 @pytest.mark.parametrize("lease", [2**64, -(2**63) - 1])
 def test_a_lease_above_64_bits_is_rejected(lease: int) -> None:
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         ModelNetworkName.from_parts("n", "c", "e", lease)
-    assert refused.value.field == "lease_id"
+    assert rejected.value.field == "lease_id"
 
 
 @pytest.mark.row("S0-14", "S0-15")

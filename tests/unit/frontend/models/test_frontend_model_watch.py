@@ -157,7 +157,7 @@ def test_an_unknown_model_type_is_an_error_of_that_entry_only() -> None:
         ModelEntry.from_json(entry().model.to_json().replace(b"Backend", b"Realtime"))
     shell = Shell()
     done = shell.feed(put(worker(1, "new", model_type="Realtime")), put(worker(2, "m")))
-    assert notes(done) == [("error", "model_event_refused")]
+    assert notes(done) == [("error", "model_event_rejected")]
     assert shell.manager.names() == ("m",)
 
 
@@ -173,9 +173,9 @@ def test_an_entry_has_the_model_card_and_endpoint_of_its_instance() -> None:
         ModelEntry("Qwen/A", ENDPOINT, EntryType.BACKEND), "c7"
     )
     assert Entry.of(worker(1, model_type="Chat")).model.model_type is EntryType.CHAT
-    with pytest.raises(InvalidRequest) as refused:
+    with pytest.raises(InvalidRequest) as rejected:
         Entry.of(worker(1, model_type="Realtime"))
-    assert refused.value.field == f"meta.{MODEL_TYPE_KEY}"
+    assert rejected.value.field == f"meta.{MODEL_TYPE_KEY}"
 
 
 @pytest.mark.row("S0-17")
@@ -264,7 +264,7 @@ def test_an_invalid_entry_is_logged_once_and_the_next_event_works() -> None:
     bad = worker(1, "bad", model_type="Realtime")
     done = shell.feed(put(bad), put(worker(2)))
     (note,) = (a for a in done if isinstance(a, LogEvent))
-    assert (note.level, note.event) == ("error", "model_event_refused")
+    assert (note.level, note.event) == ("error", "model_event_rejected")
     assert note.fields["key"] == key_of(bad)
     assert note.fields["value"] == bad.to_json().decode()
     assert "Realtime" in str(note.fields["error"])
@@ -317,7 +317,7 @@ def test_a_delete_returns_the_removed_name_and_an_unknown_key_is_an_error() -> N
     shell = Shell()
     shell.feed(put(worker(1, "Qwen/A")))
     done = shell.feed(Delete(MODEL_KEY_PREFIX + "unknown"), delete(worker(1, "Qwen/A")))
-    assert notes(done) == [("error", "model_event_refused")]
+    assert notes(done) == [("error", "model_event_rejected")]
     assert done[-1] == ModelRemoved("Qwen/A")
     assert shell.state.handle_put(put(worker(2, "B")).kv) == [
         Build(key_of(worker(2)), Entry.of(worker(2, "B")))
@@ -366,7 +366,7 @@ def test_a_worker_with_another_card_is_logged_and_served_once_it_is_the_only_one
     shell = Shell()
     first, other = worker(1, checksum="c1"), worker(2, checksum="c2")
     shell.feed(put(first))
-    assert notes(shell.feed(put(other))) == [("error", "model_card_refused")]
+    assert notes(shell.feed(put(other))) == [("error", "model_card_rejected")]
     assert shell.feed(delete(first)) == [
         ModelRemoved("m"),
         Build(key_of(other), entry(checksum="c2")),
@@ -436,9 +436,9 @@ def test_without_a_discovery_client_nothing_is_built_and_the_reason_is_recorded(
 
 @pytest.mark.row("S0-37")
 def test_a_backend_entry_without_a_card_is_an_error() -> None:
-    with pytest.raises(InvalidRequest, match="missing model deployment card") as refused:
+    with pytest.raises(InvalidRequest, match="missing model deployment card") as rejected:
         plan_pipelines(entry(checksum=""), None)
-    assert refused.value.field == "card_checksum"
+    assert rejected.value.field == "card_checksum"
     with pytest.raises(InvalidRequest, match="it is gone"):
         plan_pipelines(entry(), None, "it is gone")
 
@@ -488,9 +488,9 @@ def test_each_pipeline_states_its_request_and_response_types() -> None:
 def test_the_model_type_of_a_card_selects_the_tables() -> None:
     (only,) = plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.COMPLETIONS))
     assert only.table == "completions"
-    with pytest.raises(InvalidRequest, match="neither") as refused:
+    with pytest.raises(InvalidRequest, match="neither") as rejected:
         plan_pipelines(entry(), ModelCard(name="m", model_type=ModelType.EMBEDDING))
-    assert refused.value.field == "model_type"
+    assert rejected.value.field == "model_type"
 
 
 @pytest.mark.row("S0-41")
