@@ -202,7 +202,7 @@ def test_the_contract_module_exports_all_names_an_engine_author_needs() -> None:
 
 
 class Script:
-    """An engine's stream: yields outputs, raises errors, and reason whether it was closed."""
+    """An engine's stream: yields outputs, raises errors, and records whether it was closed."""
 
     def __init__(self, *items: LLMEngineOutput | MeshError) -> None:
         self.items = items
