@@ -147,7 +147,7 @@ async def run(engine: SimEngine, asked: PreprocessedRequest) -> tuple[list[int],
     return [token for output in outputs for token in output.token_ids], outputs[-1]
 
 
-def assert_idle(engine: SimEngine) -> bool:
+def is_idle(engine: SimEngine) -> bool:
     count = engine.counters
     ends = count["finished"] + count["cancelled"] + count["closed"] + count["failed"]
     load = engine.loads()[0]
@@ -279,7 +279,7 @@ async def test_cleanup_ends_open_streams_with_worker_lost() -> None:
         with pytest.raises(WorkerLost) as raised:
             await waiting
         assert raised.value.retryable
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 # Streams.
@@ -299,7 +299,7 @@ async def test_concurrent_requests_each_get_their_own_output_and_one_terminal_ch
         ]
         assert {end.finish_reason for _, end in outputs} == {FinishReason.EOS, FinishReason.LENGTH}
         assert engine.counters["finished"] == 50
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-36")
@@ -404,7 +404,7 @@ async def test_a_stop_ends_a_silent_prefill_with_a_cancelled_chunk_and_no_step_p
         outputs = collecting.result()
         assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
         assert (engine.counters["cancelled"], engine.counters["steps"]) == (1, 0)
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 async def test_a_stop_frees_slot_and_blocks_of_an_unread_stream() -> None:
@@ -437,7 +437,7 @@ async def test_a_request_stopped_before_its_start_is_cancelled_at_once() -> None
         outputs = await outputs_of(engine, request(), ctx)
 
         assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-39")
@@ -454,7 +454,7 @@ async def test_closing_the_generator_early_frees_slot_and_blocks_at_once() -> No
         await generator.aclose()
 
         assert engine.counters["closed"] == 1
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 async def test_cancelling_the_reading_task_frees_all_resources() -> None:
@@ -465,7 +465,7 @@ async def test_cancelling_the_reading_task_frees_all_resources() -> None:
         await asyncio.wait([collecting])
 
         assert collecting.cancelled()
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-37")
@@ -683,7 +683,7 @@ async def test_a_full_queue_rejects_with_a_retry_time() -> None:
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S2-78")
@@ -779,7 +779,7 @@ async def test_with_few_blocks_requests_are_preempted_without_changing_their_out
             TOKEN_ORACLE.continue_tokens([seed] * 9, 30, ignore_eos=True) for seed in range(6)
         ]
         assert engine.counters["preempted"] > 0
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 # Faults.
@@ -819,7 +819,7 @@ async def test_a_request_on_a_frozen_engine_can_be_stopped() -> None:
         await until(collecting.done, "the cancelled chunk")
 
         assert collecting.result()[-1].finish_reason is FinishReason.CANCELLED
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -> None:
@@ -835,7 +835,7 @@ async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -
         with pytest.raises(WorkerLost, match="bus"):
             await outputs_of(engine, request())
         assert (engine.counters["failed"], engine.counters["rejected"]) == (2, 1)
-        assert assert_idle(engine)
+        assert is_idle(engine)
 
 
 async def test_when_stepping_itself_fails_no_stream_hangs() -> None:

@@ -870,9 +870,7 @@ def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
             _, last = await run(both.prefill, request(PROMPT, 1))
-            assert await until(both.is_idle, "the lease ends", 6.0) == pytest.approx(
-                5.0, abs=0.1
-            )
+            assert await until(both.is_idle, "the lease ends", 6.0) == pytest.approx(5.0, abs=0.1)
             assert both.prefill.counters["leases_expired"] == 1
             asked = request(PROMPT, prefill_result=PrefillResult(last.disaggregated_params))
             error = await error_of(run(both.decode, asked))
