@@ -29,8 +29,8 @@ from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.conformance.__main__ import load_engine_factory, main
-from worker_svc.conformance.bench import TimeLimits
 from worker_svc.conformance.checks import all_checks
+from worker_svc.conformance.harness import TimeLimits
 from worker_svc.conformance.report import Result, Verdict, run_checks
 from worker_svc.engines.contract import (
     EngineConfig,

@@ -8,7 +8,7 @@ import pytest
 
 from common.runtime.config import flag_name
 from worker_svc.conformance.__main__ import main
-from worker_svc.conformance.bench import TimeLimits
+from worker_svc.conformance.harness import TimeLimits
 
 
 def test_help_explains_every_option(

@@ -250,7 +250,7 @@ def _sampling(
     request: PreprocessedRequest, properties: EngineProperties, stop_tokens: Mapping[int, StopToken]
 ) -> dict[str, Any]:
     options = request.sampling_options
-    room = properties.context_length - len(request.token_ids)
+    max_output = properties.context_length - len(request.token_ids)
     sampling: dict[str, Any] = {
         name: value
         for one, name in SAMPLING_PARAMETERS.items()
@@ -265,7 +265,7 @@ def _sampling(
     stop = request.stop_conditions
     if request.is_probe:
         return sampling | {"max_new_tokens": 1, "ignore_eos": True}
-    sampling["max_new_tokens"] = _max_tokens(stop, room)
+    sampling["max_new_tokens"] = _max_tokens(stop, max_output)
     if stop.ignore_eos:
         sampling["ignore_eos"] = True
     elif stop_tokens:
@@ -275,10 +275,10 @@ def _sampling(
     return sampling
 
 
-def _max_tokens(stop: StopConditions, room: int) -> int:
+def _max_tokens(stop: StopConditions, max_output: int) -> int:
     if stop.max_tokens == 0:
         raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
-    return room if stop.max_tokens is None else min(stop.max_tokens, room)
+    return max_output if stop.max_tokens is None else min(stop.max_tokens, max_output)
 
 
 def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> BootstrapInfo | None:
@@ -372,7 +372,7 @@ class OutputConverter:
         self, chunk: LLMEngineOutput, finish_info: Arguments, stop: StopToken | None
     ) -> LLMEngineOutput:
         stop_token_id = finish_info.get("matched")
-        room = self._sglang_request.bootstrap
+        bootstrap = self._sglang_request.bootstrap
         return replace(
             chunk,
             finish_reason=FinishReason.LENGTH if stop is None else stop.reason,
@@ -380,11 +380,11 @@ class OutputConverter:
             completion_usage=self.usage(),
             disaggregated_params=(
                 {
-                    "bootstrap_host": room.bootstrap_host,
-                    "bootstrap_port": room.bootstrap_port,
-                    "bootstrap_room": room.bootstrap_room,
+                    "bootstrap_host": bootstrap.bootstrap_host,
+                    "bootstrap_port": bootstrap.bootstrap_port,
+                    "bootstrap_room": bootstrap.bootstrap_room,
                 }
-                if room is not None and self._properties.role == "prefill"
+                if bootstrap is not None and self._properties.role == "prefill"
                 else None
             ),
         )

@@ -850,12 +850,12 @@ class _Core:
 
     @staticmethod
     def build(config: SimConfig, model: SimModel) -> _Core:
-        truth = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
+        token_oracle = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
         blocks = BlockManager(config.total_kv_blocks, config.block_size)
         scheduler = SimScheduler(
             blocks,
             config.timing,
-            truth,
+            token_oracle,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
@@ -874,7 +874,7 @@ class _Core:
     def job(self, request: PreprocessedRequest, config: SimConfig, priority: int | None) -> Job:
         """Returns the job for a request. Raises MeshError if it is rejected."""
         lora = self._check_fields(request, config)
-        room = self._max_output_tokens(request)
+        limit = self._max_output_tokens(request)
         stop = request.stop_conditions
         if stop.max_tokens == 0:
             raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
@@ -884,7 +884,7 @@ class _Core:
             return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
         return Job(
             request.token_ids.little_endian,
-            room if stop.max_tokens is None else min(stop.max_tokens, room),
+            limit if stop.max_tokens is None else min(stop.max_tokens, limit),
             stops={} if stop.ignore_eos else self._stops(request),
             min_tokens=stop.min_tokens or 0,
             hasher=self.hashers[lora] if config.prefix_caching else None,

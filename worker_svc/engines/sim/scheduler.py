@@ -173,7 +173,7 @@ class SimScheduler:
         self,
         blocks: BlockManager,
         timing: Timing,
-        truth: TokenOracle,
+        token_oracle: TokenOracle,
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -189,7 +189,7 @@ class SimScheduler:
         self.corrupt_tokens = 0
         self.waiting_tokens = 0
         self._timing = timing
-        self._token_oracle = truth
+        self._token_oracle = token_oracle
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
@@ -302,7 +302,7 @@ class SimScheduler:
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Completes the step. Returns the sequences that got a token or ended, not removed ones."""
-        truth, size = self._token_oracle, self.blocks.block_size
+        size = self.blocks.block_size
         self._find_corrupt_sequences()
         advanced: list[SimSequence] = []
         computed_tokens = 0
@@ -320,7 +320,7 @@ class SimScheduler:
                 continue
             advanced.append(seq)
             can_end = _can_end(seq)
-            self._append(seq, truth.next_token(seq.state, can_end=can_end), can_end)
+            self._append(seq, self._token_oracle.next_token(seq.state, can_end=can_end), can_end)
         # Removed sequences subtracted their tokens, including this step's, already.
         self._kv_tokens += computed_tokens
         return advanced
