@@ -34,9 +34,9 @@ from worker_svc.engines.contract import (
     PagedEngine,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, Normalizer
 from worker_svc.kv_events.publisher import Publisher

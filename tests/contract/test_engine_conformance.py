@@ -44,9 +44,9 @@ from worker_svc.engines.contract import (
     usage,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     ExternalEvent,
@@ -535,7 +535,7 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
         ("nothing", [], "is not MODULE:ENGINE"),
         ("no.such.module:Engine", [], "No module named"),
         ("worker_svc.engines.sim.engine:NoSuchEngine", [], "NoSuchEngine"),
-        ("worker_svc.engines.sim.engine:SIM_MODEL_DIR", [], "cannot be called"),
+        ("worker_svc.engines.sim.config:SIM_MODEL_DIR", [], "cannot be called"),
         (SIM_ENGINE, ["--arg=block_size=big"], "block_size"),
         (SIM_ENGINE, ["--arg=no_such=1"], "has no no_such"),
         (

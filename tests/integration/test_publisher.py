@@ -32,7 +32,8 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import PreprocessedRequest
 from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.kv_events import publisher as publisher_module
 from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed

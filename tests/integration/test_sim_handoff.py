@@ -37,16 +37,16 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
 )
 from worker_svc.engines.handoff import NO_PARTNER, PEER_LOST
-from worker_svc.engines.sim.engine import (
+from worker_svc.engines.sim.config import (
     SIM_MODEL_DIR,
     SimConfig,
-    SimEngine,
+    SimHandoffConfig,
     SimModel,
     load_sim_model,
 )
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)

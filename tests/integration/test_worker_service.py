@@ -52,7 +52,8 @@ from worker_svc.engines.contract import (
     chunk,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_model
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, load_sim_model
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner

@@ -16,7 +16,7 @@ from common.runtime.config import ConfigError, read_config
 from worker_svc.card import build_card, card_differences, find_missing_files, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 CARD = build_card(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))
 

@@ -47,6 +47,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.stop_tokens import StopToken, stop_tokens_of
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"
@@ -118,14 +119,6 @@ class EngineProperties:
 
 
 @dataclass(frozen=True, slots=True)
-class StopToken:
-    """Effect of a stop token. is_visible: whether the token is part of the output."""
-
-    reason: FinishReason
-    is_visible: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SglangRequest:
     """One request to SGLang.
 
@@ -150,7 +143,7 @@ def build_sglang_request(
     _check_supported(request, properties)
     rank, priority, lora = _check_routing(request, properties, priority)
     _check_prompt(request, properties)
-    stop_tokens = _stop_tokens(request, properties)
+    stop_tokens = stop_tokens_of(request, properties.eos_ids)
     arguments: dict[str, Any] = {
         "input_ids": request.token_ids.tolist(),
         "sampling_params": _sampling(request, properties, stop_tokens),
@@ -226,24 +219,6 @@ def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) ->
             f"token_ids: {largest} is above the largest token id {properties.vocab_size - 1}",
             "token_ids",
         )
-
-
-def _stop_tokens(
-    request: PreprocessedRequest, properties: EngineProperties
-) -> dict[int, StopToken]:
-    """Returns the stop tokens. EOS overrides hidden ids, into which frontends merge EOS; visible
-    overrides both.
-    """
-    stop = request.stop_conditions
-    if stop.ignore_eos:
-        return {}
-    stop_tokens = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(FinishReason.STOP))
-    stop_tokens |= dict.fromkeys(
-        (*properties.eos_ids, *request.eos_token_ids), StopToken(FinishReason.EOS)
-    )
-    return stop_tokens | dict.fromkeys(
-        stop.stop_token_ids_visible, StopToken(FinishReason.STOP, is_visible=True)
-    )
 
 
 def _sampling(

@@ -32,36 +32,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 
 from common.kv.hashing import ChainState, PrefixHasher
+from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import page_stamps
+from worker_svc.engines.stop_tokens import StopToken
 
 _ROOT: Final = ChainState(0, 0)
 # XORed into the oracle state of a sequence that read a wrong page.
 _CORRUPTION_MASK: Final = 0x5BD1E9955BD1E995
-
-
-class EndReason(Enum):
-    """Why an output ended."""
-
-    EOS = auto()
-    STOP = auto()
-    LENGTH = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class StopToken:
-    """Effect of a stop token. is_visible: whether it is part of the output."""
-
-    end: EndReason
-    is_visible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class SimSequence:
     state: int
     total_tokens: int
     output: list[int] = field(default_factory=list)
-    end: EndReason | None = None
+    end: FinishReason | None = None
     stop_token: int | None = None
     is_ended: bool = False
     started_at: float | None = None
@@ -339,7 +324,7 @@ class SimScheduler:
         seq.total_tokens += 1
         seq.state = self._token_oracle.advance(seq.state, token)
         if len(seq.output) == seq.job.max_tokens:
-            self._finish(seq, EndReason.LENGTH)
+            self._finish(seq, FinishReason.LENGTH)
 
     def _fill(self, seq: SimSequence, count: int) -> None:
         """Writes the pages that start within the next `count` tokens."""
@@ -432,9 +417,9 @@ class SimScheduler:
             seq.output.append(token)
             seq.total_tokens += 1
         seq.stop_token = token
-        self._finish(seq, stop.end)
+        self._finish(seq, stop.reason)
 
-    def _finish(self, seq: SimSequence, end: EndReason) -> None:
+    def _finish(self, seq: SimSequence, end: FinishReason) -> None:
         seq.end = end
         self._stop_running(seq)
         seq.is_ended = True

@@ -29,7 +29,7 @@ from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.peers.router_client import PlacementKey, Query
 from frontend_svc.request.gateway import Gateway
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 

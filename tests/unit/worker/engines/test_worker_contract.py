@@ -24,7 +24,8 @@ from worker_svc.engines.contract import (
     validate_stream,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig
+from worker_svc.engines.sim.engine import SimEngine
 
 U32_MAX = 2**32 - 1
 WAIT_S = 20.0

@@ -45,7 +45,6 @@ from worker_svc.engines.sglang.sampling import (
     MinTokens,
     OutputConverter,
     SglangRequest,
-    StopToken,
     abort_error,
     build_sglang_request,
     count_waiting_for_pages,
@@ -56,6 +55,7 @@ from worker_svc.engines.sglang.sampling import (
     to_invalid_request,
     to_load,
 )
+from worker_svc.engines.stop_tokens import StopToken
 
 FACTS = EngineProperties(
     vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1

@@ -47,13 +47,8 @@ from worker_svc.engines.contract import (
     validate_stream,
 )
 from worker_svc.engines.sim.block_manager import BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import (
-    SIM_MODEL_DIR,
-    SimConfig,
-    SimEngine,
-    SimModel,
-    load_sim_model,
-)
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimModel, load_sim_model
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved, PagesStored

@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kv.hashing import PrefixHasher
+from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
-from worker_svc.engines.sim.scheduler import EndReason, Job, SimScheduler, SimSequence, StopToken
+from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.stop_tokens import StopToken
 
 EOS = 2
 SIZE = 4
 TOKEN_ORACLE = TokenOracle(range(100, 900), EOS)
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE)
-EOS_ENDS = {EOS: StopToken(EndReason.EOS)}
+EOS_ENDS = {EOS: StopToken(FinishReason.EOS)}
 
 
 def scheduler_of(
@@ -64,7 +66,7 @@ def test_output_equals_the_token_oracle() -> None:
     run_to_end(scheduler)
 
     assert seq.output == TOKEN_ORACLE.continue_tokens([1, 2, 3], 200)
-    assert seq.end is EndReason.EOS
+    assert seq.end is FinishReason.EOS
     assert at_rest(scheduler)
 
 
@@ -107,7 +109,7 @@ def test_under_any_load_output_is_correct_and_all_counts_return_to_zero(
         if index in removed and seq.end is None:
             assert seq.output == oracle[: len(seq.output)]
         else:
-            assert (seq.output, seq.end) == (oracle, EndReason.LENGTH)
+            assert (seq.output, seq.end) == (oracle, FinishReason.LENGTH)
     assert at_rest(scheduler)
 
 
@@ -157,7 +159,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -
     scheduler.step(0.0)
     assert (large.started_at, small.started_at) == (None, None)
     run_to_end(scheduler)
-    assert (large.end, small.end) == (EndReason.LENGTH, EndReason.LENGTH)
+    assert (large.end, small.end) == (FinishReason.LENGTH, FinishReason.LENGTH)
 
 
 def test_without_blocks_the_last_sequence_is_preempted_and_keeps_its_output() -> None:
@@ -283,14 +285,14 @@ def test_removal_frees_all_resources_at_once_in_every_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_visible", "extra", "end"), [(True, 1, EndReason.STOP), (False, 0, EndReason.STOP)]
+    ("is_visible", "extra", "end"), [(True, 1, FinishReason.STOP), (False, 0, FinishReason.STOP)]
 )
 def test_a_stop_token_ends_the_output_and_only_a_visible_one_is_part_of_it(
-    is_visible: bool, extra: int, end: EndReason
+    is_visible: bool, extra: int, end: FinishReason
 ) -> None:
     oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {oracle[5]: StopToken(EndReason.STOP, is_visible), **EOS_ENDS}
+    stops = {oracle[5]: StopToken(FinishReason.STOP, is_visible), **EOS_ENDS}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops), 0.0)
 
     run_to_end(scheduler)
@@ -302,7 +304,7 @@ def test_a_stop_token_ends_the_output_and_only_a_visible_one_is_part_of_it(
 def test_no_stop_token_counts_before_min_tokens() -> None:
     oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {oracle[2]: StopToken(EndReason.STOP), oracle[9]: StopToken(EndReason.STOP)}
+    stops = {oracle[2]: StopToken(FinishReason.STOP), oracle[9]: StopToken(FinishReason.STOP)}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5), 0.0)
 
     run_to_end(scheduler)
@@ -352,7 +354,7 @@ def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
     scheduler.blocks.unpin(transfer)
     run_to_end(scheduler)
 
-    assert seq.end is EndReason.LENGTH
+    assert seq.end is FinishReason.LENGTH
 
 
 def test_contradictory_limits_are_rejected_by_name() -> None:

@@ -48,7 +48,9 @@ from worker_svc.engines.handoff import (
     ROOM_TAKEN,
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
+from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.engines.sim.transfer import (
@@ -61,12 +63,6 @@ from worker_svc.engines.sim.transfer import (
     Write,
     from_bytes,
     to_bytes,
-)
-from worker_svc.engines.sim.transfer_server import (
-    Connection,
-    ConnectionHandler,
-    Listener,
-    SimHandoffConfig,
 )
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)

@@ -21,9 +21,9 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.serving.probe import HUNG_PROBES_MAX, EngineProbe
 from worker_svc.serving.runner import Runner
 
