@@ -303,7 +303,7 @@ class WiredMesh:
 
 def partition_of(app: WorkerApp) -> Partition:
     assert app.publisher is not None
-    return app.publisher.partition
+    return app.publisher.publication.partition
 
 
 def names_of(

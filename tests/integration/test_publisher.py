@@ -35,6 +35,7 @@ from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
 from worker_svc.engines.sim.config import SimConfig
 from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
+from worker_svc.kv_events import publish_link
 from worker_svc.kv_events import publisher as publisher_module
 from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
 from worker_svc.kv_events.normalizer import (
@@ -45,7 +46,8 @@ from worker_svc.kv_events.normalizer import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.kv_events.publisher import UNACKED_BATCHES_MAX, Publisher
+from worker_svc.kv_events.publish_link import UNACKED_BATCHES_MAX
+from worker_svc.kv_events.publisher import Publisher
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -430,7 +432,7 @@ async def test_no_batch_is_sent_before_the_indexer_names_its_position() -> None:
 async def test_a_silent_indexer_receives_new_batches_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "RESUME_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(publish_link, "RESUME_TIMEOUT_S", 0.02)
     async with mesh() as m:
         await m.store_batches(3)
         indexer = await m.indexer(is_mute=True, epoch=1, sequence=3)
@@ -665,7 +667,7 @@ async def test_the_stream_to_an_indexer_ends_when_it_leaves_discovery() -> None:
 async def test_an_unreachable_or_rejecting_indexer_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(publish_link, "BACKOFF_FIRST_S", 0.01)
 
     class Refusing(FakeIndexer):
         refusals = 3
