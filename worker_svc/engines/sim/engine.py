@@ -60,11 +60,12 @@ from worker_svc.engines.sim.block_manager import (
 )
 from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
 from worker_svc.engines.sim.jobs import JobBuilder, kv_location
+from worker_svc.engines.sim.messages import Done, page_stamps
 from worker_svc.engines.sim.network import Network, TcpNetwork
 from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence, Step
 from worker_svc.engines.sim.stream import Stream
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import DecodeMachine, Done, page_stamps
+from worker_svc.engines.sim.transfer import DecodeMachine
 from worker_svc.engines.sim.transfer_server import (
     DecodeHandoff,
     Handoff,

@@ -39,9 +39,9 @@ import numpy as np
 from common.kv.hashing import ChainState, PrefixHasher
 from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.messages import page_stamps
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import page_stamps
 from worker_svc.engines.stop_tokens import StopToken
 
 _ROOT: Final = ChainState(0, 0)

@@ -30,29 +30,31 @@ from worker_svc.engines.handoff import (
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
 from worker_svc.engines.sim.config import SimHandoffConfig
+from worker_svc.engines.sim.messages import (
+    Done,
+    Drop,
+    Fail,
+    Message,
+    Pull,
+    Write,
+    from_bytes,
+    to_bytes,
+)
 from worker_svc.engines.sim.network import Connection, Listener, Network
 from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
     Dial,
-    Done,
-    Drop,
     EndLeg,
-    Fail,
     HandoffOutcome,
     KvArrived,
-    Message,
     PrefillMachine,
-    Pull,
     ReleaseBlocks,
     Send,
     SendDrop,
     StartWriting,
     StopWriting,
-    Write,
-    from_bytes,
-    to_bytes,
 )
 
 # Interval of timeout checks.

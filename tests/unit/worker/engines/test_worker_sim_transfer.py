@@ -23,34 +23,36 @@ from worker_svc.engines.handoff import (
     handoff_error,
 )
 from worker_svc.engines.sim.block_manager import BlockManager
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.sim.messages import (
     Abort,
     Aborted,
+    Done,
+    Drop,
+    Fail,
+    Joined,
+    Message,
+    Ping,
+    Pull,
+    Received,
+    Write,
+    from_bytes,
+    page_stamps,
+    to_bytes,
+)
+from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
     Dial,
-    Done,
-    Drop,
     EndLeg,
-    Fail,
     HandoffOutcome,
-    Joined,
     KvArrived,
-    Message,
-    Ping,
     PrefillMachine,
-    Pull,
-    Received,
     ReleaseBlocks,
     Send,
     SendDrop,
     StartWriting,
     StopWriting,
-    Write,
-    from_bytes,
-    page_stamps,
-    to_bytes,
 )
 
 LIMITS = HandoffTimeouts(partner_timeout_s=10.0, abort_s=2.0, lease_s=30.0)

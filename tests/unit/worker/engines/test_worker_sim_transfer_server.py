@@ -50,20 +50,11 @@ from worker_svc.engines.handoff import (
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
 from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
 from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.messages import Drop, Fail, Pull, Write, from_bytes, to_bytes
 from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import (
-    Action,
-    DecodeMachine,
-    Drop,
-    Fail,
-    Pull,
-    ReleaseBlocks,
-    Write,
-    from_bytes,
-    to_bytes,
-)
+from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
