@@ -358,9 +358,7 @@ class Link:
 
 @contextmanager
 def _call_end_as_error(call: PublishCall) -> Iterator[None]:
-    """Raises the MeshError of a call that ends inside, or _StreamEnded where the reader has the
-    cause.
-    """
+    """Raises the MeshError of an ended call, or _StreamEnded if the reader has it."""
     try:
         with map_rpc_errors():
             yield

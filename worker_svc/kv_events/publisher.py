@@ -241,8 +241,7 @@ class Publisher:
                 link.report(loads)
 
     async def _regrow(self) -> None:
-        # An indexer does not report free capacity; without capacity it sends another shrink
-        # request.
+        # An indexer reports missing capacity, but no free capacity.
         while True:
             await asyncio.sleep(REGROW_INTERVAL_S)
             if not self._has_shrunk_since_regrow:

@@ -207,9 +207,7 @@ class SimEngine:
         return handoff_manager
 
     def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
-        """Returns the advertised address; in mode "completed" it is part of the prefill result
-        instead.
-        """
+        """Returns the advertised address; None in mode "completed"."""
         config = self.config.handoff
         if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
             return None, None
@@ -250,14 +248,10 @@ class SimEngine:
             watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Does nothing: the stop frees the slot at once, and the blocks once no transfer can write
-        to them.
-        """
+        """Does nothing: the stop frees the slot, and the blocks after open transfers."""
 
     async def drain(self) -> None:
-        """Waits until no handoff is in progress and no lease is open, at most their longest
-        duration.
-        """
+        """Waits until no handoff or lease is open, at most their longest duration."""
         if self._handoff_manager is None:
             return
         config = self.config.handoff

@@ -116,9 +116,7 @@ class JobBuilder:
         return lora
 
     def _max_output_tokens(self, request: PreprocessedRequest) -> int:
-        """Returns the largest possible number of output tokens. Raises InvalidRequest or
-        PromptTooLong.
-        """
+        """Returns the limit of output tokens. Raises InvalidRequest or PromptTooLong."""
         prompt = len(request.token_ids)
         if prompt == 0:
             raise InvalidRequest("token_ids must not be empty", "token_ids")

@@ -117,8 +117,7 @@ class TcpNetwork:
     async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
         """See `Network.listen`."""
 
-        # asyncio's server logs an error if its own handler task is cancelled, so the task is
-        # created here.
+        # asyncio's server logs an error if its own handler task is cancelled.
         def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             connection = _TcpConnection(reader, writer, self._linger_s)
             task = asyncio.ensure_future(handler(connection))

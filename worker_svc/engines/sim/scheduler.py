@@ -355,8 +355,7 @@ class SimScheduler:
                 if not self._allocate_for_remote_kv(seq, now):
                     return
                 continue
-            # Blocks for the whole prompt at once: a half-computed prompt is not worth preempting
-            # others.
+            # Blocks for the whole prompt: half a prompt is not worth preempting others.
             seq.block_table = self.blocks.admit(seq.names, seq.total_tokens)
             if seq.block_table is None:
                 return
@@ -380,9 +379,7 @@ class SimScheduler:
         return self._max_num_seqs - len(self._running) - len(self._awaiting_kv)
 
     def _allocate_for_remote_kv(self, seq: SimSequence, now: float) -> bool:
-        """Allocates the blocks for the remote KV of the queue's head. Returns False without
-        capacity.
-        """
+        """Allocates blocks for the remote KV of the queue's head. Returns False without any."""
         # No cached block is reused: the transfer writes all of them.
         seq.block_table = self.blocks.admit((), seq.total_tokens)
         if seq.block_table is None:
@@ -397,9 +394,7 @@ class SimScheduler:
         return True
 
     def _ensure_capacity(self, seq: SimSequence, tokens: int) -> bool:
-        """Extends a running sequence, preempting the last ones. Returns False if it was preempted
-        itself.
-        """
+        """Extends a running sequence by preemption. Returns False if it is preempted itself."""
         assert seq.block_table is not None, "running sequences hold blocks"
         while not self.blocks.grow(seq.block_table, tokens):
             victim = self._running[-1]

@@ -71,9 +71,7 @@ class SendDrop:
 
 @dataclass(frozen=True, slots=True)
 class StartWriting:
-    """Write the pages, call `extend_deadline` for each part, then send Done and call
-    `on_done_sent`.
-    """
+    """Write the pages with `extend_deadline` for each part, send Done, call `on_done_sent`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,9 +355,7 @@ class DecodeMachine:
         return self._state is _State.ABORTING
 
     def start_pull(self) -> list[Action]:
-        """Starts the pull: the leg has blocks for the whole prompt, which the room owns until
-        `ReleaseBlocks`.
-        """
+        """Starts the pull. The room owns the leg's blocks until `ReleaseBlocks`."""
         assert self._state is _State.WAITING, "only a waiting leg gets blocks"
         self._state = _State.DIALING
         self._deadline = self._started_at + self._timeouts.partner_timeout_s
@@ -432,9 +428,7 @@ class DecodeMachine:
         return [CloseConnection(), ReleaseBlocks(), EndLeg(handoff_error(reason))]
 
     def _end_or_abort(self, now: float, outcome: HandoffOutcome) -> list[Action]:
-        """Before the Pull no write can occur; after it, prefill has to confirm that writing has
-        ended.
-        """
+        """Ends the room; after the Pull, prefill must confirm that writing has ended."""
         if self._state in (_State.ENDED, _State.ABORTING):
             return []
         self.outcome = outcome

@@ -324,8 +324,7 @@ class HandoffManager:
         match action:
             case StartWriting():
                 handoff.writer = self._spawn(self._write_pages(handoff))
-                # Not in the task itself: a task that is cancelled before its first step runs no
-                # code.
+                # Not in the task: a task cancelled before its first step runs no code.
                 handoff.writer.add_done_callback(
                     lambda _: self._execute_all(handoff, handoff.machine.on_writing_stopped())
                 )
@@ -583,8 +582,7 @@ class HandoffManager:
             self._execute_all(handoff, machine.on_connected(handoff.pull))
             while not machine.is_over:
                 message = await self._receive_message(connection)
-                # After the end of the room its pages belong to other blocks, and the connection is
-                # closed.
+                # After its end the room's pages belong to other blocks; close the connection.
                 if message is None or machine.is_over:
                     return
                 if isinstance(message, Write) and not self._apply_write(message):
