@@ -120,7 +120,7 @@ class Workers:
         """Puts the workers into discovery, so that the indexer keeps them."""
         for publisher in self.publishers:
             worker = Instance(
-                *(publisher.worker_id, NAMESPACE, "worker", "", "127.0.0.1:1"),
+                *(publisher.publication.worker_id, NAMESPACE, "worker", "", "127.0.0.1:1"),
                 model=PARTITION.model,
                 block_size=BLOCK_SIZE,
             )
@@ -169,7 +169,7 @@ class Workers:
                 for row in stats.sources
                 if row.status.state == "exact"
             }
-            ledgers = {p.worker_id: p.feeds[0].event_log for p in self.publishers}
+            ledgers = {p.publication.worker_id: p.feeds[0].event_log for p in self.publishers}
             if all(at.get(n, (0, 0)) == (one.epoch, one.sequence) for n, one in ledgers.items()):
                 return int(stats.blocks)
             if time.monotonic() > deadline:

@@ -1,18 +1,18 @@
 #!/bin/sh
-# Makes or brings up to date the virtual environment of SGLang workers; a second run does nothing.
+# Creates or updates the virtual environment of SGLang workers; a second run does nothing.
 #
 #   deploy/sglang/venv.sh [--handoff] [FOLDER]     by default .venv-sglang; PYTHON: the interpreter
 #
 # On a machine without an NVIDIA driver it installs the CPU set of requirements/sglang-cpu.txt and
 # the platform package of this repository (about 3 GB, two minutes); torch must come from an index
-# with CPU builds, or it brings CUDA libraries that are never used (PIP_EXTRA_INDEX_URL names one).
+# with CPU builds, or it installs unused CUDA libraries (PIP_EXTRA_INDEX_URL names one).
 # On a CUDA machine it installs SGLang with its own pins. KVMesh's requirements follow in both cases;
 # what SGLang has pinned already keeps SGLang's version.
-# The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1, which root gets
-# by apt here. With --handoff they must be there.
+# The transfer engine of prefill and decode links libibverbs.so.1 and libnuma.so.1, which root
+# installs by apt here. With --handoff they are required.
 #
-# Exit status 75, and a line that begins with SKIPPED, when this machine cannot have it: too little
-# disk or memory, or no such libraries. Whatever else goes wrong is another status.
+# Exit status 75, and a line that begins with SKIPPED, if this machine cannot run it: too little disk
+# or memory, or missing libraries. Other failures have another status.
 set -eu
 
 cd "$(dirname "$0")/../.."
@@ -39,19 +39,19 @@ get_libraries() {
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 || return 1
     echo "installing libibverbs1 and libnuma1 ..."
     set -- -qq -o DPkg::Lock::Timeout=120 -o Acquire::Retries=3
-    apt-get "$@" update >/dev/null || true # what is known already may do
+    apt-get "$@" update >/dev/null || true # the present package lists may suffice
     DEBIAN_FRONTEND=noninteractive apt-get "$@" install -y --no-install-recommends \
         libibverbs1 libnuma1 >/dev/null || return 1
     have_libraries
 }
 
 if ! have_libraries && ! get_libraries; then
-    why="libibverbs.so.1 or libnuma.so.1 is missing, so SGLang's prefill and decode cannot start"
-    [ $needs_handoff = no ] || skip "$why"
-    echo "warning: $why; on Debian: apt-get install -y --no-install-recommends" \
+    reason="libibverbs.so.1 or libnuma.so.1 is missing, so SGLang's prefill and decode cannot start"
+    [ $needs_handoff = no ] || skip "$reason"
+    echo "warning: $reason; on Debian: apt-get install -y --no-install-recommends" \
         "libibverbs1 libnuma1" >&2
 fi
-# The tests run three engines at once. A container may be allowed less than its host has.
+# The tests run three engines at once. A container's limit may be below the host's memory.
 memory_gb=$(awk '/^MemAvailable:/ {print int($2 / 1000000)}' /proc/meminfo 2>/dev/null || true)
 group=/sys/fs/cgroup
 if [ -r $group/memory.max ] && [ "$(cat $group/memory.max)" != max ]; then
@@ -62,7 +62,7 @@ if [ $needs_handoff = yes ] && [ "${memory_gb:-99}" -lt 6 ]; then
     skip "$memory_gb GB of memory are free; SGLang's engines need 6"
 fi
 
-# What is installed follows from these; a change of any of them installs anew.
+# The inputs of the installation; a change of any of them installs again.
 stamp=$({
     echo "$kind $sglang $mooncake"
     find deploy/sglang/venv.sh requirements deploy/sglang/cpu_platform -type f \
@@ -79,7 +79,7 @@ pip() {
     for pause_s in 5 20 0; do
         "$venv/bin/python" -m pip "$@" -q --disable-pip-version-check --retries 5 --timeout 60 &&
             return 0
-        [ $pause_s = 0 ] || { echo "pip failed; once more in $pause_s s" >&2 && sleep $pause_s; }
+        [ $pause_s = 0 ] || { echo "pip failed; retry in $pause_s s" >&2 && sleep $pause_s; }
     done
     return 1
 }
@@ -95,7 +95,7 @@ else
     pip install "sglang==$sglang" "mooncake-transfer-engine==$mooncake"
 fi
 
-# KVMesh's own pins, and the test tools', without what is there already.
+# The pins of KVMesh and of the test tools, except for packages that are already installed.
 "$venv/bin/python" - "$scratch/rest.txt" <<'PYTHON'
 import re
 import sys
@@ -121,9 +121,9 @@ def pins(name):
             yield re.sub(r"[-_.]+", "-", found[1]).lower(), line
 
 
-wanted = dict(pins("runtime.txt"))
-wanted |= {name: line for name, line in pins("dev.txt") if name in tools}
-rest = [line for name, line in sorted(wanted.items()) if name not in here]
+required = dict(pins("runtime.txt"))
+required |= {name: line for name, line in pins("dev.txt") if name in tools}
+rest = [line for name, line in sorted(required.items()) if name not in here]
 Path(sys.argv[1]).write_text("\n".join(rest) + "\n")
 PYTHON
 pip install --no-deps --require-hashes -r "$scratch/rest.txt"

@@ -1,4 +1,6 @@
-"""The conformance kit: engines that keep the contract pass, and each rule has its breaker."""
+"""The conformance kit: engines that keep the contract pass, and each check has an engine that fails
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ from tests.living import living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.conformance.__main__ import load_engine_factory, main
-from worker_svc.conformance.bench import TimeLimits
 from worker_svc.conformance.checks import all_checks
+from worker_svc.conformance.harness import TimeLimits
 from worker_svc.conformance.report import Result, Verdict, run_checks
 from worker_svc.engines.contract import (
     EngineConfig,
@@ -42,9 +44,9 @@ from worker_svc.engines.contract import (
     usage,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
     ExternalEvent,
@@ -56,13 +58,13 @@ from worker_svc.kv_events.normalizer import (
 
 SIM_ENGINE = "worker_svc.engines.sim.engine:SimEngine"
 PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
-# What a loaded machine may take; and what a broken engine is given until it is found out.
+# Limits for a loaded machine, and for broken engines that never respond.
 PATIENT = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=30.0, end_s=30.0)
 BRIEF = TimeLimits(start_s=60.0, answer_s=60.0, stop_s=0.2, end_s=0.2)
 
 
 def blocks() -> list[str]:
-    """The Python code of the page."""
+    """The Python code blocks of the page."""
     return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
@@ -72,7 +74,7 @@ def loaded(name: str, code: str) -> ModuleType:
     return module
 
 
-# The engine of the page. Any: it is not typed, as authors may not care for types.
+# The documented engine. Any: it is not typed, since authors need not use types.
 Counter: Any = loaded("counter", blocks()[0]).Counter
 
 
@@ -83,8 +85,8 @@ async def verdicts(
     return {one.check.name: one async for one in run_checks(make, limits, checks)}
 
 
-def sim(**knobs: Any) -> SimEngine:
-    return SimEngine(SimConfig(timing=Timing(speedup=0.0), **knobs))
+def sim(**settings: Any) -> SimEngine:
+    return SimEngine(SimConfig(timing=Timing(speedup=0.0), **settings))
 
 
 @pytest.mark.row("S4-21", "S4-30", "S4-43", "S4-44", "S4-46")
@@ -137,7 +139,7 @@ class Endless(Counter):  # type: ignore[misc]
         yield chunk.token(1)
 
 
-class Talkative(Counter):  # type: ignore[misc]
+class ContinuesAfterTerminal(Counter):  # type: ignore[misc]
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -146,8 +148,8 @@ class Talkative(Counter):  # type: ignore[misc]
         yield chunk.token(2)
 
 
-class Generous(Counter):  # type: ignore[misc]
-    """One token more than asked for, as the request's length has it."""
+class SendsOneTokenTooMany(Counter):  # type: ignore[misc]
+    """One token more than requested."""
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -179,12 +181,12 @@ class Untyped(Counter):  # type: ignore[misc]
         return super().check(request)
 
 
-class Boundless(Counter):  # type: ignore[misc]
+class AcceptsEverything(Counter):  # type: ignore[misc]
     def check(self, request: PreprocessedRequest) -> Any:
         return 8
 
 
-class Deaf(Counter):  # type: ignore[misc]
+class IgnoresStops(Counter):  # type: ignore[misc]
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -193,8 +195,8 @@ class Deaf(Counter):  # type: ignore[misc]
             yield chunk.token(1)
 
 
-class OnceMore(Counter):  # type: ignore[misc]
-    """A token before it looks whether it was stopped."""
+class SendsTokenAfterStop(Counter):  # type: ignore[misc]
+    """Sends a token before it checks whether it was stopped."""
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -211,7 +213,7 @@ class AbortsOnlyWhatRuns(Counter):  # type: ignore[misc]
 
 
 class Leaky(Counter):  # type: ignore[misc]
-    """Frees what a request held at its end, and not when it is closed."""
+    """Frees resources at the end of a request, but not when it is closed."""
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -222,7 +224,7 @@ class Leaky(Counter):  # type: ignore[misc]
         self.running -= 1
 
 
-class Clinging(Counter):  # type: ignore[misc]
+class IgnoresCancellation(Counter):  # type: ignore[misc]
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
     ) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -246,11 +248,11 @@ class ProbesAreRequests(Counter):  # type: ignore[misc]
             yield one
 
 
-class Bottomless(SimEngine):
-    """Tells of pages below one that it never told of."""
+class OmitsFirstPage(SimEngine):
+    """Reports pages below a page that was not reported."""
 
     def publish_to(self, sink: KvEventSink) -> None:
-        class Beheading:
+        class FilteringSink:
             record_loss, reset = sink.record_loss, sink.reset
 
             def take(self, events: Iterable[ExternalEvent]) -> None:
@@ -269,19 +271,19 @@ class Bottomless(SimEngine):
                     else:
                         yield event
 
-        super().publish_to(Beheading())
+        super().publish_to(FilteringSink())
 
 
-class Contrary(SimEngine):
-    """Tells of a removal of what it has never stored."""
+class RemovesUnstoredPage(SimEngine):
+    """Reports the removal of a page that was never stored."""
 
     def publish_to(self, sink: KvEventSink) -> None:
         super().publish_to(sink)
         sink.take([PagesRemoved([4711])])
 
 
-class Unmeant(Counter):  # type: ignore[misc]
-    """Says that it has events, and has no way to tell them."""
+class AdvertisesWithoutEvents(Counter):  # type: ignore[misc]
+    """Advertises events without an interface to publish them."""
 
     async def start(self, worker_id: int) -> EngineConfig:
         await super().start(worker_id)
@@ -289,15 +291,17 @@ class Unmeant(Counter):  # type: ignore[misc]
 
 
 class Paging(Counter):  # type: ignore[misc]
-    """Keeps every prompt for ever, page by page, in routing blocks of 16 tokens."""
+    """Keeps every prompt forever, page by page, in routing blocks of 16 tokens."""
 
     kv_events_off_reason = ""
 
     def __init__(
-        self, page_size: int, *, told_as: int = 0, whole_blocks_only: bool = False
+        self, page_size: int, *, reported_page_size: int = 0, whole_blocks_only: bool = False
     ) -> None:
         super().__init__()
-        self.kv_event_format = KvEventFormat(16, told_as or page_size, DuplicatePolicy.IDEMPOTENT)
+        self.kv_event_format = KvEventFormat(
+            16, reported_page_size or page_size, DuplicatePolicy.IDEMPOTENT
+        )
         self.page_size = page_size
         self.reused = 16 if whole_blocks_only else page_size
         self.held: dict[tuple[int, ...], int] = {}
@@ -324,7 +328,7 @@ class Paging(Counter):  # type: ignore[misc]
         self.keep(prompt)
 
     def cached(self, prompt: tuple[int, ...]) -> int:
-        """Whole pages, or blocks; one token is always computed."""
+        """Cached tokens in whole pages or blocks; one token is always computed."""
         end = (len(prompt) - 1) // self.reused * self.reused
         while end and prompt[:end] not in self.held:
             end -= self.reused
@@ -350,8 +354,8 @@ async def test_cached_tokens_of_a_repeated_prompt_are_checked_in_pages_of_the_en
     assert found["kv-events"].verdict is Verdict.PASS, str(found["kv-events"])
 
 
-class HalfStarted(Counter):  # type: ignore[misc]
-    """Fails while it starts, when something runs already."""
+class FailsStart(Counter):  # type: ignore[misc]
+    """Fails during its start after it created a task."""
 
     async def start(self, worker_id: int) -> Any:
         self.task = asyncio.create_task(asyncio.Event().wait(), name="left-behind")
@@ -365,14 +369,14 @@ class HalfStarted(Counter):  # type: ignore[misc]
 
 @pytest.mark.parametrize("only", [["start"], []], ids=["start alone", "all checks"])
 async def test_an_engine_with_a_half_finished_start_is_cleaned_up(only: Sequence[str]) -> None:
-    found = await verdicts(HalfStarted, only=only)
+    found = await verdicts(FailsStart, only=only)
     assert found["start"].verdict is Verdict.FAIL
     assert "no GPU is free" in found["start"].reason
     assert not [one for one in asyncio.all_tasks() if one.get_name() == "left-behind"]
     assert only or found["cleanup"].verdict is Verdict.PASS, "its rule holds then, too"
 
 
-class HalfStartedForGood(HalfStarted):
+class FailsStartAndCleanup(FailsStart):
     async def cleanup(self) -> None:
         self.engine.shutdown()
 
@@ -382,7 +386,7 @@ def test_the_default_stop_limit_equals_the_documented_one() -> None:
     assert TimeLimits().stop_s * 1000 == int(promised_ms)
 
 
-class Restless(Counter):  # type: ignore[misc]
+class NeverIdle(Counter):  # type: ignore[misc]
     def loads(self) -> list[Load]:
         return [Load(rooms_open=1)]
 
@@ -392,8 +396,8 @@ class NeverDrained(Counter):  # type: ignore[misc]
         await asyncio.Event().wait()
 
 
-class Abandoning(Counter):  # type: ignore[misc]
-    """Streams that are open at cleanup wait for ever."""
+class NeverEndsStreams(Counter):  # type: ignore[misc]
+    """Streams that are open at cleanup never end."""
 
     async def generate(
         self, request: PreprocessedRequest, ctx: GenerateContext
@@ -409,7 +413,7 @@ class CleansUpOnce(Counter):  # type: ignore[misc]
         await super().cleanup()
 
 
-class Undead(Counter):  # type: ignore[misc]
+class ServesAfterCleanup(Counter):  # type: ignore[misc]
     async def cleanup(self) -> None: ...
 
 
@@ -434,44 +438,52 @@ class LeavesATask(Counter):  # type: ignore[misc]
         await super().cleanup()
 
 
-def lying_sim(engine: type[SimEngine]) -> SimEngine:
+def faulty_sim(engine: type[SimEngine]) -> SimEngine:
     return engine(SimConfig(timing=Timing(speedup=0.0)))
 
 
-# Check, a broken engine, what the report has to say of it.
+# Check, a broken engine, expected part of the reason.
 BROKEN: Sequence[tuple[str, Callable[[], LLMEngine], str]] = [
     ("shape", NoDrain, "drain is not a coroutine function"),
     ("start", Nameless, "neither model nor served_model_name"),
     ("loads", Negative, "negative"),
     ("generate", Endless, "without a terminal chunk"),
-    ("generate", Talkative, "a chunk arrived after the terminal chunk"),
-    ("max-tokens", Generous, "max_tokens 1 returned 2 tokens"),
+    ("generate", ContinuesAfterTerminal, "a chunk arrived after the terminal chunk"),
+    ("max-tokens", SendsOneTokenTooMany, "max_tokens 1 returned 2 tokens"),
     ("usage", Miscounting, "it reported 1 + 1, not 37 + 8"),
     ("concurrent", OneAtATime, "one is enough"),
     ("refuses-empty-prompt", Untyped, "ValueError, not a MeshError"),
-    ("refuses-long-prompt", Boundless, "it was not rejected"),
-    ("refuses-unknown", Boundless, "it was not rejected"),
-    ("stop-in-answer", Deaf, "s after the stop"),
-    ("stop-before-answer", OnceMore, "tokens came after the stop"),
+    ("refuses-long-prompt", AcceptsEverything, "it was not rejected"),
+    ("refuses-unknown", AcceptsEverything, "it was not rejected"),
+    ("stop-in-answer", IgnoresStops, "s after the stop"),
+    ("stop-before-answer", SendsTokenAfterStop, "tokens came after the stop"),
     ("abort", AbortsOnlyWhatRuns, "KeyError"),
     ("closes-early", Leaky, "not idle"),
-    ("cancelled-task", Clinging, "still runs"),
+    ("cancelled-task", IgnoresCancellation, "still runs"),
     ("probes", ProbesAreRequests, "it got 2 tokens"),
-    ("kv-events", lambda: lying_sim(Bottomless), "which is not held"),
-    ("kv-events", lambda: lying_sim(Contrary), "page 4711 was removed, which is not held"),
-    ("kv-events", Unmeant, "is not a PagedEngine"),
+    ("kv-events", lambda: faulty_sim(OmitsFirstPage), "which is not held"),
+    (
+        "kv-events",
+        lambda: faulty_sim(RemovesUnstoredPage),
+        "page 4711 was removed, which is not held",
+    ),
+    ("kv-events", AdvertisesWithoutEvents, "is not a PagedEngine"),
     (
         "kv-events",
         lambda: Paging(4, whole_blocks_only=True),
         "had 64 cached tokens, events reported 68",
     ),
-    ("kv-events", lambda: Paging(4, told_as=8), "a page of 4 tokens was stored, the format has 8"),
-    ("rest", Restless, "not idle"),
+    (
+        "kv-events",
+        lambda: Paging(4, reported_page_size=8),
+        "a page of 4 tokens was stored, the format has 8",
+    ),
+    ("rest", NeverIdle, "not idle"),
     ("drain", NeverDrained, "drain did not return within"),
-    ("cleanup", Abandoning, "never ended"),
-    ("cleanup", HalfStartedForGood, "AttributeError"),
+    ("cleanup", NeverEndsStreams, "never ended"),
+    ("cleanup", FailsStartAndCleanup, "AttributeError"),
     ("cleanup-twice", CleansUpOnce, "it is closed"),
-    ("after-cleanup", Undead, "it was not rejected"),
+    ("after-cleanup", ServesAfterCleanup, "it was not rejected"),
     ("cleanup-without-start", NeedsAStart, "AttributeError"),
     ("cleanup-after-cut-start", LeavesATask, "left-behind"),
 ]
@@ -484,7 +496,7 @@ async def test_an_engine_that_breaks_a_rule_fails_its_check(
     name: str, make: Callable[[], LLMEngine], reason: str
 ) -> None:
     before = {"start", "cleanup"} if name in ("cleanup-twice", "after-cleanup") else {"start"}
-    # Found out in no time where it answers at all; else the time is the kit's patience.
+    # Short limits suffice for engines that respond; the others run into the limit.
     found = await verdicts(make, BRIEF, [*before, name])
     assert found[name].verdict is Verdict.FAIL, str(found[name])
     assert reason in found[name].reason
@@ -504,7 +516,7 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
 ) -> None:
     name = "kvmesh_engine_of_the_page"
     (tmp_path / f"{name}.py").write_text(
-        blocks()[0] + "\n\nclass Deaf(Counter):\n    drain = None\n"
+        blocks()[0] + "\n\nclass IgnoresStops(Counter):\n    drain = None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     limits = ["--answer-s=60", "--stop-s=30", "--end-s=30"]
@@ -512,7 +524,7 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]].count("PASS") == len(all_checks()) - 1
     assert lines[-1] == f"{len(all_checks()) - 1} pass, 0 fail, 1 skip"
-    assert main([f"{name}:Deaf", *limits]) == 1
+    assert main([f"{name}:IgnoresStops", *limits]) == 1
     assert "FAIL shape: drain is not a coroutine function; rule: " in capsys.readouterr().out
     sys.modules.pop(name)
 
@@ -523,7 +535,7 @@ def test_the_command_prints_one_line_per_check_and_exits_1_if_one_failed(
         ("nothing", [], "is not MODULE:ENGINE"),
         ("no.such.module:Engine", [], "No module named"),
         ("worker_svc.engines.sim.engine:NoSuchEngine", [], "NoSuchEngine"),
-        ("worker_svc.engines.sim.engine:SIM_MODEL_DIR", [], "cannot be called"),
+        ("worker_svc.engines.sim.config:SIM_MODEL_DIR", [], "cannot be called"),
         (SIM_ENGINE, ["--arg=block_size=big"], "block_size"),
         (SIM_ENGINE, ["--arg=no_such=1"], "has no no_such"),
         (
@@ -565,15 +577,15 @@ async def test_the_documented_engine_serves_as_a_worker() -> None:
         request = PreprocessedRequest(
             token_ids=TokenIds.of([5, 6, 7]), stop_conditions=StopConditions(max_tokens=3)
         )
-        said: list[int] = []
+        tokens: list[int] = []
         key = app.runner.admit(LegRequest("r", request=request))
-        terminal = await app.runner.run(key, lambda one: said.extend(one.token_ids))
-        assert said == [8, 9, 10]
+        terminal = await app.runner.run(key, lambda one: tokens.extend(one.token_ids))
+        assert tokens == [8, 9, 10]
         assert terminal.finish_reason is FinishReason.LENGTH
 
 
 def loaded_serving() -> ModuleType:
-    """The page's worker, which imports the page's engine by its name."""
+    """The documented worker, which imports the documented engine by its name."""
     sys.modules["counter"] = loaded("counter", blocks()[0])
     try:
         return loaded("counter_worker", blocks()[1])

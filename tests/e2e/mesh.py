@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from frontend_svc.core.text.prompt import ChatTemplate
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.router.v1 import router_pb2, router_pb2_grpc
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 ROOT = Path(__file__).parents[2]

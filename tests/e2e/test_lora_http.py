@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.e2e.mesh import MODEL, Mesh, Service, logs_on_failure, wait_for
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, load_sim_model
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
 SPEEDUP_FLAG = "--speedup=20"

@@ -37,7 +37,7 @@ from worker_svc.engines.sglang.kv_events import TOPIC, KvEventEndpoints, KvEvent
 from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEventSink
 
 BLOCK = 4
-RULES = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
+EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
 
 # Any: what an engine says, before it is packed.
 WireEvent = Mapping[str, Any]
@@ -83,7 +83,7 @@ class EngineWire:
         self.replays = 0
         self._keeps = keeps
         self._as_arrays = as_arrays
-        # Whether it is being replaced, or an answer is on its way.
+        # Whether it is being replaced, or an response is on its way.
         self._turn = asyncio.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
         self._context = zmq.asyncio.Context()
@@ -118,10 +118,10 @@ class EngineWire:
         while self._router is not None:
             async with self._turn:
                 if await self._router.poll(20):
-                    await self._answer(self._router)
+                    await self._replay(self._router)
             await asyncio.sleep(0.001)
 
-    async def _answer(self, router: zmq.asyncio.Socket) -> None:
+    async def _replay(self, router: zmq.asyncio.Socket) -> None:
         client, _, first = await router.recv_multipart()
         self.replays += 1
         for sequence, payload in tuple(self._kept):
@@ -168,9 +168,11 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 class WiredEngine(EchoEngine):
     """An engine whose KV events come over the wire."""
 
-    def __init__(self, wires: Sequence[EngineWire], rules: KvEventFormat, model: str) -> None:
+    def __init__(
+        self, wires: Sequence[EngineWire], event_format: KvEventFormat, model: str
+    ) -> None:
         super().__init__(EchoConfig(model=model))
-        self.kv_event_format = rules
+        self.kv_event_format = event_format
         self.kv_events_off_reason = ""
         self.readers: list[KvEventReader] = []
         self._wires = wires
@@ -215,19 +217,19 @@ class WiredMesh:
         self,
         worker_id: int,
         *wires: EngineWire,
-        rules: KvEventFormat = RULES,
+        event_format: KvEventFormat = EVENT_FORMAT,
         model: str = "m",
     ) -> AsyncIterator[WorkerApp]:
         """A worker that is in discovery and publishes to the indexer."""
-        engine = WiredEngine(wires, rules, model)
-        config = WorkerConfig(registry="memory", block_size=rules.block_size)
+        engine = WiredEngine(wires, event_format, model)
+        config = WorkerConfig(registry="memory", block_size=event_format.block_size)
         registry = MemoryRegistry(self.store)
         app = WorkerApp(config, instance_id=worker_id, registry=registry, engine=engine)
         sources = [Source(worker_id, wire.rank) for wire in wires]
         feed = self.indexer.ingest.feed
         try:
             async with living(app):
-                await until(lambda: all(one in feed for one in sources), "it has said hello")
+                await until(lambda: all(one in feed for one in sources), "it has seen hello")
                 await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
                 yield app
         finally:
@@ -238,9 +240,9 @@ class WiredMesh:
         request = pb.MatchRequest(
             partition=partition_to_proto(partition), prefix_hashes=hashes_to_bytes(hashes)
         )
-        answer = await rpc.unary(self.stub.Match, request, timeout_s=WAIT_S)
-        assert isinstance(answer, pb.MatchResponse)
-        return list(answer.matches)
+        response = await rpc.unary(self.stub.Match, request, timeout_s=WAIT_S)
+        assert isinstance(response, pb.MatchResponse)
+        return list(response.matches)
 
     async def depths(
         self,
@@ -263,18 +265,18 @@ class WiredMesh:
         self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
     ) -> None:
         """Waits until the index says so; a depth alone is that of all tiers."""
-        wanted = depth if isinstance(depth, tuple) else (depth,) * 3
-        said: list[tuple[int, int, int]] = []
+        expected = depth if isinstance(depth, tuple) else (depth,) * 3
+        seen: list[tuple[int, int, int]] = []
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        while not said or said[-1] != wanted:
-            assert asyncio.get_running_loop().time() < deadline, f"{wanted}, not {said[-1]}"
-            said.append(await self.depths(app, tokens, **how))
+        while not seen or seen[-1] != expected:
+            assert asyncio.get_running_loop().time() < deadline, f"{expected}, not {seen[-1]}"
+            seen.append(await self.depths(app, tokens, **how))
 
-    async def settled(self, app: WorkerApp) -> None:
+    async def wait_until_synced(self, app: WorkerApp) -> None:
         """Waits until the index stands where the worker does."""
-        await until(lambda: self.is_settled(app), "the index has caught up")
+        await until(lambda: self.is_synced(app), "the index has caught up")
 
-    def is_settled(self, app: WorkerApp) -> bool:
+    def is_synced(self, app: WorkerApp) -> bool:
         """Whether the index stands where the worker does."""
         assert app.publisher is not None
         feed = self.indexer.ingest.feed
@@ -283,25 +285,25 @@ class WiredMesh:
 
     async def verified(self, app: WorkerApp) -> int:
         """`Verify` finds no difference; how many blocks are equal, over all ranks and tiers."""
-        await self.settled(app)
+        await self.wait_until_synced(app)
         request = pb.VerifyRequest(worker_id=app.instance_id)
-        answer = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
-        assert isinstance(answer, pb.VerifyResponse)
-        for row in answer.sources:
+        response = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
+        assert isinstance(response, pb.VerifyResponse)
+        for row in response.sources:
             assert (row.extra, row.missing, row.error) == (0, 0, "")
-        return sum(row.equal for row in answer.sources)
+        return sum(row.equal for row in response.sources)
 
     def state(self, app: WorkerApp, rank: int = 0) -> str:
         return self.indexer.ingest.feed.status(Source(app.instance_id, rank)).state
 
-    def claimed(self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE) -> set[int]:
+    def published(self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE) -> set[int]:
         index, advertised = self.indexer.ingest.feed.advertised(Source(app.instance_id, rank))
         return {key for of, part in index.chunks(advertised) if of is tier for key in part.tolist()}
 
 
 def partition_of(app: WorkerApp) -> Partition:
     assert app.publisher is not None
-    return app.publisher.partition
+    return app.publisher.publication.partition
 
 
 def names_of(
@@ -324,10 +326,10 @@ def reader_of(app: WorkerApp, rank: int = 0) -> KvEventReader:
 
 
 @asynccontextmanager
-async def wired_mesh(**knobs: Any) -> AsyncIterator[WiredMesh]:
+async def wired_mesh(**settings: Any) -> AsyncIterator[WiredMesh]:
     """An indexer of a mesh in this process."""
     store = MemoryStore()
-    config = IndexerConfig(registry="memory", **knobs)
+    config = IndexerConfig(registry="memory", **settings)
     app = IndexerApp(config, registry=MemoryRegistry(store))
     async with living(app, grace_s=0.5):
         mesh = WiredMesh(store, app)

@@ -18,7 +18,7 @@ from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.living import WAIT_S, living
 from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 NS = "default"
 TRICKLE_S = 0.02

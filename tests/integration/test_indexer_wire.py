@@ -67,7 +67,7 @@ async def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
         await mesh.holds(app, PROMPT, 5)
         await wire.publish(removed(13))
         await mesh.holds(app, PROMPT, 2)
-        assert await mesh.verified(app) == 2, "what cannot be reached is not claimed"
+        assert await mesh.verified(app) == 2, "what cannot be reached is not published"
         await wire.publish(stored([13], 12, PROMPT[2 * BLOCK : 3 * BLOCK]))
         await mesh.holds(app, PROMPT, 5)
         assert await mesh.verified(app) == 5
@@ -102,8 +102,8 @@ async def test_a_gap_without_replay_never_serves_a_wrong_index() -> None:
         await wire.publish(removed(15, 14, 13, 12, 11), reaches=False)
         await wire.publish(stored([21, 22, 23], None, OTHER))
         await mesh.holds(app, OTHER, 3)
-        assert await mesh.depths(app, PROMPT) == (0, 0, 0), "it may be gone, so it is not claimed"
-        assert mesh.state(app) == "degraded", "less than all may be claimed, and it is said"
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0), "it may be gone, so it is not published"
+        assert mesh.state(app) == "degraded", "less than all may be published, and it is said"
         assert await mesh.verified(app) == 3
         await wire.publish(CLEARED)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -223,9 +223,9 @@ async def test_a_new_connection_that_proves_nothing_is_a_loss() -> None:
 
 
 async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
-    rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT, tiers=3)
+    event_format = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT, tiers=3)
     wire = EngineWire()
-    async with wired_mesh() as mesh, mesh.worker(1, wire, rules=rules) as app:
+    async with wired_mesh() as mesh, mesh.worker(1, wire, event_format=event_format) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT, medium="GPU"))
         await mesh.holds(app, PROMPT, 5)
         # Copied to the host, then evicted from the device, the deepest further to the disk.
@@ -238,7 +238,7 @@ async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
         assert await mesh.verified(app) == 2 + 4 + 5, "sets are cumulative"
         names = names_of(partition_of(app), PROMPT).tolist()
         for tier, count in ((Tier.DEVICE, 2), (Tier.HOST, 4), (Tier.DISK, 5)):
-            assert mesh.claimed(app, tier=tier) == set(names[:count])
+            assert mesh.published(app, tier=tier) == set(names[:count])
         # The beginning goes from the device: what is behind it there is of no use there any more.
         await wire.publish(stored([11], None, PROMPT[:BLOCK], medium="CPU_PINNED"))
         await wire.publish(removed(11, medium="GPU"))
@@ -281,7 +281,7 @@ async def test_models_and_block_sizes_live_beside_one_another() -> None:
     async with (
         wired_mesh() as mesh,
         mesh.worker(1, small) as one,
-        mesh.worker(2, large, rules=wide, model="wide") as two,
+        mesh.worker(2, large, event_format=wide, model="wide") as two,
         mesh.worker(3, other, model="another") as three,
     ):
         await small.publish(stored(range(8), None, prompt))
@@ -327,11 +327,11 @@ async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay
         assert app.publisher is not None
         counters = app.publisher.counters
         # What comes after a shrinking has no room at all, so all must be there before.
-        await until(lambda: mesh.is_settled(app), "all is in the index")
+        await until(lambda: mesh.is_synced(app), "all is in the index")
         budget = ingest.budget.budget_bytes = 10**6
         await until(lambda: counters["shrunk_blocks"], "the publisher is asked")
         await until(
-            lambda: mesh.is_settled(app) and ingest.feed.used_bytes <= budget,
+            lambda: mesh.is_synced(app) and ingest.feed.used_bytes <= budget,
             "it has obeyed, and that was enough",
         )
         blocks = await mesh.verified(app)
@@ -347,4 +347,4 @@ async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay
         await mesh.holds(app, prompts[199], 0)
         await mesh.verified(app)
         names = {name for p in prompts[200:] for name in names_of(partition_of(app), p).tolist()}
-        assert mesh.claimed(app) <= names, "all that is claimed is held"
+        assert mesh.published(app) <= names, "all that is published is held"

@@ -32,8 +32,10 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import PreprocessedRequest
 from worker_svc.engines.sim.block_manager import BlocksRemoved, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
+from worker_svc.kv_events import publish_link
 from worker_svc.kv_events import publisher as publisher_module
 from worker_svc.kv_events.event_log import RING_BATCHES, SourceFeed
 from worker_svc.kv_events.normalizer import (
@@ -44,7 +46,8 @@ from worker_svc.kv_events.normalizer import (
     PagesRemoved,
     PagesStored,
 )
-from worker_svc.kv_events.publisher import UNACKED_BATCHES_MAX, Publisher
+from worker_svc.kv_events.publish_link import UNACKED_BATCHES_MAX
+from worker_svc.kv_events.publisher import Publisher
 
 NS = "default"
 SERVICE = pb.DESCRIPTOR.services_by_name["IndexerService"].full_name
@@ -55,13 +58,13 @@ BLOCK = 4
 
 @pytest.fixture(autouse=True)
 def never_regrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is due after half a minute must not happen in a test that a loaded machine slows."""
+    """Regrowing, due after half a minute, must not occur in a test on a slow machine."""
     monkeypatch.setattr(publisher_module, "REGROW_INTERVAL_S", 3600.0)
 
 
 @dataclass
 class Stream:
-    """One Publish stream as the indexer saw it."""
+    """One Publish stream as recorded by the indexer."""
 
     context: Any
     hello: list[SourcePosition] = field(default_factory=list)
@@ -70,7 +73,7 @@ class Stream:
     chunks: list[tuple[int, int, bool, bool]] = field(default_factory=list)
     loads: list[int] = field(default_factory=list)
     is_over: bool = False
-    # grpc takes one write at a time, and here the stream's reader and its test may both write.
+    # grpc allows one write at a time, but the stream's reader and the test may both write.
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def write(self, response: pb.PublishResponse) -> None:
@@ -79,9 +82,9 @@ class Stream:
 
 
 class FakeIndexer:
-    """Keeps the set of one rank. It remembers where it stands from stream to stream.
+    """Keeps the set of one rank across streams.
 
-    is_mute: says nothing by itself. is_deaf: reads nothing after the hello.
+    is_mute: sends no response by itself. can_read: while cleared, reads nothing after the hello.
     """
 
     def __init__(self, indexer_id: int) -> None:
@@ -91,11 +94,11 @@ class FakeIndexer:
         self.held: set[int] = set()
         self.streams: list[Stream] = []
         self.is_mute = False
-        self.hears = asyncio.Event()
-        self.hears.set()
+        self.can_read = asyncio.Event()
+        self.can_read.set()
         self.port = 0
         self.lease: Lease | None = None
-        self._gathered: set[int] = set()
+        self._snapshot_hashes: set[int] = set()
         self._server: grpc.aio.Server | None = None
         self._calls = RunningCalls()
 
@@ -131,17 +134,17 @@ class FakeIndexer:
         try:
             async for frame in frames:
                 if frame.HasField("hello"):
-                    self._greet(stream, frame.hello)
+                    self._record_hello(stream, frame.hello)
                     self.streams.append(stream)
                     if not self.is_mute:
-                        await stream.write(self._answer_to_hello(stream))
+                        await stream.write(self._respond_to_hello(stream))
                     continue
-                await self.hears.wait()
+                await self.can_read.wait()
                 stream.loads += [load.engine_step for load in frame.loads]
                 if frame.HasField("batch"):
                     self._apply(stream, frame.batch)
                 if frame.HasField("snapshot"):
-                    self._gather(stream, frame.snapshot)
+                    self._collect_chunk(stream, frame.snapshot)
                 if not self.is_mute and not frame.loads:
                     await stream.write(pb.PublishResponse(acked=[self._acked()]))
         finally:
@@ -158,12 +161,12 @@ class FakeIndexer:
     async def shrink(self, blocks: int) -> None:
         await self.stream.write(pb.PublishResponse(shrink_blocks=blocks))
 
-    def _greet(self, stream: Stream, hello: pb.PublishHello) -> None:
+    def _record_hello(self, stream: Stream, hello: pb.PublishHello) -> None:
         assert hello.worker_id == WORKER
         stream.hello = [source_state_from_proto(one) for one in hello.sources]
         stream.partition = hello.partition
 
-    def _answer_to_hello(self, stream: Stream) -> pb.PublishResponse:
+    def _respond_to_hello(self, stream: Stream) -> pb.PublishResponse:
         response = pb.PublishResponse()
         for state in stream.hello:
             if state.epoch != self.epoch:
@@ -195,13 +198,13 @@ class FakeIndexer:
                     self.held.clear()
         self.sequence = batch.sequence
 
-    def _gather(self, stream: Stream, chunk: pb.SnapshotChunk) -> None:
+    def _collect_chunk(self, stream: Stream, chunk: pb.SnapshotChunk) -> None:
         stream.chunks.append((chunk.epoch, chunk.sequence, chunk.first, chunk.last))
         if chunk.first:
-            self._gathered = set()
-        self._gathered.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
+            self._snapshot_hashes = set()
+        self._snapshot_hashes.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
         if chunk.last:
-            self.held = self._gathered
+            self.held = self._snapshot_hashes
             self.epoch, self.sequence = chunk.epoch, chunk.sequence
 
 
@@ -210,13 +213,13 @@ def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
 
 
 class Mesh:
-    """A publisher that runs, its registry, and the indexers of a test."""
+    """A running publisher, its registry, and the indexers of a test."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
         self.registry = MemoryRegistry(self.store)
-        rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
-        self.feed = SourceFeed(SOURCE, Normalizer(rules, hasher_factory))
+        event_format = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
+        self.feed = SourceFeed(SOURCE, Normalizer(event_format, hasher_factory))
         self.steps = 0
         self.publisher = Publisher(
             WORKER,
@@ -234,10 +237,10 @@ class Mesh:
         self.steps += 1
         return (Load(engine_step=self.steps),)
 
-    async def indexer(self, **how: Any) -> FakeIndexer:
-        """One more indexer, in discovery, that has seen the hello."""
+    async def indexer(self, **fields: Any) -> FakeIndexer:
+        """Adds an indexer to discovery and waits for its hello."""
         indexer = FakeIndexer(100 + len(self.indexers))
-        for name, value in how.items():
+        for name, value in fields.items():
             setattr(indexer, name, value)
         self.indexers.append(indexer)
         await indexer.start()
@@ -246,7 +249,7 @@ class Mesh:
         return indexer
 
     def store_pages(self, count: int = 1) -> list[int]:
-        """Stores unrelated blocks in one tick; their external hashes."""
+        """Stores unrelated blocks in one tick; returns their external hashes."""
         values = range(self._last, self._last + count)
         self._last += count
         self.publisher.take(
@@ -259,16 +262,16 @@ class Mesh:
         self.publisher.take([PagesRemoved(values)])
 
     async def store_batches(self, count: int, pages: int = 1) -> None:
-        """So many ticks, each with one prompt of so many blocks."""
+        """Stores one prompt of `pages` blocks per tick."""
         for _ in range(count):
             values = range(self._last, self._last + pages)
             self._last += pages
             tokens = struct.pack(f"<{BLOCK * pages}I", *[values[0]] * BLOCK * pages)
             self.publisher.take([PagesStored(values, None, tokens, BLOCK)])
             await asyncio.sleep(0)
-        await self.cut()
+        await self.end_tick()
 
-    async def cut(self) -> None:
+    async def end_tick(self) -> None:
         """Lets the tick end."""
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -284,9 +287,9 @@ class Mesh:
     def is_resizing(self) -> bool:
         return self.feed.normalizer.is_resizing
 
-    async def settled(self, indexer: FakeIndexer) -> None:
-        """Waits until the indexer has all, and checks that it has the same."""
-        await self.cut()
+    async def wait_until_synced(self, indexer: FakeIndexer) -> None:
+        """Waits until the indexer is up to date, and checks that its set is equal."""
+        await self.end_tick()
         await until(lambda: indexer.position == self.position, "the indexer has caught up")
         assert indexer.held == self.published
 
@@ -312,9 +315,9 @@ async def test_all_changes_of_one_tick_are_one_batch_and_ticks_are_numbered() ->
         indexer = await m.indexer()
         first = m.store_pages(3)
         m.remove_pages(first[:1])
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         m.store_pages()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [(1, 1), (1, 2)]
         assert indexer.stream.hello == [SourcePosition(SOURCE, 1, 0)]
         partition = indexer.stream.partition
@@ -328,7 +331,7 @@ async def test_a_new_indexer_receives_all_batches_from_the_first() -> None:
     async with mesh() as m:
         await m.store_batches(5)
         indexer = await m.indexer()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [(1, n) for n in range(1, 6)]
         assert indexer.stream.chunks == []
 
@@ -339,11 +342,11 @@ async def test_batches_past_the_ring_are_replaced_by_a_snapshot_followed_by_live
     async with mesh() as m:
         await m.store_batches(RING_BATCHES + 1, pages=5)
         indexer = await m.indexer()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         last = RING_BATCHES + 1
         assert indexer.stream.chunks == [(1, last, True, False), (1, last, False, True)]
         m.store_pages()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [(1, last + 1)]
 
 
@@ -352,11 +355,11 @@ async def test_a_reconnected_indexer_receives_only_the_batches_it_missed() -> No
     async with mesh() as m:
         indexer = await m.indexer()
         await m.store_batches(3)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         await indexer.stop()
         await m.store_batches(2)
         await indexer.start()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [(1, 4), (1, 5)]
         assert len(indexer.streams) == 2
 
@@ -366,39 +369,41 @@ async def test_an_up_to_date_indexer_receives_live_batches_after_its_acknowledge
         await m.store_batches(4)
         indexer = await m.indexer(epoch=1, sequence=4, held=m.published)
         m.store_pages()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [(1, 5)]
 
 
 @pytest.mark.parametrize(
-    ("epoch", "wanted", "sent"),
+    ("epoch", "from_sequence", "sent"),
     [(1, 2, [(1, 2), (1, 3)]), (9, 3, [(1, 1), (1, 2), (1, 3)]), (1, 4, [])],
 )
 async def test_a_resend_is_replayed_from_the_ring(
-    epoch: int, wanted: int, sent: list[tuple[int, int]]
+    epoch: int, from_sequence: int, sent: list[tuple[int, int]]
 ) -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         await m.store_batches(3)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         indexer.stream.batches.clear()
-        await indexer.resend(epoch, wanted)
+        await indexer.resend(epoch, from_sequence)
         await until(lambda: m.publisher.counters["replays"] == 1, "the demand arrives")
         m.store_pages()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.stream.batches == [*sent, (1, 4)]
 
 
-@pytest.mark.parametrize("wanted", [0, 5, 99])
-async def test_a_resend_of_an_unknown_sequence_is_answered_with_a_snapshot(wanted: int) -> None:
+@pytest.mark.parametrize("from_sequence", [0, 5, 99])
+async def test_a_resend_of_an_unknown_sequence_is_answered_with_a_snapshot(
+    from_sequence: int,
+) -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         await m.store_batches(3)
-        await m.settled(indexer)
-        await indexer.resend(1, wanted)
+        await m.wait_until_synced(indexer)
+        await indexer.resend(1, from_sequence)
         await until(lambda: indexer.stream.chunks, "a snapshot")
         assert indexer.stream.chunks == [(1, 3, True, True)]
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
 
 
 @pytest.mark.slow
@@ -408,7 +413,7 @@ async def test_resends_requested_before_a_snapshot_arrives_do_not_restart_it() -
         indexer = await m.indexer(is_mute=True)
         resends = [pb.Resend(epoch=1, from_sequence=1)] * 3
         await indexer.stream.write(pb.PublishResponse(resends=resends))
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert [first for _, _, first, _ in indexer.stream.chunks].count(True) == 1
         assert m.publisher.counters["snapshots"] == 1
 
@@ -427,7 +432,7 @@ async def test_no_batch_is_sent_before_the_indexer_names_its_position() -> None:
 async def test_a_silent_indexer_receives_new_batches_after_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "RESUME_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(publish_link, "RESUME_TIMEOUT_S", 0.02)
     async with mesh() as m:
         await m.store_batches(3)
         indexer = await m.indexer(is_mute=True, epoch=1, sequence=3)
@@ -440,13 +445,13 @@ async def test_a_silent_indexer_receives_new_batches_after_a_timeout(
 async def test_an_indexer_that_does_not_read_gets_a_snapshot_later_and_delays_no_other() -> None:
     async with mesh() as m:
         slow, quick = await m.indexer(), await m.indexer()
-        slow.hears.clear()
+        slow.can_read.clear()
         for _ in range(2 * RING_BATCHES // 256):
             await m.store_batches(256)
-            await m.settled(quick)
+            await m.wait_until_synced(quick)
         assert slow.sequence == 0
-        slow.hears.set()
-        await m.settled(slow)
+        slow.can_read.set()
+        await m.wait_until_synced(slow)
         assert slow.stream.batches == [(1, n) for n in range(1, UNACKED_BATCHES_MAX + 1)], (
             "then it waited"
         )
@@ -459,14 +464,14 @@ async def test_an_indexer_over_budget_makes_the_publisher_withdraw() -> None:
     async with mesh() as m:
         indexer, other = await m.indexer(), await m.indexer()
         m.store_pages(10)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         await indexer.shrink(4)
         await until(lambda: m.publisher.counters["shrunk_blocks"], "it shrinks")
         for one in (indexer, other):
-            await m.settled(one)
+            await m.wait_until_synced(one)
         assert len(indexer.held) == 6
         m.store_pages(5)
-        await m.cut()
+        await m.end_tick()
         assert len(m.published) == 6, "no more than that is announced"
 
 
@@ -476,7 +481,7 @@ async def test_the_maps_of_a_lost_cache_are_freed_completely_over_several_loop_t
     monkeypatch.setattr("worker_svc.kv_events.publisher.RESIZE_PAGES_PER_TURN", 4)
     async with mesh() as m:
         m.store_pages(100)
-        await m.cut()
+        await m.end_tick()
         m.publisher.record_loss(0, "a test")
         kept = m.store_pages(2)
         turns = 0
@@ -495,27 +500,27 @@ async def test_a_large_shrink_yields_to_the_loop_and_keeps_events_in_order(
         indexer = await m.indexer()
         first = m.store_pages(50)
         await m.store_batches(10, pages=5)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) == 100
         m.publisher.shrink(80, {0: m.position})
         turns = 0
         while m.is_resizing():
-            # A demand made meanwhile is about blocks that are on their way out already.
+            # A request sent meanwhile concerns blocks that are already being withdrawn.
             m.publisher.shrink(20, {0: m.position})
             await asyncio.sleep(0)
             m.remove_pages(first[turns : turns + 1])
             m.store_pages()
             turns += 1
         assert turns >= 24, "none looks at more than four pages"
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) <= 20
         assert m.publisher.counters["shrunk_blocks"] <= 80
         m.remove_pages(range(m._last))
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.held == set()
         assert m.feed.normalizer.entry_count == 0
         assert len(indexer.streams) == 1
-        assert indexer.stream.chunks == [], "batches say it all"
+        assert indexer.stream.chunks == [], "no snapshot is needed"
 
 
 async def test_a_reset_during_a_shrink_ends_it(
@@ -525,17 +530,17 @@ async def test_a_reset_during_a_shrink_ends_it(
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(20)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         m.publisher.shrink(10, {0: m.position})
         assert m.is_resizing()
         m.publisher.reset(0)
         assert not m.is_resizing()
         m.store_pages(15)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) == 15, "there is no bound any more"
         m.publisher.shrink(5, {0: m.position})
         await until(lambda: not m.is_resizing(), "the next demand counts")
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) == 10
 
 
@@ -545,20 +550,20 @@ async def test_withdrawn_blocks_are_published_again_after_a_time_without_shrink_
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(10)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         await indexer.shrink(4)
         await until(lambda: len(m.published) == 6, "it shrinks")
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         monkeypatch.setattr(publisher_module, "REGROW_BLOCKS_MIN", 3)
         m.publisher.grow()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) == 9, "a little at a time"
         m.publisher.grow()
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.held == m.published
         assert len(m.published) == 10
         m.store_pages(5)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(m.published) == 15, "the bound is gone"
         assert m.publisher.counters["regrown_blocks"] == 4
 
@@ -568,7 +573,7 @@ async def test_regrowing_is_tried_at_intervals(monkeypatch: pytest.MonkeyPatch) 
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(10)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         await indexer.shrink(4)
         await until(lambda: m.publisher.counters["regrown_blocks"], "it looks for room")
         await until(lambda: len(m.published) == 10, "there is room")
@@ -593,19 +598,19 @@ async def test_a_new_hello_reports_the_start_and_the_end_of_a_degraded_state() -
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(3)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         m.publisher.record_loss(0, "a test")
         await until(lambda: len(indexer.streams) == 2, "a new stream")
         assert indexer.streams[0].is_over, "streams of one worker do not overlap"
         assert indexer.stream.hello == [SourcePosition(SOURCE, 2, 1, degraded=True)]
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert indexer.held == set()
         m.publisher.take([PagesCleared()])
         m.store_pages(2)
         await until(lambda: len(indexer.streams) == 3, "a new stream")
         (state,) = indexer.stream.hello
         assert (state.epoch, state.degraded) == (3, False)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.held) == 2
 
 
@@ -613,12 +618,12 @@ async def test_a_reset_engine_begins_a_new_epoch_on_the_same_stream() -> None:
     async with mesh() as m:
         indexer = await m.indexer()
         m.store_pages(3)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         m.publisher.reset(0)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert (indexer.held, indexer.position) == (set(), (2, 1))
         m.store_pages(1)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert len(indexer.streams) == 1
 
 
@@ -628,7 +633,7 @@ async def test_events_that_cannot_be_applied_do_not_affect_the_engine() -> None:
         m.store_pages(2)
         broken: Any = ["not a hash"]
         m.publisher.take([PagesRemoved(broken), PagesStored([], None, b"", BLOCK, rank=5)])
-        await m.cut()
+        await m.end_tick()
         assert m.feed.event_log.state == SourcePosition(SOURCE, 2, 1, degraded=True)
         assert m.publisher.metric_values()["kv_events_lost"] == 1
         assert m.publisher.metric_values()["kv_unknown_rank"] == 1
@@ -640,7 +645,7 @@ async def test_load_is_reported_ten_times_a_second_to_every_indexer() -> None:
     async with mesh() as m:
         one, other = await m.indexer(), await m.indexer()
         await until(lambda: min(len(i.stream.loads) for i in (one, other)) >= 3, "three reports")
-        # One that could not be sent before the next one came is left out.
+        # A report that is not sent before the next one is skipped.
         assert one.stream.loads == sorted(set(one.stream.loads)), "the newest, each once"
         loop = asyncio.get_running_loop()
         began, before = loop.time(), m.steps
@@ -656,13 +661,13 @@ async def test_the_stream_to_an_indexer_ends_when_it_leaves_discovery() -> None:
         await until(lambda: indexer.stream.is_over, "the stream ends")
         assert [link.indexer.id for link in m.publisher.links] == [other.id]
         m.store_pages()
-        await m.settled(other)
+        await m.wait_until_synced(other)
 
 
 async def test_an_unreachable_or_rejecting_indexer_is_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(publisher_module, "BACKOFF_FIRST_S", 0.01)
+    monkeypatch.setattr(publish_link, "BACKOFF_FIRST_S", 0.01)
 
     class Refusing(FakeIndexer):
         refusals = 3
@@ -679,7 +684,7 @@ async def test_an_unreachable_or_rejecting_indexer_is_retried(
         await indexer.start()
         await m.registry.register(indexer.instance())
         m.store_pages(2)
-        await m.settled(indexer)
+        await m.wait_until_synced(indexer)
         assert m.publisher.counters["streams"] == 4
 
 
@@ -687,9 +692,9 @@ async def test_an_unreachable_or_rejecting_indexer_is_retried(
 
 
 def sim_worker(
-    store: MemoryStore | None = None, *, engine: SimEngine | None = None, **knobs: Any
+    store: MemoryStore | None = None, *, engine: SimEngine | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[WorkerApp]:
-    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+    config = WorkerConfig(registry="memory", speedup=0.0, **settings)
     registry = MemoryRegistry(store or MemoryStore())
     return living(WorkerApp(config, instance_id=WORKER, registry=registry, engine=engine))
 
@@ -711,7 +716,7 @@ def cached_by(app: WorkerApp) -> set[int]:
 
 
 def count_removals(app: WorkerApp) -> list[int]:
-    """One number: blocks that the engine reports removed from now on."""
+    """The number of blocks that the engine reports removed from now on."""
     assert isinstance(app.engine, SimEngine)
     inner = app.engine.kv_event_sink
     assert inner is not None
@@ -787,9 +792,9 @@ async def test_a_worker_advertises_that_it_publishes_events() -> None:
         (instance,) = (await registry.snapshot(NS)).of("worker")
         assert instance.kv_index == "events"
         await ask(app, range(100))
-        said = await info(app)
-        assert (said.kv_index, said.kv_index_reason) == ("events", "")
-        assert said.counters["kv_blocks"] == len(cached_by(app)) > 0
+        response = await info(app)
+        assert (response.kv_index, response.kv_index_reason) == ("events", "")
+        assert response.counters["kv_blocks"] == len(cached_by(app)) > 0
         (empty_rank,) = [await _error_of(listed(app, rank=3))]
         assert isinstance(empty_rank, NotFound)
         assert empty_rank.field == "dp_rank"
@@ -807,8 +812,8 @@ async def test_a_worker_without_kv_events_advertises_an_approximate_index_and_re
         (instance,) = (await registry.snapshot(NS)).of("worker")
         assert instance.kv_index == "approx"
         await ask(app, range(100))
-        said = await info(app)
-        assert (said.kv_index, said.kv_index_reason) == ("approx", "kv_events is off")
+        response = await info(app)
+        assert (response.kv_index, response.kv_index_reason) == ("approx", "kv_events is off")
         assert isinstance(await _error_of(listed(app)), Unimplemented)
         await until(lambda: indexer.streams and indexer.stream.loads, "load")
         assert indexer.stream.batches == []
@@ -825,8 +830,8 @@ async def test_a_worker_without_a_cache_advertises_no_index(kv_events: bool) -> 
     async with sim_worker(store, engine=engine, kv_events=kv_events) as app:
         (instance,) = (await MemoryRegistry(store).snapshot(NS)).of("worker")
         assert instance.kv_index == "none"
-        said = await info(app)
-        assert (said.kv_index, said.kv_index_reason) == ("none", "prefix caching is off")
+        response = await info(app)
+        assert (response.kv_index, response.kv_index_reason) == ("none", "prefix caching is off")
 
 
 async def test_an_empty_cache_is_listed_as_one_empty_message() -> None:

@@ -37,23 +37,23 @@ from worker_svc.engines.contract import (
     LLMEngineOutput,
 )
 from worker_svc.engines.handoff import NO_PARTNER, PEER_LOST
-from worker_svc.engines.sim.engine import (
+from worker_svc.engines.sim.config import (
     SIM_MODEL_DIR,
     SimConfig,
-    SimEngine,
+    SimHandoffConfig,
     SimModel,
     load_sim_model,
 )
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
 SHIPPED = load_sim_model(SIM_MODEL_DIR)
 SHIPPED_TOKEN_ORACLE = TokenOracle(SHIPPED.word_ids, SHIPPED.eos_ids[0])
-# How soon a lost peer is noticed is proved in virtual time (test_worker_sim_handoff.py); here only
-# that it is, on real sockets.
+# Virtual-time tests prove how soon a lost peer is detected (test_worker_sim_transfer_server.py);
+# these prove that it is detected on real sockets.
 WAIT_S = 30.0
 Messages: TypeAlias = list[pb.GenerateResponse] | MeshError
 TOKENS = 24
@@ -68,7 +68,7 @@ def request(prompt: Sequence[int], n: int = TOKENS, **more: Any) -> Preprocessed
 
 
 def prompt_of(number: int) -> list[int]:
-    """Some share their beginnings, none is another's."""
+    """Some share a prefix, none is a prefix of another."""
     return [*([number % 5] * 64), *range(200, 200 + number % 40), number + 1000]
 
 
@@ -84,7 +84,7 @@ async def until(condition: Callable[[], object], what: str, within_s: float = WA
 
 
 class Engines:
-    """Three engines of one model; the pair's network is real."""
+    """Three engines of one model; the pair uses real sockets."""
 
     def __init__(self, config: SimConfig, handoff: SimHandoffConfig) -> None:
         self.prefill = SimEngine(
@@ -101,15 +101,15 @@ class Engines:
         assert self.endpoint.bootstrap_port is not None
         return BootstrapInfo(self.endpoint.bootstrap_host, self.endpoint.bootstrap_port, room)
 
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         return all(
             (load.rooms_open, load.kv_used_blocks, load.running, load.waiting) == (0, 0, 0, 0)
             for engine in (self.prefill, self.decode)
             for load in engine.loads()
         )
 
-    async def check_rest(self) -> None:
-        await until(self.is_at_rest, "rooms closed, blocks free")
+    async def check_idle(self) -> None:
+        await until(self.is_idle, "rooms closed, blocks free")
         for engine in (self.prefill, self.decode):
             engine.blocks.check()
             assert (engine.counters["corrupt_pages"], engine.counters["corrupt_tokens"]) == (0, 0)
@@ -156,13 +156,13 @@ async def test_a_hundred_concurrent_pairs_return_the_output_of_an_aggregated_eng
                 run(them.decode, asked),
                 run(them.aggregated, request(prompt)),
             )
-            truth = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
-            assert tokens_of(decode) == tokens_of(alone) == truth
-            assert tokens_of(prefill) == truth[:1]
+            oracle = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
+            assert tokens_of(decode) == tokens_of(alone) == oracle
+            assert tokens_of(prefill) == oracle[:1]
 
         await asyncio.gather(*[one(number) for number in range(100)])
-        assert them.is_at_rest()
-        await them.check_rest()
+        assert them.is_idle()
+        await them.check_idle()
         for engine in (them.prefill, them.decode):
             assert engine.counters["rooms_handed_over"] == 100
         assert them.prefill.counters["pages_written"] == them.decode.counters["pages_received"]
@@ -174,18 +174,18 @@ async def test_a_hundred_completed_prefills_decode_to_the_output_of_an_aggregate
         async def one(number: int) -> None:
             prompt = prompt_of(number)
             prefill = await run(them.prefill, request(prompt, 1))
-            truth = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
+            oracle = TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
             assert isinstance(prefill, list)
-            assert tokens_of(prefill) == truth[:1]
+            assert tokens_of(prefill) == oracle[:1]
             params = prefill[-1].disaggregated_params
             if params is None:
-                assert truth == []
+                assert oracle == []
                 return
             asked = request(prompt, prefill_result=PrefillResult(params))
-            assert tokens_of(await run(them.decode, asked)) == truth
+            assert tokens_of(await run(them.decode, asked)) == oracle
 
         await asyncio.gather(*[one(number) for number in range(100)])
-        await them.check_rest()
+        await them.check_idle()
         assert them.endpoint.disaggregated_endpoint is None
 
 
@@ -194,10 +194,10 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
     # A page takes 2 ms: transfers are in flight much of the time.
     config = SimConfig(timing=Timing(), total_kv_blocks=200)
     async with engines(config, gb_per_s=1.0, chunk_pages=1) as them:
-        answered = 0
+        responded = 0
 
         async def one(number: int) -> None:
-            nonlocal answered
+            nonlocal responded
             await asyncio.sleep(rng.uniform(0, 1.0))
             prompt = prompt_of(number)
             asked = request(prompt, bootstrap_info=them.bootstrap(number))
@@ -219,14 +219,14 @@ async def test_aborted_or_dropped_pairs_do_not_affect_other_pairs() -> None:
                 end = tasks[1].result()
                 if isinstance(end, list):
                     assert tokens_of(end) == TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
-                    answered += 1
+                    responded += 1
                 else:
                     assert isinstance(end, WorkerLost)
                     assert end.retryable
 
         await asyncio.gather(*[one(number) for number in range(150)])
-        await them.check_rest()
-        assert answered > 20
+        await them.check_idle()
+        assert responded > 20
         assert them.decode.counters["aborts_forced"] == 0
         control = request(prompt_of(7), bootstrap_info=them.bootstrap(2**63))
         _, decode = await asyncio.gather(run(them.prefill, control), run(them.decode, control))
@@ -270,7 +270,7 @@ async def test_an_engine_that_ends_in_any_phase_frees_the_other_side(role: str, 
         else:
             assert isinstance(end, WorkerLost)
             assert end.retryable
-        await them.check_rest()
+        await them.check_idle()
 
 
 async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
@@ -278,14 +278,14 @@ async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
         bootstrap = them.bootstrap(1)
         address = bootstrap.bootstrap_host, bootstrap.bootstrap_port
         silent, _silent_writer = await asyncio.open_connection(*address)
-        for said in (
+        for frame in (
             b"GET / HTTP/1.1\r\n\r\n",
             (5 << 20).to_bytes(4, "little") + b"x",
             b"\1\0\0\0\xff",
             b"\0\0\0\0",
         ):
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(said)
+            writer.write(frame)
             assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
             writer.close()
         assert await asyncio.wait_for(silent.read(), WAIT_S) == b""
@@ -293,7 +293,7 @@ async def test_connections_of_malformed_or_silent_peers_are_closed() -> None:
         asked = request(prompt_of(1), bootstrap_info=bootstrap)
         _, decode = await asyncio.gather(run(them.prefill, asked), run(them.decode, asked))
         assert tokens_of(decode) == TOKEN_ORACLE.continue_tokens(prompt_of(1), TOKENS)
-        await them.check_rest()
+        await them.check_idle()
 
 
 async def test_a_bootstrap_port_in_use_fails_the_start() -> None:
@@ -310,7 +310,7 @@ async def test_a_bootstrap_port_in_use_fails_the_start() -> None:
 
 
 class Worker:
-    """A worker process, spoken to over gRPC."""
+    """A worker process with a gRPC client."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -330,7 +330,7 @@ class Worker:
         return reply.loads[0]
 
     async def busy(self) -> None:
-        """Returns once it holds KV."""
+        """Returns when it holds KV."""
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while not (await self.load()).kv_used_blocks:
             assert asyncio.get_running_loop().time() < deadline, "it never holds KV"
@@ -368,7 +368,7 @@ class Pair:
         self.decode = decode
         self.host, self.port = endpoint.bootstrap_host, endpoint.bootstrap_port
 
-    async def answer(
+    async def output(
         self, room: int, prompt: Sequence[int], n: int = TOKENS
     ) -> tuple[Messages, Messages]:
         asked = request(prompt, n, bootstrap_info=BootstrapInfo(self.host, self.port, room))
@@ -416,11 +416,11 @@ async def test_two_worker_processes_return_correct_output_for_a_hundred_pairs(
         assert (info.role, info.local_prefill) == ("decode", False)
         assert (await both.prefill.info()).transfer_group == info.transfer_group != ""
 
-        answers = await asyncio.gather(*[both.answer(i, prompt_of(i)) for i in range(100)])
+        outputs = await asyncio.gather(*[both.output(i, prompt_of(i)) for i in range(100)])
 
-        for number, (prefill, decode) in enumerate(answers):
-            truth = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt_of(number), TOKENS)
-            assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
+        for number, (prefill, decode) in enumerate(outputs):
+            oracle = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt_of(number), TOKENS)
+            assert (ids_of(prefill), ids_of(decode)) == (oracle[:1], oracle)
         for worker in (both.prefill, both.decode):
             await worker.rest()
         refusal = await both.decode.generate("plain", request([1, 2, 3]))
@@ -448,9 +448,9 @@ async def test_a_completed_prefill_crosses_processes_as_plain_json(tmp_path: Pat
 SLOW_LINK = ("--transfer-gb-per-s=0.05", "--handoff-timeout-s=1.5")
 
 
-# A stopped peer is silent for 1.5 s, and then does not answer the Abort for 2; a stopped decode
-# lets prefill write all it has first, 3.4 s, and does not acknowledge it for 1.5. The default of
-# --handoff-timeout-s would take 10 s and the Abort's 2.
+# A stopped peer is silent for 1.5 s, and then does not confirm the Abort for 2 s. With a stopped
+# decode, prefill first writes everything, 3.4 s, and then misses the acknowledgement for 1.5 s.
+# With the default of --handoff-timeout-s it would take 10 s plus 2 s for the Abort.
 GONE_S = 10.0
 
 
@@ -461,27 +461,27 @@ async def test_a_worker_lost_during_a_transfer_frees_its_peer(
 ) -> None:
     async with pair(tmp_path, *SLOW_LINK) as both:
         loop = asyncio.get_running_loop()
-        # Half a second on, some transfer and the others wait for the link.
-        legs = [asyncio.create_task(both.answer(room, [room + 1] * 320)) for room in range(4)]
+        # After half a second one transfer is running and the others wait for the link.
+        legs = [asyncio.create_task(both.output(room, [room + 1] * 320)) for room in range(4)]
         await asyncio.sleep(0)
         await both.decode.busy()
         began = loop.time()
         while loop.time() < began + 0.5:
             await both.decode.load()
-        dead, alive = both.prefill, both.decode
+        killed, alive = both.prefill, both.decode
         if victim == "decode":
-            dead, alive = alive, dead
-        dead.service.send(how)
+            killed, alive = alive, killed
+        killed.service.send(how)
         await alive.rest(GONE_S)
         if how is signal.SIGSTOP:
-            dead.service.send(signal.SIGCONT)
-            await dead.rest()
+            killed.service.send(signal.SIGCONT)
+            await killed.rest()
         lost = 0
         for room, (prefill, decode) in enumerate(await asyncio.gather(*legs)):
             survivor = prefill if alive is both.prefill else decode
-            if isinstance(survivor, list):  # handed over before: the machine let the test wait
-                truth = SHIPPED_TOKEN_ORACLE.continue_tokens([room + 1] * 320, TOKENS)
-                assert ids_of(survivor) == (truth[:1] if alive is both.prefill else truth)
+            if isinstance(survivor, list):  # handed over before the kill on a slow machine
+                oracle = SHIPPED_TOKEN_ORACLE.continue_tokens([room + 1] * 320, TOKENS)
+                assert ids_of(survivor) == (oracle[:1] if alive is both.prefill else oracle)
                 continue
             assert isinstance(survivor, WorkerLost)
             assert survivor.retryable
@@ -489,7 +489,7 @@ async def test_a_worker_lost_during_a_transfer_frees_its_peer(
             lost += 1
         assert lost > 0
         if how is signal.SIGSTOP:
-            _, decode = await both.answer(99, prompt_of(5))
+            _, decode = await both.output(99, prompt_of(5))
             assert ids_of(decode) == SHIPPED_TOKEN_ORACLE.continue_tokens(prompt_of(5), TOKENS)
 
 
@@ -497,10 +497,10 @@ async def test_a_worker_lost_during_a_transfer_frees_its_peer(
 async def test_a_draining_prefill_worker_ends_its_transfers_first(tmp_path: Path) -> None:
     async with pair(tmp_path, "--transfer-gb-per-s=0.05") as both:
         prompt = [9] * 320
-        leg = asyncio.create_task(both.answer(1, prompt))
+        leg = asyncio.create_task(both.output(1, prompt))
         await both.decode.busy()
         both.prefill.service.send(signal.SIGTERM)
         prefill, decode = await leg
-        truth = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
-        assert (ids_of(prefill), ids_of(decode)) == (truth[:1], truth)
+        oracle = SHIPPED_TOKEN_ORACLE.continue_tokens(prompt, TOKENS)
+        assert (ids_of(prefill), ids_of(decode)) == (oracle[:1], oracle)
         assert await asyncio.to_thread(both.prefill.service.wait) == 0

@@ -1,4 +1,4 @@
-"""What a worker says of itself in discovery is what a router goes by."""
+"""A router uses the properties that a worker advertises in discovery."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NS = "default"
 
 @asynccontextmanager
 async def registered(*flags: str) -> AsyncIterator[MemoryRegistry]:
-    """The registry, as others see it, of one sim worker."""
+    """The registry of one sim worker as its peers see it."""
     flags = ("--registry=memory", "--speedup=0", *flags)
     config = read_config(WorkerConfig, "WORKER", {}, flags)[0]
     store = MemoryStore()
@@ -41,7 +41,7 @@ async def registered(*flags: str) -> AsyncIterator[MemoryRegistry]:
 
 @asynccontextmanager
 async def advertised(*flags: str) -> AsyncIterator[Router]:
-    """A router that has seen one sim worker, as that registered itself."""
+    """A router that has discovered one sim worker."""
     router = Router(SELECTORS["kv"]())
     async with registered(*flags) as registry:
         router.update(await registry.snapshot(NS), 0.0)
@@ -63,9 +63,9 @@ async def test_adapters_and_taints_of_a_worker_reach_the_router() -> None:
         assert worker.loras == {"fr", "de"}
         assert worker.taints == {"zone=a", "fast"}
         assert Instance.from_json(worker.to_json()) == worker
-        with pytest.raises(NotFound) as refused:
+        with pytest.raises(NotFound) as rejected:
             placed(router, lora_name="it")
-        assert refused.value.reason == "UNKNOWN_ADAPTER"
+        assert rejected.value.reason == "UNKNOWN_ADAPTER"
 
 
 async def test_a_worker_without_adapters_serves_the_base_model_only() -> None:
@@ -95,12 +95,12 @@ async def test_a_frontend_opens_the_endpoints_that_a_worker_advertises(
 
 @pytest.mark.parametrize("kinds", ["embedding", "chat,prefill", "Chat", ""])
 def test_endpoints_that_a_token_worker_cannot_serve_are_rejected(kinds: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         read_config(WorkerConfig, "WORKER", {}, [f"--serve={kinds}"])
-    assert any("serve" in problem for problem in refused.value.problems)
+    assert any("serve" in problem for problem in rejected.value.problems)
 
 
 def test_engines_without_configurable_adapters_reject_the_flag() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         read_config(WorkerConfig, "WORKER", {}, ["--engine=echo", "--loras=fr"])
-    assert any("loras" in problem for problem in refused.value.problems)
+    assert any("loras" in problem for problem in rejected.value.problems)

@@ -1,4 +1,4 @@
-"""What a worker says it is: its model, its engine, and why it may not serve beside others."""
+"""A worker's identity: its model, its engine, and rejections because of other workers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ from worker_svc.config import WorkerConfig
 from worker_svc.engines.echo import EchoConfig, EchoEngine
 
 
-class Mine(EchoEngine):
-    """An engine of one's own."""
+class CustomEngine(EchoEngine):
+    """A custom engine."""
 
     def __init__(self) -> None:
         super().__init__(EchoConfig(model="mine"))
 
 
-def worker(engine: Mine | None = None, store: MemoryStore | None = None, **knobs: Any) -> WorkerApp:
-    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+def worker(
+    engine: CustomEngine | None = None, store: MemoryStore | None = None, **settings: Any
+) -> WorkerApp:
+    config = WorkerConfig(registry="memory", speedup=0.0, **settings)
     return WorkerApp(config, registry=MemoryRegistry(store or MemoryStore()), engine=engine)
 
 
@@ -44,20 +46,20 @@ async def info_of(app: WorkerApp) -> pb.GetInfoResponse:
 
 
 @pytest.mark.parametrize(
-    ("engine", "knobs", "model"),
+    ("engine", "settings", "model"),
     [
-        (Mine, {}, "mine"),
-        (Mine, {"model_name": "cnt"}, "cnt"),
+        (CustomEngine, {}, "mine"),
+        (CustomEngine, {"model_name": "cnt"}, "cnt"),
         (None, {}, "sim"),
         (None, {"model_name": "cnt"}, "cnt"),
     ],
 )
 async def test_a_model_is_named_by_its_flag_else_by_its_engine(
-    engine: type[Mine] | None, knobs: dict[str, Any], model: str
+    engine: type[CustomEngine] | None, settings: dict[str, Any], model: str
 ) -> None:
     with capture_logs() as logs:
-        info = await info_of(worker(engine() if engine else None, **knobs))
-    name = "Mine" if engine else "sim"
+        info = await info_of(worker(engine() if engine else None, **settings))
+    name = "CustomEngine" if engine else "sim"
     assert (info.model, info.engine) == (model, name)
     assert [one["engine"] for one in logs if one["event"] == "engine_started"] == [name]
 
@@ -65,10 +67,10 @@ async def test_a_model_is_named_by_its_flag_else_by_its_engine(
 async def test_a_card_conflict_names_the_differences_and_the_remedy() -> None:
     store = MemoryStore()
     async with living(worker(store=store, stable_name="w-0")):
-        with pytest.raises(Conflict) as refused:
+        with pytest.raises(Conflict) as rejected:
             async with living(worker(store=store, block_size=32)):
                 raise AssertionError("it was let in")
-    error = refused.value
+    error = rejected.value
     assert error.reason == "CARD_CONFLICT"
     assert "model 'sim' is served in namespace 'default' under another card" in error.message
     assert "by w-0" in error.message
@@ -77,7 +79,7 @@ async def test_a_card_conflict_names_the_differences_and_the_remedy() -> None:
 
 
 class Forgetful(MemoryRegistry):
-    """Has lost the cards of others."""
+    """A registry without the cards of other workers."""
 
     async def get_card(self, checksum: str) -> Any:
         raise NotFound("no such card")
@@ -88,11 +90,11 @@ async def test_an_unreadable_card_leaves_the_conflict_error_unchanged() -> None:
     async with living(worker(store=store)):
         config = WorkerConfig(registry="memory", speedup=0.0, block_size=32)
         app = WorkerApp(config, registry=Forgetful(store))
-        with capture_logs() as logs, pytest.raises(Conflict) as refused:
+        with capture_logs() as logs, pytest.raises(Conflict) as rejected:
             async with living(app):
                 raise AssertionError("it was let in")
-    assert refused.value.reason == "CARD_CONFLICT"
-    assert "under another card: " in refused.value.message
+    assert rejected.value.reason == "CARD_CONFLICT"
+    assert "under another card: " in rejected.value.message
     assert "served_card_unknown" in [one["event"] for one in logs]
 
 
@@ -111,15 +113,17 @@ async def generated(app: WorkerApp, *token_ids: int) -> list[int]:
 async def test_generate_rejects_token_ids_outside_the_vocabulary() -> None:
     async with living(worker()) as app:
         assert len(await generated(app, 5, 4095)) == 2
-        for odd in (4096, 9_999_999, 2**32 - 1):
-            with pytest.raises(InvalidRequest, match=f"token_ids: {odd} is above") as refused:
-                await generated(app, 5, odd, 7)
-            assert refused.value.field == "token_ids"
-            assert "above the largest token id 4095" in refused.value.message
+        for unknown_id in (4096, 9_999_999, 2**32 - 1):
+            with pytest.raises(
+                InvalidRequest, match=f"token_ids: {unknown_id} is above"
+            ) as rejected:
+                await generated(app, 5, unknown_id, 7)
+            assert rejected.value.field == "token_ids"
+            assert "above the largest token id 4095" in rejected.value.message
 
 
 async def test_without_a_known_vocabulary_the_engine_checks_token_ids(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text("{}")
-    async with living(worker(Mine(), model_path=tmp_path)) as app:
+    async with living(worker(CustomEngine(), model_path=tmp_path)) as app:
         assert await generated(app, 5, 2**32 - 1) == [5, 2**32 - 1]

@@ -1,4 +1,4 @@
-"""The reader of an engine's events: long replays, what they drop, and failures of its own."""
+"""The reader of an engine's events: long replays, dropped batches, and its own failures."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ from worker_svc.kv_events.normalizer import (
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCK)
 
 
-class Heard:
-    """A sink that notes, and fails when it is told to."""
+class RecordingSink:
+    """A sink that records, and fails on request."""
 
     def __init__(self) -> None:
         self.hashes: list[int] = []
@@ -57,16 +57,16 @@ class Heard:
                 raise RuntimeError("the sink is broken")
             self.hashes += event.hashes
 
-    def record_loss(self, rank: int, why: str) -> None:
-        self.lost.append(why)
+    def record_loss(self, rank: int, reason: str) -> None:
+        self.lost.append(reason)
 
     def reset(self, rank: int) -> None:
         self.lost.append("reset")
 
 
 @asynccontextmanager
-async def reading(wire: EngineWire, sink: Heard) -> AsyncIterator[KvEventReader]:
-    """A reader of the wire that runs until the end."""
+async def reading(wire: EngineWire, sink: RecordingSink) -> AsyncIterator[KvEventReader]:
+    """Runs a reader of the wire until the end of the block."""
     reader = KvEventReader(0, wire.endpoints, sink)
     tasks = [asyncio.create_task(reader.run()), asyncio.create_task(wire.serve())]
     try:
@@ -79,7 +79,7 @@ async def reading(wire: EngineWire, sink: Heard) -> AsyncIterator[KvEventReader]
 
 
 async def kept(wire: EngineWire, count: int) -> list[int]:
-    """The engine has so many more batches for replay, which nobody has heard of."""
+    """Adds batches that the engine keeps for replay but has not published."""
     first = wire.sequence
     for n in range(first, first + count):
         await wire.publish(removed(n), reaches=False)
@@ -87,23 +87,23 @@ async def kept(wire: EngineWire, count: int) -> list[int]:
 
 
 class DroppingWire(EngineWire):
-    """Drops of each answer what a ROUTER drops: a "hole", its "tail", or that and its "end"."""
+    """Drops from each replay what a ROUTER drops: a "hole", its "tail", or that and its "end"."""
 
     def __init__(self, drops: str) -> None:
         super().__init__()
         self._drops = drops
 
-    async def _answer(self, router: zmq.asyncio.Socket) -> None:
+    async def _replay(self, router: zmq.asyncio.Socket) -> None:
         client, _, first = await router.recv_multipart()
         self.replays += 1
-        wanted = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
-        sent, rest = wanted[:SOCKET_QUEUE_MIN], wanted[SOCKET_QUEUE_MIN:]
+        requested = [one for one in self._kept if one[0] >= int.from_bytes(first, "big")]
+        sent, remaining = requested[:SOCKET_QUEUE_MIN], requested[SOCKET_QUEUE_MIN:]
         if self._drops == "hole":
-            sent += rest[100:]
+            sent += remaining[100:]
         for sequence, payload in sent:
             number = sequence.to_bytes(8, "big")
             await router.send_multipart([client, b"", TOPIC.encode(), number, payload])
-        if not (self._drops == "end" and rest):
+        if not (self._drops == "end" and remaining):
             end = (-1).to_bytes(8, "big", signed=True)
             await router.send_multipart([client, b"", b"", end, b""])
 
@@ -113,47 +113,47 @@ class DroppingWire(EngineWire):
 async def test_batches_dropped_from_a_long_replay_are_requested_again(
     drops: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if drops == "end":  # which only silence tells
+    if drops == "end":  # detected only by silence
         monkeypatch.setattr(sglang_events, "REPLAY_TIMEOUT_S", 0.2)
-    wire, heard = DroppingWire(drops), Heard()
-    said = await kept(wire, 3 * SOCKET_QUEUE_MIN)
-    async with reading(wire, heard) as reader:
-        await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
-        assert heard.hashes == said, "in order, each once"
+    wire, sink = DroppingWire(drops), RecordingSink()
+    sent_hashes = await kept(wire, 3 * SOCKET_QUEUE_MIN)
+    async with reading(wire, sink) as reader:
+        await until(lambda: len(sink.hashes) == len(sent_hashes), "all batches are replayed")
+        assert sink.hashes == sent_hashes, "in order, each once"
         assert wire.replays >= 3
         await kept(wire, 1)
         await wire.publish(removed(wire.sequence))
-        await until(lambda: len(heard.hashes) == wire.sequence, "and what came meanwhile")
-        assert heard.hashes == list(range(wire.sequence))
-        assert heard.lost == []
+        await until(lambda: len(sink.hashes) == wire.sequence, "later batches arrive too")
+        assert sink.hashes == list(range(wire.sequence))
+        assert sink.lost == []
         assert reader.counts["losses"] == 0
 
 
 @pytest.mark.slow
 async def test_a_replay_of_all_kept_batches_loses_none() -> None:
-    wire, heard = EngineWire(), Heard()
-    said = await kept(wire, BUFFERED_BATCHES)
-    async with reading(wire, heard):
-        await until(lambda: len(heard.hashes) == len(said), "all of it is replayed")
-        assert heard.hashes == said
-        assert heard.lost == []
+    wire, sink = EngineWire(), RecordingSink()
+    sent_hashes = await kept(wire, BUFFERED_BATCHES)
+    async with reading(wire, sink):
+        await until(lambda: len(sink.hashes) == len(sent_hashes), "all batches are replayed")
+        assert sink.hashes == sent_hashes
+        assert sink.lost == []
 
 
 async def test_a_gap_of_batches_that_are_no_longer_kept_is_a_loss() -> None:
-    wire, heard = EngineWire(keeps=3), Heard()
-    async with reading(wire, heard) as reader:
+    wire, sink = EngineWire(keeps=3), RecordingSink()
+    async with reading(wire, sink) as reader:
         await wire.publish(removed(0))
-        await until(lambda: heard.hashes == [0], "it listens")
+        await until(lambda: sink.hashes == [0], "the subscription works")
         await kept(wire, 5)
         await wire.publish(removed(6))
-        await until(lambda: heard.hashes[-1] == 6, "it goes on")
-        assert heard.hashes == [0, 4, 5, 6]
-        assert len(heard.lost) == 1
+        await until(lambda: sink.hashes[-1] == 6, "reading continues")
+        assert sink.hashes == [0, 4, 5, 6]
+        assert len(sink.lost) == 1
         assert reader.counts["unanswered"] == 0
 
 
-class Slow(Heard):
-    """Notes how much it took between two turns of the loop, each half of what is allowed."""
+class Slow(RecordingSink):
+    """Records the batches accepted between two loop turns, each taking half of the time slice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,35 +177,35 @@ class Slow(Heard):
 
 @pytest.mark.slow
 async def test_a_long_replay_yields_to_the_loop() -> None:
-    """Batches that wait in the socket are received without one."""
-    wire, heard = EngineWire(), Slow()
-    said = await kept(wire, 200)
-    async with reading(wire, heard):
-        await until(lambda: heard.hashes == said, "all of it is replayed")
-    # However slow the machine: each batch takes half of what is allowed, or more.
-    assert heard.most_in_turn <= 3
+    """Batches that wait in the socket are received without yielding."""
+    wire, sink = EngineWire(), Slow()
+    sent_hashes = await kept(wire, 200)
+    async with reading(wire, sink):
+        await until(lambda: sink.hashes == sent_hashes, "all batches are replayed")
+    # On any machine: each batch takes half of the time slice or more.
+    assert sink.most_in_turn <= 3
 
 
 async def test_an_event_of_very_many_pages_yields_to_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A prompt of 131,072 tokens, in pages of one, held everything up for a third of a second."""
+    """A prompt of 131,072 tokens in pages of one blocked the loop for a third of a second."""
     monkeypatch.setattr(sglang_events, "PAGES_PER_PART_MAX", 10)
-    wire, heard = EngineWire(), Slow()
-    async with reading(wire, heard):
+    wire, sink = EngineWire(), Slow()
+    async with reading(wire, sink):
         await wire.publish(removed(*range(95)), removed(*range(100, 105)))
-        await until(lambda: len(heard.hashes) == 100, "all of it is taken")
-    assert heard.hashes == [*range(95), *range(100, 105)]
-    assert heard.most_pages == 10
-    assert heard.most_in_turn <= 3
+        await until(lambda: len(sink.hashes) == 100, "all batches are accepted")
+    assert sink.hashes == [*range(95), *range(100, 105)]
+    assert sink.most_pages == 10
+    assert sink.most_in_turn <= 3
 
 
 async def test_batches_that_are_known_already_yield_to_the_loop_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After a replay, thousands of them may wait that came over the live socket meanwhile."""
+    """After a replay, thousands of batches may wait that arrived over the live socket meanwhile."""
     monkeypatch.setattr(sglang_events, "YIELD_INTERVAL_S", -1.0)
-    reader = KvEventReader(0, KvEventEndpoints(1, None), Heard())
+    reader = KvEventReader(0, KvEventEndpoints(1, None), RecordingSink())
     turns = 0
 
     async def others() -> None:
@@ -225,7 +225,7 @@ async def test_batches_that_are_known_already_yield_to_the_loop_too(
 async def test_a_split_event_is_equivalent_to_the_whole_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Keeps(Heard):
+    class Keeps(RecordingSink):
         def __init__(self) -> None:
             super().__init__()
             rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
@@ -261,34 +261,34 @@ async def test_a_reader_that_fails_reports_a_loss_and_starts_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sglang_events, "IDLE_S", 0.05)
-    wire, heard = EngineWire(), Heard()
-    heard.fails_at = 1
-    async with reading(wire, heard):
+    wire, sink = EngineWire(), RecordingSink()
+    sink.fails_at = 1
+    async with reading(wire, sink):
         for n in range(2):
             await wire.publish(removed(n))
-        await until(lambda: heard.lost, "it fails")
-        assert "the sink is broken" in heard.lost[0]
+        await until(lambda: sink.lost, "it fails")
+        assert "the sink is broken" in sink.lost[0]
         await wire.publish(removed(2))
-        await until(lambda: heard.hashes == [0, 2], "it reads on behind what it could not take")
-        assert len(heard.lost) == 1
+        await until(lambda: sink.hashes == [0, 2], "it reads on behind what it could not take")
+        assert len(sink.lost) == 1
 
 
 @pytest.mark.slow
 async def test_an_engine_is_lost_if_its_event_reader_ends() -> None:
-    """Its events would stay away for ever, and nobody would know."""
+    """Otherwise its events would silently stop."""
 
-    class Broken(Heard):
-        def record_loss(self, rank: int, why: str) -> None:
+    class Broken(RecordingSink):
+        def record_loss(self, rank: int, reason: str) -> None:
             raise RuntimeError("not even that works")
 
-    wire, heard = EngineWire(), Broken()
-    heard.fails_at = 0
+    wire, sink = EngineWire(), Broken()
+    sink.fails_at = 0
     engine = SglangEngine(SglangConfig())
     engine._engine_failure = asyncio.get_running_loop().create_future()
     engine._endpoints = wire.endpoints
     serving = asyncio.create_task(wire.serve())
     try:
-        engine.publish_to(heard)
+        engine.publish_to(sink)
         await wire.publish(removed(0))
         async with asyncio.timeout(WAIT_S):
             with pytest.raises(WorkerLost, match="task sglang kv events 0 failed"):
@@ -302,15 +302,15 @@ async def test_an_engine_is_lost_if_its_event_reader_ends() -> None:
 
 
 async def test_a_reader_that_is_cancelled_at_the_end_loses_nothing() -> None:
-    wire, heard = EngineWire(), Heard()
+    wire, sink = EngineWire(), RecordingSink()
     engine = SglangEngine(SglangConfig())
     engine._engine_failure = asyncio.get_running_loop().create_future()
     engine._endpoints = wire.endpoints
-    engine.publish_to(heard)
+    engine.publish_to(sink)
     (reader,) = engine._tasks
     reader.cancel()
     await asyncio.wait([reader])
     assert not engine._engine_failure.done()
-    assert heard.lost == []
+    assert sink.lost == []
     await engine.cleanup()
     wire.close()

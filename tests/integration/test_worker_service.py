@@ -1,4 +1,4 @@
-"""A worker over a real gRPC socket and through its whole life, with fake engines and the sim."""
+"""A worker over a real gRPC socket, through its whole life cycle, with fake engines and the sim."""
 
 from __future__ import annotations
 
@@ -53,21 +53,22 @@ from worker_svc.engines.contract import (
     chunk,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine, load_sim_model
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, load_sim_model
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 from worker_svc.serving.service import EngineServicer
 
 NS = "default"
-FREED_S = 0.25  # Slot and compute stop within this time
-# The grace for the deaf leaves 0.1 s of it, which a busy machine may take; hardly each time.
+FREED_S = 0.25  # Limit for freeing slot and compute.
+# STOP_GRACE_S leaves 0.1 s of it; a busy machine may exceed that, but rarely each time.
 TRIES = 5
 FRONTEND = 99
 
 
 class Unmoved:
-    """A witness that does nothing about what it is told."""
+    """An engine that ignores stops."""
 
     def failed(self, worker_id: int, reason: str, *, is_hung: bool = False) -> None:
         pass
@@ -77,11 +78,12 @@ class Unmoved:
 
 
 class FakeEngine:
-    """Does what the request id says, and notes what it was told.
+    """Acts by the request id, and records its calls.
 
-    good: two tokens. wait: a token, then waits for a stop. deaf: a token, then for ever. refuse: a
-    typed error. late, endless: breaches of the contract. gate: a token, the rest once `gate` is
-    set. start, drain and cleanup: what to do there, by default nothing.
+    good: two tokens. wait: a token, then waits for a stop. deaf: a token, then ignores stops.
+    refuse: a typed error. late, endless: contract violations. gate: a token, the rest once `gate`
+    is set.
+    start, drain and cleanup: actions at these calls, by default none.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class Worker:
         return load.open_slots
 
     async def freed_in_s(self) -> float:
-        """Seconds until no slot is open, as peers see it."""
+        """Seconds until peers see no open slot."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while await self.open_slots():
@@ -191,7 +193,7 @@ class Worker:
 
     @asynccontextmanager
     async def attached(self, stream_seq: int = 1) -> AsyncIterator[WorkerConnection]:
-        """A frontend's end of Attach, as production has it."""
+        """A frontend's end of Attach, as in production."""
         hello = Hello(FRONTEND, self.app.instance_id, stream_seq)
         connection = WorkerConnection(hello, self.app.address, GrpcDialer(), Unmoved())
         task = asyncio.create_task(connection.run())
@@ -203,7 +205,7 @@ class Worker:
 
 
 async def read_all(call: Any) -> list[pb.GenerateResponse]:
-    """All messages of a Generate call. Raises the MeshError it ended with."""
+    """All messages of a Generate call. Raises its MeshError."""
     messages = []
     try:
         async with rpc.cancelling(call):
@@ -215,9 +217,9 @@ async def read_all(call: Any) -> list[pb.GenerateResponse]:
 
 
 @asynccontextmanager
-async def working(engine: LLMEngine | None = None, **knobs: Any) -> AsyncIterator[Worker]:
-    """A worker with that engine, by default as configured, not registered anywhere."""
-    config = WorkerConfig(registry="memory", **knobs)
+async def working(engine: LLMEngine | None = None, **settings: Any) -> AsyncIterator[Worker]:
+    """A worker with this engine, by default as configured, without registration."""
+    config = WorkerConfig(registry="memory", **settings)
     app = WorkerApp(config, registry=MemoryRegistry(MemoryStore()), engine=engine)
     async with living(app, registered=False):
         worker = Worker(app)
@@ -226,10 +228,10 @@ async def working(engine: LLMEngine | None = None, **knobs: Any) -> AsyncIterato
 
 
 class Sink:
-    """Hears of a slot."""
+    """Records the events of a slot."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.token_ids: list[int] = []
         self.end: Terminal | None = None
         self.error: MeshError | None = None
@@ -237,13 +239,13 @@ class Sink:
         self.ended = asyncio.Event()
 
     def accepted(self) -> None:
-        self.heard.append("accepted")
+        self.events.append("accepted")
 
     def rejected(self, error: MeshError) -> None:
         self._failed("rejected", error)
 
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
-        self.heard.append("tokens")
+        self.events.append("tokens")
         self.token_ids += token_ids
         self.first.set()
 
@@ -251,15 +253,15 @@ class Sink:
         raise AssertionError("no pass-through here")
 
     def terminal(self, terminal: Terminal) -> None:
-        self.heard.append("terminal")
+        self.events.append("terminal")
         self.end, self.error = terminal, terminal.error
         self.ended.set()
 
     def lost(self, error: MeshError) -> None:
         self._failed("lost", error)
 
-    def _failed(self, how: str, error: MeshError) -> None:
-        self.heard.append(how)
+    def _failed(self, event: str, error: MeshError) -> None:
+        self.events.append(event)
         self.error = error
         self.ended.set()
 
@@ -467,7 +469,7 @@ async def open_attach(worker: Worker, hello: Hello) -> Any:
 
 
 async def drained(call: Any) -> Any:
-    """Reads a call to its end; its status."""
+    """Reads a call to its end and returns its status."""
     async with asyncio.timeout(WAIT_S):
         try:
             while await call.read() is not grpc.aio.EOF:
@@ -495,7 +497,7 @@ async def test_a_newer_stream_replaces_the_older_and_closes_its_generators() -> 
         async with worker.attached(2) as newer:
             other = Sink()
             newer.submit(leg_request("good"), other)
-            assert (await sink.over()).heard[-1] == "lost"
+            assert (await sink.over()).events[-1] == "lost"
             assert sink.error is not None
             assert sink.error.reason == "REPLACED"
             assert (await other.over()).token_ids == [7, 8]
@@ -577,7 +579,7 @@ async def test_a_request_that_arrives_as_its_stream_fails_leaves_no_state() -> N
 
     serving = asyncio.create_task(AttachServer(1, runner).serve(read, write))
     await until(lambda: len(reading) == 2, "the hello is read")
-    # In this order, in one turn of the loop: the slot's task is cancelled before its first step.
+    # In this order in one loop turn, the slot's task is cancelled before its first step.
     failed.set_exception(WorkerLost("the wire broke", retryable=True))
     came.set_result(
         RequestFrame(submits=[Submit(1, leg_request("good"), request().token_ids.little_endian)])
@@ -594,9 +596,10 @@ async def test_requests_that_end_with_their_stream_leave_no_state() -> None:
         for seq in range(1, 21):
             async with worker.attached(seq) as frontend:
                 frontend.submit(leg_request("deaf"), Sink())
-                # Gone at any moment of the dial, of the order's way, and of its first steps.
+                # Closed at any moment of the dial, of the request's delivery, and of its first
+                # steps.
                 await asyncio.sleep(0.0005 * seq)
-        # An order may still be on its way when its stream is gone.
+        # A request may still be in delivery when its stream has ended.
         counters = worker.app.runner.counters
         await until(lambda: counters["accepted"] == counters["closed"], "all are closed")
         await worker.app.runner.wait_idle()
@@ -636,7 +639,7 @@ async def test_a_failed_slot_ends_with_its_typed_error_and_the_stream_continues(
         frontend.submit(leg_request(kind), failing)
         frontend.submit(leg_request("good"), other)
         assert type((await failing.over()).error) is error
-        assert failing.heard[-1] == "terminal"
+        assert failing.events[-1] == "terminal"
         assert (await other.over()).error is None
 
 
@@ -660,7 +663,7 @@ async def test_rejections_over_attach_carry_whether_another_worker_may_be_tried(
         worker.app.runner.is_draining = True
         frontend.submit(leg_request("good"), late)
         await late.over()
-    assert (mismatched.heard, late.heard) == (["rejected"], ["rejected"])
+    assert (mismatched.events, late.events) == (["rejected"], ["rejected"])
     assert mismatched.error is not None
     assert (mismatched.error.reason, mismatched.error.retryable) == ("CARD_MISMATCH", False)
     assert late.error is not None
@@ -680,7 +683,7 @@ async def test_a_drain_sends_the_last_frames_completely_and_then_closes_the_stre
         engine.gate.set()
         assert await drain == []
         for sink in sinks:
-            assert (await sink.over()).heard[-1] == "terminal"
+            assert (await sink.over()).events[-1] == "terminal"
             assert sink.token_ids == [7, 8]
         await until(lambda: frontend.is_closed, "the stream is closed")
 
@@ -700,11 +703,11 @@ async def test_requests_that_outlive_the_drain_are_cut_and_logged() -> None:
         assert engine.closed == ["deaf"]
 
 
-# -- one life ---------------------------------------------------------------------------------
+# -- Life cycle -------------------------------------------------------------------------------
 
 
 class NotingRegistry(MemoryRegistry):
-    """Notes in the engine's list of steps what happens in discovery."""
+    """Records discovery events in the engine's list of steps."""
 
     def __init__(self, steps: list[str]) -> None:
         super().__init__(MemoryStore())
@@ -737,7 +740,7 @@ class NotingLease:
 
 
 class LivingWorker(WorkerApp):
-    """Lets a test see and end the life that the lifecycle gives it."""
+    """Gives a test access to the lifecycle."""
 
     lifecycle: Lifecycle | None = None
 
@@ -748,7 +751,7 @@ class LivingWorker(WorkerApp):
 
 @asynccontextmanager
 async def lived(engine: FakeEngine) -> AsyncIterator[tuple[LivingWorker, asyncio.Task[int]]]:
-    """A worker inside `lifecycle.run`, with the task that returns its exit status."""
+    """A worker in `lifecycle.run`, with the task that returns its exit status."""
     registry = NotingRegistry(engine.steps)
     app = LivingWorker(WorkerConfig(registry="memory"), registry=registry, engine=engine)
     task = asyncio.create_task(run_lifecycle(app, notice_s=0.0, drain_s=0.2, signals=False))
@@ -762,7 +765,7 @@ async def lived(engine: FakeEngine) -> AsyncIterator[tuple[LivingWorker, asyncio
 
 
 async def ended(app: LivingWorker, task: asyncio.Task[int]) -> int:
-    """Ends a life that has become ready; its exit status."""
+    """Ends a ready worker; returns its exit status."""
     await until(lambda: app.lifecycle is not None, "it begins")
     assert app.lifecycle is not None
     async with asyncio.timeout(WAIT_S):
@@ -820,8 +823,8 @@ async def test_a_drain_waits_for_transfers_while_health_and_registry_work() -> N
     async def transfers() -> None:
         assert app.lifecycle is not None
         seen.append(app.runner.is_draining)
-        snapshot = await app._registry.snapshot(NS)  # discovery is still alive,
-        seen.append(len(snapshot.instances))  # and has forgotten this worker
+        snapshot = await app._registry.snapshot(NS)  # discovery still works,
+        seen.append(len(snapshot.instances))  # and has removed this worker
 
     engine = FakeEngine(drain=transfers)
     async with lived(engine) as (app, task):

@@ -1,8 +1,8 @@
 """Three real SGLang engines for the whole session: an aggregated worker in this process, a prefill
-and a decode worker in processes of their own, as they are deployed, and before them what makes a
-mesh of them. About 1.5 GiB an engine, a minute to start.
+and a decode worker in their own processes as deployed, and a mesh in front of them.
 
-Run with the interpreter of .venv-sglang (`make test-sglang`); anywhere else the tests are skipped.
+About 1.5 GiB per engine, one minute to start. Run with the interpreter of .venv-sglang (`make
+test-sglang`); otherwise the tests are skipped.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
 
 HERE = Path(__file__).parent
-# Small enough for a test to see evictions.
+# Small enough for tests to cause evictions.
 POOL_TOKENS = 8192
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = find_spec("sglang")
-    missing = found is None or found.origin is None  # this folder has its name too
+    missing = found is None or found.origin is None  # this folder's name contains it too
     for item in items:
         if HERE not in item.path.parents:
             continue
-        # SGLang and what it imports warn of many things; the start of three engines takes long.
+        # SGLang and its imports emit many warnings; the start of three engines is slow.
         item.add_marker(pytest.mark.filterwarnings("ignore"))
         item.add_marker(pytest.mark.timeout(900))
         item.add_marker(pytest.mark.slow)
@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trio:
-    """The engines. app: the worker of the aggregated one; registry: where all three are known."""
+    """The engines. app: the aggregated worker; registry: where all three are registered."""
 
     app: WorkerApp
     aggregated: SglangEngine
@@ -64,7 +64,7 @@ class Trio:
 
 @contextlib.asynccontextmanager
 async def worker_here(config: WorkerConfig, lifecycle: Lifecycle) -> AsyncIterator[WorkerApp]:
-    """A worker in this process, not started yet; ended and unknown on exit."""
+    """A worker in this process, not yet started; stopped and deregistered on exit."""
     app = WorkerApp(config)
     try:
         yield app
@@ -93,7 +93,7 @@ async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
     )
     lifecycle = Lifecycle(HealthReporter())
     async with contextlib.AsyncExitStack() as ended:
-        # The last to end: it kills all children of this process, which the workers are too.
+        # Ends last: it kills all child processes of this one, including the workers.
         app = await ended.enter_async_context(worker_here(config, lifecycle))
         start = partial(WorkerProcess.started, model=model, folder=folder, engine_args=pool)
         prefill = await ended.enter_async_context(start("prefill"))
@@ -106,7 +106,7 @@ async def trio(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Trio]:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def mesh(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[HttpMesh]:
-    """The way to the engines through frontend, router and indexer."""
+    """Frontend, router and indexer in front of the engines."""
     workers = {trio.app.instance_id, trio.prefill.instance_id, trio.decode.instance_id}
     folder = tmp_path_factory.mktemp("mesh")
     async with HttpMesh.started(folder, trio.registry, workers) as mesh:
@@ -115,5 +115,5 @@ async def mesh(trio: Trio, tmp_path_factory: pytest.TempPathFactory) -> AsyncIte
 
 @pytest.fixture(scope="session")
 def engine(trio: Trio) -> SglangEngine:
-    """The one in this process."""
+    """The engine in this process."""
     return trio.aggregated

@@ -1,4 +1,4 @@
-"""A frontend, a router and an indexer before the SGLang workers, and what a client hears."""
+"""A frontend, a router and an indexer for the SGLang workers, and the responses of clients."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ START_S = 60.0
 
 
 @dataclass(slots=True)
-class Said:
-    """What came back for one request, as it comes. status 0: nothing yet."""
+class Response:
+    """The response to one request so far. status 0: none yet."""
 
     status: int = 0
     text: str = ""
@@ -36,34 +36,34 @@ class Said:
 
     @property
     def answer(self) -> tuple[str, str | None, int, int]:
-        """What must be equal where the same was said: text, end, and both counts."""
+        """The parts that are equal for equal responses: text, end, and both counts."""
         assert self.error is None, self.error
         usage = self.usage
         return self.text, self.finish_reason, usage["prompt_tokens"], usage["completion_tokens"]
 
     def take(self, event: dict[str, Any]) -> None:
-        """One event of a stream, or a whole answer."""
+        """One event of a stream, or a whole response."""
         self.error = event.get("error")
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
-            said = choice.get("delta") or choice.get("message")
-            self.text += (said.get("content") or "") if said else choice.get("text", "")
+            result = choice.get("delta") or choice.get("message")
+            self.text += (result.get("content") or "") if result else choice.get("text", "")
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             self.events += 1
 
 
 class HttpMesh:
-    """The services before the workers. http: a client of the frontend."""
+    """The services in front of the workers. http: a client of the frontend."""
 
     def __init__(self, services: dict[str, Service], http: httpx.AsyncClient) -> None:
         self._services = services
-        self._asked = 0
+        self._request_count = 0
         self.http = http
 
     @staticmethod
     @asynccontextmanager
     async def started(folder: Path, registry: Path, workers: set[int]) -> AsyncIterator[HttpMesh]:
-        """Serves once all `workers` are known; ended on exit."""
+        """Serves after all `workers` are discovered; stopped on exit."""
         flags = {"indexer": [], "router": [], "frontend": ["--http-port=0"]}
         async with AsyncExitStack() as ended:
             services = {}
@@ -83,7 +83,7 @@ class HttpMesh:
             yield mesh
 
     async def until_known(self, workers: set[int]) -> None:
-        """Returns once the frontend is ready and knows these workers and no others."""
+        """Returns when the frontend is ready and has exactly these workers."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -103,14 +103,15 @@ class HttpMesh:
         *,
         stream: bool = False,
         worker: int = 0,
-        into: Said | None = None,
+        into: Response | None = None,
         name: str = "",
-    ) -> Said:
-        """One greedy answer. prompt: token ids (completions) or a user's message (chat).
+    ) -> Response:
+        """Requests one greedy response.
 
-        worker: an aggregated one to pin. into: filled as the answer comes. name: the request's id.
+        prompt: token ids (completions) or a user message (chat). worker: an aggregated one to pin.
+        into: filled as chunks arrive. name: the request id.
         """
-        said = into or Said()
+        result = into or Response()
         is_chat = isinstance(prompt, str)
         message = {"role": "user", "content": prompt}
         body: dict[str, Any] = {
@@ -128,20 +129,22 @@ class HttpMesh:
         path = "/v1/chat/completions" if is_chat else "/v1/completions"
         headers = {"x-request-id": name} if name else {}
         async with self.http.stream("POST", path, json=body, headers=headers) as response:
-            said.status = response.status_code
+            result.status = response.status_code
             if not stream or response.status_code != 200:
-                said.take(json.loads(await response.aread()))
-                return said
+                result.take(json.loads(await response.aread()))
+                return result
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
-                    said.take(json.loads(line.removeprefix("data: ")))
-        return said
+                    result.take(json.loads(line.removeprefix("data: ")))
+        return result
 
-    async def told(self, prompt: Sequence[int] | str, **how: Any) -> tuple[Said, dict[str, Any]]:
-        """An answer and its line in the log, once it is written. how: as of `ask`."""
-        self._asked += 1
-        name = f"told-{self._asked}"
-        said = await self.ask(prompt, **how, name=name)
+    async def ask_with_log(
+        self, prompt: Sequence[int] | str, **options: Any
+    ) -> tuple[Response, dict[str, Any]]:
+        """A response and its log line, after it is written. Arguments as `ask`."""
+        self._request_count += 1
+        name = f"logged-{self._request_count}"
+        result = await self.ask(prompt, **options, name=name)
         lines: list[str] = []
 
         def is_written() -> bool:
@@ -151,10 +154,10 @@ class HttpMesh:
 
         await until(is_written, f"the line of {name} is in the log")
         (line,) = lines
-        return said, json.loads(line)
+        return result, json.loads(line)
 
     async def verify(self) -> dict[int, indexer_pb2.VerifiedSource]:
-        """What the indexer claims of each worker against what it says itself."""
+        """Compares the indexer's entries of each worker with the worker's own."""
         async with self._indexer() as stub:
             answer = await rpc.unary(stub.Verify, indexer_pb2.VerifyRequest(), timeout_s=WAIT_S)
         return {row.source.worker_id: row for row in answer.sources}
@@ -162,7 +165,7 @@ class HttpMesh:
     async def until_verified(
         self, holds: Callable[[dict[int, indexer_pb2.VerifiedSource]], bool], what: str
     ) -> dict[int, indexer_pb2.VerifiedSource]:
-        """The first comparison for which `holds`."""
+        """The first comparison for which `holds` is true."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not holds(found := await self.verify()):
@@ -179,5 +182,5 @@ class HttpMesh:
             await channel.close()
 
     def logs(self) -> str:
-        """The ends of all logs, for people."""
+        """The ends of all logs, for a reader."""
         return "\n".join(service.tail(12) for service in self._services.values())

@@ -1,4 +1,4 @@
-"""Workers in processes of their own, requests, and waiting: what the SGLang tests share."""
+"""Worker processes, requests, and waiting: shared by the SGLang tests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from kvmesh.engine.v1 import engine_pb2_grpc
 REPOSITORY = Path(__file__).parents[2]
 START_S = 480.0
 WAIT_S = 60.0
-# Sixteen pairs at once, on a machine that has other things to do, wait for KV pages for seconds.
+# Sixteen concurrent pairs on a busy machine wait for KV pages for seconds.
 HANDOFF_S = 7.0
 
 
 def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> PreprocessedRequest:
-    """A greedy request. parts: of the request, or `stop` for stop conditions but max_tokens."""
+    """A greedy request. parts: other fields, or `stop` for stop conditions except max_tokens."""
     stop = parts.pop("stop", StopConditions(ignore_eos=True))
     return PreprocessedRequest(
         token_ids=TokenIds.of(prompt),
@@ -50,7 +50,7 @@ def asked(prompt: Sequence[int], max_tokens: int | None = 16, **parts: Any) -> P
 
 
 async def until(condition: Callable[[], object], what: str, limit_s: float = WAIT_S) -> float:
-    """Seconds until the condition held."""
+    """Seconds until the condition was true."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     while not condition():
@@ -61,14 +61,14 @@ async def until(condition: Callable[[], object], what: str, limit_s: float = WAI
 
 @dataclass(slots=True)
 class Generated:
-    """A whole answer over gRPC."""
+    """A whole response over gRPC."""
 
     token_ids: list[int]
     last: pb.GenerateResponse
 
 
 class WorkerProcess:
-    """`python -m worker_svc --engine sglang`, found by its ready line."""
+    """`python -m worker_svc --engine sglang`, detected by its ready line."""
 
     def __init__(
         self, role: str, process: asyncio.subprocess.Process, ready_fd: int, log: Path
@@ -85,7 +85,7 @@ class WorkerProcess:
     async def started(
         role: str, *, model: Path, folder: Path, engine_args: Mapping[str, Any]
     ) -> AsyncIterator[WorkerProcess]:
-        """A worker that is starting; ended on exit. Its log is <folder>/<role>.log."""
+        """A starting worker, stopped on exit. Its log is <folder>/<role>.log."""
         ready_fd, theirs = os.pipe()
         flags: dict[str, Any] = {
             "--engine": "sglang",
@@ -120,7 +120,7 @@ class WorkerProcess:
             await worker.end()
 
     async def ready(self) -> None:
-        """Returns once it serves."""
+        """Returns when it serves."""
         line = ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
@@ -133,12 +133,12 @@ class WorkerProcess:
 
     @property
     def stub(self) -> Any:
-        """For calls. Any: the stub's types are those of blocking channels."""
+        """The gRPC stub. Any: the stub's types are those of blocking channels."""
         assert self._channel is not None, "not ready"
         return engine_pb2_grpc.EngineServiceStub(self._channel)
 
     async def end(self) -> int:
-        """Ends it if it still runs; its exit status."""
+        """Stops it if it still runs; returns its exit status."""
         if self._channel is not None:
             await self._channel.close()
         if self.process.returncode is None:
@@ -150,21 +150,21 @@ class WorkerProcess:
         return await self.process.wait()
 
     async def info(self) -> pb.GetInfoResponse:
-        """What it says of itself."""
+        """Its GetInfo response."""
         info: pb.GetInfoResponse = await rpc.unary(
             self.stub.GetInfo, pb.GetInfoRequest(), timeout_s=WAIT_S
         )
         return info
 
     async def rooms_open(self) -> int:
-        """Handoffs open."""
+        """Open handoffs."""
         answer: pb.GetLoadResponse = await rpc.unary(
             self.stub.GetLoad, pb.GetLoadRequest(), timeout_s=WAIT_S
         )
         return sum(load.rooms_open for load in answer.loads)
 
     async def running(self, count: int) -> None:
-        """Returns once it computes so many requests."""
+        """Returns when it computes this many requests."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:
@@ -177,7 +177,7 @@ class WorkerProcess:
             await asyncio.sleep(0.02)
 
     async def settled(self, rooms: int = 0) -> None:
-        """Returns once so many handoffs are open."""
+        """Returns when this many handoffs are open."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while (found := await self.rooms_open()) != rooms:
@@ -187,7 +187,7 @@ class WorkerProcess:
     async def generate(
         self, request: PreprocessedRequest, request_id: str, timeout_s: float = 60.0
     ) -> Generated:
-        """The whole answer. Raises MeshError."""
+        """The whole response. Raises MeshError."""
         message = pb.GenerateRequest(request=to_proto(request), request_id=request_id)
         call = self.stub.Generate(message, timeout=timeout_s)
         tokens: list[int] = []
@@ -202,7 +202,7 @@ class WorkerProcess:
         return Generated(tokens, last)
 
     def scheduler_pids(self) -> list[int]:
-        """Its SGLang schedulers."""
+        """Its SGLang scheduler processes."""
         import psutil  # type: ignore[import-untyped]
 
         return [
@@ -213,7 +213,7 @@ class WorkerProcess:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
+    """Whether the process exists and is not a zombie."""
     import psutil
 
     try:
@@ -223,5 +223,5 @@ def is_alive(pid: int) -> bool:
 
 
 def make_bootstrap_info(info: pb.GetInfoResponse, room: int) -> BootstrapInfo:
-    """Where the legs meet."""
+    """The rendezvous of the legs."""
     return BootstrapInfo(info.bootstrap_host, info.bootstrap_port, room)

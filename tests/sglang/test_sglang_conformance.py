@@ -1,4 +1,4 @@
-"""The conformance kit on SGLang. First, and in a process of its own: it ends its engine."""
+"""The conformance kit on SGLang, first and in its own process, because it stops its engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def test_sglang_keeps_the_engine_contract(tmp_path: Path) -> None:
             "worker_svc.engines.sglang.engine:SglangEngine",
         ),
         *(f"--arg={name}={json.dumps(value)}" for name, value in arguments.items()),
-        "--stop-s=30",  # a step takes as long as the machine lets it
+        "--stop-s=30",  # a step may be slow on this machine
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": f"{REPOSITORY / 'protos'}:{REPOSITORY}"},
         stdout=asyncio.subprocess.PIPE,

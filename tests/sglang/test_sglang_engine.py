@@ -1,4 +1,4 @@
-"""The engine contract, and what SGLang makes of requests, on a real aggregated engine."""
+"""The engine contract and all request fields on a real aggregated engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from worker_svc.serving.runner import Runner
 if TYPE_CHECKING:
     from worker_svc.engines.sglang.engine import SglangEngine
 
-FREED_S = 0.25  # Slot and compute stop within this time
+FREED_S = 0.25  # Limit for freeing slot and compute.
 TRIES = 20
 PROMPT = list(range(100, 140))
 
@@ -62,7 +62,7 @@ async def refusal(engine: SglangEngine, request: PreprocessedRequest) -> MeshErr
 
 
 def running(engine: SglangEngine) -> int:
-    """Requests that SGLang itself still knows of."""
+    """Requests that SGLang still tracks."""
     return len(engine._engine.tokenizer_manager.rid_to_state)
 
 
@@ -140,7 +140,7 @@ async def test_each_token_has_its_logprob_and_the_top_alternatives(
     assert [one.token_id for one in logprobs] == tokens
     for one in logprobs:
         assert len(one.top) == 3
-        # Greedy: the token itself is the likeliest.
+        # Greedy: the token itself is the most likely.
         assert one.top[0].token_id == one.token_id
         assert one.top[0].logprob == pytest.approx(one.logprob)
         values = [top.logprob for top in one.top]
@@ -266,7 +266,7 @@ async def cancelled(runner: Runner, request: PreprocessedRequest, after: int) ->
 async def test_a_stop_frees_slot_and_compute_within_a_quarter_of_a_second(
     engine: SglangEngine, after: int
 ) -> None:
-    """On a busy machine the best of some tries counts: others' work is not the engine's."""
+    """On a busy machine the best of several tries counts."""
     tries: list[tuple[float, int]] = []
     while len(tries) < TRIES and (FREED_S, 0) not in tries:
         runner = Runner(engine)
@@ -296,7 +296,7 @@ async def test_closing_the_generator_frees_all_resources_without_an_abort(
 async def test_stopping_a_request_does_not_stop_requests_with_longer_ids(
     engine: SglangEngine,
 ) -> None:
-    """SGLang aborts all whose id begins with the given one."""
+    """SGLang aborts all requests with an id that begins with the given one."""
     ctx = GenerateContext(EngineContext("r1"))
     first = validate_stream(engine.generate(asked(PROMPT, 3000), ctx), request_id="r1")
     await anext(first)

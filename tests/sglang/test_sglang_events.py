@@ -1,4 +1,4 @@
-"""SGLang's KV events, from its real cache and from a publisher that loses some."""
+"""SGLang's KV events, from its real cache and from a publisher that drops some."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
 
 
 class Index:
-    """A sink that keeps the published set, and objects when it is not prefix-closed.
+    """A sink that keeps the published set and asserts that it is prefix-closed.
 
-    `chains` are the prefix hashes of all that was ever computed; after every single hash that is
-    announced or withdrawn, what the set has of a chain must be a beginning of it.
+    `chains`: prefix hashes of all computed prompts. After every published or withdrawn hash the set
+    contains a prefix of each chain.
     """
 
     def __init__(self, engine: SglangEngine) -> None:
@@ -58,8 +58,8 @@ class Index:
                     assert change.tier is Tier.DEVICE
                     self._change(change.kind, change.hashes.tolist())
 
-    def record_loss(self, rank: int, why: str) -> None:
-        self.lost.append(why)
+    def record_loss(self, rank: int, reason: str) -> None:
+        self.lost.append(reason)
 
     def reset(self, rank: int) -> None:
         self.lost.append("reset")
@@ -78,7 +78,7 @@ class Index:
                     assert present == sorted(present, reverse=True), "not prefix-closed"
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Blocks of the prompt that are held."""
+        """Held blocks of the prompt."""
         count = 0
         for name in chain_of(tokens):
             if name not in self.held:
@@ -94,7 +94,7 @@ def chain_of(tokens: Sequence[int]) -> list[int]:
 
 @asynccontextmanager
 async def following(engine: SglangEngine) -> AsyncIterator[Index]:
-    """An index that follows the engine until the end."""
+    """An index that follows the engine until the end of the test."""
     index = Index(engine)
     before = len(engine._tasks)
     engine.publish_to(index)
@@ -111,7 +111,7 @@ async def following(engine: SglangEngine) -> AsyncIterator[Index]:
 async def computed(
     engine: SglangEngine, index: Index, request: PreprocessedRequest
 ) -> tuple[list[int], int]:
-    """Its tokens and how many of the prompt's were cached; the index has heard of all of it."""
+    """The output and the cached tokens of the prompt, after the index received all its events."""
     ctx = GenerateContext(EngineContext("kv"))
     tokens: list[int] = []
     cached = -1
@@ -119,7 +119,7 @@ async def computed(
         tokens += output.token_ids
         if (usage := output.completion_usage) and usage.prompt_tokens_details:
             cached = usage.prompt_tokens_details.cached_tokens or 0
-    whole = [*request.token_ids, *tokens[:-1]]  # the last one's KV is never computed
+    whole = [*request.token_ids, *tokens[:-1]]  # the KV of the last token is never computed
     index.chains.append(chain_of(whole))
     await until(lambda: index.matched(whole) == len(whole) // BLOCK, "all blocks are announced")
     return tokens, cached
@@ -142,7 +142,7 @@ async def test_published_blocks_match_the_cache_and_predict_cached_tokens(
         base = random_prompt(1, 96)
         prompts = [
             base,
-            base,  # a multiple of the block size: the last block must be computed again
+            base,  # a multiple of the block size: the last block is computed again
             [*base, *random_prompt(2, 40)],
             [*base[:50], *random_prompt(3, 30)],
             base[:40],
@@ -172,13 +172,13 @@ async def test_the_set_stays_closed_when_blocks_are_evicted(engine: SglangEngine
             prompt = [*shared, *random_prompt(100 + seed, 680)]
             await computed(engine, index, asked(prompt, 2))
         await until(lambda: PagesRemoved in index.kinds, "something is evicted")
-        assert index.matched(shared) == 20  # used by all, so the last to go
+        assert index.matched(shared) == 20  # shared by all, so evicted last
         expected = predicted(index, prompt)
         _, cached = await computed(engine, index, asked(prompt, 2))
         assert cached == expected > 900
         assert index.lost == []
         counts = index.feed.normalizer.counts
-        # What the rule for duplicates rests on: a page is reported once until it is removed.
+        # The assumption behind the duplicate policy: a page is reported once until it is removed.
         assert (counts["duplicates"], counts["unknown_removals"]) == (0, 0)
 
 
@@ -197,7 +197,7 @@ async def test_concurrent_requests_with_a_shared_prefix_report_it_once(
 async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
     async with following(engine) as index:
         await computed(engine, index, asked(random_prompt(30, 64), 4))
-        # Refused while the scheduler has not put the last request away yet.
+        # Rejected while the scheduler still holds the last request.
         async with asyncio.timeout(WAIT_S):
             while not await engine.flush_cache():
                 await asyncio.sleep(0.02)
@@ -207,7 +207,7 @@ async def test_a_flush_empties_the_published_set(engine: SglangEngine) -> None:
 
 
 async def test_events_carry_salt_and_adapter_of_a_block(engine: SglangEngine) -> None:
-    """Which identity SGLang's events carry: here the salt; the adapter travels beside it."""
+    """The identity in SGLang's events: here the salt; the adapter is a field of its own."""
     prompt = random_prompt(40, 64)
     sampling = {"temperature": 0, "max_new_tokens": 2, "ignore_eos": True}
     stored: list[PagesStored] = []
@@ -237,7 +237,7 @@ async def test_events_carry_salt_and_adapter_of_a_block(engine: SglangEngine) ->
 
 
 class LossyPublisher:
-    """Publishes as SGLang does, but what is told not to reach subscribers; `kept` can replay."""
+    """Publishes like SGLang, except batches that the test drops; `kept` can be replayed."""
 
     def __init__(self, endpoints: KvEventEndpoints) -> None:
         import zmq.asyncio
@@ -274,8 +274,8 @@ class LossyPublisher:
         self._context.destroy(linger=0)
 
 
-class Heard:
-    """A sink that notes."""
+class RecordingSink:
+    """A recording sink."""
 
     def __init__(self) -> None:
         self.removed: list[int] = []
@@ -286,27 +286,27 @@ class Heard:
             assert isinstance(event, PagesRemoved)
             self.removed += event.hashes
 
-    def record_loss(self, rank: int, why: str) -> None:
-        self.lost.append(why)
+    def record_loss(self, rank: int, reason: str) -> None:
+        self.lost.append(reason)
 
     def reset(self, rank: int) -> None:
         self.lost.append("reset")
 
 
 @asynccontextmanager
-async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvEventReader]]:
+async def lossy() -> AsyncIterator[tuple[LossyPublisher, RecordingSink, KvEventReader]]:
     from worker_svc.engines.sglang.kv_events import KvEventEndpoints, KvEventReader
 
     port = free_ports(2)
     endpoints = KvEventEndpoints(port, port + 1)
-    publisher, heard = LossyPublisher(endpoints), Heard()
-    reader = KvEventReader(0, endpoints, heard)
+    publisher, sink = LossyPublisher(endpoints), RecordingSink()
+    reader = KvEventReader(0, endpoints, sink)
     tasks: list[asyncio.Task[Any]] = [
         asyncio.create_task(publisher.serve()),
         asyncio.create_task(reader.run()),
     ]
     try:
-        yield publisher, heard, reader
+        yield publisher, sink, reader
     finally:
         for task in tasks:
             task.cancel()
@@ -315,37 +315,37 @@ async def lossy() -> AsyncIterator[tuple[LossyPublisher, Heard, KvEventReader]]:
 
 
 async def test_missing_batches_are_replayed_in_order() -> None:
-    async with lossy() as (publisher, heard, reader):
+    async with lossy() as (publisher, sink, reader):
         await publisher.publish(0)
         await publisher.publish(1, reaches=False)
-        await until(lambda: heard.removed == [0, 1], "the beginning is replayed")
+        await until(lambda: sink.removed == [0, 1], "the beginning is replayed")
         await publisher.publish(2, reaches=False)
         await publisher.publish(3, reaches=False)
         await publisher.publish(4)
-        await until(lambda: heard.removed == [0, 1, 2, 3, 4], "the gap is closed")
-        # Nothing follows it that would show the gap: the silence does.
+        await until(lambda: sink.removed == [0, 1, 2, 3, 4], "the gap is closed")
+        # No later batch shows the gap; the idle timeout detects it.
         await publisher.publish(5, reaches=False)
-        await until(lambda: heard.removed == [0, 1, 2, 3, 4, 5], "the end is asked for")
-        assert heard.lost == []
+        await until(lambda: sink.removed == [0, 1, 2, 3, 4, 5], "the latest batches are requested")
+        assert sink.lost == []
         assert reader.counts["losses"] == 0
 
 
 async def test_batches_that_are_no_longer_kept_are_reported_as_a_loss() -> None:
-    async with lossy() as (publisher, heard, _):
+    async with lossy() as (publisher, sink, _):
         await publisher.publish(0)
-        await until(lambda: heard.removed == [0], "it listens")
+        await until(lambda: sink.removed == [0], "the subscription works")
         await publisher.publish(1, reaches=False, keep=False)
         await publisher.publish(2)
-        await until(lambda: heard.removed == [0, 2], "it goes on")
-        assert len(heard.lost) == 1
-        assert "1 to 1" in heard.lost[0]
+        await until(lambda: sink.removed == [0, 2], "reading continues")
+        assert len(sink.lost) == 1
+        assert "1 to 1" in sink.lost[0]
 
 
 async def test_a_malformed_batch_is_a_loss_and_reading_continues() -> None:
-    async with lossy() as (publisher, heard, reader):
+    async with lossy() as (publisher, sink, reader):
         await publisher.publish(0)
-        await until(lambda: heard.removed == [0], "it listens")
+        await until(lambda: sink.removed == [0], "the subscription works")
         await reader._accept(1, b"\xc1")
-        assert len(heard.lost) == 1
+        assert len(sink.lost) == 1
         await publisher.publish(2)
-        await until(lambda: heard.removed == [0, 2], "it goes on")
+        await until(lambda: sink.removed == [0, 2], "reading continues")

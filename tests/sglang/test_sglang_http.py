@@ -1,6 +1,6 @@
-"""Real SGLang engines behind the whole mesh: HTTP in, HTTP out, KV events into the index.
+"""Real SGLang engines behind the whole mesh: HTTP requests and responses, KV events into the index.
 
-Pairs serve what is not pinned; a pin to the aggregated worker says what must come out.
+Pairs serve requests without a pin; the pinned aggregated worker gives the expected output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.mesh import logs_on_failure
 from tests.sglang.conftest import POOL_TOKENS, Trio
-from tests.sglang.sglang_mesh import HttpMesh, Said
+from tests.sglang.sglang_mesh import HttpMesh, Response
 from tests.sglang.sglang_workers import WAIT_S, until
 
 LENGTHS = (5, 15, 16, 17, 33, 64, 100, 129, 200, 256, 480, 511, 700)
@@ -44,9 +44,9 @@ async def test_a_pair_returns_over_http_what_one_worker_returns(
     rng = Random(11 + stream)
     for length in LENGTHS:
         prompt = prompt_of(rng, length)
-        alone, line = await mesh.told(prompt, stream=stream, worker=trio.app.instance_id)
+        alone, line = await mesh.ask_with_log(prompt, stream=stream, worker=trio.app.instance_id)
         assert line["workers"] == [str(trio.app.instance_id)]
-        paired, line = await mesh.told(prompt, stream=stream)
+        paired, line = await mesh.ask_with_log(prompt, stream=stream)
         assert sorted(line["workers"]) == pair_of(trio)
         assert paired.answer == alone.answer, f"{length} tokens"
         assert paired.answer[1:] == ("length", length, 24)
@@ -61,7 +61,7 @@ async def test_a_pair_returns_over_http_what_one_worker_returns(
 async def test_a_chat_request_uses_the_same_pair(trio: Trio, mesh: HttpMesh, stream: bool) -> None:
     words = "Which way is the harbour, and who keeps the light at night? " * 3
     alone = await mesh.ask(words, stream=stream, worker=trio.app.instance_id)
-    paired, line = await mesh.told(words, stream=stream)
+    paired, line = await mesh.ask_with_log(words, stream=stream)
     assert sorted(line["workers"]) == pair_of(trio)
     assert paired.answer == alone.answer
 
@@ -71,11 +71,11 @@ async def test_predicted_cached_tokens_equal_actual_ones(trio: Trio, mesh: HttpM
     for worker in (trio.app.instance_id, 0):
         source = worker or trio.prefill.instance_id
         prompt: list[int] = []
-        # Each turn fills at least one more block, whose coming shows that all is at rest.
+        # Each turn fills at least one more block; its arrival shows that the index is up to date.
         for turn, more in enumerate((40, 200, 23, 16, 333)):
             prompt += prompt_of(rng, more)
             held = (await mesh.verify())[source].equal
-            _, line = await mesh.told(prompt, worker=worker)
+            _, line = await mesh.ask_with_log(prompt, worker=worker)
             assert line["predicted_cached_tokens"] == line["cached_tokens"], f"turn {turn}: {line}"
             if turn:
                 assert line["cached_tokens"] >= (len(prompt) - more) // PAGE * PAGE, line
@@ -103,7 +103,7 @@ async def test_the_index_equals_the_blocks_of_real_engines_under_eviction(
         "index and engines agree",
     )
     for worker in publishers:
-        # The pool holds half as many blocks as were stored: the rest came and went.
+        # The pool holds half of the stored blocks: the rest was evicted.
         assert POOL_TOKENS // PAGE // 2 < found[worker].equal <= POOL_TOKENS // PAGE
     assert stored > sum(found[worker].equal for worker in publishers)
     info = await trio.prefill.info()
@@ -118,14 +118,14 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
     here = trio.app.instance_id
     alone = await asyncio.gather(*(mesh.ask(p, CONTROL_TOKENS, worker=here) for p in controls))
     expected = [one.answer for one in alone]
-    heard = [Said() for _ in controls]
+    responses = [Response() for _ in controls]
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         streams = [
-            tasks.create_task(mesh.ask(prompt, CONTROL_TOKENS, stream=True, into=said))
-            for prompt, said in zip(controls, heard, strict=True)
+            tasks.create_task(mesh.ask(prompt, CONTROL_TOKENS, stream=True, into=response))
+            for prompt, response in zip(controls, responses, strict=True)
         ]
-        await until(lambda: all(said.events for said in heard), "decode has their KV")
+        await until(lambda: all(response.events for response in responses), "decode has their KV")
         await trio.decode.settled()
         pids = trio.prefill.scheduler_pids()
         for pid in pids:
@@ -151,7 +151,7 @@ async def test_a_client_that_leaves_while_decode_waits_for_kv_does_not_affect_ot
     assert [one.result().answer for one in streams] == expected
     await trio.prefill.settled()
     await trio.decode.settled()
-    # And the pair goes on: same prompts, same answers.
+    # The pair continues: equal prompts, equal responses.
     for prompt, (text, *_) in zip(controls, expected, strict=True):
         again = (await mesh.ask(prompt, 24)).text
         assert again

@@ -1,4 +1,4 @@
-"""Prefill and decode in two worker processes, KV moving between them; then one of them dies."""
+"""Prefill and decode in two worker processes with KV transfers; finally one of them is killed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def alone(engine: SglangEngine, request: PreprocessedRequest) -> list[int]
 async def together(
     trio: Trio, request: PreprocessedRequest, room: int
 ) -> tuple[Generated, Generated]:
-    """Both legs as a frontend starts them: at once, prefill with one token to give."""
+    """Both legs as a frontend starts them: at once, prefill with max_tokens 1."""
     request = replace(request, bootstrap_info=make_bootstrap_info(await trio.prefill.info(), room))
     stop = replace(request.stop_conditions, max_tokens=1, min_tokens=None)
     first = replace(request, stop_conditions=stop)
@@ -156,7 +156,7 @@ async def test_a_leg_without_its_partner_ends_in_time_and_leaves_no_open_room(
 
 
 async def test_a_decode_worker_without_free_kv_pages_reports_it_and_continues(trio: Trio) -> None:
-    """It seemed to have no partner, when prefill's patience was at its end."""
+    """It appeared to have no partner when prefill timed out."""
     rng = Random(5)
     long = [asked([rng.randrange(3, 4000) for _ in range(2048)], 2000) for _ in range(2)]
     late = asked([rng.randrange(3, 4000) for _ in range(2700)], 4)

@@ -1,4 +1,4 @@
-"""SGLang's scheduler is killed under load. The last tests: decode serves no more after them."""
+"""SGLang's scheduler is killed under load. These tests run last: decode does not recover."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from common.errors import MeshError, WorkerLost
 from common.registry.file import FileRegistry
 from kvmesh.engine.v1 import engine_pb2 as pb
 from tests.sglang.conftest import Trio
-from tests.sglang.sglang_mesh import HttpMesh, Said
+from tests.sglang.sglang_mesh import HttpMesh, Response
 from tests.sglang.sglang_workers import (
     WAIT_S,
     Generated,
@@ -30,7 +30,7 @@ TOKENS = 700
 
 
 async def failure(work: asyncio.Task[Generated]) -> tuple[MeshError, float]:
-    """What it failed with, and when."""
+    """The error of a request, and its time."""
     with pytest.raises(MeshError) as caught:
         await work
     return caught.value, asyncio.get_running_loop().time()
@@ -44,7 +44,7 @@ async def names(trio: Trio) -> Sequence[int]:
 
 
 async def direct_legs(trio: Trio) -> asyncio.Task[Generated]:
-    """A pair's decode leg over gRPC, its KV there and its answer far from its end."""
+    """A pair's decode leg over gRPC after its KV arrived, far from its end."""
     info: pb.GetInfoResponse = await trio.prefill.info()
     request = replace(
         asked(list(range(100, 140)), 3000), bootstrap_info=make_bootstrap_info(info, 9200)
@@ -64,13 +64,15 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     here = trio.app.instance_id
     alone = await asyncio.gather(*(mesh.ask(one, TOKENS, worker=here) for one in prompts))
     expected = [one.answer for one in alone]
-    heard = [Said() for _ in prompts]
+    responses = [Response() for _ in prompts]
     direct = await direct_legs(trio)
     streams = [
-        asyncio.create_task(mesh.ask(prompt, TOKENS, stream=True, into=said))
-        for prompt, said in zip(prompts, heard, strict=True)
+        asyncio.create_task(mesh.ask(prompt, TOKENS, stream=True, into=response))
+        for prompt, response in zip(prompts, responses, strict=True)
     ]
-    await until(lambda: all(said.events > 20 for said in heard), "all are answered by decode")
+    await until(
+        lambda: all(response.events > 20 for response in responses), "all are answered by decode"
+    )
     pids = trio.decode.scheduler_pids()
     assert pids
     assert not any(stream.done() for stream in streams), "they are under way"
@@ -81,17 +83,17 @@ async def test_the_death_of_a_scheduler_loses_no_token_of_a_client_and_ends_its_
     assert isinstance(error, WorkerLost)
     assert error.retryable
     assert failed_at - began < 5.0, "a dead engine is known at once, not by a time-out"
-    # What decode had begun is continued by the aggregated worker, to the byte.
+    # The aggregated worker continues decode's stream without a difference.
     assert [(await stream).answer for stream in streams] == expected
     async with asyncio.timeout(WAIT_S):
         assert await trio.decode.process.wait() == 1
     assert trio.decode.instance_id not in await names(trio)
     await until(lambda: not any(map(is_alive, pids)), "nothing is left of it")
-    # The others serve on, and prefill, alone now, still answers.
+    # The others continue to serve, and prefill still responds without its partner.
     await mesh.until_known({here, trio.prefill.instance_id})
-    said, line = await mesh.told(prompts[0], max_tokens=24)
-    assert said.text
-    assert expected[0][0].startswith(said.text)
+    response, line = await mesh.ask_with_log(prompts[0], max_tokens=24)
+    assert response.text
+    assert expected[0][0].startswith(response.text)
     assert line["workers"] == [str(here)]
     assert (await trio.prefill.generate(replace(asked([7]), is_probe=True), "probe")).token_ids
     await trio.prefill.settled()

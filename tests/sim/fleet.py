@@ -79,7 +79,8 @@ from tests.sim.wire import (
     make_sync_opener,
 )
 from worker_svc.engines.contract import EngineConfig
-from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.sim.config import SimConfig, SimModel
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.kv_events.event_log import SourceFeed
 from worker_svc.kv_events.normalizer import Normalizer
 from worker_svc.kv_events.publisher import Publisher

@@ -305,7 +305,7 @@ class IgnoresAdaptersInCacheKeys(SimEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         config = await super().start(worker_id)
         assert self._core is not None
-        hashers: Any = self._core.hashers
+        hashers: Any = self._core.jobs.hashers
         hashers.update(dict.fromkeys(hashers, hashers[""]))
         return config
 

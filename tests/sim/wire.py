@@ -23,8 +23,8 @@ from kvmesh.router.v1 import router_pb2
 from router_svc.index_replica import Subscribe, Subscription
 from router_svc.replication_sync import OpenSync, Stream
 from tests.sim.net import Process, SimNetwork, StreamEnd
-from worker_svc.engines.sim.transfer_server import Connection, ConnectionHandler, Listener
-from worker_svc.kv_events.publisher import OpenCall, PublishCall
+from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
+from worker_svc.kv_events.publish_link import OpenCall, PublishCall
 
 # Where the streams of an indexer and the handoffs of an engine are listened for.
 PUBLISH = "{}/publish"

@@ -49,10 +49,9 @@ from tests.sim.net import LinkDelay, SimNetwork
 from tests.sim.scenario import EOS, EOS_ONE_IN, TOKEN_IDS, Scenario
 from tests.sim.strikes import FaultInjector
 from tests.sim.wire import KV_HOST, Garble
-from worker_svc.engines.sim.engine import SimConfig, SimModel
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from common.runtime.config import flag_name
-from worker_svc.conformance.bench import TimeLimits
+from worker_svc.conformance.harness import TimeLimits
 from worker_svc.conformance.report import Verdict, run_checks
 from worker_svc.engines.contract import LLMEngine
 

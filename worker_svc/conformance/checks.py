@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from common.errors import InvalidRequest, MeshError, Unsupported
-from worker_svc.conformance.bench import (
+from worker_svc.conformance.harness import (
     POLL_S,
     WORKER_ID,
     CheckFailed,
@@ -45,25 +45,25 @@ class Check:
     run: CheckFunction
 
 
-async def shape(bench: EngineHarness) -> None:
+async def shape(harness: EngineHarness) -> None:
     """has start, generate, abort, drain, cleanup and loads; its constructor starts nothing"""
     for name in ("start", "abort", "drain", "cleanup"):
         require(
-            inspect.iscoroutinefunction(getattr(bench.engine, name, None)),
+            inspect.iscoroutinefunction(getattr(harness.engine, name, None)),
             f"{name} is not a coroutine function",
         )
     require(
-        inspect.isasyncgenfunction(getattr(bench.engine, "generate", None)),
+        inspect.isasyncgenfunction(getattr(harness.engine, "generate", None)),
         "generate is not an async generator function, so its streams cannot be closed",
     )
-    require(callable(getattr(bench.engine, "loads", None)), "loads() is missing")
+    require(callable(getattr(harness.engine, "loads", None)), "loads() is missing")
 
 
-async def start(bench: EngineHarness) -> str:
+async def start(harness: EngineHarness) -> str:
     """start returns an EngineConfig that names the model; sizes are None or above 0"""
-    bench.was_started = True
+    harness.was_started = True
     config = await run_within(
-        bench.limits.start_s, bench.engine.start(WORKER_ID), "start did not return"
+        harness.limits.start_s, harness.engine.start(WORKER_ID), "start did not return"
     )
     require(config.advertised_name, "neither model nor served_model_name is set")
     for name in (
@@ -81,28 +81,28 @@ async def start(bench: EngineHarness) -> str:
         config.kv_index == "events" or config.kv_index_reason,
         "kv_index_reason is empty although kv_index is not events",
     )
-    bench.config = config
-    _publish(bench)
+    harness.config = config
+    _publish(harness)
     return f"model {config.advertised_name}"
 
 
-def _publish(bench: EngineHarness) -> None:
-    engine, has_kv_events = bench.engine, bench.engine_config.kv_index == "events"
+def _publish(harness: EngineHarness) -> None:
+    engine, has_kv_events = harness.engine, harness.engine_config.kv_index == "events"
     if has_kv_events and isinstance(engine, PagedEngine) and not engine.kv_events_off_reason:
-        bench.page_checker = PageEventChecker(engine.kv_event_format.page_size)
-        engine.publish_to(bench.page_checker)
+        harness.page_checker = PageEventChecker(engine.kv_event_format.page_size)
+        engine.publish_to(harness.page_checker)
 
 
-async def loads(bench: EngineHarness) -> None:
+async def loads(harness: EngineHarness) -> None:
     """loads has one row per rank, no negative count, and takes less than 5 ms"""
     loop = asyncio.get_running_loop()
     elapsed_s = []
     for _ in range(20):
         began = loop.time()
-        rows = bench.loads()
+        rows = harness.loads()
         elapsed_s.append(loop.time() - began)
     ranks = sorted(row.dp_rank for row in rows)
-    require(ranks == list(range(bench.engine_config.dp_size)), f"the rows have the ranks {ranks}")
+    require(ranks == list(range(harness.engine_config.dp_size)), f"the rows have the ranks {ranks}")
     for row in rows:
         counts = (row.running, row.waiting, row.waiting_tokens, row.kv_used_blocks, row.rooms_open)
         require(min(counts) >= 0, f"a count is negative: {row}")
@@ -117,21 +117,21 @@ async def loads(bench: EngineHarness) -> None:
     )
 
 
-async def generate(bench: EngineHarness) -> str:
+async def generate(harness: EngineHarness) -> str:
     """a stream is chunks with tokens, then exactly one terminal chunk, the last item"""
-    bench.require_aggregated()
-    stream_result = await bench.expect_success(bench.request(bench.prompt(24), ANSWER_TOKENS))
+    harness.require_aggregated()
+    stream_result = await harness.expect_success(harness.request(harness.prompt(24), ANSWER_TOKENS))
     tokens = stream_result.token_ids
     require(tokens, "the stream has no tokens")
     require(all(0 <= one < 2**32 for one in tokens), f"not all are token ids: {tokens}")
     return f"{len(tokens)} tokens in {len(stream_result.chunks)} chunks"
 
 
-async def max_tokens(bench: EngineHarness) -> None:
+async def max_tokens(harness: EngineHarness) -> None:
     """max_tokens is obeyed, and a stream that it ends has finish reason length"""
-    bench.require_aggregated()
+    harness.require_aggregated()
     for limit in (1, 3):
-        stream_result = await bench.expect_success(bench.request(bench.prompt(24), limit))
+        stream_result = await harness.expect_success(harness.request(harness.prompt(24), limit))
         got = len(stream_result.token_ids)
         require(got == limit, f"max_tokens {limit} returned {got} tokens")
         require(
@@ -140,11 +140,11 @@ async def max_tokens(bench: EngineHarness) -> None:
         )
 
 
-async def usage(bench: EngineHarness) -> None:
+async def usage(harness: EngineHarness) -> None:
     """the counts of the terminal chunk, if any, match prompt and output"""
-    bench.require_aggregated()
-    prompt = bench.prompt(37)
-    stream_result = await bench.expect_success(bench.request(prompt, ANSWER_TOKENS))
+    harness.require_aggregated()
+    prompt = harness.prompt(37)
+    stream_result = await harness.expect_success(harness.request(prompt, ANSWER_TOKENS))
     reported = stream_result.chunks[-1].completion_usage
     if reported is None:
         raise CheckSkipped("the engine reports no usage")
@@ -160,51 +160,51 @@ async def usage(bench: EngineHarness) -> None:
     )
 
 
-async def concurrent(bench: EngineHarness) -> None:
+async def concurrent(harness: EngineHarness) -> None:
     """requests run concurrently, each with its own stream and end"""
-    bench.require_aggregated()
+    harness.require_aggregated()
     requests = [
-        bench.request(bench.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
+        harness.request(harness.prompt(16 + at, seed=at), 1 + at % ANSWER_TOKENS)
         for at in range(CONCURRENT)
     ]
-    stream_result = await asyncio.gather(*(bench.expect_success(one) for one in requests))
+    stream_result = await asyncio.gather(*(harness.expect_success(one) for one in requests))
     for request, one in zip(requests, stream_result, strict=True):
         limit = request.stop_conditions.max_tokens
         require(len(one.token_ids) == limit, f"{len(one.token_ids)} tokens, expected {limit}")
 
 
-async def refuses_empty_prompt(bench: EngineHarness) -> None:
+async def refuses_empty_prompt(harness: EngineHarness) -> None:
     """an invalid request is rejected with InvalidRequest before any chunk"""
-    error = await bench.expect_refusal(bench.request([], 1))
+    error = await harness.expect_refusal(harness.request([], 1))
     require(isinstance(error, InvalidRequest), f"it raised {type(error).__name__}")
     require(error.field, "the error does not name the field")
 
 
-async def refuses_long_prompt(bench: EngineHarness) -> None:
+async def refuses_long_prompt(harness: EngineHarness) -> None:
     """a prompt above context_length is rejected with InvalidRequest or PromptTooLong"""
-    bench.require_aggregated()
-    longest = bench.engine_config.context_length
+    harness.require_aggregated()
+    longest = harness.engine_config.context_length
     if longest is None or longest > 1 << 20:
         raise CheckSkipped("context_length is unknown or above 1048576")
-    error = await bench.expect_refusal(bench.request(bench.prompt(longest + 1), 1))
+    error = await harness.expect_refusal(harness.request(harness.prompt(longest + 1), 1))
     require(isinstance(error, InvalidRequest), f"it raised {type(error).__name__}")
 
 
-async def refuses_unknown(bench: EngineHarness) -> None:
+async def refuses_unknown(harness: EngineHarness) -> None:
     """an unsupported field is rejected with Unsupported, by name"""
-    bench.require_aggregated()
-    request = bench.request(bench.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
-    error = await bench.expect_refusal(request)
+    harness.require_aggregated()
+    request = harness.request(harness.prompt(8), 1, extra_args={"no_engine_knows_this": 1})
+    error = await harness.expect_refusal(request)
     require(isinstance(error, Unsupported), f"it raised {type(error).__name__}")
     require(
         (error.field or "").startswith("extra_args"), f"it named {error.field}, expected extra_args"
     )
 
 
-async def stop_in_answer(bench: EngineHarness) -> str:
+async def stop_in_answer(harness: EngineHarness) -> str:
     """a stop between chunks ends the stream with a cancelled chunk, in time"""
-    bench.require_aggregated()
-    ctx = bench.ctx()
+    harness.require_aggregated()
+    ctx = harness.ctx()
     loop = asyncio.get_running_loop()
     stopped_at: list[float] = []
 
@@ -214,11 +214,11 @@ async def stop_in_answer(bench: EngineHarness) -> str:
             ctx.inner_arc().stop_generating("conformance")
         if stopped_at:
             require(
-                loop.time() - stopped_at[0] < bench.limits.stop_s,
-                f"chunks arrive {bench.limits.stop_s:g} s after the stop",
+                loop.time() - stopped_at[0] < harness.limits.stop_s,
+                f"chunks arrive {harness.limits.stop_s:g} s after the stop",
             )
 
-    stream_result = await bench.run_request(bench.long_request(), ctx, on_chunk=stop)
+    stream_result = await harness.run_request(harness.long_request(), ctx, on_chunk=stop)
     if not stopped_at:
         raise CheckSkipped("the stream ended before it could be stopped")
     elapsed_s = loop.time() - stopped_at[0]
@@ -228,21 +228,21 @@ async def stop_in_answer(bench: EngineHarness) -> str:
         f"it ended with {stream_result.finish_reason}",
     )
     require(
-        elapsed_s < bench.limits.stop_s,
-        f"it took {elapsed_s:.1f} s; the limit is {bench.limits.stop_s:g} s",
+        elapsed_s < harness.limits.stop_s,
+        f"it took {elapsed_s:.1f} s; the limit is {harness.limits.stop_s:g} s",
     )
-    await bench.wait_until_idle()
+    await harness.wait_until_idle()
     return f"{elapsed_s * 1000:.0f} ms"
 
 
-async def stop_before_answer(bench: EngineHarness) -> None:
+async def stop_before_answer(harness: EngineHarness) -> None:
     """a request that is stopped before its first token yields only a cancelled chunk"""
-    bench.require_aggregated()
-    ctx = bench.ctx()
+    harness.require_aggregated()
+    ctx = harness.ctx()
     ctx.inner_arc().stop_generating("conformance")
     stream_result = await run_within(
-        bench.limits.stop_s,
-        bench.run_request(bench.long_request(), ctx),
+        harness.limits.stop_s,
+        harness.run_request(harness.long_request(), ctx),
         "the stop was not observed",
     )
     check_success(stream_result)
@@ -251,48 +251,48 @@ async def stop_before_answer(bench: EngineHarness) -> None:
         f"it ended with {stream_result.finish_reason}",
     )
     require(not stream_result.token_ids, "tokens came after the stop")
-    await bench.wait_until_idle()
+    await harness.wait_until_idle()
 
 
-async def abort(bench: EngineHarness) -> None:
+async def abort(harness: EngineHarness) -> None:
     """abort of a running, an ended and an unknown request returns, also twice"""
-    bench.require_aggregated()
-    ctx = bench.ctx()
+    harness.require_aggregated()
+    ctx = harness.ctx()
 
     async def abort_twice(output: LLMEngineOutput) -> None:
         if not ctx.is_stopped:
             ctx.inner_arc().stop_generating("conformance")
             for _ in range(2):
                 await run_within(
-                    bench.limits.stop_s, bench.engine.abort(ctx), "abort did not return"
+                    harness.limits.stop_s, harness.engine.abort(ctx), "abort did not return"
                 )
 
-    stream_result = await bench.run_request(bench.long_request(), ctx, on_chunk=abort_twice)
+    stream_result = await harness.run_request(harness.long_request(), ctx, on_chunk=abort_twice)
     check_success(stream_result)
-    for ended_ctx in (ctx, bench.ctx()):
+    for ended_ctx in (ctx, harness.ctx()):
         await run_within(
-            bench.limits.stop_s,
-            bench.engine.abort(ended_ctx),
+            harness.limits.stop_s,
+            harness.engine.abort(ended_ctx),
             "abort of an ended request did not return",
         )
-    await bench.wait_until_idle()
+    await harness.wait_until_idle()
 
 
-async def closes_early(bench: EngineHarness) -> None:
+async def closes_early(harness: EngineHarness) -> None:
     """closing the generator frees all resources without abort, and the next request is served"""
-    bench.require_aggregated()
+    harness.require_aggregated()
     for after in (1, 0):
-        stream = bench.engine.generate(bench.long_request(), bench.ctx())
+        stream = harness.engine.generate(harness.long_request(), harness.ctx())
         if after:
-            await run_within(bench.limits.answer_s, anext(stream), "the first chunk did not come")
-        await run_within(bench.limits.stop_s, stream.aclose(), "aclose did not return")
-        await bench.wait_until_idle()
-    await bench.expect_success(bench.request(bench.prompt(8), 1))
+            await run_within(harness.limits.answer_s, anext(stream), "the first chunk did not come")
+        await run_within(harness.limits.stop_s, stream.aclose(), "aclose did not return")
+        await harness.wait_until_idle()
+    await harness.expect_success(harness.request(harness.prompt(8), 1))
 
 
-async def cancelled_task(bench: EngineHarness) -> None:
+async def cancelled_task(harness: EngineHarness) -> None:
     """a cancellation of the task that reads the stream passes through, and frees all resources"""
-    bench.require_aggregated()
+    harness.require_aggregated()
     has_started = asyncio.Event()
 
     async def on_first_chunk(_: LLMEngineOutput) -> None:
@@ -300,65 +300,65 @@ async def cancelled_task(bench: EngineHarness) -> None:
         await asyncio.sleep(0)
 
     reader = asyncio.create_task(
-        bench.run_request(bench.request(bench.prompt(64), None), on_chunk=on_first_chunk)
+        harness.run_request(harness.request(harness.prompt(64), None), on_chunk=on_first_chunk)
     )
     began = asyncio.create_task(has_started.wait())
     await asyncio.wait([reader, began], return_when=asyncio.FIRST_COMPLETED)
     began.cancel()
     reader.cancel()
-    done, _ = await asyncio.wait([reader], timeout=bench.limits.stop_s)
-    require(done, f"the task still runs {bench.limits.stop_s:g} s after its cancellation")
+    done, _ = await asyncio.wait([reader], timeout=harness.limits.stop_s)
+    require(done, f"the task still runs {harness.limits.stop_s:g} s after its cancellation")
     if not reader.cancelled():
         reader.result()
         raise CheckSkipped("the stream ended before it could be cancelled")
-    await bench.wait_until_idle()
+    await harness.wait_until_idle()
 
 
-async def probes(bench: EngineHarness) -> None:
+async def probes(harness: EngineHarness) -> None:
     """a probe gets one token, in any role and without a partner"""
-    bench.require_started()
-    stream_result = await bench.expect_success(probe_request())
+    harness.require_started()
+    stream_result = await harness.expect_success(probe_request())
     require(len(stream_result.token_ids) == 1, f"it got {len(stream_result.token_ids)} tokens")
-    await bench.wait_until_idle()
+    await harness.wait_until_idle()
 
 
-async def kv_events(bench: EngineHarness) -> str:
+async def kv_events(harness: EngineHarness) -> str:
     """events report every page of a prompt, parents first, and only pages that are held"""
-    config = bench.engine_config
+    config = harness.engine_config
     if config.kv_index != "events":
         raise CheckSkipped(f"kv_index is {config.kv_index!r}: {config.kv_index_reason}")
-    if bench.page_checker is None:
-        off_reason = getattr(bench.engine, "kv_events_off_reason", None)
+    if harness.page_checker is None:
+        off_reason = getattr(harness.engine, "kv_events_off_reason", None)
         require(off_reason is not None, "kv_index is 'events', but the engine is not a PagedEngine")
         require(off_reason, "kv_events_off_reason is empty, but no events are published")
         raise CheckSkipped(str(off_reason))
-    bench.require_aggregated()
+    harness.require_aggregated()
     block = config.kv_cache_block_size
     require(block, "kv_cache_block_size is not set")
     assert block is not None
-    page = bench.page_checker.page_size
+    page = harness.page_checker.page_size
     # Whole blocks and half a block more, which may be some pages or none.
-    prompt = bench.prompt(4 * max(block, page) + max(block, page) // 2, seed=3)
-    await bench.expect_success(bench.request(prompt, 2))
-    page_count = await _wait_for_pages(bench, prompt[: len(prompt) // page * page])
-    repeated = await bench.expect_success(bench.request(prompt, 2))
-    require(not bench.page_checker.violations, "; ".join(bench.page_checker.violations[:3]))
+    prompt = harness.prompt(4 * max(block, page) + max(block, page) // 2, seed=3)
+    await harness.expect_success(harness.request(prompt, 2))
+    page_count = await _wait_for_pages(harness, prompt[: len(prompt) // page * page])
+    repeated = await harness.expect_success(harness.request(prompt, 2))
+    require(not harness.page_checker.violations, "; ".join(harness.page_checker.violations[:3]))
     # At least one token is always computed, and with it its page.
     _check_cached(repeated, (len(prompt) - 1) // page * page)
     return f"{page_count} pages reported"
 
 
-async def _wait_for_pages(bench: EngineHarness, prompt: list[int]) -> int:
+async def _wait_for_pages(harness: EngineHarness, prompt: list[int]) -> int:
     """Waits until the prompt's pages are reported. Returns the number of held pages."""
-    assert bench.page_checker is not None
+    assert harness.page_checker is not None
     prompt_bytes = b"".join(token.to_bytes(4, "little") for token in prompt)
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + bench.limits.answer_s
-    while not _covers_prompt(bench.page_checker, prompt_bytes):
-        require(not bench.page_checker.violations, "; ".join(bench.page_checker.violations[:3]))
+    deadline = loop.time() + harness.limits.answer_s
+    while not _covers_prompt(harness.page_checker, prompt_bytes):
+        require(not harness.page_checker.violations, "; ".join(harness.page_checker.violations[:3]))
         require(loop.time() < deadline, "the pages of a prompt were not reported")
         await asyncio.sleep(POLL_S)
-    return len(bench.page_checker.held)
+    return len(harness.page_checker.held)
 
 
 def _covers_prompt(page_checker: PageEventChecker, prompt_bytes: bytes) -> bool:
@@ -398,30 +398,30 @@ def _check_cached(repeated: StreamResult, tokens: int) -> None:
     )
 
 
-async def rest(bench: EngineHarness) -> None:
+async def rest(harness: EngineHarness) -> None:
     """after the other checks no request runs, waits or is handed over"""
-    bench.require_started()
-    await bench.wait_until_idle()
+    harness.require_started()
+    await harness.wait_until_idle()
 
 
-async def drain(bench: EngineHarness) -> None:
+async def drain(harness: EngineHarness) -> None:
     """drain of an idle engine returns"""
-    bench.require_started()
-    await run_within(bench.limits.end_s, bench.engine.drain(), "drain did not return")
+    harness.require_started()
+    await run_within(harness.limits.end_s, harness.engine.drain(), "drain did not return")
 
 
-async def cleanup(bench: EngineHarness) -> None:
+async def cleanup(harness: EngineHarness) -> None:
     """cleanup stops the engine and its open streams, also after a failed start"""
-    if not bench.was_started:
+    if not harness.was_started:
         raise CheckSkipped("start was not called")
     stream = None
-    if bench.config is not None and bench.config.local_prefill:
-        stream = asyncio.create_task(bench.run_request(bench.long_request()))
+    if harness.config is not None and harness.config.local_prefill:
+        stream = asyncio.create_task(harness.run_request(harness.long_request()))
         await asyncio.sleep(POLL_S)
     try:
-        await run_within(bench.limits.end_s, bench.engine.cleanup(), "cleanup did not return")
+        await run_within(harness.limits.end_s, harness.engine.cleanup(), "cleanup did not return")
         if stream is not None:
-            done, _ = await asyncio.wait([stream], timeout=bench.limits.end_s)
+            done, _ = await asyncio.wait([stream], timeout=harness.limits.end_s)
             require(done, "a stream that was open at cleanup never ended")
             error = stream.result().error
             require(
@@ -435,34 +435,36 @@ async def cleanup(bench: EngineHarness) -> None:
                 await stream
 
 
-async def cleanup_twice(bench: EngineHarness) -> None:
+async def cleanup_twice(harness: EngineHarness) -> None:
     """a second cleanup returns at once without effect"""
-    bench.require_started()
+    harness.require_started()
     await run_within(
-        bench.limits.stop_s, bench.engine.cleanup(), "the second cleanup did not return"
+        harness.limits.stop_s, harness.engine.cleanup(), "the second cleanup did not return"
     )
 
 
-async def after_cleanup(bench: EngineHarness) -> None:
+async def after_cleanup(harness: EngineHarness) -> None:
     """a request after cleanup is rejected with a MeshError"""
-    bench.require_aggregated()
-    await bench.expect_refusal(bench.request(bench.prompt(8), 1))
+    harness.require_aggregated()
+    await harness.expect_refusal(harness.request(harness.prompt(8), 1))
 
 
-async def cleanup_without_start(bench: EngineHarness) -> None:
+async def cleanup_without_start(harness: EngineHarness) -> None:
     """cleanup of an engine that was never started returns"""
-    await run_within(bench.limits.end_s, bench.make_engine().cleanup(), "cleanup did not return")
+    await run_within(
+        harness.limits.end_s, harness.make_engine().cleanup(), "cleanup did not return"
+    )
 
 
-async def cleanup_after_cut_start(bench: EngineHarness) -> None:
+async def cleanup_after_cut_start(harness: EngineHarness) -> None:
     """cleanup after a cancelled start returns and leaves no task running"""
-    engine = bench.make_engine()
+    engine = harness.make_engine()
     before = asyncio.all_tasks()
     starting = asyncio.create_task(engine.start(WORKER_ID + 1))
     await asyncio.sleep(0)
     starting.cancel()
-    await asyncio.wait([starting], timeout=bench.limits.end_s)
-    await run_within(bench.limits.end_s, engine.cleanup(), "cleanup did not return")
+    await asyncio.wait([starting], timeout=harness.limits.end_s)
+    await run_within(harness.limits.end_s, engine.cleanup(), "cleanup did not return")
     await asyncio.sleep(POLL_S)
     left = [task.get_name() for task in asyncio.all_tasks() - before if not task.done()]
     require(not left, f"tasks still run: {left}")

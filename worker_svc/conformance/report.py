@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from worker_svc.conformance.bench import (
+from worker_svc.conformance.checks import Check, all_checks
+from worker_svc.conformance.harness import (
     CheckFailed,
     CheckSkipped,
     EngineHarness,
     TimeLimits,
     run_within,
 )
-from worker_svc.conformance.checks import Check, all_checks
 from worker_svc.engines.contract import LLMEngine
 
 # Number of responses and ends that one check may take.
@@ -53,21 +53,21 @@ async def run_checks(
 
     Raises what `make_engine` raises.
     """
-    bench = EngineHarness(make_engine, limits or TimeLimits())
+    harness = EngineHarness(make_engine, limits or TimeLimits())
     try:
         for check in all_checks() if checks is None else checks:
-            yield await _run_check(check, bench)
+            yield await _run_check(check, harness)
     finally:
-        if bench.was_started:  # also if the checks that stop it were not reached
+        if harness.was_started:  # also if the checks that stop it were not reached
             with suppress(Exception):
-                await run_within(bench.limits.end_s, bench.engine.cleanup(), "")
+                await run_within(harness.limits.end_s, harness.engine.cleanup(), "")
 
 
-async def _run_check(check: Check, bench: EngineHarness) -> Result:
-    limits = bench.limits
+async def _run_check(check: Check, harness: EngineHarness) -> Result:
+    limits = harness.limits
     limit_s = limits.start_s + TIMEOUTS_PER_CHECK * (limits.answer_s + limits.end_s)
     try:
-        remark = await run_within(limit_s, check.run(bench), "the check did not end")
+        remark = await run_within(limit_s, check.run(harness), "the check did not end")
     except CheckSkipped as reason:
         return Result(check, Verdict.SKIP, str(reason))
     except CheckFailed as reason:

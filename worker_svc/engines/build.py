@@ -9,9 +9,9 @@ from pathlib import Path
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import LLMEngine
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimConfig, SimEngine
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 
 
 def build_engine(config: WorkerConfig) -> LLMEngine:

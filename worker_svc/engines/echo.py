@@ -318,8 +318,7 @@ class _ChunkBuilder:
         self._frame: dict[str, JsonValue] = {
             "id": ("chatcmpl-" if self._is_chat else "cmpl-") + request_id,
             "object": "chat.completion.chunk" if self._is_chat else "text_completion",
-            # In the range of Unix seconds, but derived from the id: equal requests give equal
-            # chunks.
+            # In the range of Unix seconds, but constant for a request id.
             "created": zlib.crc32(request_id.encode("utf-8", "surrogatepass")),
             "model": model,
         }

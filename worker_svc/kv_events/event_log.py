@@ -90,9 +90,7 @@ class EventLog:
                 del held[name]
 
     def begin_epoch(self, *, is_degraded: bool) -> EventBatch:
-        """Starts a new epoch with empty sets. is_degraded: events were lost, not just a cache
-        reset.
-        """
+        """Starts an epoch with empty sets. is_degraded: after a loss, not a cache reset."""
         self.epoch += 1
         self.sequence = 0
         self.is_degraded = is_degraded

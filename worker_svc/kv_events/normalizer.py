@@ -195,8 +195,7 @@ class _Page:
         self.ref_counts = [0] * tiers
         self.level = tiers
         self.is_withheld = False
-        # Children form a linked list: most pages have one child, and a set would double the memory
-        # of a page.
+        # Children form a linked list: a set per page would double the memory.
         self.child: _Page | None = None
         self.next_sibling: _Page | None = None
         self.previous_sibling: _Page | None = None
@@ -370,9 +369,7 @@ class Normalizer:
                 self.clear()
 
     def take(self) -> list[KvEvent]:
-        """Returns the changes since the last call, in order; adjacent ones of one kind and tier are
-        merged.
-        """
+        """Returns the changes since the last call; equal kinds and tiers are merged."""
         changes, self._changes = self._changes, []
         return [
             KvEvent(kind, np.array(hashes, dtype=np.uint64), Tier(tier))
@@ -380,16 +377,12 @@ class Normalizer:
         ]
 
     def clear(self) -> None:
-        """Discards everything, including the bound of `shrink` and `is_incomplete`, and emits
-        CLEARED.
-        """
+        """Discards everything, including the bound of `shrink`, and emits CLEARED."""
         self.discard_all()
         self._changes.append((EventKind.CLEARED, Tier.DEVICE, []))
 
     def discard_all(self) -> None:
-        """As `clear`, but without an event; changes not yet taken stay. `free_deferred` frees the
-        memory.
-        """
+        """As `clear`, without an event. `free_deferred` frees the memory."""
         self._deferred_frees.extend((*self._page_by_hash.values(), self._pages))
         self._reset_state()
         self.is_incomplete = False
@@ -581,8 +574,7 @@ class Normalizer:
         if page.child is not None or self._blocks_max is not None:
             self._update_level(page)
         else:
-            # Same result as `_update_level` for a page without children and without a bound, in a
-            # third of the time.
+            # As `_update_level` without children and bound, in a third of the time.
             assert page.parent is not None, "the root has no external hash"
             level = max(page.parent.level, tier)
             if level < page.level:
@@ -838,9 +830,7 @@ class Normalizer:
 
 
 def _by_depth(pages: Sequence[_Page], *, deepest_first: bool) -> Iterator[_Page | None]:
-    """Yields the pages by depth in linear time, after one None per page, so that work per item is
-    even.
-    """
+    """Yields one None per page, then the pages by depth: even work per item."""
     rows: defaultdict[int, list[_Page]] = defaultdict(list)
     for page in pages:
         rows[page.depth].append(page)

@@ -76,9 +76,7 @@ class AttachStream:
         self._wake.set()
 
     async def _close_with(self, error: Exception) -> NoReturn:
-        """Lets the writer raise the error between two writes: grpc cannot send a status during a
-        write.
-        """
+        """Lets the writer raise the error: grpc cannot send a status during a write."""
         self._close_error = self._close_error or error
         self._wake.set()
         # A peer that reads nothing does not receive the status either.
@@ -148,9 +146,7 @@ class AttachStream:
         wake.set()
 
     async def _write_frames(self) -> None:
-        """Writes frames. The next frame is built after the previous write, so a slow link gets
-        batches.
-        """
+        """Writes frames, each built after the previous write, so a slow link batches."""
         engine, link = self._runner.engine, self.link
         while True:
             await self._wake.wait()

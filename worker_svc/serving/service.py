@@ -62,8 +62,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self._vocab_size = vocab_size
         self._generate_timeout_max_s = generate_timeout_max_s
 
-    # grpc.aio accepts coroutines that write to the context; the generated types allow generators
-    # only.
+    # grpc.aio accepts coroutines; the generated types allow generators only.
     async def Attach(  # type: ignore[override]
         self, request_iterator: AsyncIterator[engine_pb2.AttachRequest], context: Context
     ) -> None:

@@ -1,4 +1,4 @@
-"""The model card of a folder: what it lacks, how two cards differ, how large the vocabulary is."""
+"""The model card of a folder: missing files, differences of cards, vocabulary size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.runtime.config import ConfigError, read_config
 from worker_svc.card import build_card, card_differences, find_missing_files, read_vocab_size
 from worker_svc.config import WorkerConfig
 from worker_svc.engines.contract import EngineConfig
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 CARD = build_card(SIM_MODEL_DIR, EngineConfig("m", context_length=64, kv_cache_block_size=16))
 
@@ -49,7 +49,7 @@ def test_max_num_seqs_above_max_num_batched_tokens_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "difference"),
     [
         ({"kv_block_size": 32}, "kv_block_size (--block-size) 32, not 16"),
         ({"context_length": None}, "context_length (--context-length) None, not 64"),
@@ -58,9 +58,9 @@ def test_max_num_seqs_above_max_num_batched_tokens_is_rejected() -> None:
     ],
 )
 def test_card_differences_name_the_fields_and_their_flags(
-    change: dict[str, Any], says: str
+    change: dict[str, Any], difference: str
 ) -> None:
-    assert card_differences(replace(CARD, **change), CARD) == [says]
+    assert card_differences(replace(CARD, **change), CARD) == [difference]
     assert card_differences(CARD, CARD) == []
 
 

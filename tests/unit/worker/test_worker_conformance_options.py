@@ -8,7 +8,7 @@ import pytest
 
 from common.runtime.config import flag_name
 from worker_svc.conformance.__main__ import main
-from worker_svc.conformance.bench import TimeLimits
+from worker_svc.conformance.harness import TimeLimits
 
 
 def test_help_explains_every_option(
@@ -18,10 +18,12 @@ def test_help_explains_every_option(
     with pytest.raises(SystemExit):
         main(["--help"])
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-    told = {line[1].split()[0]: line[-1].strip() for line in lines if len(line) > 2 and line[1]}
-    assert told.keys() == {
+    help_by_flag = {
+        line[1].split()[0]: line[-1].strip() for line in lines if len(line) > 2 and line[1]
+    }
+    assert help_by_flag.keys() == {
         *("MODULE:ENGINE", "-h,", "--arg"),
         *(flag_name(limit.name) for limit in fields(TimeLimits)),
     }
-    assert all(len(text) > 20 for text in told.values()), told
-    assert told["--stop-s"].endswith("(default 0.25)")
+    assert all(len(text) > 20 for text in help_by_flag.values()), help_by_flag
+    assert help_by_flag["--stop-s"].endswith("(default 0.25)")

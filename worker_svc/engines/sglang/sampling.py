@@ -47,6 +47,7 @@ from common.request.preprocessed import (
 )
 from worker_svc.engines.contract import KV_EVENTS_OFF, LLMEngineOutput
 from worker_svc.engines.handoff import PEER_LOST
+from worker_svc.engines.stop_tokens import StopToken, stop_tokens_of
 
 # SGLang's own placeholder for a leg without a partner: it waits for none and hands nothing over.
 NO_PARTNER_HOST: Final = "2.2.2.2"
@@ -118,14 +119,6 @@ class EngineProperties:
 
 
 @dataclass(frozen=True, slots=True)
-class StopToken:
-    """Effect of a stop token. is_visible: whether the token is part of the output."""
-
-    reason: FinishReason
-    is_visible: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SglangRequest:
     """One request to SGLang.
 
@@ -150,7 +143,7 @@ def build_sglang_request(
     _check_supported(request, properties)
     rank, priority, lora = _check_routing(request, properties, priority)
     _check_prompt(request, properties)
-    stop_tokens = _stop_tokens(request, properties)
+    stop_tokens = stop_tokens_of(request, properties.eos_ids)
     arguments: dict[str, Any] = {
         "input_ids": request.token_ids.tolist(),
         "sampling_params": _sampling(request, properties, stop_tokens),
@@ -228,29 +221,11 @@ def _check_prompt(request: PreprocessedRequest, properties: EngineProperties) ->
         )
 
 
-def _stop_tokens(
-    request: PreprocessedRequest, properties: EngineProperties
-) -> dict[int, StopToken]:
-    """Returns the stop tokens. EOS overrides hidden ids, into which frontends merge EOS; visible
-    overrides both.
-    """
-    stop = request.stop_conditions
-    if stop.ignore_eos:
-        return {}
-    stop_tokens = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(FinishReason.STOP))
-    stop_tokens |= dict.fromkeys(
-        (*properties.eos_ids, *request.eos_token_ids), StopToken(FinishReason.EOS)
-    )
-    return stop_tokens | dict.fromkeys(
-        stop.stop_token_ids_visible, StopToken(FinishReason.STOP, is_visible=True)
-    )
-
-
 def _sampling(
     request: PreprocessedRequest, properties: EngineProperties, stop_tokens: Mapping[int, StopToken]
 ) -> dict[str, Any]:
     options = request.sampling_options
-    room = properties.context_length - len(request.token_ids)
+    max_output = properties.context_length - len(request.token_ids)
     sampling: dict[str, Any] = {
         name: value
         for one, name in SAMPLING_PARAMETERS.items()
@@ -265,7 +240,7 @@ def _sampling(
     stop = request.stop_conditions
     if request.is_probe:
         return sampling | {"max_new_tokens": 1, "ignore_eos": True}
-    sampling["max_new_tokens"] = _max_tokens(stop, room)
+    sampling["max_new_tokens"] = _max_tokens(stop, max_output)
     if stop.ignore_eos:
         sampling["ignore_eos"] = True
     elif stop_tokens:
@@ -275,10 +250,10 @@ def _sampling(
     return sampling
 
 
-def _max_tokens(stop: StopConditions, room: int) -> int:
+def _max_tokens(stop: StopConditions, max_output: int) -> int:
     if stop.max_tokens == 0:
         raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
-    return room if stop.max_tokens is None else min(stop.max_tokens, room)
+    return max_output if stop.max_tokens is None else min(stop.max_tokens, max_output)
 
 
 def _bootstrap(request: PreprocessedRequest, properties: EngineProperties) -> BootstrapInfo | None:
@@ -372,7 +347,7 @@ class OutputConverter:
         self, chunk: LLMEngineOutput, finish_info: Arguments, stop: StopToken | None
     ) -> LLMEngineOutput:
         stop_token_id = finish_info.get("matched")
-        room = self._sglang_request.bootstrap
+        bootstrap = self._sglang_request.bootstrap
         return replace(
             chunk,
             finish_reason=FinishReason.LENGTH if stop is None else stop.reason,
@@ -380,11 +355,11 @@ class OutputConverter:
             completion_usage=self.usage(),
             disaggregated_params=(
                 {
-                    "bootstrap_host": room.bootstrap_host,
-                    "bootstrap_port": room.bootstrap_port,
-                    "bootstrap_room": room.bootstrap_room,
+                    "bootstrap_host": bootstrap.bootstrap_host,
+                    "bootstrap_port": bootstrap.bootstrap_port,
+                    "bootstrap_room": bootstrap.bootstrap_room,
                 }
-                if room is not None and self._properties.role == "prefill"
+                if bootstrap is not None and self._properties.role == "prefill"
                 else None
             ),
         )

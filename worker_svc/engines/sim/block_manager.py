@@ -189,9 +189,7 @@ class BlockManager:
         return block_table
 
     def grow(self, block_table: BlockTable, tokens: int) -> bool:
-        """Extends the table to `tokens` tokens. Returns False, without a change, if capacity is
-        missing.
-        """
+        """Extends the table to `tokens` tokens. Returns False, unchanged, without capacity."""
         missing = self._blocks_for(tokens) - len(block_table.blocks)
         if missing > len(self._free_pages) + len(self._idle_blocks):
             return False
@@ -256,18 +254,14 @@ class BlockManager:
             self._page_contents[block.page] = block.stamp
 
     def expect_stamps(self, block_table: BlockTable, stamps: Sequence[int]) -> None:
-        """Sets the stamps that a transfer will write to the first len(stamps) blocks, which are
-        private.
-        """
+        """Sets the stamps that a transfer will write to the first, private blocks."""
         for block, stamp in zip(block_table.blocks, stamps, strict=False):
             assert block.name is None, "cached blocks are never written again"
             assert stamp >= 0, "negative stamps are those of blocks computed here"
             block.stamp = stamp
 
     def write(self, page: int, stamp: int) -> None:
-        """Writes a page for another worker, regardless of its owner. Raises IndexError for an
-        unknown page.
-        """
+        """Writes a page for another worker, whatever its owner. Raises IndexError if unknown."""
         if page < 0:
             raise IndexError(f"there is no page {page}")
         self._page_contents[page] = stamp
@@ -282,9 +276,7 @@ class BlockManager:
         return sum(map(self._is_corrupt, block_table.blocks[first:stop])) == 0
 
     def verify_received(self, block_table: BlockTable, count: int) -> bool:
-        """Marks the first `count` blocks as received. Returns whether they have the expected
-        content.
-        """
+        """Marks the first `count` blocks as received. Returns whether they are intact."""
         for block in block_table.blocks[:count]:
             block.is_filled = True
         return self.is_intact(block_table, 0, count)

@@ -27,46 +27,29 @@ all tokens.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
 from common.errors import (
     Conflict,
     InternalError,
-    InvalidRequest,
     MeshError,
-    NotFound,
     Overloaded,
-    PromptTooLong,
     Unavailable,
-    Unsupported,
     WorkerLost,
 )
-from common.kv.hashing import PrefixHasher
 from common.kv.load import Load
-from common.request.preprocessed import (
-    JsonValue,
-    PromptTokensDetails,
-    TopLogprob,
-    unsupported_fields,
-)
 from worker_svc.engines.contract import (
-    CompletionUsage,
     EngineConfig,
     FinishReason,
     GenerateContext,
     LLMEngineOutput,
     PreprocessedRequest,
-    TokenLogprob,
     chunk,
-    usage,
 )
 from worker_svc.engines.sim.block_manager import (
     BlockManager,
@@ -75,24 +58,19 @@ from worker_svc.engines.sim.block_manager import (
     BlockTable,
     KvEvent,
 )
-from worker_svc.engines.sim.scheduler import (
-    EndReason,
-    Job,
-    SimScheduler,
-    SimSequence,
-    Step,
-    StopToken,
-)
-from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.token_oracle import DEFAULT_EOS_ONE_IN, TokenOracle
-from worker_svc.engines.sim.transfer import DecodeMachine, Done, page_stamps
+from worker_svc.engines.sim.config import SimConfig, SimModel, load_sim_model
+from worker_svc.engines.sim.jobs import JobBuilder, kv_location
+from worker_svc.engines.sim.messages import Done, page_stamps
+from worker_svc.engines.sim.network import Network, TcpNetwork
+from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence, Step
+from worker_svc.engines.sim.stream import Stream
+from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.sim.transfer import DecodeMachine
 from worker_svc.engines.sim.transfer_server import (
     DecodeHandoff,
+    Handoff,
     HandoffManager,
-    Network,
     PrefillHandoff,
-    SimHandoffConfig,
-    TcpNetwork,
 )
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
@@ -103,8 +81,6 @@ from worker_svc.kv_events.normalizer import (
     PagesStored,
 )
 
-SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
-
 # Work per loop turn, in tokens of about a microsecond each.
 _TICK_WORK_MAX: Final = 2048
 # A step costs about as much as two tokens; sixteen prompt tokens as much as one.
@@ -112,123 +88,13 @@ _STEP_WORK_UNITS: Final = 2
 _PREFILL_TOKENS_PER_WORK_UNIT: Final = 16
 # Steps due within this time are completed now: event loops wake up to a millisecond late.
 _EARLY_TOLERANCE_S: Final = 1e-4
-_PROBE_PRIORITY: Final = 2**31
 _RETRY_AFTER_S: Final = (0.05, 30.0)
-
-_SUPPORTED_FIELDS: Final = frozenset(
-    {
-        "stop_conditions",
-        "output_options.logprobs",
-        "output_options.skip_special_tokens",
-        "output_options.formatted_prompt",
-        "output_options.include_stop_str_in_output",
-        "output_options.return_tokens_as_token_ids",
-        "sampling_options.presence_penalty",
-        "sampling_options.frequency_penalty",
-        "sampling_options.repetition_penalty",
-        "sampling_options.temperature",
-        "sampling_options.top_p",
-        "sampling_options.top_k",
-        "sampling_options.min_p",
-        "sampling_options.seed",
-        "sampling_options.logit_bias",
-        "routing.lora_name",
-    }
-)
-# Fields that a probe may carry without effect; a decode leg has one of them.
-_HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
 
 _COUNTERS: Final = (
     *("accepted", "finished", "cancelled", "closed", "failed", "rejected", "overloaded"),
     *("tokens", "prompt_tokens", "cached_tokens"),
 )
-_FINISH_REASONS: Final = {
-    EndReason.EOS: FinishReason.EOS,
-    EndReason.STOP: FinishReason.STOP,
-    EndReason.LENGTH: FinishReason.LENGTH,
-}
-
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SimModel:
-    """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits."""
-
-    word_ids: tuple[int, ...]
-    eos_ids: tuple[int, ...]
-    context_length: int
-
-
-def load_sim_model(folder: Path) -> SimModel:
-    """Reads `sim.json` and `generation_config.json`. Raises NotFound or InvalidRequest."""
-    sim = _read_object(folder / "sim.json")
-    eos: Any = _read_object(folder / "generation_config.json").get("eos_token_id")
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    words: Any = sim.get("word_ids")
-    context_length: Any = sim.get("context_length")
-    for name, ids in (("word_ids", words), ("eos_token_id", eos_ids)):
-        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
-            raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
-    if type(context_length) is not int or context_length < 2:
-        raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")
-    return SimModel(tuple(words), tuple(eos_ids), context_length)
-
-
-def _read_object(path: Path) -> Mapping[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise NotFound(
-            f"{path} does not exist; the sim engine needs it in --model-path; create it with "
-            "python -m worker_svc.engines.sim.make_model",
-            field="model_path",
-        ) from None
-    except ValueError as error:
-        raise InvalidRequest(f"{path} is not JSON: {error}", "model_path") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{path} must contain a JSON object", "model_path")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class SimConfig:
-    """Settings of the simulated engine. Sizes are in tokens, blocks or sequences, as named.
-
-    context_length: None uses the model's. max_waiting: limit of queued requests. eos_one_in: see
-    `token_oracle.py`. loras: adapters that requests may name. mesh_key: key of the block names.
-    startup_s: duration of `start`. handoff: role, and how KV moves.
-    Raises ValueError for a value out of range.
-    """
-
-    model: str = "kvmesh-sim"
-    served_model_name: str | None = None
-    model_dir: Path = SIM_MODEL_DIR
-    context_length: int | None = None
-    block_size: int = 16
-    total_kv_blocks: int = 16_384
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    max_waiting: int = 1024
-    prefix_caching: bool = True
-    eos_one_in: int = DEFAULT_EOS_ONE_IN
-    timing: Timing = field(default=Timing())
-    loras: frozenset[str] = frozenset()
-    mesh_key: bytes = b""
-    startup_s: float = 0.0
-    handoff: SimHandoffConfig = field(default=SimHandoffConfig())
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
-            raise ValueError("max_num_seqs: must be in 1..max_num_batched_tokens")
-        if self.block_size < 1 or self.total_kv_blocks < 1:
-            raise ValueError("block_size, total_kv_blocks: must be at least 1")
-        if self.max_waiting < 1:
-            raise ValueError("max_waiting: must be at least 1")
-        if self.context_length is not None and self.context_length < 2:
-            raise ValueError("context_length: must be at least 2, for prompt and output")
-        if self.startup_s < 0:
-            raise ValueError("startup_s: must not be negative")
 
 
 def _loop_time() -> float:
@@ -279,7 +145,7 @@ class SimEngine:
         self._core: _Core | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
-        self._streams: dict[SimSequence, _Stream] = {}
+        self._streams: dict[SimSequence, Stream] = {}
         self._steps = 0
         self._is_frozen = False
         # Why no request is accepted; None while the engine runs.
@@ -308,7 +174,7 @@ class SimEngine:
         return EngineConfig(
             model=self.config.model,
             served_model_name=self.config.served_model_name,
-            context_length=core.context_length,
+            context_length=core.jobs.context_length,
             kv_cache_block_size=self.config.block_size,
             total_kv_blocks=self.config.total_kv_blocks,
             max_num_seqs=self.config.max_num_seqs,
@@ -341,9 +207,7 @@ class SimEngine:
         return handoff_manager
 
     def _bootstrap_endpoint(self) -> tuple[str, int] | tuple[None, None]:
-        """Returns the advertised address; in mode "completed" it is part of the prefill result
-        instead.
-        """
+        """Returns the advertised address; None in mode "completed"."""
         config = self.config.handoff
         if self._handoff_manager is None or (config.role, config.mode) != ("prefill", "bootstrap"):
             return None, None
@@ -384,14 +248,10 @@ class SimEngine:
             watch.cancel()
 
     async def abort(self, ctx: GenerateContext) -> None:
-        """Does nothing: the stop frees the slot at once, and the blocks once no transfer can write
-        to them.
-        """
+        """Does nothing: the stop frees the slot, and the blocks after open transfers."""
 
     async def drain(self) -> None:
-        """Waits until no handoff is in progress and no lease is open, at most their longest
-        duration.
-        """
+        """Waits until no handoff or lease is open, at most their longest duration."""
         if self._handoff_manager is None:
             return
         config = self.config.handoff
@@ -478,20 +338,20 @@ class SimEngine:
         self._unavailable_error = error
         self._fail_all(error)
 
-    def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> _Stream:
+    def _open_stream(self, request: PreprocessedRequest, ctx: GenerateContext) -> Stream:
         try:
             core, job = self._check_request(request, ctx)
-            handoff = self._open_handoff(request, job)
+            sequence = core.scheduler.submit(job, self._clock())
+            stream = Stream(sequence, request.output_options.logprobs)
+            try:
+                stream.handoff = self._open_handoff(core, stream, request)
+            except MeshError:
+                core.scheduler.remove(sequence)
+                raise
         except MeshError as error:
             self._counters["rejected"] += 1
             self._counters["overloaded"] += isinstance(error, Overloaded)
             raise
-        sequence = core.scheduler.submit(job, self._clock())
-        stream = _Stream(sequence, request.output_options.logprobs, handoff)
-        if handoff is not None:
-            handoff.on_end = lambda error: self._on_handoff_end(stream, error)
-        if isinstance(handoff, DecodeHandoff):
-            handoff.on_arrival = lambda done: self._on_kv_arrived(core, stream, done)
         self._streams[sequence] = stream
         self._counters["accepted"] += 1
         self._counters["prompt_tokens"] += sequence.prompt_tokens
@@ -504,9 +364,7 @@ class SimEngine:
         core = self._core
         if self._unavailable_error is not None or core is None:
             raise _copy_error(self._unavailable_error or Unavailable("the engine has not started"))
-        job = core.job(request, self.config, ctx.priority)
-        if not request.is_probe:
-            job = self._job_for_role(request, job)
+        job = core.jobs.build(request, ctx.priority)
         scheduler = core.scheduler
         if scheduler.waiting >= self.config.max_waiting:
             low, high = _RETRY_AFTER_S
@@ -517,41 +375,26 @@ class SimEngine:
             )
         return core, job
 
-    def _job_for_role(self, request: PreprocessedRequest, job: Job) -> Job:
-        """Returns the job as this role runs it. Raises Unavailable if the role does not run it."""
-        config = self.config.handoff
-        match config.role:
-            case "aggregated":
-                return job
-            case "prefill":
-                is_completed = config.mode == "completed"
-                if request.bootstrap_info is None and not (is_completed and job.max_tokens == 1):
-                    raise Unavailable(
-                        "a prefill worker accepts requests with bootstrap_info only",
-                        reason="PREFILL_ONLY",
-                    )
-                return replace(job, max_tokens=1, is_handed_over=True)
-            case _ if request.bootstrap_info or request.prefill_result:
-                return replace(job, is_remote=True)
-        if not config.local_prefill:
-            raise Unavailable(
-                "this decode worker computes no prompts; it needs a prefill result",
-                reason="NO_LOCAL_PREFILL",
-            )
-        return job
-
     def _open_handoff(
-        self, request: PreprocessedRequest, job: Job
-    ) -> PrefillHandoff | DecodeHandoff | None:
+        self, core: _Core, stream: Stream, request: PreprocessedRequest
+    ) -> Handoff | None:
         """Returns the leg's room, None if it needs none yet. Raises as `HandoffManager`."""
+        job = stream.sequence.job
         if job.is_remote:
             assert self._handoff_manager is not None, "decode engines have handoffs"
-            return self._handoff_manager.open_decode_handoff(*_kv_location(request))
+            return self._handoff_manager.open_decode_handoff(
+                *kv_location(request),
+                on_arrival=lambda done: self._on_kv_arrived(core, stream, done),
+                on_end=lambda error: self._on_handoff_end(stream, error),
+            )
         if not job.is_handed_over or request.bootstrap_info is None:
             return None
         assert self._handoff_manager is not None, "prefill engines have handoffs"
-        room = request.bootstrap_info.bootstrap_room
-        return self._handoff_manager.attach_leg(room, len(request.token_ids))
+        return self._handoff_manager.attach_leg(
+            request.bootstrap_info.bootstrap_room,
+            len(request.token_ids),
+            lambda error: self._on_handoff_end(stream, error),
+        )
 
     def _plan(self, core: _Core, due_at: float) -> Step | None:
         step = core.scheduler.plan(due_at)
@@ -564,14 +407,14 @@ class SimEngine:
             self._handoff_manager.start_pull(handoff, transfer, sequence.prompt_tokens)
         return step
 
-    def _on_kv_arrived(self, core: _Core, stream: _Stream, done: Done) -> None:
+    def _on_kv_arrived(self, core: _Core, stream: Stream, done: Done) -> None:
         """Continues a decode leg after its KV arrived."""
         core.scheduler.on_kv_arrived(stream.sequence, done.token, done.cached_tokens)
         self._publish(core.blocks)
         self._wakeup.set()
         stream.wake()
 
-    def _start_handoff(self, core: _Core, stream: _Stream, transfer: BlockTable) -> None:
+    def _start_handoff(self, core: _Core, stream: Stream, transfer: BlockTable) -> None:
         """Hands over the KV of a computed prompt."""
         handoff_manager, sequence = self._handoff_manager, stream.sequence
         assert handoff_manager is not None, "prefill engines have handoffs"
@@ -582,7 +425,7 @@ class SimEngine:
         if isinstance(stream.handoff, PrefillHandoff):
             handoff_manager.on_prompt_computed(stream.handoff, transfer, stamps, done)
             return
-        if sequence.end is not EndReason.LENGTH:  # the output is complete: there is no decode leg
+        if sequence.end is not FinishReason.LENGTH:  # complete: there is no decode leg
             core.blocks.unpin(transfer)
             stream.is_awaiting_handoff = False
             return
@@ -597,7 +440,7 @@ class SimEngine:
         transfer_id = f"{stream.handoff.room:016x}"
         stream.params = {"host": host, "port": port, "transfer_id": transfer_id}
 
-    def _on_handoff_end(self, stream: _Stream, error: MeshError | None) -> None:
+    def _on_handoff_end(self, stream: Stream, error: MeshError | None) -> None:
         if error is not None:
             stream.error = stream.error or error
             self._stop_stream(stream)
@@ -613,20 +456,20 @@ class SimEngine:
         stream.is_awaiting_handoff = False
         stream.wake()
 
-    def _stop_stream(self, stream: _Stream) -> None:
+    def _stop_stream(self, stream: Stream) -> None:
         if self._core is not None:
             self._core.scheduler.remove(stream.sequence)
         self._abort_handoff(stream)
         stream.wake()
 
-    def _abort_handoff(self, stream: _Stream) -> None:
+    def _abort_handoff(self, stream: Stream) -> None:
         handoff, stream.handoff = stream.handoff, None
         if handoff is not None and self._handoff_manager is not None:
             self._handoff_manager.abort(handoff)
         if self._handoff_manager is not None:
             self._wakeup.set()  # its place may have blocked the queue
 
-    def _close_stream(self, stream: _Stream, outcome: str) -> None:
+    def _close_stream(self, stream: Stream, outcome: str) -> None:
         assert self._core is not None, "nothing is opened before the start"
         sequence = stream.sequence
         self._core.scheduler.remove(sequence)
@@ -726,218 +569,22 @@ def _copy_error(error: MeshError) -> MeshError:
     )
 
 
-def _kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
-    """Returns address and room of a decode leg's KV. Raises InvalidRequest."""
-    info, result = request.bootstrap_info, request.prefill_result
-    if info is not None:
-        return (info.bootstrap_host, info.bootstrap_port), info.bootstrap_room
-    field_path = "prefill_result.disaggregated_params"
-    assert result is not None, "a decode leg has one of the two"
-    params = result.disaggregated_params
-    if not isinstance(params, dict):
-        raise InvalidRequest("disaggregated_params must be an object", field_path)
-    if "bootstrap_room" in params:
-        room: Any = params["bootstrap_room"]
-        host, port = params.get("bootstrap_host"), params.get("bootstrap_port")
-    else:
-        host, port, room = params.get("host"), params.get("port"), params.get("transfer_id")
-        if isinstance(room, str) and re.fullmatch("[0-9a-f]{16}", room):
-            room = int(room, 16)
-    if not (isinstance(host, str) and host):
-        raise InvalidRequest("disaggregated_params have no host", field_path)
-    if type(port) is not int or not 0 < port < 65536:
-        raise InvalidRequest(f"disaggregated_params have an invalid port: {port!r}", field_path)
-    if type(room) is not int or not 0 <= room < 2**64:
-        raise InvalidRequest(
-            f"disaggregated_params have an invalid room or transfer_id: {room!r}", field_path
-        )
-    return (host, port), room
-
-
-class _Stream:
-    """One request between the scheduler and its generator.
-
-    is_awaiting_handoff: a prefill leg whose terminal chunk waits until decode or a lease has its
-    KV. params: what the leg then hands to decode.
-    """
-
-    __slots__ = (
-        *(
-            "_logprobs",
-            "_waiter",
-            "delivered",
-            "error",
-            "is_awaiting_handoff",
-            "params",
-            "sequence",
-            "handoff",
-        ),
-    )
-
-    def __init__(
-        self,
-        sequence: SimSequence,
-        logprobs: int | None,
-        handoff: PrefillHandoff | DecodeHandoff | None = None,
-    ) -> None:
-        self.sequence = sequence
-        self.handoff = handoff
-        self.is_awaiting_handoff = sequence.job.is_handed_over
-        self.params: dict[str, JsonValue] | None = None
-        self.delivered = 0
-        self.error: MeshError | None = None
-        self._logprobs = logprobs
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def has_new_output(self) -> bool:
-        return len(self.sequence.output) > self.delivered and not self.sequence.job.is_handed_over
-
-    @property
-    def is_done(self) -> bool:
-        return self.sequence.end is not None and not self.is_awaiting_handoff
-
-    async def wait_for_update(self) -> None:
-        """Returns after the next `wake`."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-
-    def wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def take(self) -> LLMEngineOutput:
-        """Returns a chunk with all new tokens."""
-        tokens = tuple(self.sequence.output[self.delivered :])
-        self.delivered += len(tokens)
-        if self._logprobs is None:
-            return LLMEngineOutput(token_ids=tokens)
-        return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
-
-    def take_terminal(self) -> LLMEngineOutput:
-        """Returns the terminal chunk, with the remaining tokens."""
-        end = self.sequence.end
-        assert end is not None, "only an ended sequence has a terminal chunk"
-        return replace(
-            self.take(),
-            finish_reason=_FINISH_REASONS[end],
-            stop_reason=self.sequence.stop_token if end is EndReason.STOP else None,
-            completion_usage=self.usage(),
-            disaggregated_params=self.params,
-        )
-
-    def usage(self) -> CompletionUsage:
-        details = PromptTokensDetails(cached_tokens=self.sequence.cached_tokens or 0)
-        counts = usage(self.sequence.prompt_tokens, self.delivered)
-        return replace(counts, prompt_tokens_details=details)
-
-    def _logprob(self, token: int) -> TokenLogprob:
-        return TokenLogprob(token, 0.0, (TopLogprob(token, 0.0),) if self._logprobs else ())
-
-
 @dataclass(frozen=True, slots=True)
 class _Core:
-    """The parts that exist once the model is read. hashers: by adapter, "" for the base model."""
+    """The parts that exist once the model is read."""
 
     scheduler: SimScheduler
     blocks: BlockManager
-    eos_ids: tuple[int, ...]
-    context_length: int
-    hashers: Mapping[str, PrefixHasher]
+    jobs: JobBuilder
 
     @staticmethod
     def build(config: SimConfig, model: SimModel) -> _Core:
-        truth = TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in)
         blocks = BlockManager(config.total_kv_blocks, config.block_size)
         scheduler = SimScheduler(
             blocks,
             config.timing,
-            truth,
+            TokenOracle(model.word_ids, model.eos_ids[0], eos_one_in=config.eos_one_in),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        hashers = {
-            lora: PrefixHasher(
-                mesh_key=config.mesh_key,
-                model=config.model,
-                block_size=config.block_size,
-                lora_name=lora,
-            )
-            for lora in ("", *config.loras)
-        }
-        context_length = config.context_length or model.context_length
-        return _Core(scheduler, blocks, model.eos_ids, context_length, hashers)
-
-    def job(self, request: PreprocessedRequest, config: SimConfig, priority: int | None) -> Job:
-        """Returns the job for a request. Raises MeshError if it is rejected."""
-        lora = self._check_fields(request, config)
-        room = self._max_output_tokens(request)
-        stop = request.stop_conditions
-        if stop.max_tokens == 0:
-            raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
-        if request.routing is not None and request.routing.priority is not None:
-            priority = request.routing.priority
-        if request.is_probe:
-            return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
-        return Job(
-            request.token_ids.little_endian,
-            room if stop.max_tokens is None else min(stop.max_tokens, room),
-            stops={} if stop.ignore_eos else self._stops(request),
-            min_tokens=stop.min_tokens or 0,
-            hasher=self.hashers[lora] if config.prefix_caching else None,
-            lora_name=lora,
-            priority=priority or 0,
-        )
-
-    def _check_fields(self, request: PreprocessedRequest, config: SimConfig) -> str:
-        """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
-        supported = _SUPPORTED_FIELDS
-        if request.is_probe or config.handoff.role == "decode":
-            supported |= _HANDOFF_FIELDS
-        elif config.handoff.role == "prefill" and config.handoff.mode == "bootstrap":
-            supported |= {"bootstrap_info"}
-        unsupported = unsupported_fields(request, supported)
-        if unsupported:
-            others = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
-            raise Unsupported(unsupported[0], f"not supported by the simulated engine{others}")
-        routing = request.routing
-        if routing is None:
-            return ""
-        if routing.dp_rank:
-            raise InvalidRequest(
-                f"unknown dp_rank {routing.dp_rank}; this worker has rank 0 only", "routing.dp_rank"
-            )
-        lora = routing.lora_name or ""
-        if lora not in self.hashers:
-            raise Unsupported("routing.lora_name", f"the adapter {lora!r} is not loaded here")
-        return lora
-
-    def _max_output_tokens(self, request: PreprocessedRequest) -> int:
-        """Returns the largest possible number of output tokens. Raises InvalidRequest or
-        PromptTooLong.
-        """
-        prompt = len(request.token_ids)
-        if prompt == 0:
-            raise InvalidRequest("token_ids must not be empty", "token_ids")
-        max_length = min(self.context_length, self.blocks.total_blocks * self.blocks.block_size)
-        if prompt >= max_length:
-            raise PromptTooLong(
-                f"prompt too long: {prompt}/{max_length - 1} tokens, with one left for the output",
-                field="token_ids",
-            )
-        return max_length - prompt
-
-    def _stops(self, request: PreprocessedRequest) -> dict[int, StopToken]:
-        """Returns the stop tokens. EOS overrides hidden ids, into which frontends merge EOS;
-        visible overrides both.
-        """
-        stop = request.stop_conditions
-        stops = dict.fromkeys(stop.stop_token_ids_hidden, StopToken(EndReason.STOP))
-        stops |= dict.fromkeys((*self.eos_ids, *request.eos_token_ids), StopToken(EndReason.EOS))
-        stops |= dict.fromkeys(
-            stop.stop_token_ids_visible, StopToken(EndReason.STOP, is_visible=True)
-        )
-        return stops
+        return _Core(scheduler, blocks, JobBuilder.create(config, model))

@@ -32,36 +32,21 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 
 from common.kv.hashing import ChainState, PrefixHasher
+from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.messages import page_stamps
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import page_stamps
+from worker_svc.engines.stop_tokens import StopToken
 
 _ROOT: Final = ChainState(0, 0)
 # XORed into the oracle state of a sequence that read a wrong page.
 _CORRUPTION_MASK: Final = 0x5BD1E9955BD1E995
-
-
-class EndReason(Enum):
-    """Why an output ended."""
-
-    EOS = auto()
-    STOP = auto()
-    LENGTH = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class StopToken:
-    """Effect of a stop token. is_visible: whether it is part of the output."""
-
-    end: EndReason
-    is_visible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +89,7 @@ class SimSequence:
     state: int
     total_tokens: int
     output: list[int] = field(default_factory=list)
-    end: EndReason | None = None
+    end: FinishReason | None = None
     stop_token: int | None = None
     is_ended: bool = False
     started_at: float | None = None
@@ -173,7 +158,7 @@ class SimScheduler:
         self,
         blocks: BlockManager,
         timing: Timing,
-        truth: TokenOracle,
+        token_oracle: TokenOracle,
         *,
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 8192,
@@ -189,7 +174,7 @@ class SimScheduler:
         self.corrupt_tokens = 0
         self.waiting_tokens = 0
         self._timing = timing
-        self._token_oracle = truth
+        self._token_oracle = token_oracle
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._submitted_count = 0
@@ -302,7 +287,7 @@ class SimScheduler:
 
     def complete(self, step: Step) -> list[SimSequence]:
         """Completes the step. Returns the sequences that got a token or ended, not removed ones."""
-        truth, size = self._token_oracle, self.blocks.block_size
+        size = self.blocks.block_size
         self._find_corrupt_sequences()
         advanced: list[SimSequence] = []
         computed_tokens = 0
@@ -320,7 +305,7 @@ class SimScheduler:
                 continue
             advanced.append(seq)
             can_end = _can_end(seq)
-            self._append(seq, truth.next_token(seq.state, can_end=can_end), can_end)
+            self._append(seq, self._token_oracle.next_token(seq.state, can_end=can_end), can_end)
         # Removed sequences subtracted their tokens, including this step's, already.
         self._kv_tokens += computed_tokens
         return advanced
@@ -339,7 +324,7 @@ class SimScheduler:
         seq.total_tokens += 1
         seq.state = self._token_oracle.advance(seq.state, token)
         if len(seq.output) == seq.job.max_tokens:
-            self._finish(seq, EndReason.LENGTH)
+            self._finish(seq, FinishReason.LENGTH)
 
     def _fill(self, seq: SimSequence, count: int) -> None:
         """Writes the pages that start within the next `count` tokens."""
@@ -370,8 +355,7 @@ class SimScheduler:
                 if not self._allocate_for_remote_kv(seq, now):
                     return
                 continue
-            # Blocks for the whole prompt at once: a half-computed prompt is not worth preempting
-            # others.
+            # Blocks for the whole prompt: half a prompt is not worth preempting others.
             seq.block_table = self.blocks.admit(seq.names, seq.total_tokens)
             if seq.block_table is None:
                 return
@@ -395,9 +379,7 @@ class SimScheduler:
         return self._max_num_seqs - len(self._running) - len(self._awaiting_kv)
 
     def _allocate_for_remote_kv(self, seq: SimSequence, now: float) -> bool:
-        """Allocates the blocks for the remote KV of the queue's head. Returns False without
-        capacity.
-        """
+        """Allocates blocks for the remote KV of the queue's head. Returns False without any."""
         # No cached block is reused: the transfer writes all of them.
         seq.block_table = self.blocks.admit((), seq.total_tokens)
         if seq.block_table is None:
@@ -412,9 +394,7 @@ class SimScheduler:
         return True
 
     def _ensure_capacity(self, seq: SimSequence, tokens: int) -> bool:
-        """Extends a running sequence, preempting the last ones. Returns False if it was preempted
-        itself.
-        """
+        """Extends a running sequence by preemption. Returns False if it is preempted itself."""
         assert seq.block_table is not None, "running sequences hold blocks"
         while not self.blocks.grow(seq.block_table, tokens):
             victim = self._running[-1]
@@ -432,9 +412,9 @@ class SimScheduler:
             seq.output.append(token)
             seq.total_tokens += 1
         seq.stop_token = token
-        self._finish(seq, stop.end)
+        self._finish(seq, stop.reason)
 
-    def _finish(self, seq: SimSequence, end: EndReason) -> None:
+    def _finish(self, seq: SimSequence, end: FinishReason) -> None:
         seq.end = end
         self._stop_running(seq)
         seq.is_ended = True

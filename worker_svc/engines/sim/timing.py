@@ -47,9 +47,7 @@ class Timing:
         ) / self.speedup
 
     def prefill_s(self, prefill_tokens: int) -> float:
-        """Returns the seconds of a prefill, in addition to the steps it shares with other
-        sequences.
-        """
+        """Returns the seconds of a prefill beyond the steps it shares with others."""
         if self.speedup == 0:
             return 0.0
         return self.prefill_token_s * prefill_tokens / self.speedup

@@ -66,8 +66,7 @@ class TokenOracle:
         self._eos_one_in = eos_one_in
         powers = np.full(_TOKENS_PER_PASS + 1, _BASE, dtype=np.uint64)
         powers[0] = 1
-        # powers[i] is the weight of a pass's token i; powers[0] multiplies the state before the
-        # pass.
+        # powers[i] is the weight of a pass's token i; powers[0] that of the previous state.
         self._powers = np.multiply.accumulate(powers)[::-1].copy()
 
     def state_of(self, token_ids: Sequence[int] | NDArray[Any], lora_name: str = "") -> int:
@@ -106,9 +105,7 @@ class TokenOracle:
         min_tokens: int = 0,
         lora_name: str = "",
     ) -> list[int]:
-        """Returns the output for `prompt`: at most `n` tokens; shorter, and without EOS, if it
-        ends.
-        """
+        """Returns the output for `prompt`: at most `n` tokens, without the EOS that ends it."""
         state = self.state_of(prompt, lora_name)
         tokens: list[int] = []
         while len(tokens) < n:

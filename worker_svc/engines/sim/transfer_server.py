@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final
 
 import structlog
 
 from common.errors import Conflict, InvalidRequest, MeshError, Overloaded
-from common.registry.instances import Role
 from worker_svc.engines.handoff import (
     EXPIRED,
     FULL,
@@ -28,42 +26,43 @@ from worker_svc.engines.handoff import (
     NO_PARTNER,
     PEER_ABORTED,
     ROOM_TAKEN,
-    HandoffTimeouts,
     handoff_error,
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlockTable
+from worker_svc.engines.sim.config import SimHandoffConfig
+from worker_svc.engines.sim.messages import (
+    Done,
+    Drop,
+    Fail,
+    Message,
+    Pull,
+    Write,
+    from_bytes,
+    to_bytes,
+)
+from worker_svc.engines.sim.network import Connection, Listener, Network
 from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
     Dial,
-    Done,
-    Drop,
     EndLeg,
-    Fail,
     HandoffOutcome,
     KvArrived,
-    Message,
     PrefillMachine,
-    Pull,
     ReleaseBlocks,
     Send,
     SendDrop,
     StartWriting,
     StopWriting,
-    Write,
-    from_bytes,
-    to_bytes,
 )
 
-FRAME_BYTES_MAX: Final = 4 << 20
 # Interval of timeout checks.
 TICK_S: Final = 0.05
 # Ended rooms that are remembered, so that a late leg fails at once.
 _ENDED_ROOMS_MAX: Final = 4096
 # Time to send the pending Drops at shutdown.
 _DROP_TIMEOUT_S: Final = 0.5
-_LENGTH: Final = struct.Struct("<I")
 _COUNTERS: Final = {
     HandoffOutcome.HANDED_OVER: "rooms_handed_over",
     HandoffOutcome.ABORTED: "rooms_aborted",
@@ -81,179 +80,6 @@ _REASONS: Final[Mapping[HandoffOutcome | None, str]] = {
 _EXTRA_COUNTERS: Final = ("rooms_opened", "pages_written", "pages_received", "pulls_refused")
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class SimHandoffConfig:
-    """Settings of prefill and decode.
-
-    role: the legs this engine accepts. mode: "bootstrap" advertises host and port, so that both
-    legs start at once; "completed" advertises neither: prefill ends first, and its
-    `disaggregated_params` locate the KV. host, port: where prefill listens; port 0 means any.
-    advertise_host: the address that peers dial; "" means `host`. transfer_group: engines of equal
-    groups can move KV between each other; "" uses model and block size. local_prefill: whether a
-    decode engine computes prompts that come without a handoff.
-
-    gb_per_s: 10^9 bytes per second on the link of a prefill worker. bytes_per_token: size of the
-    KV. latency_s: of each transfer. chunk_pages: pages per write.
-
-    timeout_s: how long a leg waits for its partner, and how long a partner may be silent. abort_s:
-    how long the pages of an aborted leg wait for the peer's confirmation. lease_s: how long a
-    completed prefill keeps its KV. rooms_max: limit of open rooms and of connections.
-    Raises ValueError for a value out of range.
-    """
-
-    role: Role = "aggregated"
-    mode: Literal["bootstrap", "completed"] = "bootstrap"
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise_host: str = ""
-    transfer_group: str = ""
-    local_prefill: bool = True
-    gb_per_s: float = 25.0
-    bytes_per_token: int = 131_072
-    latency_s: float = 1e-3
-    chunk_pages: int = 64
-    timeout_s: float = 10.0
-    abort_s: float = 2.0
-    lease_s: float = 30.0
-    rooms_max: int = 4096
-
-    def __post_init__(self) -> None:
-        for name in ("gb_per_s", "timeout_s", "abort_s", "lease_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: must be above 0")
-        for name in ("chunk_pages", "rooms_max", "bytes_per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: must be at least 1")
-        if self.latency_s < 0:
-            raise ValueError("latency_s: must not be negative")
-        if not 0 <= self.port < 65536:
-            raise ValueError("port: must be in 0..65535")
-
-    @property
-    def timeouts(self) -> HandoffTimeouts:
-        """Returns the time limits of a room."""
-        return HandoffTimeouts(self.timeout_s, self.abort_s, self.lease_s)
-
-
-class Connection(Protocol):
-    """A stream of frames between two engines, read by one task."""
-
-    def send(self, frame: bytes) -> None:
-        """Queues the frame for sending, in order; no effect on a lost connection."""
-
-    async def flushed(self) -> None:
-        """Returns when the send buffer has capacity. Raises OSError if the connection is lost."""
-
-    async def receive(self) -> bytes | None:
-        """Returns the next frame; None after either side has closed or the connection is lost."""
-
-    def close(self) -> None:
-        """Stops receiving; queued frames are still sent."""
-
-
-ConnectionHandler = Callable[[Connection], Awaitable[None]]
-
-
-class Listener(Protocol):
-    """Accepts connections."""
-
-    @property
-    def port(self) -> int:
-        """Returns the port it listens on."""
-
-    async def close(self) -> None:
-        """Stops accepting."""
-
-
-class Network(Protocol):
-    """Connects engines; the simulator has its own in virtual time."""
-
-    async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
-        """Serves each connection until `handler` returns, then closes it. Raises OSError."""
-
-    async def dial(self, host: str, port: int) -> Connection:
-        """Connects to a listener. Raises OSError."""
-
-
-class _TcpConnection:
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, linger_s: float
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._linger_s = linger_s
-        self._is_closed = False
-
-    def send(self, frame: bytes) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(_LENGTH.pack(len(frame)) + frame)
-
-    async def flushed(self) -> None:
-        await self._writer.drain()
-
-    async def receive(self) -> bytes | None:
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            if length > FRAME_BYTES_MAX:
-                log.warning("handoff_frame_too_long", bytes=length)
-                return None
-            frame = await self._reader.readexactly(length)
-        except (asyncio.IncompleteReadError, OSError):
-            return None
-        return None if self._is_closed else frame
-
-    def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self._writer.close()
-        # A peer that does not read must not keep the connection open forever.
-        asyncio.get_running_loop().call_later(self._linger_s, self._writer.transport.abort)
-
-
-class _TcpListener:
-    def __init__(self, server: asyncio.Server) -> None:
-        self._server = server
-
-    @property
-    def port(self) -> int:
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        self._server.close()
-
-
-class TcpNetwork:
-    """TCP. linger_s: time to send queued frames after a close."""
-
-    def __init__(self, linger_s: float = 2.0) -> None:
-        self._linger_s = linger_s
-        self._serving: dict[asyncio.Future[None], Connection] = {}
-
-    async def listen(self, host: str, port: int, handler: ConnectionHandler) -> Listener:
-        """See `Network.listen`."""
-
-        # asyncio's server logs an error if its own handler task is cancelled, so the task is
-        # created here.
-        def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            connection = _TcpConnection(reader, writer, self._linger_s)
-            task = asyncio.ensure_future(handler(connection))
-            self._serving[task] = connection
-            task.add_done_callback(self._on_served)
-
-        return _TcpListener(await asyncio.start_server(on_connection, host, port, backlog=1024))
-
-    def _on_served(self, task: asyncio.Future[None]) -> None:
-        self._serving.pop(task).close()
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("sim_handoff_failed", exc_info=error)
-
-    async def dial(self, host: str, port: int) -> Connection:
-        """See `Network.dial`."""
-        reader, writer = await asyncio.open_connection(host, port)
-        return _TcpConnection(reader, writer, self._linger_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -281,8 +107,8 @@ class DecodeHandoff:
     room: int
     address: tuple[str, int]
     machine: DecodeMachine
-    on_arrival: Callable[[Done], None] | None = None
-    on_end: Callable[[MeshError], None] | None = None
+    on_arrival: Callable[[Done], None]
+    on_end: Callable[[MeshError], None]
     connection: Connection | None = None
     transfer: BlockTable | None = None
     pull: Pull | None = None
@@ -391,8 +217,10 @@ class HandoffManager:
         for one in open_handoffs:
             self._finish(one, [CloseConnection(), ReleaseBlocks()])
 
-    def attach_leg(self, room: int, prompt_tokens: int) -> PrefillHandoff:
-        """Attaches the prefill leg of a room; the caller must set `on_end` at once.
+    def attach_leg(
+        self, room: int, prompt_tokens: int, on_end: Callable[[MeshError | None], None]
+    ) -> PrefillHandoff:
+        """Attaches the prefill leg of a room. on_end: see `PrefillHandoff`.
 
         Raises WorkerLost, Conflict or Overloaded.
         """
@@ -405,7 +233,7 @@ class HandoffManager:
         if handoff.machine.has_peer and handoff.machine.pull.tokens != prompt_tokens:
             self._execute_all(handoff, handoff.machine.reject(MISMATCH))
             raise handoff_error(MISMATCH)
-        handoff.prompt_tokens = prompt_tokens
+        handoff.prompt_tokens, handoff.on_end = prompt_tokens, on_end
         self._execute_all(handoff, handoff.machine.attach_leg(self._clock()))
         return handoff
 
@@ -430,14 +258,21 @@ class HandoffManager:
         self.on_prompt_computed(handoff, transfer, stamps, done)
         return handoff
 
-    def open_decode_handoff(self, address: tuple[str, int], room: int) -> DecodeHandoff:
+    def open_decode_handoff(
+        self,
+        address: tuple[str, int],
+        room: int,
+        *,
+        on_arrival: Callable[[Done], None],
+        on_end: Callable[[MeshError], None],
+    ) -> DecodeHandoff:
         """Opens a room for a decode leg that waits for blocks (`start_pull`).
 
-        The caller must set `on_arrival` and `on_end` at once. Raises Overloaded.
+        on_arrival, on_end: see `DecodeHandoff`. Raises Overloaded.
         """
         self._check_capacity()
         machine = self._decode_machine(self._timeouts, self._clock())
-        handoff = DecodeHandoff(room, address, machine)
+        handoff = DecodeHandoff(room, address, machine, on_arrival, on_end)
         self._decode_handoffs[handoff] = None
         self._on_opened()
         return handoff
@@ -489,8 +324,7 @@ class HandoffManager:
         match action:
             case StartWriting():
                 handoff.writer = self._spawn(self._write_pages(handoff))
-                # Not in the task itself: a task that is cancelled before its first step runs no
-                # code.
+                # Not in the task: a task cancelled before its first step runs no code.
                 handoff.writer.add_done_callback(
                     lambda _: self._execute_all(handoff, handoff.machine.on_writing_stopped())
                 )
@@ -513,11 +347,9 @@ class HandoffManager:
                 self._drop_tasks.add(task)
                 task.add_done_callback(self._drop_tasks.discard)
             case KvArrived(done):
-                assert handoff.on_arrival is not None, "it was set when the leg came"
                 handoff.on_arrival(done)
             case EndLeg(error):
                 assert error is not None, "decode succeeds by an arrival"
-                assert handoff.on_end is not None, "it was set when the leg came"
                 handoff.on_end(error)
             case _:
                 raise AssertionError(f"not a decode action: {action}")
@@ -750,8 +582,7 @@ class HandoffManager:
             self._execute_all(handoff, machine.on_connected(handoff.pull))
             while not machine.is_over:
                 message = await self._receive_message(connection)
-                # After the end of the room its pages belong to other blocks, and the connection is
-                # closed.
+                # After its end the room's pages belong to other blocks; close the connection.
                 if message is None or machine.is_over:
                     return
                 if isinstance(message, Write) and not self._apply_write(message):
@@ -783,16 +614,3 @@ class HandoffManager:
             return
         connection.send(to_bytes(Drop(handoff.room)))
         connection.close()
-
-
-__all__ = [
-    "NO_PARTNER",
-    "Connection",
-    "DecodeHandoff",
-    "HandoffManager",
-    "Listener",
-    "Network",
-    "PrefillHandoff",
-    "SimHandoffConfig",
-    "TcpNetwork",
-]

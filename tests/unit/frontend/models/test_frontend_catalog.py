@@ -22,7 +22,7 @@ from frontend_svc.core.models.model_watch import Table as Kind
 from frontend_svc.models.catalog import CACHED_BUILDS_MAX, RECENTLY_SERVED_S, ModelCatalog
 from kvmesh.engine.v1 import engine_pb2
 from tests.sim.loop import run_virtually
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
 KEY = b"secret"

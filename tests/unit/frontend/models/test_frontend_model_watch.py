@@ -56,7 +56,7 @@ from frontend_svc.core.openai.schema import ChatRequest, CompletionRequest
 from frontend_svc.core.openai.sse import ChunkKind
 from frontend_svc.models.catalog import RECENTLY_SERVED_S, ModelCatalog
 from router_svc.config import RouterConfig
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 
 ENDPOINT = EndpointId("ns", "worker", "serve")
 

@@ -30,7 +30,7 @@ from frontend_svc.models.served_model import ENCODE_INLINE_CHARS
 from frontend_svc.peers.engine_client import EngineClient
 from frontend_svc.request.gateway import Gateway
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
 from worker_svc.serving.attach_server import AttachServer
 from worker_svc.serving.runner import Runner
 

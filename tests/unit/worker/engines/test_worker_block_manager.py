@@ -28,7 +28,7 @@ TOTAL = 9
 SIZE = 4
 
 Path = tuple[int, ...]
-# Few enough that most prompts share a beginning.
+# Few enough that most prompts share a prefix.
 PATHS = st.tuples(*[st.integers(0, 1)] * 3).map(lambda start: start + (0,) * (TOTAL - 3))
 
 
@@ -49,7 +49,7 @@ def tokens_of(path: Path) -> bytes:
 
 
 def named(manager: BlockManager, path: Path) -> BlockTable:
-    """A holding of the path's blocks, computed and named."""
+    """A table of the path's blocks, computed and named."""
     block_table = manager.admit(names_of(path), SIZE * len(path))
     assert block_table is not None
     name_rest(manager, block_table, path)
@@ -67,9 +67,9 @@ def cached(manager: BlockManager, path: Path) -> None:
 
 @dataclass(eq=False)
 class Twin:
-    """A holding of the manager and what the model says is in it: paths, or ids of private blocks.
+    """A table of the manager and its content in the model: paths, or ids of private blocks.
 
-    path: contents of the blocks it has or may come to have.
+    path: contents of the blocks it has or may get.
     """
 
     real: BlockTable
@@ -81,10 +81,10 @@ class Twin:
 
 @dataclass
 class NaiveCache:
-    """Counts holders anew each time, and looks for the least recently used leaf everywhere."""
+    """Recounts references each time, and searches all leaves for the least recently used."""
 
     twins: list[Twin] = field(default_factory=list)
-    # When each cached path was last given back by its last holder.
+    # Time of the last release of each cached path.
     idle_since: dict[Path, int] = field(default_factory=dict)
     privates: int = 0
     clock: int = 0
@@ -99,7 +99,7 @@ class NaiveCache:
     def free(self) -> int:
         return TOTAL - len(self.holders()) - len(self.idle())
 
-    def make_room(self, count: int) -> list[int]:
+    def evict_for(self, count: int) -> list[int]:
         removed = []
         while self.free() < count:
             leaves = [
@@ -133,7 +133,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         super().__init__()
         self.manager = BlockManager(TOTAL, SIZE)
         self.model = NaiveCache()
-        self.announced: dict[int, int | None] = {}
+        self.published: dict[int, int | None] = {}
 
     @rule(
         target=twins,
@@ -156,7 +156,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.model.twins.remove(twin)
             assert block_table is None
             return None
-        self.expect_removed(self.model.make_room(missing))
+        self.expect_removed(self.model.evict_for(missing))
         twin.blocks += self.model.new_privates(missing)
         assert block_table is not None
         assert (block_table.reused_count, block_table.named) == (reused_count, reused_count)
@@ -171,7 +171,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         missing = -(-more // SIZE)
         assert fits == (missing <= self.model.free() + len(self.model.idle()))
         if fits:
-            self.expect_removed(self.model.make_room(missing))
+            self.expect_removed(self.model.evict_for(missing))
             twin.blocks += self.model.new_privates(missing)
 
     @rule(twin=twins, count=st.integers(1, 4))
@@ -239,15 +239,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
         for event in self.manager.take_events():
             if isinstance(event, BlocksRemoved):
                 for name in event.names:
-                    del self.announced[name]
-                    assert name not in self.announced.values()
+                    del self.published[name]
+                    assert name not in self.published.values()
                 continue
             assert len(event.token_ids) == 4 * SIZE * len(event.names)
             for parent, name in zip((event.parent, *event.names), event.names, strict=False):
-                assert name not in self.announced
-                assert parent is None or parent in self.announced
-                self.announced[name] = parent
-        assert set(self.announced) == set(self.manager.names())
+                assert name not in self.published
+                assert parent is None or parent in self.published
+                self.published[name] = parent
+        assert set(self.published) == set(self.manager.names())
 
 
 @pytest.mark.slow

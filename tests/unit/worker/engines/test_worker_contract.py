@@ -24,7 +24,8 @@ from worker_svc.engines.contract import (
     validate_stream,
 )
 from worker_svc.engines.echo import EchoConfig, EchoEngine
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig
+from worker_svc.engines.sim.engine import SimEngine
 
 U32_MAX = 2**32 - 1
 WAIT_S = 20.0
@@ -202,7 +203,7 @@ def test_the_contract_module_exports_all_names_an_engine_author_needs() -> None:
 
 
 class Script:
-    """An engine's stream: yields outputs, raises errors, and reason whether it was closed."""
+    """An engine's stream: yields outputs, raises errors, and records whether it was closed."""
 
     def __init__(self, *items: LLMEngineOutput | MeshError) -> None:
         self.items = items

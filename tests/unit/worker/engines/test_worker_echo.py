@@ -46,7 +46,7 @@ def context(request_id: str = "r1") -> GenerateContext:
     return GenerateContext(EngineContext(request_id))
 
 
-async def said(engine: EchoEngine, asked: PreprocessedRequest) -> list[LLMEngineOutput]:
+async def run(engine: EchoEngine, asked: PreprocessedRequest) -> list[LLMEngineOutput]:
     async with aclosing(
         validate_stream(engine.generate(asked, context()), request_id="r")
     ) as outputs:
@@ -80,7 +80,7 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
 async def test_it_returns_the_prompt_one_token_per_chunk_with_its_counts(
     engine: EchoEngine,
 ) -> None:
-    *tokens, terminal = await said(engine, request(5, 6, 7))
+    *tokens, terminal = await run(engine, request(5, 6, 7))
 
     assert [list(one.token_ids) for one in tokens] == [[5], [6], [7]]
     assert terminal.finish_reason is FinishReason.STOP
@@ -106,14 +106,14 @@ async def test_stop_conditions_apply_to_an_echo(
     finish: FinishReason,
     reason: int | None,
 ) -> None:
-    *tokens, terminal = await said(engine, request(5, 6, 7, 8, stop=stop))
+    *tokens, terminal = await run(engine, request(5, 6, 7, 8, stop=stop))
 
     assert len(tokens) == length
     assert (terminal.finish_reason, terminal.stop_reason) == (finish, reason)
 
 
 async def test_an_eos_in_the_prompt_ends_the_echo(engine: EchoEngine) -> None:
-    *tokens, terminal = await said(engine, request(5, 6, 7, eos_token_ids=(6,)))
+    *tokens, terminal = await run(engine, request(5, 6, 7, eos_token_ids=(6,)))
 
     assert len(tokens) == 1
     assert terminal.finish_reason is FinishReason.EOS
@@ -134,7 +134,7 @@ async def test_fields_that_an_echo_does_not_support_are_rejected_by_name(
     engine: EchoEngine, asked: PreprocessedRequest, error: type[InvalidRequest], name: str
 ) -> None:
     with pytest.raises(error) as raised:
-        await said(engine, asked)
+        await run(engine, asked)
 
     assert (raised.value.field or "").endswith(name)
     assert engine.counters == {"rejected": 1}
@@ -143,7 +143,7 @@ async def test_fields_that_an_echo_does_not_support_are_rejected_by_name(
 async def test_a_probe_needs_no_handoff(engine: EchoEngine) -> None:
     probe = request(1, is_probe=True, bootstrap_info=BootstrapInfo("h", 1, 2))
 
-    assert len(await said(engine, probe)) == 2
+    assert len(await run(engine, probe)) == 2
 
 
 @pytest.mark.row("S4-29", "S4-30")
@@ -177,7 +177,7 @@ async def test_closing_the_echo_early_leaves_nothing_running(engine: EchoEngine)
 async def test_requests_before_start_and_after_cleanup_are_rejected() -> None:
     engine = EchoEngine(EchoConfig())
     with pytest.raises(Unavailable):
-        await said(engine, request(1))
+        await run(engine, request(1))
     config = await engine.start(1)
     await engine.abort(context())
     await engine.drain()
@@ -186,7 +186,7 @@ async def test_requests_before_start_and_after_cleanup_are_rejected() -> None:
 
     assert (config.advertised_name, config.kv_cache_block_size) == ("kvmesh-echo", None)
     with pytest.raises(Unavailable):
-        await said(engine, request(1))
+        await run(engine, request(1))
 
 
 # OpenAI bodies.
@@ -307,9 +307,9 @@ async def test_a_stopped_pass_through_ends_without_an_openai_end(engine: EchoEng
 @pytest.mark.parametrize("engine", ["echo", "sglang"])
 def test_adapters_are_rejected_by_name_for_engines_that_cannot_load_them(engine: str) -> None:
     config = WorkerConfig(engine=engine, loras=("french",))  # type: ignore[arg-type]
-    told = [one for one in config.problems() if one.startswith("loras:")]
-    assert len(told) == 1
-    assert engine in told[0]
+    problems = [one for one in config.problems() if one.startswith("loras:")]
+    assert len(problems) == 1
+    assert engine in problems[0]
 
 
 def test_an_invalid_configuration_is_rejected() -> None:

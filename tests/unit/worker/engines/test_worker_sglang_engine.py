@@ -1,4 +1,4 @@
-"""Decode legs that wait for KV pages, on SGLang's adapter over an SGLang that is played."""
+"""Decode legs that wait for KV pages, in the adapter over a fake SGLang."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ class Snapshot:
     queues: Any = field(default_factory=lambda: SimpleNamespace(prealloc_ready=1))
 
 
-class Played:
-    """As much of `sglang.Engine` as a leg meets. says: chunks before it ends by its abort."""
+class FakeSglang:
+    """The part of `sglang.Engine` that a leg uses. late_chunks: chunks sent before the abort takes
+    effect.
+    """
 
-    def __init__(self, *says: list[int]) -> None:
+    def __init__(self, *late_chunks: list[int]) -> None:
         self.snapshot = Snapshot()
         self.abort_error: list[str] = []
-        self.may_speak = asyncio.Event()
-        self._says = says
+        self.may_respond = asyncio.Event()
+        self._late_chunks = late_chunks
         self.tokenizer_manager = SimpleNamespace(
             load_snapshot_reader=SimpleNamespace(read_all=lambda: [self.snapshot]),
             abort_request=lambda rid: self.abort_error.append(rid),
@@ -59,66 +61,66 @@ class Played:
         return self._stream()
 
     async def _stream(self) -> AsyncGenerator[dict[str, Any], None]:
-        await self.may_speak.wait()
-        for ids in self._says:
+        await self.may_respond.wait()
+        for ids in self._late_chunks:
             yield {"output_ids": ids, "meta_info": {"finish_reason": None}}
         yield {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
 
 
-def engine_over(played: Played) -> SglangEngine:
-    """A decode worker whose legs have waited long enough as soon as they are there."""
+def engine_over(fake: FakeSglang) -> SglangEngine:
+    """A decode worker without a waiting time for legs."""
     engine = SglangEngine(SglangConfig(role="decode", handoff_timeout_s=0.0))
-    engine._engine, engine._properties = played, FACTS
+    engine._engine, engine._properties = fake, FACTS
     return engine
 
 
-async def read_until_aborted(engine: SglangEngine, played: Played) -> None:
-    """One reading need not do: a loaded machine makes fresh snapshots old."""
+async def read_until_aborted(engine: SglangEngine, fake: FakeSglang) -> None:
+    """One read may not suffice: on a loaded machine fresh snapshots become old."""
     async with asyncio.timeout(30):
-        while not played.abort_error:
-            played.snapshot = Snapshot()
+        while not fake.abort_error:
+            fake.snapshot = Snapshot()
             await engine._read_loads()
 
 
-async def heard_of_a_starved_leg(played: Played) -> tuple[list[int], Exception]:
-    """The tokens that it had all the same, and how it ended."""
-    engine, heard = engine_over(played), list[int]()
+async def run_starved_leg(fake: FakeSglang) -> tuple[list[int], Exception]:
+    """The tokens that it received nevertheless, and its end."""
+    engine, tokens = engine_over(fake), list[int]()
 
     async def leg() -> None:
         room = BootstrapInfo("10.0.0.1", 9000, 1)
         request = PreprocessedRequest(token_ids=TokenIds.of([5, 6, 7]), bootstrap_info=room)
         async for one in engine.generate(request, GenerateContext(EngineContext("leg"))):
-            heard.extend(one.token_ids)
+            tokens.extend(one.token_ids)
 
     task = asyncio.create_task(leg())
-    await read_until_aborted(engine, played)
-    played.may_speak.set()
+    await read_until_aborted(engine, fake)
+    fake.may_respond.set()
     with pytest.raises((Overloaded, WorkerLost)) as caught:
         await task
-    return heard, caught.value
+    return tokens, caught.value
 
 
 async def test_a_starved_leg_ends_with_a_no_blocks_error() -> None:
-    heard, error = await heard_of_a_starved_leg(Played())
-    assert heard == []
+    tokens, error = await run_starved_leg(FakeSglang())
+    assert tokens == []
     assert isinstance(error, Overloaded)
     assert error.reason == NO_BLOCKS
 
 
 async def test_a_first_token_that_crosses_the_abort_shows_that_the_leg_had_pages() -> None:
-    heard, error = await heard_of_a_starved_leg(Played([4]))
-    assert heard == [4]
+    tokens, error = await run_starved_leg(FakeSglang([4]))
+    assert tokens == [4]
     assert isinstance(error, WorkerLost)
     assert error.retryable
 
 
 async def test_only_a_fresh_snapshot_counts() -> None:
-    """SGLang writes one each few steps, and none while it stands still."""
-    played = Played()
-    engine = engine_over(played)
+    """SGLang writes a snapshot every few steps, and none while it is stopped."""
+    fake = FakeSglang()
+    engine = engine_over(fake)
     engine._decode_queue.open("leg", 0, time.monotonic() - 100.0)
-    played.snapshot = Snapshot(timestamp=time.time() - 30.0)
+    fake.snapshot = Snapshot(timestamp=time.time() - 30.0)
     await engine._read_loads()
-    assert played.abort_error == []
-    await read_until_aborted(engine, played)
-    assert played.abort_error == ["leg"]
+    assert fake.abort_error == []
+    await read_until_aborted(engine, fake)
+    assert fake.abort_error == ["leg"]

@@ -1,4 +1,4 @@
-"""What requests mean to SGLang and its answers to us, without SGLang."""
+"""Translation of requests and outputs, without SGLang."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ from worker_svc.engines.sglang.sampling import (
     MinTokens,
     OutputConverter,
     SglangRequest,
-    StopToken,
     abort_error,
     build_sglang_request,
     count_waiting_for_pages,
@@ -56,6 +55,7 @@ from worker_svc.engines.sglang.sampling import (
     to_invalid_request,
     to_load,
 )
+from worker_svc.engines.stop_tokens import StopToken
 
 FACTS = EngineProperties(
     vocab_size=100, context_length=64, max_input_tokens=59, eos_ids=frozenset({2}), dp_size=1
@@ -108,7 +108,7 @@ def test_a_plain_request_gets_the_rest_of_the_context_and_the_models_eos() -> No
         ({"frequency_penalty": -1.0}, {"frequency_penalty": -1.0}),
         ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
         ({"logit_bias": {7: 2.5}}, {"logit_bias": {"7": 2.5}}),
-        # Neutral values ask for nothing.
+        # Neutral values have no effect.
         ({"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1.0}, {}),
     ],
 )
@@ -130,7 +130,7 @@ def test_every_sampling_option_is_mapped(
             StopConditions(max_tokens=4, stop_token_ids_hidden=(9,), stop_token_ids_visible=(8,)),
             {"max_new_tokens": 4, "stop_token_ids": [2, 8, 9]},
         ),
-        # The frontend has the text.
+        # The frontend applies stop strings.
         (StopConditions(max_tokens=4, stop=("end",)), {"max_new_tokens": 4, "stop_token_ids": [2]}),
         (
             StopConditions(max_tokens=4, min_tokens=3),
@@ -285,7 +285,7 @@ def test_stop_tokens_are_excluded_until_min_tokens() -> None:
     assert logits[1].tolist() == [0] * 5
 
 
-# Answers.
+# Output.
 
 
 def raw_output(
@@ -294,7 +294,7 @@ def raw_output(
     return {"output_ids": ids, "meta_info": {"finish_reason": finish, **meta}}
 
 
-def answer(
+def output(
     stop_tokens: Mapping[int, StopToken] | None = None,
     properties: EngineProperties = FACTS,
     **parts: Any,
@@ -303,13 +303,13 @@ def answer(
 
 
 def test_cumulative_chunks_become_incremental_ones() -> None:
-    one, growing = answer(), [4]
+    one, growing = output(), [4]
     first = one.convert(raw_output(growing))
     growing += [5, 6]
     second = one.convert(raw_output(growing))
     assert first is not None
     assert second is not None
-    growing.append(7)  # what was passed on does not change with it
+    growing.append(7)  # tokens passed on do not change with it
     assert (first.token_ids, second.token_ids) == ((4,), (5, 6))
     assert one.convert(raw_output([4, 5, 6])) is None
 
@@ -318,7 +318,7 @@ def test_cumulative_chunks_become_incremental_ones() -> None:
 @settings(max_examples=60)
 def test_chunk_boundaries_do_not_change_the_tokens(ids: list[int], data: st.DataObject) -> None:
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
-    one, got = answer(), list[int]()
+    one, got = output(), list[int]()
     for cut in cuts:
         chunk = one.convert(raw_output(ids[:cut]))
         got += chunk.token_ids if chunk else ()
@@ -344,7 +344,7 @@ STOPS = {
         ({"type": "stop", "matched": 9}, (4, 5), FinishReason.STOP, None),
         ({"type": "stop", "matched": 8}, (4, 5, 2), FinishReason.STOP, 8),
         ({"type": "stop", "matched": [4, 9]}, (4, 5), FinishReason.STOP, None),
-        # A stop that SGLang knows by itself, from the model.
+        # A stop of the model that SGLang applies by itself.
         ({"type": "stop", "matched": 77}, (4, 5), FinishReason.EOS, None),
     ],
 )
@@ -354,7 +354,7 @@ def test_every_end_is_mapped(
     reason: FinishReason,
     stop_reason: int | None,
 ) -> None:
-    last = answer(STOPS).convert(raw_output([4, 5, 2], finish, cached_tokens=2))
+    last = output(STOPS).convert(raw_output([4, 5, 2], finish, cached_tokens=2))
     assert last is not None
     assert (last.token_ids, last.finish_reason, last.stop_reason) == (tokens, reason, stop_reason)
     usage = last.completion_usage
@@ -366,11 +366,11 @@ def test_every_end_is_mapped(
 
 def test_a_stop_by_text_is_an_internal_error() -> None:
     with pytest.raises(InternalError, match="NaN happened"):
-        answer().convert(raw_output([4], {"type": "stop", "matched": "NaN happened"}))
+        output().convert(raw_output([4], {"type": "stop", "matched": "NaN happened"}))
 
 
 def test_logprobs_accompany_the_tokens_that_are_passed_on() -> None:
-    one = answer(STOPS, logprobs=2)
+    one = output(STOPS, logprobs=2)
     meta = {
         "output_token_logprobs": [(-0.5, 4, None), (-math.inf, 9, None)],
         "output_top_logprobs": [[(-0.5, 4, None), (-math.inf, 7, None)], [(0.0, 9, None)]],
@@ -383,7 +383,7 @@ def test_logprobs_accompany_the_tokens_that_are_passed_on() -> None:
 
 
 def test_without_alternatives_there_are_none() -> None:
-    chunk = answer(logprobs=0).convert(
+    chunk = output(logprobs=0).convert(
         raw_output([4], None, output_token_logprobs=[(-1.0, 4, None)])
     )
     assert chunk is not None
@@ -392,10 +392,10 @@ def test_without_alternatives_there_are_none() -> None:
 
 def test_prefill_ends_with_what_decode_needs_and_decode_without() -> None:
     ended = {"type": "length", "length": 0}
-    prefill = answer(properties=replace(FACTS, role="prefill"), bootstrap=ROOM).convert(
+    prefill = output(properties=replace(FACTS, role="prefill"), bootstrap=ROOM).convert(
         raw_output([4], ended)
     )
-    decode = answer(properties=replace(FACTS, role="decode"), bootstrap=ROOM).convert(
+    decode = output(properties=replace(FACTS, role="decode"), bootstrap=ROOM).convert(
         raw_output([4], ended)
     )
     assert prefill is not None
@@ -431,7 +431,7 @@ def test_every_abort_by_sglang_is_a_typed_error(
 
 def test_an_abort_in_a_chunk_is_raised() -> None:
     with pytest.raises(WorkerLost):
-        answer().convert(raw_output([4], {"type": "abort", "message": "gone"}))
+        output().convert(raw_output([4], {"type": "abort", "message": "gone"}))
 
 
 # The server.
@@ -524,7 +524,7 @@ def test_models_without_shareable_prefixes_are_kept_out_of_the_index() -> None:
         ("decode", {"disable_radix_cache": True}, True, "decode"),
         ("decode", {"disaggregation_decode_enable_radix_cache": True}, True, ""),
         ("aggregated", {"disable_radix_cache": True}, True, "caching"),
-        # A cache that is not there is not guessed at either.
+        # No approximate index for a worker without a cache.
         ("aggregated", {"disable_radix_cache": True}, False, "caching"),
         ("decode", {}, False, "decode"),
     ],
@@ -532,15 +532,17 @@ def test_models_without_shareable_prefixes_are_kept_out_of_the_index() -> None:
 def test_a_worker_that_reports_no_events_gives_the_reason(
     role: Any, resolved: Mapping[str, Any], kv_events: bool, word: str
 ) -> None:
-    silence = find_kv_events_off_reason(role, resolved, kv_events=kv_events)
-    assert bool(silence) is bool(word)
-    assert word in silence
+    reason = find_kv_events_off_reason(role, resolved, kv_events=kv_events)
+    assert bool(reason) is bool(word)
+    assert word in reason
 
 
 def test_invalid_engine_arguments_are_rejected_before_the_start() -> None:
-    def problems(**knobs: Any) -> list[str]:
+    def problems(**settings: Any) -> list[str]:
         return [
-            one for one in WorkerConfig(engine="sglang", **knobs).problems() if "engine:" not in one
+            one
+            for one in WorkerConfig(engine="sglang", **settings).problems()
+            if "engine:" not in one
         ]
 
     assert problems(engine_args='{"tp_size": 2}') == []

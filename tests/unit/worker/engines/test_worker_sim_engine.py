@@ -1,4 +1,4 @@
-"""The simulated engine under the engine contract, and what it makes of every request field."""
+"""The simulated engine: the engine contract and every request field."""
 
 from __future__ import annotations
 
@@ -47,13 +47,8 @@ from worker_svc.engines.contract import (
     validate_stream,
 )
 from worker_svc.engines.sim.block_manager import BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import (
-    SIM_MODEL_DIR,
-    SimConfig,
-    SimEngine,
-    SimModel,
-    load_sim_model,
-)
+from worker_svc.engines.sim.config import SIM_MODEL_DIR, SimConfig, SimModel, load_sim_model
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
 from worker_svc.kv_events.normalizer import ExternalEvent, PagesRemoved, PagesStored
@@ -65,7 +60,7 @@ AT_ONCE = Timing(speedup=0)
 
 
 class ManualTime:
-    """A clock that stands still until `advance`; counts how often anyone slept."""
+    """A clock that stands still until `advance`; counts the sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -85,7 +80,7 @@ class ManualTime:
         await woken
 
     async def advance(self, seconds: float) -> None:
-        """Time passes at once; then everybody has their turn."""
+        """Time advances at once; then all ready tasks run."""
         self.now += seconds
         for until, woken in self._sleepers:
             if until <= self.now and not woken.done():
@@ -95,7 +90,7 @@ class ManualTime:
 
 
 async def turns(count: int = 20) -> None:
-    """Lets everybody who is ready run."""
+    """Lets all ready tasks run."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -141,15 +136,13 @@ async def outputs_of(
         return [output async for output in outputs]
 
 
-async def answer_of(
-    engine: SimEngine, asked: PreprocessedRequest
-) -> tuple[list[int], LLMEngineOutput]:
+async def run(engine: SimEngine, asked: PreprocessedRequest) -> tuple[list[int], LLMEngineOutput]:
     """All tokens and the terminal chunk."""
     outputs = await outputs_of(engine, asked)
     return [token for output in outputs for token in output.token_ids], outputs[-1]
 
 
-def at_rest(engine: SimEngine) -> bool:
+def is_idle(engine: SimEngine) -> bool:
     count = engine.counters
     ends = count["finished"] + count["cancelled"] + count["closed"] + count["failed"]
     load = engine.loads()[0]
@@ -166,7 +159,7 @@ async def test_after_start_the_engine_generates_at_once_and_reports_its_properti
     engine = SimEngine(SimConfig(served_model_name="m", timing=AT_ONCE), model=MODEL)
     config = await engine.start(2**63 - 1)
 
-    assert (await answer_of(engine, request()))[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
+    assert (await run(engine, request()))[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
     assert (config.model, config.advertised_name) == ("kvmesh-sim", "m")
     assert (config.context_length, config.kv_cache_block_size) == (32_768, 16)
     assert (config.total_kv_blocks, config.max_num_seqs) == (16_384, 256)
@@ -195,15 +188,15 @@ async def test_the_model_folder_is_read_at_start() -> None:
     engine = SimEngine(SimConfig(timing=AT_ONCE))
     config = await engine.start(1)
     model = load_sim_model(SIM_MODEL_DIR)
-    truth = TokenOracle(model.word_ids, model.eos_ids[0])
+    oracle = TokenOracle(model.word_ids, model.eos_ids[0])
 
     assert config.context_length == 32_768
-    assert (await answer_of(engine, request()))[0] == truth.continue_tokens(PROMPT, 8)
+    assert (await run(engine, request()))[0] == oracle.continue_tokens(PROMPT, 8)
     await engine.cleanup()
 
 
 @pytest.mark.parametrize(
-    ("files", "error", "says"),
+    ("files", "error", "reason"),
     [
         ({}, NotFound, "sim.json"),
         ({"sim.json": "{"}, InvalidRequest, "not JSON"),
@@ -226,13 +219,13 @@ async def test_the_model_folder_is_read_at_start() -> None:
 )
 @pytest.mark.row("S4-44")
 async def test_a_bad_model_folder_fails_the_start_by_name_and_cleanup_still_works(
-    tmp_path: Path, files: dict[str, str], error: type[MeshError], says: str
+    tmp_path: Path, files: dict[str, str], error: type[MeshError], reason: str
 ) -> None:
     for name, text in {"generation_config.json": '{"eos_token_id": 2}', **files}.items():
         (tmp_path / name).write_text(text)
     engine = SimEngine(SimConfig(model_dir=tmp_path))
 
-    with pytest.raises(error, match=says) as raised:
+    with pytest.raises(error, match=reason) as raised:
         await engine.start(1)
 
     assert raised.value.field == "model_path"
@@ -281,7 +274,7 @@ async def test_cleanup_ends_open_streams_with_worker_lost() -> None:
         with pytest.raises(WorkerLost) as raised:
             await waiting
         assert raised.value.retryable
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 # Streams.
@@ -292,16 +285,16 @@ async def test_concurrent_requests_each_get_their_own_output_and_one_terminal_ch
     async with running() as engine:
         prompts = [[seed, seed + 1] for seed in range(50)]
         stop = StopConditions(max_tokens=150)
-        answers = await asyncio.gather(
-            *(answer_of(engine, request(prompt, stop=stop)) for prompt in prompts)
+        outputs = await asyncio.gather(
+            *(run(engine, request(prompt, stop=stop)) for prompt in prompts)
         )
 
-        assert [tokens for tokens, _ in answers] == [
+        assert [tokens for tokens, _ in outputs] == [
             TOKEN_ORACLE.continue_tokens(prompt, 150) for prompt in prompts
         ]
-        assert {end.finish_reason for _, end in answers} == {FinishReason.EOS, FinishReason.LENGTH}
+        assert {end.finish_reason for _, end in outputs} == {FinishReason.EOS, FinishReason.LENGTH}
         assert engine.counters["finished"] == 50
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-36")
@@ -325,8 +318,8 @@ async def test_a_stream_does_not_depend_on_later_changes_of_its_request() -> Non
 async def test_the_terminal_chunk_counts_tokens_and_actual_cache_hits() -> None:
     async with running() as engine:
         asked = request(range(40), stop=StopConditions(max_tokens=8, ignore_eos=True))
-        first = (await answer_of(engine, asked))[1].completion_usage
-        again = (await answer_of(engine, asked))[1].completion_usage
+        first = (await run(engine, asked))[1].completion_usage
+        again = (await run(engine, asked))[1].completion_usage
 
     assert first is not None
     assert again is not None
@@ -388,7 +381,7 @@ async def test_the_engine_yields_to_the_loop_while_it_is_behind() -> None:
     assert turns_taken > 30
 
 
-# Ends asked for from outside.
+# Stops.
 
 
 @pytest.mark.row("S4-29")
@@ -406,7 +399,7 @@ async def test_a_stop_ends_a_silent_prefill_with_a_cancelled_chunk_and_no_step_p
         outputs = collecting.result()
         assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
         assert (engine.counters["cancelled"], engine.counters["steps"]) == (1, 0)
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 async def test_a_stop_frees_slot_and_blocks_of_an_unread_stream() -> None:
@@ -439,7 +432,7 @@ async def test_a_request_stopped_before_its_start_is_cancelled_at_once() -> None
         outputs = await outputs_of(engine, request(), ctx)
 
         assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-39")
@@ -456,7 +449,7 @@ async def test_closing_the_generator_early_frees_slot_and_blocks_at_once() -> No
         await generator.aclose()
 
         assert engine.counters["closed"] == 1
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 async def test_cancelling_the_reading_task_frees_all_resources() -> None:
@@ -467,7 +460,7 @@ async def test_cancelling_the_reading_task_frees_all_resources() -> None:
         await asyncio.wait([collecting])
 
         assert collecting.cancelled()
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S4-37")
@@ -483,7 +476,7 @@ async def test_abort_has_no_effect_beyond_the_stop() -> None:
 
 
 async def finish_of(engine: SimEngine, stop: StopConditions, **more: Any) -> tuple[int, object]:
-    tokens, end = await answer_of(engine, request(stop=stop, **more))
+    tokens, end = await run(engine, request(stop=stop, **more))
     assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, len(tokens), ignore_eos=True)
     return len(tokens), end.finish_reason
 
@@ -501,25 +494,25 @@ async def test_eos_ends_the_output_unless_it_is_ignored_or_before_min_tokens() -
 
 
 async def test_stop_tokens_end_the_output_and_hidden_ones_are_excluded() -> None:
-    truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
+    oracle = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
     async with running() as engine:
         for stop, length, reason in (
-            (StopConditions(stop_token_ids_hidden=(truth[4],)), 4, truth[4]),
-            (StopConditions(stop_token_ids_visible=(truth[4],)), 5, truth[4]),
+            (StopConditions(stop_token_ids_hidden=(oracle[4],)), 4, oracle[4]),
+            (StopConditions(stop_token_ids_visible=(oracle[4],)), 5, oracle[4]),
         ):
-            tokens, end = await answer_of(engine, request(stop=stop))
-            assert tokens == truth[:length]
+            tokens, end = await run(engine, request(stop=stop))
+            assert tokens == oracle[:length]
             assert (end.finish_reason, end.stop_reason) == (FinishReason.STOP, reason)
             assert end.completion_usage is not None
             assert end.completion_usage.completion_tokens == length
 
 
 async def test_ids_of_the_request_count_as_eos_and_ignore_eos_ignores_all_stop_tokens() -> None:
-    truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
-    hidden = StopConditions(max_tokens=9, stop_token_ids_hidden=(truth[4],))
-    ignored = StopConditions(max_tokens=9, ignore_eos=True, stop_token_ids_visible=(truth[4],))
+    oracle = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
+    hidden = StopConditions(max_tokens=9, stop_token_ids_hidden=(oracle[4],))
+    ignored = StopConditions(max_tokens=9, ignore_eos=True, stop_token_ids_visible=(oracle[4],))
     async with running() as engine:
-        eos = (truth[4],)
+        eos = (oracle[4],)
         assert await finish_of(engine, hidden, eos_token_ids=eos) == (4, FinishReason.EOS)
         assert await finish_of(engine, ignored, eos_token_ids=eos) == (9, FinishReason.LENGTH)
 
@@ -527,7 +520,7 @@ async def test_ids_of_the_request_count_as_eos_and_ignore_eos_ignores_all_stop_t
 async def test_output_ends_at_the_context_length_and_a_prompt_that_fills_it_is_rejected() -> None:
     async with running(SimConfig(timing=AT_ONCE, context_length=50)) as engine:
         stop = StopConditions(ignore_eos=True)
-        tokens, end = await answer_of(engine, request(range(40), stop=stop))
+        tokens, end = await run(engine, request(range(40), stop=stop))
         assert (len(tokens), end.finish_reason) == (10, FinishReason.LENGTH)
 
         with pytest.raises(PromptTooLong, match="50") as raised:
@@ -539,7 +532,7 @@ async def test_a_cache_smaller_than_the_context_bounds_sequences_as_well() -> No
     config = SimConfig(timing=AT_ONCE, total_kv_blocks=3)
     async with running(config) as engine:
         stop = StopConditions(ignore_eos=True)
-        assert len((await answer_of(engine, request(range(40), stop=stop)))[0]) == 8
+        assert len((await run(engine, request(range(40), stop=stop)))[0]) == 8
 
 
 # Fields.
@@ -601,7 +594,7 @@ async def test_sampling_and_penalties_cannot_move_a_point_mass() -> None:
         logit_bias={237: -100.0},
     )
     async with running() as engine:
-        tokens, _ = await answer_of(engine, request(sampling_options=options))
+        tokens, _ = await run(engine, request(sampling_options=options))
 
     assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8)
 
@@ -640,7 +633,7 @@ async def test_the_output_of_an_adapter_differs_from_its_models() -> None:
     config = SimConfig(timing=AT_ONCE, loras=frozenset({"french"}))
     async with running(config) as engine:
         french = RoutingHints(lora_name="french")
-        tokens, _ = await answer_of(engine, request(routing=french))
+        tokens, _ = await run(engine, request(routing=french))
 
     assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 8, lora_name="french")
     assert tokens != TOKEN_ORACLE.continue_tokens(PROMPT, 8)
@@ -685,7 +678,7 @@ async def test_a_full_queue_rejects_with_a_retry_time() -> None:
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 @pytest.mark.row("S2-78")
@@ -699,8 +692,8 @@ async def test_a_probe_gets_one_local_token_and_does_not_touch_the_cache() -> No
             bootstrap_info=BootstrapInfo("h", 1, 2),
             prefill_result=PrefillResult({}),
         )
-        tokens, end = await answer_of(engine, probe)
-        await answer_of(engine, probe)
+        tokens, end = await run(engine, probe)
+        await run(engine, probe)
 
         assert (len(tokens), end.finish_reason) == (1, FinishReason.LENGTH)
         assert engine.counters["cached_tokens"] == 0
@@ -712,7 +705,7 @@ async def test_a_probe_gets_one_local_token_and_does_not_touch_the_cache() -> No
 
 
 class Sink:
-    """Keeps what it is told."""
+    """A recording sink."""
 
     def __init__(self) -> None:
         self.events: list[ExternalEvent] = []
@@ -773,15 +766,15 @@ async def test_with_few_blocks_requests_are_preempted_without_changing_their_out
     config = SimConfig(timing=AT_ONCE, total_kv_blocks=12, block_size=4)
     async with running(config) as engine:
         stop = StopConditions(max_tokens=30, ignore_eos=True)
-        answers = await asyncio.gather(
-            *(answer_of(engine, request([seed] * 9, stop=stop)) for seed in range(6))
+        outputs = await asyncio.gather(
+            *(run(engine, request([seed] * 9, stop=stop)) for seed in range(6))
         )
 
-        assert [tokens for tokens, _ in answers] == [
+        assert [tokens for tokens, _ in outputs] == [
             TOKEN_ORACLE.continue_tokens([seed] * 9, 30, ignore_eos=True) for seed in range(6)
         ]
         assert engine.counters["preempted"] > 0
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 # Faults.
@@ -821,7 +814,7 @@ async def test_a_request_on_a_frozen_engine_can_be_stopped() -> None:
         await until(collecting.done, "the cancelled chunk")
 
         assert collecting.result()[-1].finish_reason is FinishReason.CANCELLED
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -> None:
@@ -837,7 +830,7 @@ async def test_after_a_failure_each_request_raises_its_own_copy_of_the_error() -
         with pytest.raises(WorkerLost, match="bus"):
             await outputs_of(engine, request())
         assert (engine.counters["failed"], engine.counters["rejected"]) == (2, 1)
-        assert at_rest(engine)
+        assert is_idle(engine)
 
 
 async def test_when_stepping_itself_fails_no_stream_hangs() -> None:

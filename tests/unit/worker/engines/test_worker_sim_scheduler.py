@@ -1,4 +1,4 @@
-"""Continuous batching: what each step computes, who waits, who gives way, what is cached."""
+"""Continuous batching: the work of each step, queueing, preemption and caching."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.kv.hashing import PrefixHasher
+from common.request.preprocessed import FinishReason
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored
-from worker_svc.engines.sim.scheduler import EndReason, Job, SimScheduler, SimSequence, StopToken
+from worker_svc.engines.sim.scheduler import Job, SimScheduler, SimSequence
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
+from worker_svc.engines.stop_tokens import StopToken
 
 EOS = 2
 SIZE = 4
 TOKEN_ORACLE = TokenOracle(range(100, 900), EOS)
 HASHER = PrefixHasher(mesh_key=b"", model="m", block_size=SIZE)
-EOS_ENDS = {EOS: StopToken(EndReason.EOS)}
+EOS_ENDS = {EOS: StopToken(FinishReason.EOS)}
 
 
 def scheduler_of(
@@ -64,7 +66,7 @@ def test_output_equals_the_token_oracle() -> None:
     run_to_end(scheduler)
 
     assert seq.output == TOKEN_ORACLE.continue_tokens([1, 2, 3], 200)
-    assert seq.end is EndReason.EOS
+    assert seq.end is FinishReason.EOS
     assert at_rest(scheduler)
 
 
@@ -103,11 +105,11 @@ def test_under_any_load_output_is_correct_and_all_counts_return_to_zero(
     run_to_end(scheduler)
 
     for index, (seq, (tokens, most, _, _)) in enumerate(zip(seqs, jobs, strict=True)):
-        truth = TOKEN_ORACLE.continue_tokens(tokens, most, ignore_eos=True)
+        oracle = TOKEN_ORACLE.continue_tokens(tokens, most, ignore_eos=True)
         if index in removed and seq.end is None:
-            assert seq.output == truth[: len(seq.output)]
+            assert seq.output == oracle[: len(seq.output)]
         else:
-            assert (seq.output, seq.end) == (truth, EndReason.LENGTH)
+            assert (seq.output, seq.end) == (oracle, FinishReason.LENGTH)
     assert at_rest(scheduler)
 
 
@@ -157,7 +159,7 @@ def test_a_small_request_does_not_overtake_a_large_one_that_waits_for_blocks() -
     scheduler.step(0.0)
     assert (large.started_at, small.started_at) == (None, None)
     run_to_end(scheduler)
-    assert (large.end, small.end) == (EndReason.LENGTH, EndReason.LENGTH)
+    assert (large.end, small.end) == (FinishReason.LENGTH, FinishReason.LENGTH)
 
 
 def test_without_blocks_the_last_sequence_is_preempted_and_keeps_its_output() -> None:
@@ -192,7 +194,7 @@ def test_a_lower_priority_sequence_is_preempted_even_if_it_came_first() -> None:
 
 @dataclass
 class Pair:
-    """A request and the same prompt after it."""
+    """A request, then a request with the same prompt."""
 
     scheduler: SimScheduler = field(default_factory=scheduler_of)
 
@@ -217,17 +219,17 @@ def test_the_next_turn_reuses_the_output_of_the_last_one() -> None:
     answer = TOKEN_ORACLE.continue_tokens([1] * 6, 10, ignore_eos=True)
     next_turn = [1] * 6 + answer + [5] * 6
 
-    # The last token of an answer was never an input, so its KV is not there.
+    # The last output token was never an input, so it has no KV.
     assert Pair().cached_of_second(job([1] * 6, 10), job(next_turn, 1)) == 12
 
 
 def test_a_job_without_a_hasher_neither_reads_nor_fills_the_cache() -> None:
     pair = Pair()
-    quiet = job(list(range(20)), 4, hasher=None)
+    uncached = job(list(range(20)), 4, hasher=None)
 
-    assert pair.cached_of_second(quiet, quiet) == 0
+    assert pair.cached_of_second(uncached, uncached) == 0
     assert pair.scheduler.blocks.cached_blocks == 0
-    assert pair.cached_of_second(job(list(range(20)), 4), quiet) == 0
+    assert pair.cached_of_second(job(list(range(20)), 4), uncached) == 0
 
 
 def test_jobs_of_different_adapters_share_no_block_and_their_events_name_the_adapter() -> None:
@@ -283,31 +285,31 @@ def test_removal_frees_all_resources_at_once_in_every_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_visible", "extra", "end"), [(True, 1, EndReason.STOP), (False, 0, EndReason.STOP)]
+    ("is_visible", "extra", "end"), [(True, 1, FinishReason.STOP), (False, 0, FinishReason.STOP)]
 )
 def test_a_stop_token_ends_the_output_and_only_a_visible_one_is_part_of_it(
-    is_visible: bool, extra: int, end: EndReason
+    is_visible: bool, extra: int, end: FinishReason
 ) -> None:
-    truth = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {truth[5]: StopToken(EndReason.STOP, is_visible), **EOS_ENDS}
+    stops = {oracle[5]: StopToken(FinishReason.STOP, is_visible), **EOS_ENDS}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops), 0.0)
 
     run_to_end(scheduler)
 
-    assert seq.output == truth[: 5 + extra]
-    assert (seq.end, seq.stop_token) == (end, truth[5])
+    assert seq.output == oracle[: 5 + extra]
+    assert (seq.end, seq.stop_token) == (end, oracle[5])
 
 
 def test_no_stop_token_counts_before_min_tokens() -> None:
-    truth = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
+    oracle = TOKEN_ORACLE.continue_tokens([1, 2, 3], 20, ignore_eos=True)
     scheduler = scheduler_of()
-    stops = {truth[2]: StopToken(EndReason.STOP), truth[9]: StopToken(EndReason.STOP)}
+    stops = {oracle[2]: StopToken(FinishReason.STOP), oracle[9]: StopToken(FinishReason.STOP)}
     seq = scheduler.submit(job([1, 2, 3], 20, stops=stops, min_tokens=5), 0.0)
 
     run_to_end(scheduler)
 
-    assert seq.output == truth[:9]
+    assert seq.output == oracle[:9]
 
 
 def test_the_duration_of_a_step_depends_on_its_work() -> None:
@@ -352,7 +354,7 @@ def test_with_all_blocks_pinned_the_engine_waits_and_then_continues() -> None:
     scheduler.blocks.unpin(transfer)
     run_to_end(scheduler)
 
-    assert seq.end is EndReason.LENGTH
+    assert seq.end is FinishReason.LENGTH
 
 
 def test_contradictory_limits_are_rejected_by_name() -> None:

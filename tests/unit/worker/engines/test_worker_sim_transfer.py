@@ -1,4 +1,4 @@
-"""The two ends of a handoff: each event in each state, and both ends in every order of events."""
+"""The two ends of a handoff: each event in each state, and both ends in random orders of events."""
 
 from __future__ import annotations
 
@@ -23,34 +23,36 @@ from worker_svc.engines.handoff import (
     handoff_error,
 )
 from worker_svc.engines.sim.block_manager import BlockManager
-from worker_svc.engines.sim.transfer import (
+from worker_svc.engines.sim.messages import (
     Abort,
     Aborted,
+    Done,
+    Drop,
+    Fail,
+    Joined,
+    Message,
+    Ping,
+    Pull,
+    Received,
+    Write,
+    from_bytes,
+    page_stamps,
+    to_bytes,
+)
+from worker_svc.engines.sim.transfer import (
     Action,
     CloseConnection,
     DecodeMachine,
     Dial,
-    Done,
-    Drop,
     EndLeg,
-    Fail,
     HandoffOutcome,
-    Joined,
     KvArrived,
-    Message,
-    Ping,
     PrefillMachine,
-    Pull,
-    Received,
     ReleaseBlocks,
     Send,
     SendDrop,
     StartWriting,
     StopWriting,
-    Write,
-    from_bytes,
-    page_stamps,
-    to_bytes,
 )
 
 LIMITS = HandoffTimeouts(partner_timeout_s=10.0, abort_s=2.0, lease_s=30.0)
@@ -63,7 +65,7 @@ EVERY_MESSAGE: list[Message] = [
 
 
 def failing(reason: str) -> Callable[[Action], bool]:
-    """Whether an action ends the leg with that reason."""
+    """Whether an action ends the leg with this reason."""
     return lambda action: (
         isinstance(action, EndLeg) and action.error is not None and action.error.reason == reason
     )
@@ -163,8 +165,8 @@ def test_prefill_writes_when_leg_pull_and_kv_are_present_in_any_order(order: str
 
     assert all(StartWriting not in kinds(step) for step in steps[:-1])
     assert kinds(steps[-1])[-1] is StartWriting
-    said = [action for step in steps for action in step if isinstance(action, Send)]
-    assert said == [Send(Joined())]
+    counts = [action for step in steps for action in step if isinstance(action, Send)]
+    assert counts == [Send(Joined())]
     assert room.on_done_sent(4.0) == []
     assert room.receive(5.0, Received()) == [ReleaseBlocks(), EndLeg(None), CloseConnection()]
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.HANDED_OVER)
@@ -211,8 +213,8 @@ def test_a_pull_without_a_prefill_leg_fails_in_time() -> None:
 
 def test_prefill_sends_pings_while_the_prompt_waits() -> None:
     room = prefill(pull=True)
-    said = [action for tenth in range(600) for action in room.tick(tenth / 10)]
-    assert said == [Send(Ping())] * 23
+    counts = [action for tenth in range(600) for action in room.tick(tenth / 10)]
+    assert counts == [Send(Ping())] * 23
     assert not room.is_over
 
 
@@ -334,15 +336,15 @@ def test_a_decode_leg_that_never_pulls_ends_in_time() -> None:
 
 
 def test_a_decode_leg_without_blocks_fails_before_its_partner_times_out() -> None:
-    """Else prefill would be blamed, and the next attempt be sent to the same full worker."""
+    """Otherwise prefill would be blamed, and the next attempt sent to the same full worker."""
     room = decode(placed=False, pulled=False)
     assert room.tick(7.4) == []
-    end, tell = room.tick(7.5)
+    end, drop = room.tick(7.5)
     assert isinstance(end, EndLeg)
     assert isinstance(end.error, Overloaded)
     assert (end.error.retryable, end.error.reason) == (True, NO_BLOCKS)
     assert end.error.retry_after_s == 10.0
-    assert tell == SendDrop()
+    assert drop == SendDrop()
     assert room.outcome is HandoffOutcome.TIMED_OUT
 
 
@@ -363,13 +365,13 @@ def test_an_aborted_decode_leg_keeps_its_pages_until_prefill_confirms() -> None:
     assert (room.is_over, room.outcome) == (True, HandoffOutcome.ABORTED)
 
 
-@pytest.mark.parametrize("word", [DONE, Fail(PEER_ABORTED), Aborted()])
+@pytest.mark.parametrize("message", [DONE, Fail(PEER_ABORTED), Aborted()])
 def test_each_final_message_of_prefill_frees_the_pages_of_an_aborted_leg_without_another_end(
-    word: Message,
+    message: Message,
 ) -> None:
     room = decode()
     room.abort(1.0)
-    actions = room.receive(1.1, word)
+    actions = room.receive(1.1, message)
     assert set(kinds(actions)) == {ReleaseBlocks, CloseConnection}
     assert room.is_over
 
@@ -390,11 +392,11 @@ def test_a_decode_leg_that_leaves_before_its_pull_sends_a_drop() -> None:
     assert room.on_connected(PULL) == [CloseConnection()]
 
 
-@pytest.mark.parametrize("word", [Fail(EXPIRED), Fail("SOMETHING_NEW")])
-def test_the_decode_leg_fails_with_prefills_reason(word: Fail) -> None:
-    hangup, release, end = decode().receive(0.0, word)
+@pytest.mark.parametrize("message", [Fail(EXPIRED), Fail("SOMETHING_NEW")])
+def test_the_decode_leg_fails_with_prefills_reason(message: Fail) -> None:
+    hangup, release, end = decode().receive(0.0, message)
     assert (hangup, release) == (CloseConnection(), ReleaseBlocks())
-    assert failing(word.reason)(end)
+    assert failing(message.reason)(end)
 
 
 def test_a_lost_connection_ends_the_decode_leg() -> None:
@@ -433,7 +435,7 @@ def test_an_ended_room_returns_no_actions() -> None:
 
 
 class Eager(DecodeMachine):
-    """Gives its pages back when the leg leaves, as if nobody could still write to them."""
+    """Releases its pages when the leg leaves, although a transfer may still write to them."""
 
     def abort(self, now: float) -> list[Action]:
         actions = super().abort(now)
@@ -441,9 +443,9 @@ class Eager(DecodeMachine):
 
 
 class Pair:
-    """Both ends of a room and the wire between them, driven by chance; pages are real.
+    """Both ends of a room and the wire between them, driven by a random generator; pages are real.
 
-    Blocks that are given back belong to somebody else at once, who computes in them.
+    Released pages are owned and computed by another block at once.
     """
 
     CHUNKS = 3
@@ -463,38 +465,38 @@ class Pair:
         self.written = -1
         self.to_prefill: deque[Message | None] = deque()
         self.to_decode: deque[Message | None] = deque()
-        self.said: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.left: set[str] = set()
 
     def room(self) -> PrefillMachine:
         self.prefill = self.prefill or PrefillMachine(LIMITS, self.now)
         return self.prefill
 
-    def do(self, who: str, actions: list[Action]) -> None:
+    def do(self, side: str, actions: list[Action]) -> None:
         for action in actions:
-            self.act(who, action)
+            self.act(side, action)
 
-    def act(self, who: str, action: Action) -> None:
-        out = self.to_prefill if who == "decode" else self.to_decode
+    def act(self, side: str, action: Action) -> None:
+        out = self.to_prefill if side == "decode" else self.to_decode
         match action:
             case Send(message):
                 out.append(message)
             case CloseConnection():
                 out.append(None)
-                (self.to_decode if who == "decode" else self.to_prefill).clear()
+                (self.to_decode if side == "decode" else self.to_prefill).clear()
             case Dial():
-                self.said["dial"] = 1
+                self.counts["dial"] = 1
             case StartWriting():
                 self.written = 0
             case StopWriting():
-                self.said["stop"] = 1
+                self.counts["stop"] = 1
             case ReleaseBlocks():
-                self.said[f"{who} release"] += 1
-                if who == "decode" and self.said["decode release"] == 1:
+                self.counts[f"{side} release"] += 1
+                if side == "decode" and self.counts["decode release"] == 1:
                     self.reuse()
             case KvArrived() | EndLeg():
-                assert who not in self.left, "a leg that left is told nothing"
-                self.said[f"{who} end"] += 1
+                assert side not in self.left, "a leg that left gets no end"
+                self.counts[f"{side} end"] += 1
                 if isinstance(action, KvArrived):
                     assert self.written == self.CHUNKS, "all was written before"
 
@@ -506,21 +508,21 @@ class Pair:
         self.blocks.fill(again, 0, self.CHUNKS)
 
     def events(self) -> list[Callable[[], None]]:
-        """What can happen next."""
+        """The possible next events."""
         found = [self.pass_time]
         if not self.is_placed and not self.decode.is_over:
             found.append(self.start_pull)
-        if self.said["dial"]:
+        if self.counts["dial"]:
             found.append(self.connect)
         if self.to_decode:
-            found.append(self.hear_at_decode)
+            found.append(self.receive_at_decode)
         if self.to_prefill:
-            found.append(self.hear_at_prefill)
+            found.append(self.receive_at_prefill)
         if not self.is_legless and (self.prefill is None or self.prefill.can_attach_leg):
             found.append(self.attach_leg)
         if self.prefill and self.prefill.has_leg and not self.prefill.is_over and not self.has_kv:
             found.append(self.on_prompt_computed)
-        if 0 <= self.written <= self.CHUNKS and not self.said["sent"]:
+        if 0 <= self.written <= self.CHUNKS and not self.counts["sent"]:
             found.append(self.write)
         if self.rng.random() < 0.1:
             found += [self.abort_decode, self.abort_prefill, self.cut]
@@ -539,25 +541,25 @@ class Pair:
         self.do("decode", self.decode.start_pull())
 
     def connect(self) -> None:
-        self.said["dial"] = 0
+        self.counts["dial"] = 0
         pages = self.pages
         self.do("decode", self.decode.on_connected(Pull(1, 2, 4 * self.CHUNKS, 4, pages)))
 
-    def hear_at_decode(self) -> None:
+    def receive_at_decode(self) -> None:
         message = self.to_decode.popleft()
         if self.decode.is_over:
             return
         if isinstance(message, Write):
             for page, stamp in zip(message.pages, message.stamps, strict=True):
                 self.blocks.write(page, stamp)
-        heard = (
+        actions = (
             self.decode.on_connection_lost()
             if message is None
             else self.decode.receive(self.now, message)
         )
-        self.do("decode", heard)
+        self.do("decode", actions)
 
-    def hear_at_prefill(self) -> None:
+    def receive_at_prefill(self) -> None:
         message = self.to_prefill.popleft()
         if isinstance(message, Pull):
             self.do("prefill", self.room().attach_peer(self.now, message))
@@ -576,12 +578,12 @@ class Pair:
 
     def write(self) -> None:
         assert self.prefill is not None
-        assert not self.said["prefill release"], "blocks are read only while they are held"
-        if self.said["stop"]:
-            self.said["sent"] = 1
+        assert not self.counts["prefill release"], "blocks are read only while they are held"
+        if self.counts["stop"]:
+            self.counts["sent"] = 1
             self.do("prefill", self.prefill.on_writing_stopped())
         elif self.written == self.CHUNKS:
-            self.said["sent"] = 1
+            self.counts["sent"] = 1
             self.to_decode.append(DONE)
             self.do("prefill", self.prefill.on_done_sent(self.now))
         else:
@@ -590,18 +592,18 @@ class Pair:
             self.prefill.extend_deadline(self.now, 0.0)
 
     def abort_decode(self) -> None:
-        if not self.said["decode end"]:
+        if not self.counts["decode end"]:
             self.left.add("decode")
             self.do("decode", self.decode.abort(self.now))
 
     def abort_prefill(self) -> None:
-        if self.prefill and self.prefill.has_leg and not self.said["prefill end"]:
+        if self.prefill and self.prefill.has_leg and not self.counts["prefill end"]:
             self.left.add("prefill")
             self.do("prefill", self.prefill.abort())
 
     def cut(self) -> None:
-        """The connection breaks; what is under way is lost, and each end notices."""
-        if not self.pages or self.said["dial"]:
+        """The connection breaks: data in flight is lost, and each end notices."""
+        if not self.pages or self.counts["dial"]:
             return
         self.to_decode.clear()
         self.to_prefill.clear()
@@ -613,7 +615,7 @@ class Pair:
 
 
 def play(seed: int, decode_machine: type[DecodeMachine] = DecodeMachine) -> Pair:
-    """One random life of a room, to its end."""
+    """One random run of a room, to its end."""
     rng = Random(seed)
     pair = Pair(rng, decode_machine)
     for _ in range(400):
@@ -628,17 +630,17 @@ def test_in_every_order_of_events_both_ends_end_and_no_page_is_overwritten() -> 
     outcomes: Counter[tuple[HandoffOutcome | None, HandoffOutcome | None]] = Counter()
     for seed in range(2000):
         pair = play(seed)
-        said, prefill_room = pair.said, pair.prefill
+        counts, prefill_room = pair.counts, pair.prefill
         assert pair.is_over(), f"seed {seed}"
         assert pair.blocks.corrupt_pages == 0, f"seed {seed}"
-        assert said["decode release"] == pair.is_placed, f"seed {seed}"
-        assert said["prefill release"] == pair.has_kv, f"seed {seed}"
-        assert said["decode end"] + ("decode" in pair.left) == 1, f"seed {seed}"
+        assert counts["decode release"] == pair.is_placed, f"seed {seed}"
+        assert counts["prefill release"] == pair.has_kv, f"seed {seed}"
+        assert counts["decode end"] + ("decode" in pair.left) == 1, f"seed {seed}"
         has_leg = prefill_room is not None and prefill_room.has_leg
-        assert said["prefill end"] <= 1, f"seed {seed}"
-        assert said["prefill end"] or "prefill" in pair.left or not has_leg, f"seed {seed}"
+        assert counts["prefill end"] <= 1, f"seed {seed}"
+        assert counts["prefill end"] or "prefill" in pair.left or not has_leg, f"seed {seed}"
         outcomes[pair.decode.outcome, prefill_room.outcome if prefill_room else None] += 1
-    # Chance has been everywhere.
+    # All branches were reached.
     assert {pair[0] for pair in outcomes} >= set(HandoffOutcome) - {HandoffOutcome.EXPIRED}
     assert outcomes[HandoffOutcome.HANDED_OVER, HandoffOutcome.HANDED_OVER] > 100
 

@@ -1,4 +1,4 @@
-"""Prefill and decode sims in virtual time: transfers, time-outs, and pages written too late."""
+"""Prefill and decode sims in virtual time: transfers, timeouts, and late page writes."""
 
 from __future__ import annotations
 
@@ -48,37 +48,24 @@ from worker_svc.engines.handoff import (
     ROOM_TAKEN,
 )
 from worker_svc.engines.sim.block_manager import BlockManager, BlocksStored, KvEvent
-from worker_svc.engines.sim.engine import SimConfig, SimEngine, SimModel
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig, SimModel
+from worker_svc.engines.sim.engine import SimEngine
+from worker_svc.engines.sim.messages import Drop, Fail, Pull, Write, from_bytes, to_bytes
+from worker_svc.engines.sim.network import Connection, ConnectionHandler, Listener
 from worker_svc.engines.sim.timing import Timing
 from worker_svc.engines.sim.token_oracle import TokenOracle
-from worker_svc.engines.sim.transfer import (
-    Action,
-    DecodeMachine,
-    Drop,
-    Fail,
-    Pull,
-    ReleaseBlocks,
-    Write,
-    from_bytes,
-    to_bytes,
-)
-from worker_svc.engines.sim.transfer_server import (
-    Connection,
-    ConnectionHandler,
-    Listener,
-    SimHandoffConfig,
-)
+from worker_svc.engines.sim.transfer import Action, DecodeMachine, ReleaseBlocks
 
 MODEL = SimModel(tuple(range(100, 900)), (2, 3), 32_768)
 TOKEN_ORACLE = TokenOracle(MODEL.word_ids, 2)
-# A prompt of 64 tokens takes 64 ms, a step with nothing but decodes 1 ms.
+# A prompt of 64 tokens takes 64 ms, a decode-only step 1 ms.
 TIMING = Timing(base_s=1e-3, prefill_token_s=1e-3, decode_seq_s=0.0, kv_token_s=0.0)
 # A page of 16 tokens takes 16 ms.
 LINK = SimHandoffConfig(gb_per_s=1e-3, bytes_per_token=1000, latency_s=0.0, chunk_pages=1)
 PROMPT = list(range(1, 65))
 
 T = TypeVar("T")
-Answer = tuple[list[int], LLMEngineOutput]
+Result = tuple[list[int], LLMEngineOutput]
 
 
 class MemoryConnection:
@@ -118,7 +105,7 @@ class MemoryConnection:
         loop.call_at(self._last_at, self._land)
 
     def _land(self) -> None:
-        # Timers of one moment have no order.
+        # Timers of equal time have no order.
         frame = self._under_way.popleft()
         if not self.network.is_severed:
             self.peer._frames.put_nowait(frame)
@@ -133,7 +120,7 @@ class MemoryListener:
 
 
 class MemoryNetwork:
-    """Connections in memory. is_severed: what is under way or sent is lost, and nobody knows."""
+    """Connections in memory. is_severed: data in flight and later is lost, without an error."""
 
     def __init__(self, rng: Random | None = None, delay_s: float = 1e-3) -> None:
         self.rng = rng
@@ -154,7 +141,7 @@ class MemoryNetwork:
     async def dial(self, host: str, port: int) -> Connection:
         await asyncio.sleep(2 * self.delay())
         if port not in self.servers:
-            raise ConnectionRefusedError(f"nobody listens on {port}")
+            raise ConnectionRefusedError(f"no listener on {port}")
         ours, theirs = MemoryConnection(self), MemoryConnection(self)
         ours.peer, theirs.peer = theirs, ours
         self.open += [ours, theirs]
@@ -171,13 +158,13 @@ class MemoryNetwork:
         return ours
 
     def cut(self) -> None:
-        """All connections break, and everybody notices."""
+        """All connections break, and both sides notice."""
         for one in self.open:
             one.close()
 
 
 class Legs:
-    """A prefill and a decode engine, and what is asked of them."""
+    """A prefill and a decode engine, and requests to them."""
 
     def __init__(self, prefill: SimEngine, decode: SimEngine, network: MemoryNetwork) -> None:
         self.prefill = prefill
@@ -192,13 +179,13 @@ class Legs:
         assert port is not None
         return {"bootstrap_info": BootstrapInfo(host, port, room)}
 
-    def at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         for engine in (self.prefill, self.decode):
             load = engine.loads()[0]
             if load.rooms_open or load.kv_used_blocks or load.running or load.waiting:
                 return False
             count = engine.counters
-            ended = sum(count[how] for how in ("finished", "cancelled", "closed", "failed"))
+            ended = sum(count[cause] for cause in ("finished", "cancelled", "closed", "failed"))
             if ended != count["accepted"]:
                 return False
         for engine in (self.prefill, self.decode):
@@ -207,15 +194,15 @@ class Legs:
 
     async def rest(self, within_s: float) -> None:
         end = asyncio.get_running_loop().time() + within_s
-        while not self.at_rest():
+        while not self.is_idle():
             assert asyncio.get_running_loop().time() < end, "rooms or blocks are left over"
             await asyncio.sleep(0.01)
 
-    async def pair(self, prompt: list[int], n: int, room: int = 1) -> tuple[Answer, Answer]:
+    async def pair(self, prompt: list[int], n: int, room: int = 1) -> tuple[Result, Result]:
         asked = request(prompt, n, **self.bootstrap(room))
         async with asyncio.TaskGroup() as tasks:
-            first = tasks.create_task(answer(self.prefill, asked, f"p{room}"))
-            second = tasks.create_task(answer(self.decode, asked, f"d{room}"))
+            first = tasks.create_task(run(self.prefill, asked, f"p{room}"))
+            second = tasks.create_task(run(self.decode, asked, f"d{room}"))
         return first.result(), second.result()
 
 
@@ -255,7 +242,7 @@ def context(request_id: str = "r") -> GenerateContext:
     return GenerateContext(EngineContext(request_id))
 
 
-async def answer(
+async def run(
     engine: SimEngine, asked: PreprocessedRequest, request_id: str = "r"
 ) -> tuple[list[int], LLMEngineOutput]:
     """All tokens and the terminal chunk."""
@@ -276,7 +263,7 @@ def now() -> float:
 
 
 async def until(condition: Callable[[], bool], what: str, within_s: float = 5.0) -> float:
-    """Virtual seconds it took."""
+    """Virtual seconds of the work."""
     start = now()
     while not condition():
         assert now() < start + within_s, f"not within {within_s} s: {what}"
@@ -291,7 +278,7 @@ def virtually(work: Callable[[], Awaitable[T]], seconds: float = 300.0) -> T:
     return run_virtually(main(), until=seconds)
 
 
-# What is advertised, and what is refused.
+# Advertised properties and rejections.
 
 
 @pytest.mark.row("S4-16", "S4-17", "S4-19")
@@ -319,15 +306,15 @@ def test_engines_without_a_bootstrap_handshake_advertise_no_endpoint() -> None:
 def test_each_role_rejects_legs_of_another() -> None:
     async def work() -> None:
         async with legs(local_prefill=False) as both:
-            refusal = await error_of(answer(both.prefill, request(PROMPT)))
+            refusal = await error_of(run(both.prefill, request(PROMPT)))
             assert isinstance(refusal, Unavailable)
             assert refusal.reason == "PREFILL_ONLY"
-            refusal = await error_of(answer(both.decode, request(PROMPT)))
+            refusal = await error_of(run(both.decode, request(PROMPT)))
             assert isinstance(refusal, Unavailable)
             assert refusal.reason == "NO_LOCAL_PREFILL"
             assert not both.decode_config.local_prefill
             left_over = request(PROMPT, prefill_result=PrefillResult({}))
-            assert isinstance(await error_of(answer(both.prefill, left_over)), Unsupported)
+            assert isinstance(await error_of(run(both.prefill, left_over)), Unsupported)
 
     virtually(work)
 
@@ -335,7 +322,7 @@ def test_each_role_rejects_legs_of_another() -> None:
 def test_a_decode_engine_may_compute_plain_requests_itself() -> None:
     async def work() -> None:
         async with legs() as both:
-            tokens, last = await answer(both.decode, request(PROMPT, 20))
+            tokens, last = await run(both.decode, request(PROMPT, 20))
             assert tokens == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
             assert last.disaggregated_params is None
             assert both.decode.counters["rooms_opened"] == 0
@@ -348,7 +335,7 @@ def test_probes_run_locally_in_every_role() -> None:
         async with legs(local_prefill=False) as both:
             for engine in (both.prefill, both.decode):
                 asked = request([1], 1, is_probe=True, **both.bootstrap())
-                tokens, last = await answer(engine, asked)
+                tokens, last = await run(engine, asked)
                 assert (len(tokens), last.finish_reason) == (1, FinishReason.LENGTH)
                 assert engine.counters["rooms_opened"] == 0
 
@@ -373,7 +360,7 @@ def test_params_without_a_transfer_are_rejected_by_name(params: object) -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, prefill_result=PrefillResult(params))
-            refusal = await error_of(answer(both.decode, asked))
+            refusal = await error_of(run(both.decode, asked))
             assert isinstance(refusal, InvalidRequest)
             assert refusal.field == "prefill_result.disaggregated_params"
 
@@ -410,21 +397,21 @@ def test_the_legs_of_a_room_meet_in_either_order(first: str, lead_s: float) -> N
             if first == "decode":
                 engines.reverse()
             async with asyncio.TaskGroup() as tasks:
-                early = tasks.create_task(answer(engines[0], asked))
+                early = tasks.create_task(run(engines[0], asked))
                 await asyncio.sleep(lead_s)
-                late = tasks.create_task(answer(engines[1], asked))
+                late = tasks.create_task(run(engines[1], asked))
             one, other = early.result(), late.result()
             prefill, decode = (one, other) if first == "prefill" else (other, one)
-            truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
-            assert decode[0] == truth
-            assert prefill[0] == truth[:1]
+            oracle = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
+            assert decode[0] == oracle
+            assert prefill[0] == oracle[:1]
             assert prefill[1].finish_reason is FinishReason.LENGTH
             assert prefill[1].disaggregated_params == {
                 "bootstrap_host": "127.0.0.1",
                 "bootstrap_port": 1000,
                 "bootstrap_room": 2**64 - 1,
             }
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -434,7 +421,7 @@ def test_the_duration_of_a_transfer_follows_its_size() -> None:
         async with legs(latency_s=0.1) as both:
             start = now()
             await both.pair(PROMPT, 1)
-            # Prompt 65 ms, latency 100, four pages of 16, and the wire's last words.
+            # Prompt 65 ms, latency 100, four pages of 16, and the final messages.
             assert now() - start == pytest.approx(0.065 + 0.1 + 0.064 + 0.002, abs=2e-3)
 
     virtually(work)
@@ -478,7 +465,7 @@ def test_output_that_ends_with_its_first_token_ends_on_both_legs() -> None:
             prefill, decode = await both.pair(prompt_that_ends_at_once(), 5)
             for tokens, last in (prefill, decode):
                 assert (tokens, last.finish_reason) == ([], FinishReason.EOS)
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -491,7 +478,7 @@ def test_decode_waits_for_blocks_before_it_pulls() -> None:
                 done = [tasks.create_task(both.pair([i] * 64, 9, i)) for i in range(1, 5)]
             for i, one in enumerate(done, 1):
                 assert one.result()[1][0] == TOKEN_ORACLE.continue_tokens([i] * 64, 9)
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -500,13 +487,13 @@ def test_a_preempted_decode_sequence_continues() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=14, eos_one_in=0)
         async with legs(decode=decode, prefill=replace(decode, total_kv_blocks=100)) as both:
-            truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
+            oracle = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
             async with asyncio.TaskGroup() as tasks:
                 done = [tasks.create_task(both.pair([i] * 64, 60, i)) for i in range(1, 4)]
             for i, one in enumerate(done, 1):
-                assert one.result()[1][0] == truth.continue_tokens([i] * 64, 60)
+                assert one.result()[1][0] == oracle.continue_tokens([i] * 64, 60)
             assert both.decode.counters["preempted"] > 0
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -516,13 +503,13 @@ def test_legs_with_different_prompts_both_end() -> None:
         async with legs() as both:
             async with asyncio.TaskGroup() as tasks:
                 one = tasks.create_task(
-                    error_of(answer(both.prefill, request(PROMPT, **both.bootstrap())))
+                    error_of(run(both.prefill, request(PROMPT, **both.bootstrap())))
                 )
                 other = tasks.create_task(
-                    error_of(answer(both.decode, request([1, 2], **both.bootstrap())))
+                    error_of(run(both.decode, request([1, 2], **both.bootstrap())))
                 )
             assert (one.result().reason, other.result().reason) == (MISMATCH, MISMATCH)
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -530,7 +517,7 @@ def test_legs_with_different_prompts_both_end() -> None:
 def test_a_first_token_that_does_not_follow_the_prompt_is_counted() -> None:
     async def work() -> None:
         prompt = prompt_that_ends_at_once()
-        # It never says EOS, as another model would not.
+        # It never emits EOS, like a different model.
         async with legs(prefill=SimConfig(timing=TIMING, eos_one_in=0)) as both:
             await both.pair(prompt, 4)
             assert both.decode.counters["corrupt_tokens"] == 1
@@ -544,10 +531,8 @@ def test_wrong_page_content_is_counted_and_changes_the_output() -> None:
         async with legs() as both:
             other = [9, *PROMPT[1:]]
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(answer(both.prefill, request(other, **both.bootstrap())))
-                leg = tasks.create_task(
-                    answer(both.decode, request(PROMPT, 20, **both.bootstrap()))
-                )
+                tasks.create_task(run(both.prefill, request(other, **both.bootstrap())))
+                leg = tasks.create_task(run(both.decode, request(PROMPT, 20, **both.bootstrap())))
             assert both.decode.counters["corrupt_pages"] == 4
             assert leg.result()[0] != TOKEN_ORACLE.continue_tokens(PROMPT, 20)
 
@@ -559,18 +544,18 @@ def test_a_second_leg_of_a_room_is_rejected() -> None:
         async with legs() as both:
             asked = request(PROMPT, **both.bootstrap())
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(answer(both.prefill, asked))
+                tasks.create_task(run(both.prefill, asked))
                 await asyncio.sleep(0.01)
-                again = await error_of(answer(both.prefill, asked))
-                tasks.create_task(answer(both.decode, asked))
+                again = await error_of(run(both.prefill, asked))
+                tasks.create_task(run(both.decode, asked))
                 await asyncio.sleep(0.01)
-                other = await error_of(answer(both.decode, asked))
+                other = await error_of(run(both.decode, asked))
             assert isinstance(again, Conflict)
             assert other.reason == ROOM_TAKEN
             assert both.prefill.counters["rejected"] == 1
-            late = await error_of(answer(both.decode, asked))
+            late = await error_of(run(both.decode, asked))
             assert late.reason == ROOM_TAKEN
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -582,7 +567,7 @@ def test_rooms_above_the_limit_are_rejected() -> None:
                 tasks.create_task(both.pair(PROMPT, 2, room))
             await asyncio.sleep(0.01)
             for engine in (both.prefill, both.decode):
-                refusal = await error_of(answer(engine, request(PROMPT, **both.bootstrap(3))))
+                refusal = await error_of(run(engine, request(PROMPT, **both.bootstrap(3))))
                 assert isinstance(refusal, Overloaded)
                 assert engine.counters["overloaded"] == 1
 
@@ -607,7 +592,7 @@ def test_the_kv_of_an_adapter_is_not_that_of_the_base_model() -> None:
         async with legs(prefill=config, decode=config) as both:
             with_lora = request(PROMPT, routing=RoutingHints(lora_name="a"), **both.bootstrap())
             base = request(PROMPT, 20, **both.bootstrap())
-            await asyncio.gather(answer(both.prefill, with_lora), answer(both.decode, base))
+            await asyncio.gather(run(both.prefill, with_lora), run(both.decode, base))
             assert both.decode.counters["corrupt_pages"] == 4
 
     virtually(work)
@@ -625,7 +610,7 @@ def test_a_decode_engine_publishes_received_blocks() -> None:
     virtually(work)
 
 
-# Legs that end before their time.
+# Legs that end early.
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -634,7 +619,7 @@ def test_a_leg_without_a_partner_ends_in_time(role: str) -> None:
         async with legs(timeout_s=3.0) as both:
             engine = both.prefill if role == "prefill" else both.decode
             start = now()
-            error = await error_of(answer(engine, request(PROMPT, **both.bootstrap())))
+            error = await error_of(run(engine, request(PROMPT, **both.bootstrap())))
             assert isinstance(error, WorkerLost)
             assert (error.retryable, error.reason) == (True, NO_PARTNER)
             assert now() - start == pytest.approx(3.0, abs=0.1)
@@ -648,12 +633,12 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
         decode = SimConfig(timing=TIMING, total_kv_blocks=8, eos_one_in=0)
         async with legs(decode=decode, timeout_s=0.3) as both:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(answer(both.decode, request([5] * 60, 60)))
+                tasks.create_task(run(both.decode, request([5] * 60, 60)))
                 await asyncio.sleep(0.02)
-                slow = tasks.create_task(answer(both.decode, request([6] * 60, 60)))
+                slow = tasks.create_task(run(both.decode, request([6] * 60, 60)))
                 await asyncio.sleep(0.01)
                 late = tasks.create_task(
-                    error_of(answer(both.decode, request([7] * 100, **both.bootstrap())))
+                    error_of(run(both.decode, request([7] * 100, **both.bootstrap())))
                 )
                 both.decode.freeze()
                 error = await late
@@ -661,8 +646,8 @@ def test_a_decode_leg_without_blocks_does_not_wait_longer_than_its_partner() -> 
             assert isinstance(error, Overloaded)
             assert error.reason == NO_BLOCKS
             assert len(slow.result()[0]) == 60
-            # Prefill heard of it: the leg that comes now is told at once.
-            late_leg = error_of(answer(both.prefill, request([7] * 100, **both.bootstrap())))
+            # Prefill received the Drop: a later leg fails at once.
+            late_leg = error_of(run(both.prefill, request([7] * 100, **both.bootstrap())))
             assert (await late_leg).reason == PEER_ABORTED
 
     virtually(work)
@@ -673,22 +658,22 @@ def test_a_refused_connection_ends_a_decode_leg_at_once() -> None:
         async with legs() as both:
             asked = request(PROMPT, bootstrap_info=BootstrapInfo("h", 9, 1))
             start = now()
-            assert (await error_of(answer(both.decode, asked))).reason == PEER_LOST
+            assert (await error_of(run(both.decode, asked))).reason == PEER_LOST
             assert now() - start < 0.1
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
 
 def phases(count: int) -> list[float]:
-    """Moments in the life of a pair: prompt until 65 ms, transfer until 130, 20 ms of decode."""
+    """Points in the life of a pair: prompt until 65 ms, transfer until 130, 20 ms of decode."""
     return [round(0.16 * i / count, 4) for i in range(count)]
 
 
-@pytest.mark.parametrize("how", ["stop", "close"])
+@pytest.mark.parametrize("cause", ["stop", "close"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_leg_that_leaves_at_any_time_ends_the_other_and_frees_everything(
-    role: str, how: str
+    role: str, cause: str
 ) -> None:
     async def work(after_s: float) -> None:
         async with legs() as both:
@@ -700,7 +685,7 @@ def test_a_leg_that_leaves_at_any_time_ends_the_other_and_frees_everything(
             leaving = asyncio.ensure_future(collect(leaver, asked, ctx))
             staying = asyncio.ensure_future(collect(other, asked, context("other")))
             await asyncio.sleep(after_s)
-            if how == "stop":
+            if cause == "stop":
                 ctx.inner_arc().stop_generating("test")
             else:
                 leaving.cancel()
@@ -739,8 +724,8 @@ def reason_of(end: list[LLMEngineOutput] | MeshError) -> FinishReason | None:
     return end[-1].finish_reason
 
 
-@pytest.mark.parametrize("how", ["cut", "cleanup prefill", "cleanup decode"])
-def test_a_worker_or_link_lost_at_any_time_ends_both_legs(how: str) -> None:
+@pytest.mark.parametrize("cause", ["cut", "cleanup prefill", "cleanup decode"])
+def test_a_worker_or_link_lost_at_any_time_ends_both_legs(cause: str) -> None:
     async def work(after_s: float) -> None:
         async with legs() as both:
             asked = request(PROMPT, 20, **both.bootstrap())
@@ -749,7 +734,7 @@ def test_a_worker_or_link_lost_at_any_time_ends_both_legs(how: str) -> None:
                 for engine in (both.prefill, both.decode)
             ]
             await asyncio.sleep(after_s)
-            match how:
+            match cause:
                 case "cut":
                     both.network.cut()
                 case "cleanup prefill":
@@ -800,7 +785,7 @@ def test_pages_of_an_aborted_leg_wait_for_the_peers_confirmation() -> None:
             assert now() - start < 0.01
             load = both.decode.loads()[0]
             assert (load.kv_used_blocks, load.rooms_open, load.waiting) == (100, 1, 0)
-            # The Abort, and the answer.
+            # The Abort and its confirmation.
             took = await until(lambda: both.decode.loads()[0].kv_used_blocks == 0, "pages free")
             assert took == pytest.approx(0.6, abs=0.05)
             assert isinstance(await prefill, WorkerLost)
@@ -834,8 +819,8 @@ def test_a_failed_engine_ends_its_rooms() -> None:
     async def work() -> None:
         async with legs() as both:
             asked = request(PROMPT, 20, **both.bootstrap())
-            prefill = asyncio.ensure_future(error_of(answer(both.prefill, asked)))
-            decode = asyncio.ensure_future(error_of(answer(both.decode, asked)))
+            prefill = asyncio.ensure_future(error_of(run(both.prefill, asked)))
+            decode = asyncio.ensure_future(error_of(run(both.decode, asked)))
             await asyncio.sleep(0.1)
             both.prefill.inject_failure(WorkerLost("the accelerator fell off", retryable=True))
             assert (await prefill).message == "the accelerator fell off"
@@ -852,18 +837,18 @@ def test_a_failed_engine_ends_its_rooms() -> None:
 def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
-            tokens, last = await answer(both.prefill, request(PROMPT, 1))
-            truth = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
-            assert (tokens, last.finish_reason) == (truth[:1], FinishReason.LENGTH)
+            tokens, last = await run(both.prefill, request(PROMPT, 1))
+            oracle = TOKEN_ORACLE.continue_tokens(PROMPT, 20)
+            assert (tokens, last.finish_reason) == (oracle[:1], FinishReason.LENGTH)
             assert both.prefill.loads()[0].rooms_open == 1
             assert both.prefill.loads()[0].kv_used_blocks == 4
             await asyncio.sleep(20)
             result = PrefillResult(last.disaggregated_params)
-            tokens, _ = await answer(both.decode, request(PROMPT, 20, prefill_result=result))
-            assert tokens == truth
+            tokens, _ = await run(both.decode, request(PROMPT, 20, prefill_result=result))
+            assert tokens == oracle
             await both.rest(within_s=0.1)
             again = request(PROMPT, 20, prefill_result=result)
-            assert (await error_of(answer(both.decode, again))).reason == ROOM_TAKEN
+            assert (await error_of(run(both.decode, again))).reason == ROOM_TAKEN
 
     virtually(work)
 
@@ -871,11 +856,11 @@ def test_a_completed_prefill_is_fetched_by_its_decode_leg() -> None:
 def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
-            _, last = await answer(both.prefill, request(PROMPT, 1))
-            assert await until(both.at_rest, "the lease ends", 6.0) == pytest.approx(5.0, abs=0.1)
+            _, last = await run(both.prefill, request(PROMPT, 1))
+            assert await until(both.is_idle, "the lease ends", 6.0) == pytest.approx(5.0, abs=0.1)
             assert both.prefill.counters["leases_expired"] == 1
             asked = request(PROMPT, prefill_result=PrefillResult(last.disaggregated_params))
-            error = await error_of(answer(both.decode, asked))
+            error = await error_of(run(both.decode, asked))
             assert isinstance(error, WorkerLost)
             assert (error.retryable, error.reason) == (True, EXPIRED)
 
@@ -885,10 +870,10 @@ def test_a_completed_prefill_without_a_decode_leg_expires() -> None:
 def test_a_prefill_that_ended_with_its_first_token_leases_no_kv() -> None:
     async def work() -> None:
         async with legs(mode="completed") as both:
-            tokens, last = await answer(both.prefill, request(prompt_that_ends_at_once(), 1))
+            tokens, last = await run(both.prefill, request(prompt_that_ends_at_once(), 1))
             assert (tokens, last.finish_reason) == ([], FinishReason.EOS)
             assert last.disaggregated_params is None
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -897,7 +882,7 @@ def test_a_decode_leg_that_leaves_before_its_pull_ends_the_lease() -> None:
     async def work() -> None:
         decode = SimConfig(timing=TIMING, total_kv_blocks=8)
         async with legs(mode="completed", decode=decode) as both:
-            _, last = await answer(both.prefill, request(PROMPT, 1))
+            _, last = await run(both.prefill, request(PROMPT, 1))
             result = PrefillResult(last.disaggregated_params)
             both.decode.freeze()
             ctx = context()
@@ -906,7 +891,7 @@ def test_a_decode_leg_that_leaves_before_its_pull_ends_the_lease() -> None:
             await asyncio.sleep(0.01)
             ctx.inner_arc().stop_generating("test")
             await leg
-            assert await until(both.at_rest, "the lease ends") < 0.1
+            assert await until(both.is_idle, "the lease ends") < 0.1
 
     virtually(work)
 
@@ -919,7 +904,7 @@ def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
             await asyncio.sleep(after_s)
             ctx.inner_arc().stop_generating("test")
             if reason_of(await leg) is FinishReason.CANCELLED:
-                assert both.at_rest()
+                assert both.is_idle()
             else:
                 assert both.prefill.loads()[0].rooms_open == 1
 
@@ -930,8 +915,8 @@ def test_a_completed_prefill_is_not_kept_if_its_leg_left() -> None:
 def test_a_completed_prefill_that_cannot_be_leased_fails_and_is_freed() -> None:
     async def work() -> None:
         async with legs(mode="completed", rooms_max=1) as both:
-            await answer(both.prefill, request(PROMPT, 1))
-            refusal = await error_of(answer(both.prefill, request([5] * 64, 1)))
+            await run(both.prefill, request(PROMPT, 1))
+            refusal = await error_of(run(both.prefill, request([5] * 64, 1)))
             assert isinstance(refusal, Overloaded)
             assert both.prefill.loads()[0].kv_used_blocks == 4
 
@@ -972,15 +957,15 @@ def test_drain_of_an_idle_engine_returns_at_once() -> None:
 def test_drain_waits_for_leases_for_a_limited_time() -> None:
     async def work() -> None:
         async with legs(mode="completed", lease_s=5.0) as both:
-            _, last = await answer(both.prefill, request(PROMPT, 1))
+            _, last = await run(both.prefill, request(PROMPT, 1))
             drain = asyncio.ensure_future(both.prefill.drain())
             await asyncio.sleep(1.0)
             assert not drain.done()
             asked = request(PROMPT, prefill_result=PrefillResult(last.disaggregated_params))
-            await answer(both.decode, asked)
+            await run(both.decode, asked)
             await asyncio.sleep(0.01)
             assert drain.done()
-            await answer(both.prefill, request([5] * 20, 1))
+            await run(both.prefill, request([5] * 20, 1))
             start = now()
             await both.prefill.drain()
             assert now() - start < 5.1
@@ -1004,11 +989,11 @@ def test_drain_does_not_wait_for_a_prompt_without_a_leg() -> None:
     virtually(work)
 
 
-# Pages that are written too late.
+# Late page writes.
 
 
 class EagerRoom(DecodeMachine):
-    """Gives its pages back when the leg leaves, as if nobody could still write to them."""
+    """Releases its pages when the leg leaves, although a transfer may still write to them."""
 
     def abort(self, now: float) -> list[Action]:
         actions = super().abort(now)
@@ -1020,7 +1005,7 @@ class EagerEngine(SimEngine):
 
 
 class Published:
-    """The names an engine has published; each one's parent is always among them."""
+    """The names an engine has published; each parent is among them."""
 
     def __init__(self, engine: SimEngine) -> None:
         self.names: set[int] = set()
@@ -1042,11 +1027,11 @@ class Published:
 
 
 async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
-    """Requests that come, leave and are aborted by chance, on engines with few blocks."""
+    """Random requests, departures and aborts on engines with few blocks."""
     rng = Random(seed)
     network = MemoryNetwork(rng, delay_s=0.02)
     few = SimConfig(timing=TIMING, total_kv_blocks=24, eos_one_in=0)
-    truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
+    oracle = TokenOracle(MODEL.word_ids, 2, eos_one_in=0)
     seen: Counter[str] = Counter()
 
     async def one(both: Legs, room: int) -> None:
@@ -1074,7 +1059,7 @@ async def chaos(seed: int, engine: type[SimEngine]) -> Counter[str]:
             seen["cancelled"] += 1
             return
         tokens = [token for output in outputs for token in output.token_ids]
-        seen["right" if tokens == truth.continue_tokens(prompt, n) else "wrong"] += 1
+        seen["right" if tokens == oracle.continue_tokens(prompt, n) else "wrong"] += 1
 
     async with legs(network=network, prefill=few, decode=few, engine=engine) as both:
         published = [Published(leg) for leg in (both.prefill, both.decode)]
@@ -1125,12 +1110,12 @@ def test_the_next_owner_of_an_aborted_legs_pages_is_safe_only_with_the_guard(
             await until(lambda: both.decode.counters["pages_received"] > 0, "a page arrives")
             ctx.inner_arc().stop_generating("test")
             victim = [5] * 40
-            tokens, _ = await answer(both.decode, request(victim, 200))
+            tokens, _ = await run(both.decode, request(victim, 200))
             await asyncio.wait([prefill, decode])
 
-            truth = TokenOracle(MODEL.word_ids, 2, eos_one_in=0).continue_tokens(victim, 200)
+            oracle = TokenOracle(MODEL.word_ids, 2, eos_one_in=0).continue_tokens(victim, 200)
             is_guarded = engine is SimEngine
-            assert (tokens == truth) == is_guarded
+            assert (tokens == oracle) == is_guarded
             assert (both.decode.counters["corrupt_pages"] == 0) == is_guarded
             await both.rest(within_s=1.0)
 
@@ -1182,7 +1167,7 @@ def test_writing_an_unknown_page_raises() -> None:
             BlockManager(4, 16).write(page, 1)
 
 
-# Peers that misbehave.
+# Malformed peers.
 
 
 def test_the_connection_of_a_malformed_peer_is_closed() -> None:
@@ -1196,14 +1181,14 @@ def test_the_connection_of_a_malformed_peer_is_closed() -> None:
             start = now()
             assert await silent.receive() is None
             assert now() - start == pytest.approx(1.0, abs=0.1)
-            odd = await both.network.dial("h", 1000)
-            odd.send(to_bytes(Pull(5, 1, 64, 8, [0] * 8)))
-            answered = await odd.receive()
-            assert answered is not None
-            assert from_bytes(answered) == Fail(MISMATCH)
+            other = await both.network.dial("h", 1000)
+            other.send(to_bytes(Pull(5, 1, 64, 8, [0] * 8)))
+            responded = await other.receive()
+            assert responded is not None
+            assert from_bytes(responded) == Fail(MISMATCH)
             _, decode = await both.pair(PROMPT, 20)
             assert decode[0] == TOKEN_ORACLE.continue_tokens(PROMPT, 20)
-            assert both.at_rest()
+            assert both.is_idle()
 
     virtually(work)
 
@@ -1220,8 +1205,8 @@ def test_writes_to_unknown_pages_end_the_leg() -> None:
 
             listener = await host.listen("h", 5000, serve)
             asked = request(PROMPT, bootstrap_info=BootstrapInfo("h", listener.port, 1))
-            assert (await error_of(answer(both.decode, asked))).reason == PEER_LOST
-            assert both.at_rest()
+            assert (await error_of(run(both.decode, asked))).reason == PEER_LOST
+            assert both.is_idle()
 
     virtually(work)
 
@@ -1233,6 +1218,6 @@ def test_a_drop_of_an_unknown_room_is_kept_for_its_leg() -> None:
             connection.send(to_bytes(Drop(1)))
             assert await connection.receive() is None
             asked = request(PROMPT, **both.bootstrap(1))
-            assert (await error_of(answer(both.prefill, asked))).reason == PEER_ABORTED
+            assert (await error_of(run(both.prefill, asked))).reason == PEER_ABORTED
 
     virtually(work)

@@ -1,4 +1,4 @@
-"""Which legs wait for blocks, told from how many do."""
+"""Detection of legs that wait for blocks, from their count."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_leg_that_has_its_blocks_waits_for_its_partner_and_does_not_starve() -
 
 
 def test_a_count_below_all_legs_identifies_none_since_a_later_one_may_have_passed() -> None:
-    """The engine gives blocks to a leg whose prefill worker it reached before an earlier leg's."""
+    """The engine gives blocks to a later leg that reached its prefill worker first."""
     made = queue("was not ready", "passed it and has its blocks")
     assert made.find_starved(0, 1, 0.0, 100.0) == []
     assert made.find_starved(0, 2, 0.0, 100.0) == ["was not ready", "passed it and has its blocks"]
@@ -112,8 +112,8 @@ def test_each_leg_is_visited_once_and_none_if_the_count_is_zero() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_starved_leg_waits_for_blocks(seed: int) -> None:
-    """An engine that gives blocks to any leg, whenever it likes, and says so a little late."""
-    rng, made, said = Random(seed), StarvationDetector(BLOCKS_S), 0
+    """An engine that gives blocks in any order at any time, and reports it with a delay."""
+    rng, made, starved_count = Random(seed), StarvationDetector(BLOCKS_S), 0
     waits: list[str] = []
     served: list[str] = []
     for step in range(3000):
@@ -129,5 +129,5 @@ def test_every_starved_leg_waits_for_blocks(seed: int) -> None:
         count, age = len(waits), rng.choice([0.0, 0.2])
         find_starved = made.find_starved(0, count, age, now + age)
         assert set(find_starved) <= set(waits)
-        said += len(find_starved)
-    assert said
+        starved_count += len(find_starved)
+    assert starved_count

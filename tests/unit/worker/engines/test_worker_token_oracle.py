@@ -1,4 +1,4 @@
-"""The simulated model's answers: the formula, by golden vector and by a second implementation."""
+"""The simulated model's output: the formula, by golden vector and by a second implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ token_ids = st.integers(0, 2**32 - 1)
 
 
 @pytest.fixture(scope="module")
-def truth() -> TokenOracle:
+def oracle() -> TokenOracle:
     return TokenOracle(WORDS, EOS)
 
 
@@ -34,14 +34,14 @@ def state_by_the_docstring(tokens: list[int]) -> int:
     return state
 
 
-def test_the_golden_vector_never_changes(truth: TokenOracle) -> None:
-    answer = truth.continue_tokens([1, 2, 3], 1000)
+def test_the_golden_vector_never_changes(oracle: TokenOracle) -> None:
+    answer = oracle.continue_tokens([1, 2, 3], 1000)
 
-    assert truth.state_of([]) == 0x243F6A8885A308D3
-    assert truth.state_of([1, 2, 3]) == 0x673E13BC429CC060
+    assert oracle.state_of([]) == 0x243F6A8885A308D3
+    assert oracle.state_of([1, 2, 3]) == 0x673E13BC429CC060
     assert answer[:12] == [237, 690, 389, 592, 404, 243, 164, 822, 270, 571, 708, 617]
     assert len(answer) == 92
-    assert truth.continue_tokens([1, 2, 3], 95, ignore_eos=True)[:92] == answer
+    assert oracle.continue_tokens([1, 2, 3], 95, ignore_eos=True)[:92] == answer
 
 
 @given(st.lists(token_ids, max_size=40))
@@ -57,13 +57,15 @@ def test_the_documented_formula_gives_the_same_tokens(tokens: list[int]) -> None
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 9000])
-def test_the_vectorised_state_equals_the_incremental_state(truth: TokenOracle, length: int) -> None:
+def test_the_vectorised_state_equals_the_incremental_state(
+    oracle: TokenOracle, length: int
+) -> None:
     tokens = [(7919 * i) % 2**32 for i in range(length)]
-    state = truth.state_of([])
+    state = oracle.state_of([])
     for token in tokens:
-        state = truth.advance(state, token)
+        state = oracle.advance(state, token)
 
-    assert truth.state_of(tokens) == state
+    assert oracle.state_of(tokens) == state
 
 
 @given(st.lists(token_ids, min_size=1, max_size=30), st.data())
@@ -71,36 +73,36 @@ def test_the_vectorised_state_equals_the_incremental_state(truth: TokenOracle, l
 def test_output_continued_on_another_worker_equals_uninterrupted_output(
     prompt: list[int], data: st.DataObject
 ) -> None:
-    truth = TokenOracle(WORDS, EOS)
-    whole = truth.continue_tokens(prompt, 64)
+    oracle = TokenOracle(WORDS, EOS)
+    whole = oracle.continue_tokens(prompt, 64)
     cut = data.draw(st.integers(0, len(whole)))
 
-    assert whole[:cut] + truth.continue_tokens(prompt + whole[:cut], 64 - cut) == whole
+    assert whole[:cut] + oracle.continue_tokens(prompt + whole[:cut], 64 - cut) == whole
 
 
 @given(st.lists(token_ids, min_size=1, max_size=30), st.data())
 @settings(max_examples=50)
 def test_every_earlier_token_affects_the_next(prompt: list[int], data: st.DataObject) -> None:
-    truth = TokenOracle(WORDS, EOS)
+    oracle = TokenOracle(WORDS, EOS)
     place = data.draw(st.integers(0, len(prompt) - 1))
     changed = [*prompt]
     changed[place] = data.draw(token_ids.filter(lambda token: token != prompt[place]))
 
-    assert truth.state_of(changed) != truth.state_of(prompt)
-    assert truth.state_of([0, *prompt]) != truth.state_of(prompt)
+    assert oracle.state_of(changed) != oracle.state_of(prompt)
+    assert oracle.state_of([0, *prompt]) != oracle.state_of(prompt)
 
 
-def test_output_ends_by_itself_about_once_in_96_tokens(truth: TokenOracle) -> None:
-    lengths = [len(truth.continue_tokens([seed], 10_000)) for seed in range(200)]
+def test_output_ends_by_itself_about_once_in_96_tokens(oracle: TokenOracle) -> None:
+    lengths = [len(oracle.continue_tokens([seed], 10_000)) for seed in range(200)]
 
     assert 80 < sum(lengths) / len(lengths) < 112
 
 
 def test_below_min_tokens_a_word_replaces_eos() -> None:
-    truth = TokenOracle(WORDS, EOS, eos_one_in=8)
-    prompt = next([seed] for seed in range(100) if len(truth.continue_tokens([seed], 5)) < 5)
-    ignored = truth.continue_tokens(prompt, 20, ignore_eos=True)
-    held = truth.continue_tokens(prompt, 20, min_tokens=5)
+    oracle = TokenOracle(WORDS, EOS, eos_one_in=8)
+    prompt = next([seed] for seed in range(100) if len(oracle.continue_tokens([seed], 5)) < 5)
+    ignored = oracle.continue_tokens(prompt, 20, ignore_eos=True)
+    held = oracle.continue_tokens(prompt, 20, min_tokens=5)
 
     assert len(ignored) == 20
     assert 5 <= len(held) <= 20

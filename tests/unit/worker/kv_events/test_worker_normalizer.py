@@ -1,4 +1,4 @@
-"""Engine events made canonical: closed sets after every event, against a naive model."""
+"""Normalized engine events: closed sets after every event, against a naive model."""
 
 from __future__ import annotations
 
@@ -66,23 +66,23 @@ def names_of(tokens: Sequence[int], lora: str = "", salt: str = "", block: int =
     return names
 
 
-class Listener:
-    """Applies changes hash by hash as an index would, and checks each step."""
+class FakeIndex:
+    """Applies changes hash by hash as an index does, and checks each step."""
 
     def __init__(self, tiers: int = 1) -> None:
         self.sets: list[set[int]] = [set() for _ in range(tiers)]
         self.parents: dict[int, int | None] = {}
 
-    def know(self, names: Sequence[int]) -> None:
-        """Names of a prompt's blocks, so that parents are known."""
+    def register_parents(self, names: Sequence[int]) -> None:
+        """Registers the names of a prompt's blocks, so that parents are known."""
         for parent, name in zip((None, *names), names, strict=False):
             self.parents[name] = parent
 
     def hasher_factory(self, lora: str, salt: str, block_size: int) -> PrefixHasher:
-        """A hasher that tells which block it names after which."""
+        """A hasher that records each name's parent."""
         return _Telling(self, block_size)
 
-    def hear(self, events: Iterable[KvEvent]) -> None:
+    def receive(self, events: Iterable[KvEvent]) -> None:
         for event in events:
             match event.kind:
                 case EventKind.CLEARED:
@@ -110,25 +110,25 @@ class Listener:
 
 
 class _Telling(PrefixHasher):
-    """Makes the parents of all names known, however wrong the chain."""
+    """Registers the parents of all names, even of wrong chains."""
 
-    def __init__(self, listener: Listener, block_size: int) -> None:
+    def __init__(self, index: FakeIndex, block_size: int) -> None:
         super().__init__(mesh_key=b"", model="m", block_size=block_size)
-        self._listener = listener
+        self._index = index
         self._named: dict[int, int | None] = {0: None}
 
     def extend(self, state: ChainState, token_ids: TokenIds) -> tuple[Hashes, Hashes]:
         hashes, sums = super().extend(state, token_ids)
         parent = self._named[state.total]
         for name, total in zip(hashes.tolist(), sums.tolist(), strict=True):
-            self._listener.parents[name] = parent
+            self._index.parents[name] = parent
             self._named[total] = parent = name
         return hashes, sums
 
 
 @dataclass(slots=True)
 class Record:
-    """What the model knows of one external page. content: page tokens from the root, or None."""
+    """The model of one external page. content: page tokens from the root, or None."""
 
     parent: int | None
     token: int
@@ -137,7 +137,7 @@ class Record:
 
 
 class Model:
-    """The plainest reading of the rules: which external pages are held, and of what content."""
+    """A direct implementation of the rules: the held external pages and their content."""
 
     def __init__(self, event_format: KvEventFormat) -> None:
         self.event_format = event_format
@@ -201,7 +201,7 @@ class Model:
         return [token for token in content for _ in range(self.event_format.page_size)]
 
 
-BLOCK = 2  # Of the state machines: short prompts then have several blocks.
+BLOCK = 2  # For the state machines: short prompts then have several blocks.
 VALUES = [-3, -1, 0, 1, 2, 3, 4, 5, 2**63, 2**64 - 4]
 PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(tuple)
 
@@ -209,7 +209,7 @@ PATHS = st.lists(st.integers(1, 2), min_size=1, max_size=5).map(tuple)
 class Cache(RuleBasedStateMachine):
     """An engine that stores and removes parts of prompts in any order, on any tier.
 
-    A hash means one prefix while anything uses it, and the next one soon after.
+    A hash means one prefix while it is in use, and may mean another soon after.
     """
 
     @initialize(
@@ -220,14 +220,14 @@ class Cache(RuleBasedStateMachine):
     def begin(self, page_size: int, tiers: int, duplicates: DuplicatePolicy) -> None:
         event_format = KvEventFormat(BLOCK, page_size, duplicates, tiers)
         self.model = Model(event_format)
-        self.listener = Listener(tiers)
-        self.normalizer = Normalizer(event_format, self.listener.hasher_factory)
+        self.index = FakeIndex(tiers)
+        self.normalizer = Normalizer(event_format, self.index.hasher_factory)
         self.blocks_max: int | None = None
         self.meanings: dict[int, tuple[int, ...]] = {}
 
     @rule(path=PATHS, start=st.integers(0, 4), tier=st.integers(0, 2), alias=st.integers(0, 5))
     def store(self, path: tuple[int, ...], start: int, tier: int, alias: int) -> None:
-        """Pages from `start` on; alias 5 names them by hashes of their own."""
+        """Pages from `start` on; alias 5 uses a second set of hashes."""
         start %= len(path)
         self._free_values()
         values = [self._value(path[:end], alias == 5) for end in range(start + 1, len(path) + 1)]
@@ -267,7 +267,7 @@ class Cache(RuleBasedStateMachine):
         self.meanings = {v: c for v, c in self.meanings.items() if v in used}
 
     def _value(self, content: tuple[int, ...], is_alias: bool) -> int:
-        """The external hash of a prefix: the one in use, or the first that nothing uses."""
+        """The external hash of a prefix: the one in use, or the first unused."""
         known = [value for value, meaning in self.meanings.items() if meaning == content]
         if known and not is_alias:
             return known[0]
@@ -298,15 +298,15 @@ class Cache(RuleBasedStateMachine):
                     self.model.remove(event.tier, _u64(value))
             case PagesCleared():
                 self.model.records.clear()
-        self.listener.hear(self.normalizer.take())
+        self.index.receive(self.normalizer.take())
 
     @invariant()
     def the_sets_are_the_closure(self) -> None:
         if not hasattr(self, "model"):
             return
-        for tier, published in enumerate(self.listener.sets):
+        for tier, published in enumerate(self.index.sets):
             self._compare(published, self.model.published(tier))
-        assert self.normalizer.published_blocks == len(self.listener.sets[-1])
+        assert self.normalizer.published_blocks == len(self.index.sets[-1])
 
     def _compare(self, published: set[int], expected: set[int]) -> None:
         assert published == expected
@@ -318,20 +318,20 @@ class Cache(RuleBasedStateMachine):
             while (tier, value) in self.model.records:
                 self._apply(PagesRemoved([value], Tier(tier)))
         assert self.normalizer.entry_count == 0
-        assert not any(self.listener.sets)
+        assert not any(self.index.sets)
 
 
 class ShrunkCache(Cache):
-    """The same with an indexer that is over budget now and then.
+    """The same with an indexer that sometimes exceeds its budget.
 
-    seen_max: what may be published while a shrinking goes on: no more than before.
+    seen_max: bound of published blocks during a shrink: no more than before.
     """
 
     seen_max = 0
 
     @rule(blocks=st.integers(0, 3))
     def shrink(self, blocks: int) -> None:
-        before = len(self.listener.sets[-1])
+        before = len(self.index.sets[-1])
         remain = before if self.blocks_max is None else min(before, self.blocks_max)
         self.normalizer.shrink(blocks)
         self.blocks_max = max(0, remain - blocks)
@@ -347,11 +347,11 @@ class ShrunkCache(Cache):
     @rule(pages=st.integers(1, 6))
     @precondition(lambda self: hasattr(self, "model") and self.normalizer.is_resizing)
     def resize(self, pages: int) -> None:
-        """A part of what was begun: other events may have come since."""
-        before = len(self.listener.sets[-1])
+        """One part of a resize; other events may have occurred since."""
+        before = len(self.index.sets[-1])
         changed = self.normalizer.resize(pages)
-        self.listener.hear(self.normalizer.take())
-        assert len(self.listener.sets[-1]) == before + changed
+        self.index.receive(self.normalizer.take())
+        assert len(self.index.sets[-1]) == before + changed
         if self.normalizer._blocks_max is None:
             self.blocks_max = None
 
@@ -363,19 +363,18 @@ class ShrunkCache(Cache):
 
     @invariant()
     def the_bound_holds(self) -> None:
-        """While it shrinks nothing is announced; when it has ended the bound holds."""
+        """A shrink publishes nothing; at its end the bound holds."""
         if not hasattr(self, "model") or self.blocks_max is None:
             return
-        widest = len(self.listener.sets[-1])
+        widest = len(self.index.sets[-1])
         assert widest <= self.seen_max
         self.seen_max = max(self.blocks_max, widest)
         assert self.normalizer.is_resizing or widest <= self.blocks_max
 
 
-class LyingCache(Cache):
-    """Hashes may come to mean something else without having been removed.
-
-    What is right is a matter of taste then, but sets are closed, and all is forgotten in the end.
+class InconsistentCache(Cache):
+    """Hashes may change their content without a removal. The result is then unspecified, but sets
+    are closed, and all maps are empty in the end.
     """
 
     @rule(
@@ -389,7 +388,7 @@ class LyingCache(Cache):
         self._store(values[:length], parent, path[:length], tier)
 
     def _compare(self, published: set[int], expected: set[int]) -> None:
-        """Nothing to compare with: see the class."""
+        """No model to compare with: see the class."""
 
 
 def _u64(value: int) -> int:
@@ -397,7 +396,7 @@ def _u64(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """As other engines write it."""
+    """As written by other engines."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -406,20 +405,20 @@ TestCache = pytest.mark.slow(Cache.TestCase)
 TestCache.settings = _SETTINGS
 TestShrunkCache = pytest.mark.slow(ShrunkCache.TestCase)
 TestShrunkCache.settings = _SETTINGS
-TestLyingCache = pytest.mark.slow(LyingCache.TestCase)
-TestLyingCache.settings = _SETTINGS
+TestInconsistentCache = pytest.mark.slow(InconsistentCache.TestCase)
+TestInconsistentCache.settings = _SETTINGS
 
 
 class Worker:
-    """One worker's canonicaliser and somebody who listens."""
+    """One worker's normalizer and a receiver of its changes."""
 
     def __init__(self, event_format: KvEventFormat = ONE_TO_ONE, **limits: int) -> None:
         self.normalizer = Normalizer(event_format, hasher_factory, **limits)
-        self.listener = Listener(event_format.tiers)
+        self.index = FakeIndex(event_format.tiers)
 
     @property
     def published(self) -> set[int]:
-        return self.listener.sets[0]
+        return self.index.sets[0]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -428,8 +427,8 @@ class Worker:
     def store(
         self, hashes: Sequence[int], tokens: Sequence[int], after: Sequence[int] = (), **more: Any
     ) -> None:
-        """Stores pages with `tokens` behind a prompt that begins with `after`."""
-        self.listener.know(
+        """Stores pages with `tokens` after a prompt that begins with `after`."""
+        self.index.register_parents(
             names_of([*after, *tokens], more.get("lora") or "", more.get("salt", ""))
         )
         more.setdefault("parent", None)
@@ -441,7 +440,7 @@ class Worker:
 
     def apply(self, event: ExternalEvent) -> None:
         self.normalizer.apply(event)
-        self.listener.hear(self.normalizer.take())
+        self.index.receive(self.normalizer.take())
 
     def shrink(self, blocks: int) -> None:
         """To its end."""
@@ -456,7 +455,7 @@ class Worker:
     def resize(self, pages: int = 2) -> None:
         while self.normalizer.is_resizing:
             self.normalizer.resize(pages)
-            self.listener.hear(self.normalizer.take())
+            self.index.receive(self.normalizer.take())
 
 
 PROMPT = list(range(100, 112))
@@ -609,7 +608,7 @@ def test_an_event_of_another_page_size_or_tier_is_not_published_and_counted() ->
 
 def test_a_block_counts_for_its_tier_and_all_slower_ones() -> None:
     worker = Worker(KvEventFormat(B, B, DuplicatePolicy.IDEMPOTENT, tiers=3))
-    sets = worker.listener.sets
+    sets = worker.index.sets
     worker.store([1, 2, 3], PROMPT)
     assert sets == [set(NAMES)] * 3
     worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1, tier=Tier.HOST)
@@ -742,10 +741,10 @@ def test_a_withdrawn_block_stored_again_is_published_if_there_is_capacity() -> N
     worker.shrink(2)
     worker.remove(9, 2)
     worker.store([2], PROMPT[4:8], after=PROMPT[:4], parent=1)
-    assert worker.published == set(NAMES[:2]), "the third was not stored anew"
+    assert worker.published == set(NAMES[:2]), "the third was not stored again"
 
 
-# The ledger.
+# The event log.
 
 
 def event(kind: EventKind, *names: int, tier: Tier = Tier.DEVICE) -> KvEvent:
@@ -797,7 +796,7 @@ def test_the_ring_keeps_the_last_1024_batches_and_returns_none_for_older_ones() 
         assert batch is not None
         assert batch.sequence == sequence
     assert event_log.has_batches_from(RING_BATCHES + 2), "the next one to come"
-    assert not event_log.has_batches_from(RING_BATCHES + 3), "nobody can have seen this"
+    assert not event_log.has_batches_from(RING_BATCHES + 3), "this sequence does not exist"
     with pytest.raises(ValueError, match="ring: 10 is below 1024"):
         EventLog(SOURCE, ring=10)
 
@@ -832,7 +831,7 @@ def test_an_epoch_begins_with_an_empty_batch() -> None:
     assert event_log.state == SourcePosition(SOURCE, 2, 1)
 
 
-# The two together.
+# Source feed.
 
 
 def feed(**limits: int) -> SourceFeed:
@@ -871,7 +870,7 @@ def test_a_loss_empties_the_sets_and_degrades_until_the_cache_is_cleared() -> No
     source.apply(PagesStored([3], 2, le(PROMPT[8:]), B))
     source.apply(PagesRemoved([1]))
     source.seal_changes()
-    assert contents(source.event_log) == [], "its parent may be gone, nobody knows"
+    assert contents(source.event_log) == [], "its parent may be gone"
     source.apply(PagesCleared())
     assert source.event_log.state == SourcePosition(SOURCE, 3, 1)
     source.apply(PagesStored([1], None, le(PROMPT[:4]), B))
@@ -891,8 +890,8 @@ def test_unpublished_blocks_degrade_the_source_but_keep_its_sets() -> None:
 
 def test_an_event_log_equals_the_sum_of_its_batches() -> None:
     source = feed()
-    listener = Listener()
-    listener.know(NAMES)
+    index = FakeIndex()
+    index.register_parents(NAMES)
     for change in (
         PagesStored([1, 2, 3], None, le(PROMPT), B),
         PagesRemoved([2]),
@@ -901,13 +900,13 @@ def test_an_event_log_equals_the_sum_of_its_batches() -> None:
     ):
         source.apply(change)
         for batch in source.seal_changes():
-            listener.hear(batch.events)
-        assert set(contents(source.event_log)) == listener.sets[0]
+            index.receive(batch.events)
+        assert set(contents(source.event_log)) == index.sets[0]
     source.normalizer.shrink(1)
     source.normalizer.resize(100)
     for batch in source.seal_changes():
-        listener.hear(batch.events)
-    assert listener.sets[0] == set(NAMES[:1])
+        index.receive(batch.events)
+    assert index.sets[0] == set(NAMES[:1])
 
 
 def pages_alive() -> int:
@@ -915,7 +914,7 @@ def pages_alive() -> int:
 
 
 def test_discarded_pages_are_freed_in_parts_without_garbage_collection() -> None:
-    """200,000 pages took 40 ms at once: as long nobody else had a turn."""
+    """Freeing 200,000 pages took 40 ms without yielding."""
     gc.collect()
     gc.disable()
     try:

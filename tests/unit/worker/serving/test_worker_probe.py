@@ -1,4 +1,4 @@
-"""The canary on engines that live, die, come back, hang, or are only busy."""
+"""Probes of engines that respond, fail, recover, hang, or are overloaded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from worker_svc.engines.contract import (
     PreprocessedRequest,
     chunk,
 )
-from worker_svc.engines.sim.engine import SimConfig, SimEngine
+from worker_svc.engines.sim.config import SimConfig, SimHandoffConfig
+from worker_svc.engines.sim.engine import SimEngine
 from worker_svc.engines.sim.timing import Timing
-from worker_svc.engines.sim.transfer_server import SimHandoffConfig
 from worker_svc.serving.probe import HUNG_PROBES_MAX, EngineProbe
 from worker_svc.serving.runner import Runner
 
@@ -33,11 +33,11 @@ IDLE_S = 0.01
 NEVER_S = 3600.0
 
 
-class MoodyEngine:
-    """Answers by its mood: well, error, lost, silent, busy. probes: what was asked as such."""
+class FakeEngine:
+    """Responds by its mode: ok, error, lost, silent, busy. probes: the probes received."""
 
-    def __init__(self, mood: str = "well") -> None:
-        self.mood = mood
+    def __init__(self, mode: str = "ok") -> None:
+        self.mode = mode
         self.probes: list[PreprocessedRequest] = []
         self.steps = 0
 
@@ -49,7 +49,7 @@ class MoodyEngine:
     ) -> AsyncGenerator[LLMEngineOutput, None]:
         if request.is_probe:
             self.probes.append(request)
-        match self.mood:
+        match self.mode:
             case "lost":
                 raise WorkerLost("the engine is gone", retryable=True)
             case "busy":
@@ -58,8 +58,8 @@ class MoodyEngine:
                 raise RuntimeError("what a mess")
             case "silent":
                 await asyncio.Event().wait()
-        if self.mood == "error":
-            yield chunk.error("CUDA says no")
+        if self.mode == "error":
+            yield chunk.error("CUDA error")
             return
         yield chunk.token(7)
         yield chunk.stop()
@@ -86,27 +86,27 @@ async def until(condition: Callable[[], object], what: str) -> None:
 async def watched(
     runner: Runner, *, idle_s: float = IDLE_S, timeout_s: float = 0.05
 ) -> AsyncIterator[tuple[EngineProbe, list[bool]]]:
-    told: list[bool] = []
+    reports: list[bool] = []
 
-    async def tell(is_alive: bool) -> None:
-        told.append(is_alive)
+    async def report(is_alive: bool) -> None:
+        reports.append(is_alive)
 
     lifecycle = Lifecycle(HealthReporter())
-    canary = EngineProbe(runner, tell, lifecycle.spawn, idle_s=idle_s, timeout_s=timeout_s)
-    task = lifecycle.spawn(canary.run(), name="canary", essential=False)
+    probe = EngineProbe(runner, report, lifecycle.spawn, idle_s=idle_s, timeout_s=timeout_s)
+    task = lifecycle.spawn(probe.run(), name="probe", essential=False)
     try:
-        yield canary, told
+        yield probe, reports
         assert not task.done(), task
     finally:
         assert await lifecycle.cancel_tasks(WAIT_S) == []
 
 
 async def test_a_responsive_idle_engine_is_probed_repeatedly_without_a_report() -> None:
-    engine = MoodyEngine()
+    engine = FakeEngine()
     runner = Runner(engine)
-    async with watched(runner, timeout_s=WAIT_S) as (_, told):
+    async with watched(runner, timeout_s=WAIT_S) as (_, reports):
         await until(lambda: len(engine.probes) >= 3, "three probes")
-    assert told == []
+    assert reports == []
     probe = engine.probes[0]
     assert probe.is_probe
     assert (probe.stop_conditions.max_tokens, probe.stop_conditions.ignore_eos) == (1, True)
@@ -116,42 +116,42 @@ async def test_a_responsive_idle_engine_is_probed_repeatedly_without_a_report() 
     assert runner.counters["accepted"] == 0, "probes are no requests"
 
 
-@pytest.mark.parametrize("mood", ["error", "lost", "silent", "broken"])
+@pytest.mark.parametrize("mode", ["error", "lost", "silent", "broken"])
 async def test_a_failed_probe_is_reported_once_and_the_recovery_once(
-    mood: str,
+    mode: str,
 ) -> None:
-    engine = MoodyEngine(mood)
+    engine = FakeEngine(mode)
     runner = Runner(engine)
-    async with watched(runner) as (canary, told):
+    async with watched(runner) as (probe, reports):
         await until(lambda: runner.counters["canaries_failed"] >= 2, "two failed probes")
-        assert told == [False]
-        assert not canary.is_alive
-        engine.mood = "well"
-        await until(lambda: canary.is_alive, "it is back")
-        assert told[:2] == [False, True]
+        assert reports == [False]
+        assert not probe.is_alive
+        engine.mode = "ok"
+        await until(lambda: probe.is_alive, "the engine is alive again")
+        assert reports[:2] == [False, True]
 
 
 async def test_an_overloaded_engine_is_alive() -> None:
-    engine = MoodyEngine("busy")
-    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
+    engine = FakeEngine("busy")
+    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, reports):
         await until(lambda: len(engine.probes) >= 2, "two probes")
-    assert told == []
+    assert reports == []
 
 
 async def test_output_of_requests_restores_a_failed_engine_without_a_probe() -> None:
-    engine = MoodyEngine("error")
+    engine = FakeEngine("error")
     runner = Runner(engine)
-    async with watched(runner) as (_, told):
-        await until(lambda: told == [False], "it fails")
-        engine.mood = "well"
+    async with watched(runner) as (_, reports):
+        await until(lambda: reports == [False], "it fails")
+        engine.mode = "ok"
         leg_request = LegRequest("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
         await runner.run(runner.admit(leg_request), lambda _: None)
-        engine.mood = "error"
-        await until(lambda: True in told, "it is said to be back")
+        engine.mode = "error"
+        await until(lambda: True in reports, "the engine is reported alive again")
 
 
 async def test_an_engine_that_serves_requests_while_its_probe_hangs_is_alive() -> None:
-    class Losing(MoodyEngine):
+    class Losing(FakeEngine):
         async def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
         ) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -163,43 +163,43 @@ async def test_an_engine_that_serves_requests_while_its_probe_hangs_is_alive() -
 
     engine = Losing()
     runner = Runner(engine)
-    async with watched(runner, timeout_s=0.01) as (canary, told):
+    async with watched(runner, timeout_s=0.01) as (probe, reports):
         await until(lambda: len(engine.probes) >= 3, "it is probed again")
         assert runner.counters["canaries_failed"] == 0
-        assert canary.is_alive
-        assert told == []
+        assert probe.is_alive
+        assert reports == []
 
 
 async def test_steps_without_output_postpone_the_probe() -> None:
-    class Stepping(MoodyEngine):
+    class Stepping(FakeEngine):
         def loads(self) -> Sequence[Load]:
             self.steps += 1
             return super().loads()
 
     engine = Stepping("silent")
-    async with watched(Runner(engine)) as (_, told):
+    async with watched(Runner(engine)) as (_, reports):
         looks = engine.steps
         await until(lambda: engine.steps > looks + 5, "it is looked at")
     assert engine.probes == []
-    assert told == []
+    assert reports == []
 
 
 async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
-    """An engine may report its last step only after the probe has failed; and step to no end."""
+    """An engine may report its last step after the probe has failed, and may take steps forever."""
 
-    class Stepping(MoodyEngine):
+    class Stepping(FakeEngine):
         def loads(self) -> Sequence[Load]:
             self.steps += bool(self.probes)
             return super().loads()
 
     engine = Stepping("silent")
     runner = Runner(engine)
-    async with watched(runner, timeout_s=0.01) as (canary, told):
+    async with watched(runner, timeout_s=0.01) as (probe, reports):
         await until(lambda: runner.counters["canaries_failed"] >= 3, "it is probed all the same")
-        assert told == [False]
-        engine.mood = "well"
-        await until(lambda: canary.is_alive, "a probe is answered")
-        assert told == [False, True]
+        assert reports == [False]
+        engine.mode = "ok"
+        await until(lambda: probe.is_alive, "a probe is answered")
+        assert reports == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_steps_do_not_undo_a_failed_probe_but_output_does() -> None:
 async def test_a_cancelled_or_failed_request_does_not_count_as_output(
     end: LLMEngineOutput,
 ) -> None:
-    class Ending(MoodyEngine):
+    class Ending(FakeEngine):
         async def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
         ) -> AsyncGenerator[LLMEngineOutput, None]:
@@ -219,22 +219,22 @@ async def test_a_cancelled_or_failed_request_does_not_count_as_output(
 
     engine = Ending()
     runner = Runner(engine)
-    async with watched(runner, timeout_s=0.01) as (_, told):
-        await until(lambda: told == [False], "it fails")
+    async with watched(runner, timeout_s=0.01) as (_, reports):
+        await until(lambda: reports == [False], "it fails")
         leg_request = LegRequest("r", request=PreprocessedRequest(token_ids=TokenIds.of([1])))
-        with suppress(InternalError):  # what a chunk that says error becomes
+        with suppress(InternalError):  # the effect of an error chunk
             await runner.run(runner.admit(leg_request), lambda _: None)
         failed = runner.counters["canaries_failed"]
         await until(lambda: runner.counters["canaries_failed"] > failed + 1, "it is probed again")
-        assert told == [False]
+        assert reports == [False]
 
 
-class Clinging(MoodyEngine):
-    """Closing its first streams takes until `lets_go` is set, whoever is cancelled meanwhile."""
+class Clinging(FakeEngine):
+    """Closing its first streams blocks until `may_close` is set, even after a cancellation."""
 
-    def __init__(self, mood: str, streams: int) -> None:
-        super().__init__(mood)
-        self.lets_go = asyncio.Event()
+    def __init__(self, mode: str, streams: int) -> None:
+        super().__init__(mode)
+        self.may_close = asyncio.Event()
         self.clinging = 0
         self._streams = streams
 
@@ -252,54 +252,54 @@ class Clinging(MoodyEngine):
                 self.clinging -= 1
 
     async def _cling(self) -> None:
-        while not self.lets_go.is_set():
+        while not self.may_close.is_set():
             try:
-                await self.lets_go.wait()
+                await self.may_close.wait()
             except asyncio.CancelledError:
-                continue  # it will not hear of it
+                continue  # ignores the cancellation
 
 
-@pytest.mark.parametrize("mood", ["well", "silent", "error"])
+@pytest.mark.parametrize("mode", ["ok", "silent", "error"])
 async def test_a_probe_that_ignores_cancellation_is_a_failure_and_does_not_block_the_loop(
-    mood: str,
+    mode: str,
 ) -> None:
-    engine = Clinging(mood, streams=1)
-    async with watched(Runner(engine), timeout_s=0.01) as (canary, told):
+    engine = Clinging(mode, streams=1)
+    async with watched(Runner(engine), timeout_s=0.01) as (probe, reports):
         try:
-            await until(lambda: told, "it is found dead, though the probe hangs")
-            engine.mood = "well"
-            await until(lambda: canary.is_alive, "the next probe is another task")
+            await until(lambda: reports, "it is found dead, though the probe hangs")
+            engine.mode = "ok"
+            await until(lambda: probe.is_alive, "the next probe is another task")
             assert engine.clinging == 1, "the first one hangs still"
-            assert told == [False, True]
+            assert reports == [False, True]
         finally:
-            engine.lets_go.set()
+            engine.may_close.set()
 
 
 async def test_the_number_of_hung_probes_is_bounded() -> None:
     engine = Clinging("silent", streams=2 * HUNG_PROBES_MAX)
     runner = Runner(engine)
-    async with watched(runner, timeout_s=0.002) as (canary, told):
+    async with watched(runner, timeout_s=0.002) as (probe, reports):
         try:
             await until(
                 lambda: runner.counters["canaries_failed"] >= HUNG_PROBES_MAX + 3,
                 "it goes on failing",
             )
             assert engine.clinging == len(engine.probes) == HUNG_PROBES_MAX
-            assert told == [False]
-            engine.mood = "well"
+            assert reports == [False]
+            engine.mode = "ok"
         finally:
-            engine.lets_go.set()
-        await until(lambda: canary.is_alive, "once they have ended it is probed again")
+            engine.may_close.set()
+        await until(lambda: probe.is_alive, "once they have ended it is probed again")
 
 
 async def test_an_engine_that_cancels_its_own_stream_fails_the_probe_but_not_the_loop() -> None:
-    """The CancelledError of an engine's inner task looks like one that was meant for its caller."""
+    """The CancelledError of an engine's inner task looks like one of the caller."""
 
-    class SelfCancelling(MoodyEngine):
+    class SelfCancelling(FakeEngine):
         async def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
         ) -> AsyncGenerator[LLMEngineOutput, None]:
-            if self.mood == "well":
+            if self.mode == "ok":
                 yield chunk.token(7)
                 yield chunk.stop()
                 return
@@ -309,44 +309,44 @@ async def test_an_engine_that_cancels_its_own_stream_fails_the_probe_but_not_the
 
     engine = SelfCancelling("broken")
     runner = Runner(engine)
-    async with watched(runner, timeout_s=WAIT_S) as (canary, told):
+    async with watched(runner, timeout_s=WAIT_S) as (probe, reports):
         await until(lambda: runner.counters["canaries_failed"] >= 2, "two failed probes")
-        assert told == [False]
-        engine.mood = "well"
-        await until(lambda: canary.is_alive, "it is back")
+        assert reports == [False]
+        engine.mode = "ok"
+        await until(lambda: probe.is_alive, "the engine is alive again")
 
 
 async def test_an_engine_without_a_stream_fails_the_probe() -> None:
-    class Streamless(MoodyEngine):
+    class Streamless(FakeEngine):
         def generate(
             self, request: PreprocessedRequest, ctx: GenerateContext
         ) -> AsyncGenerator[LLMEngineOutput, None]:
             raise RuntimeError("no stream")
 
-    async with watched(Runner(Streamless()), timeout_s=WAIT_S) as (_, told):
-        await until(lambda: told == [False], "it is found dead")
+    async with watched(Runner(Streamless()), timeout_s=WAIT_S) as (_, reports):
+        await until(lambda: reports == [False], "it is found dead")
 
 
 async def test_the_end_of_the_probe_loop_ends_the_running_probe() -> None:
-    engine = MoodyEngine("silent")
-    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
+    engine = FakeEngine("silent")
+    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, reports):
         await until(lambda: engine.probes, "a probe")
-    assert told == []
+    assert reports == []
 
 
 async def test_an_engine_with_unreadable_load_is_probed_like_any_other() -> None:
-    class Unreadable(MoodyEngine):
+    class Unreadable(FakeEngine):
         def loads(self) -> Sequence[Load]:
             raise RuntimeError("no figures")
 
     engine = Unreadable()
-    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, told):
+    async with watched(Runner(engine), timeout_s=WAIT_S) as (_, reports):
         await until(lambda: len(engine.probes) >= 2, "two probes")
-    assert told == []
+    assert reports == []
 
 
 async def test_an_engine_with_recent_output_gets_no_probe() -> None:
-    engine = MoodyEngine()
+    engine = FakeEngine()
     async with watched(Runner(engine), idle_s=NEVER_S):
         await asyncio.sleep(0)
         assert engine.probes == []
@@ -367,9 +367,9 @@ async def sim(role: Role) -> AsyncIterator[SimEngine]:
 async def test_the_sim_responds_to_probes_in_every_role_without_caching(role: Role) -> None:
     async with sim(role) as engine:
         runner = Runner(engine)
-        async with watched(runner, timeout_s=WAIT_S) as (_, told):
+        async with watched(runner, timeout_s=WAIT_S) as (_, reports):
             await until(lambda: runner.counters["canaries"] >= 2, "two probes")
-            assert told == []
+            assert reports == []
         load = engine.loads()[0]
         assert (load.running, load.waiting, load.rooms_open) == (0, 0, 0)
 
@@ -378,9 +378,9 @@ async def test_the_sim_responds_to_probes_in_every_role_without_caching(role: Ro
 async def test_a_frozen_sim_and_its_recovery_are_detected() -> None:
     async with (
         sim("aggregated") as engine,
-        watched(Runner(engine), timeout_s=0.5) as (canary, _),
+        watched(Runner(engine), timeout_s=0.5) as (probe, _),
     ):
         engine.freeze()
-        await until(lambda: not canary.is_alive, "it is found to be frozen")
+        await until(lambda: not probe.is_alive, "it is found to be frozen")
         engine.unfreeze()
-        await until(lambda: canary.is_alive, "it is back")
+        await until(lambda: probe.is_alive, "the engine is alive again")

@@ -1,4 +1,4 @@
-"""The runner with engines that do as they are told: contract, stops, deadlines, counting."""
+"""The runner with scripted engines: contract, stops, deadlines, counters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Script = Callable[[GenerateContext], AsyncGenerator[LLMEngineOutput, None]]
 
 
 class ScriptedEngine:
-    """Runs one script a request, by request id; notes what it was told."""
+    """Runs one script per request id; records its calls."""
 
     def __init__(self, **scripts: Script) -> None:
         self.scripts = scripts
@@ -73,7 +73,7 @@ class ScriptedEngine:
         return (Load(),)
 
 
-async def good(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+async def two_tokens(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
     yield chunk.token(7)
     yield chunk.token(8)
     yield chunk.stop()
@@ -85,7 +85,7 @@ async def until_stopped(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput,
     yield chunk.cancelled()
 
 
-async def deaf(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
+async def ignores_stops(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
     yield chunk.token(1)
     await asyncio.Event().wait()
 
@@ -113,7 +113,7 @@ def leg_request(request_id: str, *, mdc_sum: str | None = None, **parts: Any) ->
 
 
 class Emitted:
-    """Chunks of one request; `first` is set with the first of them."""
+    """Chunks of one request; `first` is set at the first."""
 
     def __init__(self) -> None:
         self.chunks: list[LLMEngineOutput] = []
@@ -128,7 +128,7 @@ class Emitted:
         return [token for one in self.chunks for token in one.token_ids]
 
 
-def assert_at_rest(runner: Runner) -> None:
+def assert_idle(runner: Runner) -> None:
     counts = runner.counters
     ends = sum(counts[name] for name in ("finished", "stopped", "failed", "closed"))
     assert counts["accepted"] == ends, dict(counts)
@@ -139,7 +139,7 @@ def assert_at_rest(runner: Runner) -> None:
 async def running(
     runner: Runner, request_id: str, **parts: Any
 ) -> AsyncIterator[tuple[int, asyncio.Task[LLMEngineOutput]]]:
-    """A request after its first chunk: key and task; the task has ended afterwards."""
+    """A request after its first chunk: key and task; the task has ended on exit."""
     key, emitted = runner.admit(leg_request(request_id, **parts)), Emitted()
     task = asyncio.create_task(runner.run(key, emitted))
     try:
@@ -153,7 +153,7 @@ async def running(
 
 @pytest.mark.row("S4-27", "S4-30")
 async def test_chunks_are_emitted_and_the_terminal_one_is_returned() -> None:
-    runner = Runner(ScriptedEngine(a=good))
+    runner = Runner(ScriptedEngine(a=two_tokens))
     emitted = Emitted()
     terminal = await runner.run(runner.admit(leg_request("a")), emitted)
     assert emitted.token_ids == [7, 8]
@@ -184,7 +184,7 @@ async def test_a_contract_violation_fails_that_request_only(broken: Script) -> N
         assert (await other).finish_reason is FinishReason.CANCELLED
     assert runner.counters["failed"] == runner.counters["stopped"] == 1
     assert engine.closed == ["a", "b"]
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 @pytest.mark.row("S4-31", "S4-32")
@@ -216,7 +216,7 @@ async def test_an_engine_may_reject_before_it_creates_a_stream() -> None:
     with pytest.raises(Unsupported) as caught:
         await runner.run(runner.admit(leg_request("a")), Emitted())
     assert caught.value.field == "sampling_options.n"
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 @pytest.mark.row("S4-33")
@@ -230,7 +230,7 @@ async def test_an_error_chunk_fails_the_request_without_a_type() -> None:
     assert runner.counters["failed"] == 1
 
 
-# The engine's own: nobody stopped or cancelled the request.
+# A cancellation by the engine itself: the request was neither stopped nor cancelled.
 @pytest.mark.parametrize(
     "error", [KeyError("secret"), TimeoutError("secret"), asyncio.CancelledError("secret")]
 )
@@ -259,16 +259,16 @@ async def test_a_stop_aborts_once_and_ends_the_stream_gracefully() -> None:
 
 
 class Gate:
-    """A leg that gives tokens when told to. deaf: it does not mind being stopped."""
+    """A leg that sends tokens on command. ignores_stops: it ignores stops."""
 
-    def __init__(self, *, deaf: bool = False) -> None:
+    def __init__(self, *, ignores_stops: bool = False) -> None:
         self.opened = asyncio.Event()
-        self._deaf = deaf
+        self._ignores_stops = ignores_stops
 
     async def __call__(self, ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
         await self.opened.wait()
         yield chunk.token(1)
-        if self._deaf:
+        if self._ignores_stops:
             await asyncio.Event().wait()
         await ctx.stopped()
         yield chunk.cancelled()
@@ -282,7 +282,7 @@ class Gate:
 async def test_a_decode_leg_is_aborted_after_its_first_token(
     role: str, phase: str, side_channel: bool
 ) -> None:
-    gate = Gate(deaf=True)
+    gate = Gate(ignores_stops=True)
     engine = ScriptedEngine(a=gate)
     runner = Runner(engine, role=role)
     key = runner.admit(leg_request("a", phase=phase))
@@ -299,7 +299,7 @@ async def test_a_decode_leg_is_aborted_after_its_first_token(
         assert (await task).finish_reason is FinishReason.CANCELLED
     assert engine.aborted == ["a"]
     assert runner.counters["aborts_deferred"] == 1
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 @pytest.mark.row("S4-04", "S4-37")
@@ -320,7 +320,7 @@ async def test_a_decode_leg_that_ends_without_a_token_is_never_aborted() -> None
     await asyncio.sleep(0.01)
     assert engine.aborted == []
     assert engine.closed == ["a"]
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 @pytest.mark.row("S4-05", "S4-06")
@@ -340,7 +340,7 @@ async def test_other_legs_have_no_gate_and_are_aborted_at_once() -> None:
 
 @pytest.mark.row("S4-37")
 async def test_a_request_that_ends_regularly_is_never_aborted() -> None:
-    engine = ScriptedEngine(a=good)
+    engine = ScriptedEngine(a=two_tokens)
     runner = Runner(engine)
     await runner.run(runner.admit(leg_request("a")), Emitted())
     assert engine.aborted == []
@@ -348,7 +348,7 @@ async def test_a_request_that_ends_regularly_is_never_aborted() -> None:
 
 @pytest.mark.row("S4-38")
 async def test_a_dropped_stream_is_not_aborted() -> None:
-    engine = ScriptedEngine(a=deaf)
+    engine = ScriptedEngine(a=ignores_stops)
     runner = Runner(engine)
     async with running(runner, "a") as (_, task):
         task.cancel()
@@ -360,7 +360,7 @@ async def test_a_dropped_stream_is_not_aborted() -> None:
 
 @pytest.mark.row("S4-39")
 async def test_closing_the_stream_closes_the_generator_and_frees_the_slot() -> None:
-    engine = ScriptedEngine(a=deaf)
+    engine = ScriptedEngine(a=ignores_stops)
     runner = Runner(engine)
     async with running(runner, "a") as (_, task):
         assert runner.open_requests == 1
@@ -369,12 +369,12 @@ async def test_closing_the_stream_closes_the_generator_and_frees_the_slot() -> N
         assert engine.closed == ["a"]
         async with asyncio.timeout(WAIT_S):
             await runner.wait_idle()
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 @pytest.mark.row("S4-39")
 async def test_a_task_cancelled_before_its_first_step_frees_the_slot_too() -> None:
-    runner = Runner(ScriptedEngine(a=good))
+    runner = Runner(ScriptedEngine(a=two_tokens))
     key = runner.admit(leg_request("a"))
     task = asyncio.create_task(runner.run(key, Emitted()))
     task.add_done_callback(lambda _: runner.discard(key))
@@ -383,11 +383,11 @@ async def test_a_task_cancelled_before_its_first_step_frees_the_slot_too() -> No
         await runner.wait_idle()
     assert dict(runner.counters) == {"accepted": 1, "closed": 1}
     runner.discard(key)
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
-    engine = ScriptedEngine(a=deaf)
+    engine = ScriptedEngine(a=ignores_stops)
     runner = Runner(engine)
 
     async def work() -> float:
@@ -404,7 +404,7 @@ def test_a_stop_that_the_engine_ignores_is_forced_after_the_grace() -> None:
 
 
 async def test_a_stop_before_the_run_is_forced_as_well() -> None:
-    runner = Runner(ScriptedEngine(a=deaf))
+    runner = Runner(ScriptedEngine(a=ignores_stops))
     key = runner.admit(leg_request("a"))
     await runner.stop(key, "early")
     async with asyncio.timeout(WAIT_S):
@@ -413,7 +413,7 @@ async def test_a_stop_before_the_run_is_forced_as_well() -> None:
     assert runner.counters["stops_forced"] == 1
 
 
-@pytest.mark.parametrize("script", [until_stopped, deaf])
+@pytest.mark.parametrize("script", [until_stopped, ignores_stops])
 async def test_a_stop_by_the_deadline_is_deadline_exceeded(script: Script) -> None:
     runner = Runner(ScriptedEngine(a=script))
     async with running(runner, "a") as (key, task):
@@ -445,11 +445,11 @@ async def test_abort_by_request_id_stops_exactly_its_legs() -> None:
         assert await runner.stop_request("a", "abort_rpc") == 2
         await asyncio.wait([one, two], timeout=WAIT_S)
         assert not other.done()
-        assert await runner.stop_request("nobody", "abort_rpc") == 0
+        assert await runner.stop_request("unknown", "abort_rpc") == 0
 
 
 async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
-    runner = Runner(ScriptedEngine(a=good), card_checksum="ours")
+    runner = Runner(ScriptedEngine(a=two_tokens), card_checksum="ours")
     with pytest.raises(InvalidRequest) as caught:
         runner.admit(leg_request("a", mdc_sum="theirs"))
     assert (caught.value.field, caught.value.reason) == ("mdc_sum", "CARD_MISMATCH")
@@ -462,7 +462,7 @@ async def test_a_prompt_tokenized_for_another_card_is_rejected() -> None:
 
 
 async def test_a_draining_worker_rejects_retryably_and_finishes_running_requests() -> None:
-    runner = Runner(ScriptedEngine(a=until_stopped, b=good))
+    runner = Runner(ScriptedEngine(a=until_stopped, b=two_tokens))
     async with running(runner, "a") as (key, task):
         runner.is_draining = True
         with pytest.raises(Unavailable) as caught:
@@ -471,11 +471,11 @@ async def test_a_draining_worker_rejects_retryably_and_finishes_running_requests
         assert not task.done()
         await runner.stop(key, "test")
         await task
-    assert_at_rest(runner)
+    assert_idle(runner)
 
 
 async def test_a_full_worker_rejects_with_a_retry_time() -> None:
-    runner = Runner(ScriptedEngine(a=until_stopped, b=good), max_requests=1)
+    runner = Runner(ScriptedEngine(a=until_stopped, b=two_tokens), max_requests=1)
     async with running(runner, "a"):
         with pytest.raises(Unavailable) as caught:
             runner.admit(leg_request("b"))
@@ -511,7 +511,7 @@ async def test_the_first_chunk_with_tokens_fires_the_first_token_signal() -> Non
 @pytest.mark.row("S4-07")
 @pytest.mark.parametrize("phase", ["", "prefill"])
 async def test_other_legs_have_no_first_token_signal(phase: str) -> None:
-    engine = ScriptedEngine(a=good)
+    engine = ScriptedEngine(a=two_tokens)
     runner = Runner(engine)
     await runner.run(runner.admit(leg_request("a", phase=phase)), Emitted())
     assert engine.contexts["a"].first_token_sender() is None
@@ -551,8 +551,8 @@ async def refuse(ctx: GenerateContext) -> AsyncGenerator[LLMEngineOutput, None]:
     yield chunk.stop()
 
 
-FATES: dict[str, tuple[Script, str]] = {
-    "good": (good, "finished"),
+SCRIPTS: dict[str, tuple[Script, str]] = {
+    "finishes": (two_tokens, "finished"),
     "stopped": (until_stopped, "stopped"),
     "dropped": (until_stopped, "closed"),
     "typed": (refuse, "failed"),
@@ -563,20 +563,20 @@ FATES: dict[str, tuple[Script, str]] = {
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(sorted(FATES)), max_size=12))
-def test_the_counters_add_up_for_every_outcome(fates: list[str]) -> None:
+@given(st.lists(st.sampled_from(sorted(SCRIPTS)), max_size=12))
+def test_the_counters_add_up_for_every_outcome(names: list[str]) -> None:
     async def scenario() -> Runner:
-        engine = ScriptedEngine(**{f"r{i}": FATES[fate][0] for i, fate in enumerate(fates)})
+        engine = ScriptedEngine(**{f"r{i}": SCRIPTS[name][0] for i, name in enumerate(names)})
         runner = Runner(engine)
         tasks = []
-        for i, fate in enumerate(fates):
+        for i, name in enumerate(names):
             key, emitted = runner.admit(leg_request(f"r{i}")), Emitted()
             task = asyncio.create_task(runner.run(key, emitted))
             tasks.append(task)
-            await emitted.first.wait() if fate in ("stopped", "dropped") else None
-            if fate == "stopped":
+            await emitted.first.wait() if name in ("stopped", "dropped") else None
+            if name == "stopped":
                 await runner.stop(key, "test")
-            elif fate == "dropped":
+            elif name == "dropped":
                 task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=WAIT_S)
@@ -587,6 +587,6 @@ def test_the_counters_add_up_for_every_outcome(fates: list[str]) -> None:
 
     with capture_logs():  # rendering the tracebacks would take most of the time
         runner = asyncio.run(scenario())
-    assert_at_rest(runner)
-    for how in ("finished", "stopped", "closed", "failed"):
-        assert runner.counters[how] == sum(FATES[fate][1] == how for fate in fates)
+    assert_idle(runner)
+    for outcome in ("finished", "stopped", "closed", "failed"):
+        assert runner.counters[outcome] == sum(SCRIPTS[name][1] == outcome for name in names)

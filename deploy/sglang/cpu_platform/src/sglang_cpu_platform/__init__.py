@@ -1,7 +1,7 @@
 """SGLang on a plain CPU: torch's own operators instead of `sgl_kernel`.
 
-SGLang finds this package by its entry points and asks it at start; where there is an accelerator it
-declines. It fits SGLang 0.5.23 and no other version: two of the places it hooks are internal.
+SGLang loads this package by its entry points at start; with an accelerator the package is inactive.
+It fits SGLang 0.5.23 only: two of its hooks replace internal functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 def activate() -> str | None:
-    """The platform's class by name; None where there is an accelerator."""
+    """Returns the name of the platform class; None with an accelerator."""
     if torch.cuda.is_available():
         return None
     declare_torchvision_ops()
@@ -21,10 +21,10 @@ def activate() -> str | None:
 
 @cache  # the declarations last as long as the library object
 def declare_torchvision_ops() -> torch.library.Library | None:
-    """Lets a CUDA build of torchvision be imported beside a CPU build of torch.
+    """Makes a CUDA build of torchvision importable with a CPU build of torch.
 
-    Its C++ library does not load then, and importing its Python part fails merely because that
-    registers fake kernels for two operators which nobody declared.
+    Its C++ library does not load then, and the import of its Python part fails only because that
+    registers fake kernels for two undeclared operators.
     """
     if torch.version.cuda is not None:
         return None
@@ -36,7 +36,7 @@ def declare_torchvision_ops() -> torch.library.Library | None:
 
 
 def register_hooks() -> None:
-    """Mends two places which assume an accelerator although the device is a CPU."""
+    """Replaces two functions that assume an accelerator even if the device is a CPU."""
     if torch.cuda.is_available():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # noqa: TID251
@@ -52,8 +52,7 @@ def register_hooks() -> None:
 
 
 def _with_plain_indices(original, transfer_backend, class_type):  # type: ignore[no-untyped-def]
-    """Prefill copies page indices to pinned memory and records a CUDA event when the sender's class
-    says so; on a CPU it takes the plain branch."""
+    """Disables the sender's flag for page indices in pinned memory with a CUDA event."""
     kind = original(transfer_backend, class_type)
     if getattr(kind, "supports_host_tensor_indices", False):
         kind.supports_host_tensor_indices = False

@@ -1,4 +1,4 @@
-"""The platform's class; imported by SGLang, once it runs."""
+"""The platform class, which SGLang imports at run time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class CpuNativePlatform(CpuDeviceMixin, SRTPlatform):
     device_type = "cpu"
 
     def get_default_attention_backend(self) -> str:
-        """Attention without kernels of its own."""
+        """Returns an attention backend without own kernels."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Which variant of SGLang's operators to take."""
+        """Returns the variant of SGLang's operators."""
         return "native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
-        """No compiler: the first repetition penalty would stop all requests for ten seconds, or end
-        the scheduler where there is no C++ compiler."""
+        """Returns no compiler: it would block all requests for ten seconds at the first repetition
+        penalty, or end the scheduler on a machine without a C++ compiler."""
         return "eager"
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Pinned memory needs an accelerator."""
+        """Returns False: pinned memory needs an accelerator."""
         return False

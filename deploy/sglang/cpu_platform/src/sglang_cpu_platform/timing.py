@@ -1,4 +1,4 @@
-"""Timing of forward passes: on a CPU they are synchronous, so wall clock is exact."""
+"""Timing of forward passes: on a CPU they are synchronous, so the wall clock is exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang.srt.utils.device_timer import _TimingInterval  # noqa: TID251
 
 
 class _Instant:
-    """What SGLang expects of a device event, already over."""
+    """A device event as SGLang uses it, already completed."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -28,10 +28,10 @@ class CpuInterval(_TimingInterval):
 
     @staticmethod
     def create(track_stream: bool = False) -> CpuInterval:
-        """Begins one."""
+        """Starts an interval."""
         return CpuInterval(start_event=_Instant())
 
     def end(self, metadata: object) -> None:
-        """Ends it."""
+        """Ends the interval."""
         self.end_event = _Instant()
         self.metadata = metadata

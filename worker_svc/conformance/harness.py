@@ -225,9 +225,7 @@ class EngineHarness:
         return stream_result
 
     async def expect_refusal(self, request: PreprocessedRequest) -> MeshError:
-        """Returns the rejection of a request. Raises CheckFailed without one, or if it is not a
-        MeshError.
-        """
+        """Returns the MeshError that rejects a request. Raises CheckFailed without one."""
         stream_result = await self.run_request(request)
         require(stream_result.error is not None, "it was not rejected")
         require(

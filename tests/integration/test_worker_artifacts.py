@@ -1,4 +1,4 @@
-"""What workers do beside serving: hand out artifacts of their card, and watch their idle engine."""
+"""Other duties of workers: serving artifacts of the card, and probing an idle engine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from kvmesh.engine.v1 import engine_pb2_grpc
 from tests.living import WAIT_S, living
 from worker_svc.app import SERVICE_NAME, WorkerApp
 from worker_svc.config import WorkerConfig
-from worker_svc.engines.sim.engine import SIM_MODEL_DIR, SimEngine
+from worker_svc.engines.sim.config import SIM_MODEL_DIR
+from worker_svc.engines.sim.engine import SimEngine
 
 NS = "default"
 
 
 def worker(
-    store: MemoryStore | None = None, **knobs: Any
+    store: MemoryStore | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[WorkerApp]:
-    config = WorkerConfig(registry="memory", speedup=0.0, **knobs)
+    config = WorkerConfig(registry="memory", speedup=0.0, **settings)
     return living(WorkerApp(config, registry=MemoryRegistry(store or MemoryStore())))
 
 
@@ -84,7 +85,7 @@ async def test_a_frontend_fetches_files_that_the_card_does_not_carry() -> None:
             "tokenizer_config.json",
         }
         models = ModelCatalog(registry.get_card, now_s=lambda: 0.0, mesh_key=b"")
-        # The address of one leads nowhere: the other is asked.
+        # One address is unreachable: the other is tried.
         await apps[0].close()
         assert await models.follow(snapshot)
         model = models.get("sim")
@@ -107,7 +108,7 @@ async def test_small_files_travel_in_the_card() -> None:
 
 
 async def mesh_error_to_status(app: WorkerApp, service: str) -> Any:
-    channel: Any  # The stubs' types know synchronous channels only.
+    channel: Any  # The stubs' types cover synchronous channels only.
     async with rpc.channel(app.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         asked = health_pb2.HealthCheckRequest(service=service)

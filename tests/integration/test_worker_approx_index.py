@@ -1,4 +1,6 @@
-"""Workers that keep a prefix cache and publish nothing: routers guess, and the engine agrees."""
+"""Workers with a prefix cache but no KV events: routers keep approximate entries, and the engine
+agrees.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ HASHER = PrefixHasher(mesh_key=b"", model="sim", block_size=BLOCK)
 
 
 class Mesh:
-    """Two sim workers that publish no events, and a router that would follow some."""
+    """Two sim workers without events, and a router that would follow events."""
 
     def __init__(self, router: RouterApp, workers: Sequence[WorkerApp], session: Any) -> None:
         self.router = router
@@ -36,7 +38,7 @@ class Mesh:
         self._asked = 0
 
     async def ask(self, tokens: Sequence[int]) -> tuple[pb.Decision, int]:
-        """Where a prompt was sent, and how many of its tokens were cached there when it came."""
+        """The worker of a prompt, and the prompt's cached tokens there."""
         decision = await self._place(tokens)
         request = PreprocessedRequest(
             token_ids=TokenIds.of(list(tokens)),
@@ -85,10 +87,10 @@ async def mesh() -> AsyncIterator[Mesh]:
             )
             for one in (1, 2)
         ]
-        # Misses would move a prompt's second half elsewhere: a spread that is no part of this.
-        knobs = RouterConfig(registry="memory", recent_miss_weight=0.0)
+        # Recent prefill work would move a prompt's second half: a spread that is not tested here.
+        settings = RouterConfig(registry="memory", recent_miss_weight=0.0)
         router = await stack.enter_async_context(
-            living(RouterApp(knobs, registry=MemoryRegistry(store), rng=Random(1)))
+            living(RouterApp(settings, registry=MemoryRegistry(store), rng=Random(1)))
         )
         fleet = router.router.fleet
         await until(
@@ -125,9 +127,11 @@ async def test_decisions_on_approximate_entries_are_labelled_approximate() -> No
         async with rpc.channel(m.router.address) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             query = pb.Query(model="sim", token_ids=prompt(1, 8 * BLOCK))
-            answer = await rpc.unary(stub.Explain, pb.ExplainRequest(query=query), timeout_s=WAIT_S)
-        assert isinstance(answer, pb.ExplainResponse)
-        assert {row.source_state for row in answer.candidates} == {"approx"}
-        held = {row.worker.worker_id: row.overlap_blocks for row in answer.candidates}
+            response = await rpc.unary(
+                stub.Explain, pb.ExplainRequest(query=query), timeout_s=WAIT_S
+            )
+        assert isinstance(response, pb.ExplainResponse)
+        assert {row.source_state for row in response.candidates} == {"approx"}
+        held = {row.worker.worker_id: row.overlap_blocks for row in response.candidates}
         assert held.pop(first.worker.worker_id) == 8
         assert set(held.values()) == {0}

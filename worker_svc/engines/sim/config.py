@@ -1,0 +1,151 @@
+"""Settings of the simulated engine, and the part of a model folder that it uses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from common.errors import InvalidRequest, NotFound
+from common.registry.instances import Role
+from worker_svc.engines.handoff import HandoffTimeouts
+from worker_svc.engines.sim.timing import Timing
+from worker_svc.engines.sim.token_oracle import DEFAULT_EOS_ONE_IN
+
+SIM_MODEL_DIR: Final = Path(__file__).parent / "model"
+
+
+@dataclass(frozen=True, slots=True)
+class SimModel:
+    """The part of a model folder that the simulation uses; eos_ids[0] is the id the model emits."""
+
+    word_ids: tuple[int, ...]
+    eos_ids: tuple[int, ...]
+    context_length: int
+
+
+def load_sim_model(folder: Path) -> SimModel:
+    """Reads `sim.json` and `generation_config.json`. Raises NotFound or InvalidRequest."""
+    sim = _read_object(folder / "sim.json")
+    eos: Any = _read_object(folder / "generation_config.json").get("eos_token_id")
+    eos_ids = eos if isinstance(eos, list) else [eos]
+    words: Any = sim.get("word_ids")
+    context_length: Any = sim.get("context_length")
+    for name, ids in (("word_ids", words), ("eos_token_id", eos_ids)):
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise InvalidRequest(f"{folder}: {name} must be a list of token ids", "model_path")
+    if type(context_length) is not int or context_length < 2:
+        raise InvalidRequest(f"{folder}: context_length must be an integer above 1", "model_path")
+    return SimModel(tuple(words), tuple(eos_ids), context_length)
+
+
+def _read_object(path: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotFound(
+            f"{path} does not exist; the sim engine needs it in --model-path; create it with "
+            "python -m worker_svc.engines.sim.make_model",
+            field="model_path",
+        ) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{path} is not JSON: {error}", "model_path") from None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path} must contain a JSON object", "model_path")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SimHandoffConfig:
+    """Settings of prefill and decode.
+
+    role: the legs this engine accepts. mode: "bootstrap" advertises host and port, so that both
+    legs start at once; "completed" advertises neither: prefill ends first, and its
+    `disaggregated_params` locate the KV. host, port: where prefill listens; port 0 means any.
+    advertise_host: the address that peers dial; "" means `host`. transfer_group: engines of equal
+    groups can move KV between each other; "" uses model and block size. local_prefill: whether a
+    decode engine computes prompts that come without a handoff.
+
+    gb_per_s: 10^9 bytes per second on the link of a prefill worker. bytes_per_token: size of the
+    KV. latency_s: of each transfer. chunk_pages: pages per write.
+
+    timeout_s: how long a leg waits for its partner, and how long a partner may be silent. abort_s:
+    how long the pages of an aborted leg wait for the peer's confirmation. lease_s: how long a
+    completed prefill keeps its KV. rooms_max: limit of open rooms and of connections.
+    Raises ValueError for a value out of range.
+    """
+
+    role: Role = "aggregated"
+    mode: Literal["bootstrap", "completed"] = "bootstrap"
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise_host: str = ""
+    transfer_group: str = ""
+    local_prefill: bool = True
+    gb_per_s: float = 25.0
+    bytes_per_token: int = 131_072
+    latency_s: float = 1e-3
+    chunk_pages: int = 64
+    timeout_s: float = 10.0
+    abort_s: float = 2.0
+    lease_s: float = 30.0
+    rooms_max: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("gb_per_s", "timeout_s", "abort_s", "lease_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: must be above 0")
+        for name in ("chunk_pages", "rooms_max", "bytes_per_token"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: must be at least 1")
+        if self.latency_s < 0:
+            raise ValueError("latency_s: must not be negative")
+        if not 0 <= self.port < 65536:
+            raise ValueError("port: must be in 0..65535")
+
+    @property
+    def timeouts(self) -> HandoffTimeouts:
+        """Returns the time limits of a room."""
+        return HandoffTimeouts(self.timeout_s, self.abort_s, self.lease_s)
+
+
+@dataclass(frozen=True, slots=True)
+class SimConfig:
+    """Settings of the simulated engine. Sizes are in tokens, blocks or sequences, as named.
+
+    context_length: None uses the model's. max_waiting: limit of queued requests. eos_one_in: see
+    `token_oracle.py`. loras: adapters that requests may name. mesh_key: key of the block names.
+    startup_s: duration of `start`. handoff: role, and how KV moves.
+    Raises ValueError for a value out of range.
+    """
+
+    model: str = "kvmesh-sim"
+    served_model_name: str | None = None
+    model_dir: Path = SIM_MODEL_DIR
+    context_length: int | None = None
+    block_size: int = 16
+    total_kv_blocks: int = 16_384
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    max_waiting: int = 1024
+    prefix_caching: bool = True
+    eos_one_in: int = DEFAULT_EOS_ONE_IN
+    timing: Timing = field(default=Timing())
+    loras: frozenset[str] = frozenset()
+    mesh_key: bytes = b""
+    startup_s: float = 0.0
+    handoff: SimHandoffConfig = field(default=SimHandoffConfig())
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
+            raise ValueError("max_num_seqs: must be in 1..max_num_batched_tokens")
+        if self.block_size < 1 or self.total_kv_blocks < 1:
+            raise ValueError("block_size, total_kv_blocks: must be at least 1")
+        if self.max_waiting < 1:
+            raise ValueError("max_waiting: must be at least 1")
+        if self.context_length is not None and self.context_length < 2:
+            raise ValueError("context_length: must be at least 2, for prompt and output")
+        if self.startup_s < 0:
+            raise ValueError("startup_s: must not be negative")

@@ -1,0 +1,180 @@
+"""Translates requests to jobs of the simulated scheduler. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from common.errors import InvalidRequest, PromptTooLong, Unavailable, Unsupported
+from common.kv.hashing import PrefixHasher
+from common.request.preprocessed import PreprocessedRequest, unsupported_fields
+from worker_svc.engines.sim.config import SimConfig, SimModel
+from worker_svc.engines.sim.scheduler import Job
+from worker_svc.engines.stop_tokens import stop_tokens_of
+
+_PROBE_PRIORITY: Final = 2**31
+
+_SUPPORTED_FIELDS: Final = frozenset(
+    {
+        "stop_conditions",
+        "output_options.logprobs",
+        "output_options.skip_special_tokens",
+        "output_options.formatted_prompt",
+        "output_options.include_stop_str_in_output",
+        "output_options.return_tokens_as_token_ids",
+        "sampling_options.presence_penalty",
+        "sampling_options.frequency_penalty",
+        "sampling_options.repetition_penalty",
+        "sampling_options.temperature",
+        "sampling_options.top_p",
+        "sampling_options.top_k",
+        "sampling_options.min_p",
+        "sampling_options.seed",
+        "sampling_options.logit_bias",
+        "routing.lora_name",
+    }
+)
+# Fields that a probe may carry without effect; a decode leg has one of them.
+_HANDOFF_FIELDS: Final = frozenset({"bootstrap_info", "prefill_result"})
+
+
+@dataclass(frozen=True, slots=True)
+class JobBuilder:
+    """Builds the jobs of one engine. hashers: by adapter, "" for the base model."""
+
+    config: SimConfig
+    eos_ids: tuple[int, ...]
+    context_length: int
+    hashers: Mapping[str, PrefixHasher]
+
+    @staticmethod
+    def create(config: SimConfig, model: SimModel) -> JobBuilder:
+        """Returns the builder for a model."""
+        hashers = {
+            lora: PrefixHasher(
+                mesh_key=config.mesh_key,
+                model=config.model,
+                block_size=config.block_size,
+                lora_name=lora,
+            )
+            for lora in ("", *config.loras)
+        }
+        context_length = config.context_length or model.context_length
+        return JobBuilder(config, model.eos_ids, context_length, hashers)
+
+    def build(self, request: PreprocessedRequest, priority: int | None) -> Job:
+        """Returns the job for a request, as the engine's role runs it.
+
+        priority: used if the request has none. Raises MeshError if the request is rejected.
+        """
+        job = self._build(request, priority)
+        return job if request.is_probe else self._job_for_role(request, job)
+
+    def _build(self, request: PreprocessedRequest, priority: int | None) -> Job:
+        lora = self._check_fields(request)
+        limit = self._max_output_tokens(request)
+        stop = request.stop_conditions
+        if stop.max_tokens == 0:
+            raise InvalidRequest("max_tokens must be at least 1", "stop_conditions.max_tokens")
+        if request.routing is not None and request.routing.priority is not None:
+            priority = request.routing.priority
+        if request.is_probe:
+            return Job(request.token_ids.little_endian, 1, priority=_PROBE_PRIORITY)
+        return Job(
+            request.token_ids.little_endian,
+            limit if stop.max_tokens is None else min(stop.max_tokens, limit),
+            stops=stop_tokens_of(request, self.eos_ids),
+            min_tokens=stop.min_tokens or 0,
+            hasher=self.hashers[lora] if self.config.prefix_caching else None,
+            lora_name=lora,
+            priority=priority or 0,
+        )
+
+    def _check_fields(self, request: PreprocessedRequest) -> str:
+        """Returns the adapter's name. Raises Unsupported or InvalidRequest."""
+        supported = _SUPPORTED_FIELDS
+        if request.is_probe or self.config.handoff.role == "decode":
+            supported |= _HANDOFF_FIELDS
+        elif self.config.handoff.role == "prefill" and self.config.handoff.mode == "bootstrap":
+            supported |= {"bootstrap_info"}
+        unsupported = unsupported_fields(request, supported)
+        if unsupported:
+            others = f" (nor are {', '.join(unsupported[1:])})" if unsupported[1:] else ""
+            raise Unsupported(unsupported[0], f"not supported by the simulated engine{others}")
+        routing = request.routing
+        if routing is None:
+            return ""
+        if routing.dp_rank:
+            raise InvalidRequest(
+                f"unknown dp_rank {routing.dp_rank}; this worker has rank 0 only", "routing.dp_rank"
+            )
+        lora = routing.lora_name or ""
+        if lora not in self.hashers:
+            raise Unsupported("routing.lora_name", f"the adapter {lora!r} is not loaded here")
+        return lora
+
+    def _max_output_tokens(self, request: PreprocessedRequest) -> int:
+        """Returns the limit of output tokens. Raises InvalidRequest or PromptTooLong."""
+        prompt = len(request.token_ids)
+        if prompt == 0:
+            raise InvalidRequest("token_ids must not be empty", "token_ids")
+        max_length = min(self.context_length, self.config.total_kv_blocks * self.config.block_size)
+        if prompt >= max_length:
+            raise PromptTooLong(
+                f"prompt too long: {prompt}/{max_length - 1} tokens, with one left for the output",
+                field="token_ids",
+            )
+        return max_length - prompt
+
+    def _job_for_role(self, request: PreprocessedRequest, job: Job) -> Job:
+        """Returns the job as this role runs it. Raises Unavailable if the role does not run it."""
+        config = self.config.handoff
+        match config.role:
+            case "aggregated":
+                return job
+            case "prefill":
+                is_completed = config.mode == "completed"
+                if request.bootstrap_info is None and not (is_completed and job.max_tokens == 1):
+                    raise Unavailable(
+                        "a prefill worker accepts requests with bootstrap_info only",
+                        reason="PREFILL_ONLY",
+                    )
+                return replace(job, max_tokens=1, is_handed_over=True)
+            case _ if request.bootstrap_info or request.prefill_result:
+                return replace(job, is_remote=True)
+        if not config.local_prefill:
+            raise Unavailable(
+                "this decode worker computes no prompts; it needs a prefill result",
+                reason="NO_LOCAL_PREFILL",
+            )
+        return job
+
+
+def kv_location(request: PreprocessedRequest) -> tuple[tuple[str, int], int]:
+    """Returns address and room of a decode leg's KV. Raises InvalidRequest."""
+    info, result = request.bootstrap_info, request.prefill_result
+    if info is not None:
+        return (info.bootstrap_host, info.bootstrap_port), info.bootstrap_room
+    field_path = "prefill_result.disaggregated_params"
+    assert result is not None, "a decode leg has one of the two"
+    params = result.disaggregated_params
+    if not isinstance(params, dict):
+        raise InvalidRequest("disaggregated_params must be an object", field_path)
+    if "bootstrap_room" in params:
+        room: Any = params["bootstrap_room"]
+        host, port = params.get("bootstrap_host"), params.get("bootstrap_port")
+    else:
+        host, port, room = params.get("host"), params.get("port"), params.get("transfer_id")
+        if isinstance(room, str) and re.fullmatch("[0-9a-f]{16}", room):
+            room = int(room, 16)
+    if not (isinstance(host, str) and host):
+        raise InvalidRequest("disaggregated_params have no host", field_path)
+    if type(port) is not int or not 0 < port < 65536:
+        raise InvalidRequest(f"disaggregated_params have an invalid port: {port!r}", field_path)
+    if type(room) is not int or not 0 <= room < 2**64:
+        raise InvalidRequest(
+            f"disaggregated_params have an invalid room or transfer_id: {room!r}", field_path
+        )
+    return (host, port), room

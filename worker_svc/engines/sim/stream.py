@@ -1,0 +1,99 @@
+"""One request of the simulated engine, between the scheduler and its generator."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from common.errors import MeshError
+from common.request.preprocessed import JsonValue, PromptTokensDetails, TopLogprob
+from worker_svc.engines.contract import (
+    CompletionUsage,
+    FinishReason,
+    LLMEngineOutput,
+    TokenLogprob,
+    usage,
+)
+from worker_svc.engines.sim.scheduler import SimSequence
+from worker_svc.engines.sim.transfer_server import Handoff
+
+
+class Stream:
+    """One request between the scheduler and its generator.
+
+    is_awaiting_handoff: a prefill leg whose terminal chunk waits until decode or a lease has its
+    KV. params: what the leg then hands to decode.
+    """
+
+    __slots__ = (
+        "_logprobs",
+        "_waiter",
+        "delivered",
+        "error",
+        "handoff",
+        "is_awaiting_handoff",
+        "params",
+        "sequence",
+    )
+
+    def __init__(
+        self,
+        sequence: SimSequence,
+        logprobs: int | None,
+    ) -> None:
+        self.sequence = sequence
+        self.handoff: Handoff | None = None
+        self.is_awaiting_handoff = sequence.job.is_handed_over
+        self.params: dict[str, JsonValue] | None = None
+        self.delivered = 0
+        self.error: MeshError | None = None
+        self._logprobs = logprobs
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_new_output(self) -> bool:
+        return len(self.sequence.output) > self.delivered and not self.sequence.job.is_handed_over
+
+    @property
+    def is_done(self) -> bool:
+        return self.sequence.end is not None and not self.is_awaiting_handoff
+
+    async def wait_for_update(self) -> None:
+        """Returns after the next `wake`."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def take(self) -> LLMEngineOutput:
+        """Returns a chunk with all new tokens."""
+        tokens = tuple(self.sequence.output[self.delivered :])
+        self.delivered += len(tokens)
+        if self._logprobs is None:
+            return LLMEngineOutput(token_ids=tokens)
+        return LLMEngineOutput(token_ids=tokens, logprobs=[self._logprob(one) for one in tokens])
+
+    def take_terminal(self) -> LLMEngineOutput:
+        """Returns the terminal chunk, with the remaining tokens."""
+        end = self.sequence.end
+        assert end is not None, "only an ended sequence has a terminal chunk"
+        return replace(
+            self.take(),
+            finish_reason=end,
+            stop_reason=self.sequence.stop_token if end is FinishReason.STOP else None,
+            completion_usage=self.usage(),
+            disaggregated_params=self.params,
+        )
+
+    def usage(self) -> CompletionUsage:
+        details = PromptTokensDetails(cached_tokens=self.sequence.cached_tokens or 0)
+        counts = usage(self.sequence.prompt_tokens, self.delivered)
+        return replace(counts, prompt_tokens_details=details)
+
+    def _logprob(self, token: int) -> TokenLogprob:
+        return TokenLogprob(token, 0.0, (TopLogprob(token, 0.0),) if self._logprobs else ())
