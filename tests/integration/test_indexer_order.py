@@ -172,7 +172,7 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
     assert copy.blocks == 0
 
 
-def test_what_comes_out_of_order_would_be_seen() -> None:
+def test_the_order_check_detects_reordered_events() -> None:
     depths = depths_in_order()
     assert is_led_through([0, 0, 100, 3000, 3000, 1500, 0, 2900, 0], depths)
     assert not is_led_through([0, 150], depths), "that is between two batches"

@@ -74,7 +74,7 @@ async def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
+async def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         for n in range(20):
@@ -91,11 +91,11 @@ async def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
 
 
 @pytest.mark.slow
-async def test_a_gap_without_replay_never_serves_a_wrong_index() -> None:
+async def test_a_gap_without_repair_never_serves_a_wrong_index() -> None:
     wire = EngineWire(keeps=0)
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         # Nothing is replayed, so that the first batch to arrive shows that somebody listens.
-        await _heard(wire, app)
+        await _first_batch_received(wire, app)
         await wire.publish(CLEARED)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
@@ -111,7 +111,7 @@ async def test_a_gap_without_replay_never_serves_a_wrong_index() -> None:
         assert mesh.state(app) == "exact", "a cleared cache is known whole"
 
 
-async def _heard(wire: EngineWire, app: object) -> None:
+async def _first_batch_received(wire: EngineWire, app: object) -> None:
     from worker_svc.app import WorkerApp
 
     assert isinstance(app, WorkerApp)
@@ -125,7 +125,7 @@ async def _heard(wire: EngineWire, app: object) -> None:
 
 
 @pytest.mark.slow
-async def test_a_gap_with_replay_is_closed_and_the_source_stays_exact() -> None:
+async def test_a_repaired_gap_keeps_the_source_exact() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -159,7 +159,7 @@ async def test_a_gap_longer_than_what_the_engine_keeps_is_a_loss() -> None:
         assert reader_of(app).counts["losses"] == 1
 
 
-async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
+async def test_an_invalid_engine_batch_counts_as_lost_events() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -173,7 +173,7 @@ async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_that_restarts_and_says_nothing_is_noticed_too() -> None:
+async def test_a_silent_engine_restart_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -185,7 +185,7 @@ async def test_an_engine_that_restarts_and_says_nothing_is_noticed_too() -> None
 
 
 @pytest.mark.slow
-async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_one() -> None:
+async def test_a_restarted_engine_at_the_same_sequence_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12], None, PROMPT[: 2 * BLOCK]))
@@ -202,13 +202,13 @@ async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_
 
 
 @pytest.mark.slow
-async def test_a_new_connection_that_proves_nothing_is_a_loss() -> None:
+async def test_a_new_connection_without_proof_of_continuity_counts_as_lost_events() -> None:
     wire = EngineWire(keeps=0)
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         reader = reader_of(app)
         # What is said before the reader is there is a loss too, and no rare one on a busy machine.
         await wire.publish(CLEARED, reaches=False)
-        await _heard(wire, app)
+        await _first_batch_received(wire, app)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
         losses = reader.counts["losses"]
@@ -248,7 +248,7 @@ async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
         assert await mesh.verified(app) == 0
 
 
-async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none() -> None:
+async def test_adapters_and_salts_have_separate_chains_and_unknown_ones_none() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(
@@ -274,7 +274,7 @@ async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none
         assert mesh.state(app) == "exact", "they are left out by rule, not lost"
 
 
-async def test_models_and_block_sizes_live_beside_one_another() -> None:
+async def test_models_and_block_sizes_have_separate_indexes() -> None:
     small, large, other = EngineWire(), EngineWire(), EngineWire()
     wide = KvEventFormat(2 * BLOCK, 2 * BLOCK, DuplicatePolicy.IDEMPOTENT)
     prompt = list(range(8 * BLOCK))
@@ -298,7 +298,7 @@ async def test_models_and_block_sizes_live_beside_one_another() -> None:
 
 
 @pytest.mark.row("S1-10")
-async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
+async def test_each_rank_of_a_worker_is_a_separate_source() -> None:
     wires = [EngineWire(rank=rank) for rank in range(2)]
     async with wired_mesh() as mesh, mesh.worker(1, *wires) as app:
         await wires[0].publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -312,7 +312,7 @@ async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay_true(
+async def test_a_publisher_withdraws_blocks_for_an_index_over_budget_and_stays_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_svc.kv_events.publisher, "REGROW_INTERVAL_S", 3600.0)

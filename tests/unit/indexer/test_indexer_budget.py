@@ -8,24 +8,24 @@ from indexer_svc.core.budget import SHRINK_GRACE_S, SHRINK_INTERVAL_S, Budget, B
 BLOCKS = {Source(1): 600, Source(2): 300, Source(2, 1): 100}
 
 
-def test_below_the_budget_and_without_one_nothing_is_asked() -> None:
+def test_nothing_is_requested_below_the_budget_or_without_one() -> None:
     assert Budget(1000).plan_actions(0.0, 1000, BLOCKS, {}) == BudgetActions()
     assert Budget(0).plan_actions(0.0, 10**12, BLOCKS, {}) == BudgetActions()
 
 
-def test_every_worker_is_asked_for_its_share_of_the_excess() -> None:
+def test_every_worker_must_withdraw_its_share_of_the_excess() -> None:
     budget_actions = Budget(1000).plan_actions(0.0, 1800, BLOCKS, {})
     assert budget_actions == BudgetActions(shrink={1: 300, 2: 200})
 
 
-def test_it_asks_again_only_after_a_while() -> None:
+def test_shrink_requests_repeat_after_an_interval() -> None:
     budget = Budget(1000)
     assert budget.plan_actions(0.0, 1800, BLOCKS, {}).shrink
     assert budget.plan_actions(SHRINK_INTERVAL_S / 2, 1800, BLOCKS, {}) == BudgetActions()
     assert budget.plan_actions(SHRINK_INTERVAL_S, 1800, BLOCKS, {}).shrink
 
 
-def test_when_asking_does_not_help_the_largest_source_is_dropped_and_later_admitted() -> None:
+def test_if_shrinking_does_not_help_the_largest_source_is_dropped_and_later_readmitted() -> None:
     budget = Budget(1000)
     now = 0.0
     while now < SHRINK_GRACE_S:
@@ -51,7 +51,7 @@ def over_budget(budget: Budget) -> None:
     assert verdicts[-1].drop == Source(1)
 
 
-def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
+def test_readmission_depends_on_the_current_blocks_of_the_source() -> None:
     """One that was dropped at more than there can be room for was never admitted again."""
     budget = Budget(1000)
     over_budget(budget)
@@ -62,7 +62,7 @@ def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
     )
 
 
-def test_a_source_that_left_or_has_come_back_by_itself_is_not_admitted() -> None:
+def test_a_source_that_left_or_reconnected_is_not_readmitted() -> None:
     """Admitting wipes what it claims."""
     for blocks in ({Source(2): 300}, BLOCKS):
         budget = Budget(1000)

@@ -39,7 +39,7 @@ def busy(steps: int, log: list[str], name: str) -> Iterator[None]:
         yield
 
 
-async def test_others_get_a_turn_after_each_slice_and_changes_do_not_mix() -> None:
+async def test_other_tasks_run_after_each_slice_and_changes_do_not_interleave() -> None:
     ingest = Ingest(IndexFeed(), Budget(0), time.monotonic)
     log: list[str] = []
 
@@ -57,7 +57,7 @@ async def test_others_get_a_turn_after_each_slice_and_changes_do_not_mix() -> No
     assert work == ["a"] * 20 + ["b"] * 20
 
 
-async def test_a_change_that_is_cut_short_gives_the_lock_back() -> None:
+async def test_a_cancelled_change_releases_the_lock() -> None:
     ingest = Ingest(IndexFeed(), Budget(0), time.monotonic)
     log: list[str] = []
     task = asyncio.create_task(ingest.run(busy(1000, log, "a")))
@@ -96,7 +96,7 @@ def keys(numbers: Iterable[int]) -> Hashes:
     return np.array(list(numbers), dtype=np.uint64)
 
 
-async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> None:
+async def test_histories_count_as_used_memory_and_are_dropped_first() -> None:
     bed = Bed(60_000)
     bed.register_source(A)
     for number in range(100):
@@ -112,7 +112,7 @@ async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> N
     assert feed.status(A).state == "exact", "without them it fits"
 
 
-async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
+async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
     """Nobody claimed a block yet, so nobody was asked, and nothing was dropped."""
     bed = Bed(100_000)
     feed = bed.ingest.feed
@@ -131,7 +131,7 @@ async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
     assert feed.used_bytes < 100_000
 
 
-async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is_room() -> None:
+async def test_a_source_whose_publisher_reconnected_is_not_reset_on_readmission() -> None:
     """It was admitted although it was no longer load-only."""
     bed = Bed(30_000)
     feed = bed.ingest.feed
@@ -151,7 +151,7 @@ async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is
 @pytest.mark.parametrize(
     ("sources", "sharing", "low", "high"), [(1, 1, 100, 110), (512, 2, 150, 200)]
 )
-def test_masks_of_blocks_that_many_sources_share_are_counted(
+def test_masks_of_shared_blocks_count_as_used_memory(
     sources: int, sharing: int, low: int, high: int
 ) -> None:
     """Bytes a block; measured: 90 and 170."""

@@ -109,9 +109,7 @@ def scheme_1(
         ),
     ],
 )
-def test_scheme_1_gives_these_hashes_for_ever(
-    arguments: dict[str, Any], expected: list[int]
-) -> None:
+def test_scheme_1_always_gives_these_hashes(arguments: dict[str, Any], expected: list[int]) -> None:
     assert HASH_SCHEME_ID == 1
     got = PrefixHasher(**arguments).prefix_hashes(range(64))
     assert got.dtype == np.uint64
@@ -186,7 +184,7 @@ def test_every_form_of_token_ids_gives_the_same_hashes(tokens: list[int], block_
         assert hasher.prefix_hashes(form).tolist() == expected
 
 
-def test_hashing_leaves_the_callers_token_ids_as_they_were() -> None:
+def test_hashing_does_not_change_the_callers_token_ids() -> None:
     tokens = np.arange(64, dtype=np.uint32)
     hasher_factory().prefix_hashes(tokens)
     assert tokens.tolist() == list(range(64))
@@ -242,7 +240,7 @@ def test_a_chain_can_start_at_any_position(start: int) -> None:
     assert hashes.tolist() == scheme_1(tokens, 4, state=state)
 
 
-def test_prompts_longer_than_the_kept_position_keys_hash_like_their_parts() -> None:
+def test_prompts_longer_than_the_cached_position_keys_hash_like_their_parts() -> None:
     tokens = np.arange(POSITION_KEYS_CACHED_MAX + 10, dtype=np.uint32)
     whole, sums = hasher_factory(1).extend(ROOT, tokens)
     used = hasher_factory(1)
@@ -294,7 +292,7 @@ def test_a_block_size_below_one_is_refused_by_name(block_size: int) -> None:
         TokensWithHashes([1], block_size)
 
 
-def test_a_block_size_beyond_the_bound_is_refused_before_memory_is_taken() -> None:
+def test_a_block_size_above_the_limit_is_rejected_before_allocation() -> None:
     assert hasher_factory(BLOCK_SIZE_MAX).prefix_hashes([0] * BLOCK_SIZE_MAX).shape == (1,)
     with pytest.raises(ValueError, match=r"^block_size: "):
         hasher_factory(2**60)
@@ -317,7 +315,7 @@ def test_a_chain_state_outside_its_range_is_refused_by_name(
 
 
 @given(st.lists(st.integers(0, U64_MAX), max_size=5))
-def test_hashes_survive_the_way_through_bytes(values: list[int]) -> None:
+def test_hashes_round_trip_through_bytes(values: list[int]) -> None:
     data = hashes_to_bytes(np.array(values, dtype=np.uint64))
     assert data == struct.pack(f"<{len(values)}Q", *values)
     back = hashes_from_bytes(data)
@@ -326,7 +324,7 @@ def test_hashes_survive_the_way_through_bytes(values: list[int]) -> None:
     assert back.tolist() == values
 
 
-def test_bytes_that_hold_no_whole_number_of_hashes_are_refused() -> None:
+def test_bytes_whose_length_is_not_a_multiple_of_8_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"^data: 12 bytes"):
         hashes_from_bytes(b"\0" * 12)
 
@@ -334,7 +332,7 @@ def test_bytes_that_hold_no_whole_number_of_hashes_are_refused() -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros(2, dtype=np.int64), np.zeros((1, 2), dtype=np.uint64), np.zeros(2)]
 )
-def test_arrays_that_are_no_hashes_are_not_packed(array: Any) -> None:
+def test_arrays_of_other_types_are_rejected_as_hashes(array: Any) -> None:
     with pytest.raises(ValueError, match=r"^hashes: "):
         hashes_to_bytes(array)
 
@@ -453,7 +451,7 @@ def distinct(hashes: Hashes) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefixes_made_to_collide_do_not(family: Family) -> None:
+def test_constructed_prefixes_do_not_collide(family: Family) -> None:
     found, prefixes = family(4)
     assert distinct(np.concatenate(found)) == prefixes
 
@@ -515,7 +513,7 @@ def test_an_eagle_block_needs_one_token_more_than_it_advances(length: int, block
 
 
 @pytest.mark.row("S1-31")
-def test_a_local_hash_names_the_content_of_one_block_wherever_it_stands() -> None:
+def test_a_local_hash_depends_only_on_the_content_of_its_block() -> None:
     first, second, third = compute_block_hash_for_seq([1, 2, 3, 4, 1, 2], 2)
     assert first == third != second
     assert [second] == compute_block_hash_for_seq([3, 4], 2)
@@ -603,7 +601,7 @@ def test_tokens_with_hashes_compute_lazily_and_once() -> None:
 
 @pytest.mark.row("S1-36")
 @pytest.mark.parametrize("form", ["list", "array", "bytearray"])
-def test_tokens_with_hashes_do_not_follow_later_changes_of_the_callers_ids(form: str) -> None:
+def test_tokens_with_hashes_ignore_later_changes_of_the_callers_ids(form: str) -> None:
     array = np.array(VECTOR_TOKENS, dtype=np.uint32)
     ids: Any = {"list": array.tolist(), "array": array, "bytearray": bytearray(array.tobytes())}
     held = TokensWithHashes(ids[form], 16)
