@@ -1,4 +1,4 @@
-"""What an index must do for a router, of whatever kind it is: the rules of S1.C and S1.E, pure."""
+"""Requirements of every index kind of a router: rules of S1.C and S1.E, pure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def removed(source: Source, sequence: int, *keys: int) -> EventBatch:
 
 
 class Fed:
-    """What a replica does: events into a feed, questions to it."""
+    """A replica: applies events to a feed and answers queries."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -125,7 +125,7 @@ KINDS: dict[str, Callable[[], Overlaps]] = {
 def test_scores_are_per_worker_rank_and_omit_ranks_without_blocks(kind: str) -> None:
     matches = KINDS[kind]().matches(query())
     assert {tuple(at): row.device_blocks for at, row in matches.items()} == {(1, 0): 5, (2, 3): 2}
-    assert matches[Placement(2, 3)].device_blocks == 2, "a placement finds its row"
+    assert matches[Placement(2, 3)].device_blocks == 2, "the row belongs to the placement"
     at = Placement(worker_id=2, dp_rank=3)
     assert (at.worker_id, at.dp_rank) == (2, 3)
 
@@ -181,7 +181,7 @@ def test_a_worker_without_events_uses_one_of_three_index_kinds() -> None:
 @pytest.mark.row("S1-44", "S1-101")
 @pytest.mark.parametrize("name", ["--router-event-threads", "KVMESH_ROUTER_ROUTER_EVENT_THREADS"])
 def test_the_event_threads_setting_is_rejected_by_name(name: str) -> None:
-    """Events are applied in slices on the loop; see the next tests for what threads were for."""
+    """Events are applied in slices on the event loop; the next tests check what threads are for."""
     flags, variables = ([], {name: "4"}) if name.startswith("KV") else ([name, "4"], {})
     with pytest.raises(ConfigError) as refused:
         read_config(RouterConfig, "ROUTER", variables, flags)
@@ -200,7 +200,7 @@ def test_a_query_during_a_batch_sees_the_part_applied_so_far() -> None:
     for _ in steps:
         rows = {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}
         seen.append(rows.get(ONE, 0))
-        assert rows[TWO] == 2, "others are not disturbed"
+        assert rows[TWO] == 2, "other sources are not affected"
     assert len(seen) > 3
     assert seen == sorted(seen)
     assert {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}[ONE] == 5000
@@ -228,7 +228,9 @@ def test_events_of_a_source_are_applied_in_order_regardless_of_arrival(
     for n in order:
         fed.apply(scripts[sources[n]].pop(0))
     held = {row.source.worker_id: row.device_blocks for row in fed.match(query())}
-    assert held == {1: 2, 3: 2}, "the last word of each counts, and the second has withdrawn"
+    assert held == {1: 2, 3: 2}, (
+        "the last event of each source counts; the second source removed its blocks"
+    )
 
 
 @pytest.mark.row("S1-52")
@@ -275,14 +277,16 @@ def test_an_invalid_event_is_a_typed_error_and_affects_no_other_source() -> None
         fed.apply(stored(TWO, 1, 1))
     assert refused.value.reason == "UNKNOWN_SOURCE"
     fed.apply(removed(ONE, 2, 999, 2))
-    assert fed.match(query()) == [SourceMatch(ONE, 1, 1, 1)], "an absent block stops nothing"
+    assert fed.match(query()) == [SourceMatch(ONE, 1, 1, 1)], (
+        "an absent block does not stop the removal"
+    )
 
 
-# Who wants no events gets none (S1-54, the trap), and nothing is kept for it.
+# A loads-only subscription gets no events (S1-54, the trap); none are kept for it.
 
 
 class Indexer:
-    """An indexer's feed with one subscriber."""
+    """The feed of an indexer with one subscriber."""
 
     def __init__(self, *, loads_only: bool) -> None:
         self.feed = IndexFeed()
@@ -316,9 +320,7 @@ def test_no_events_are_queued_for_a_loads_only_subscription() -> None:
     subscribed = Indexer(loads_only=False)
     subscribed.drain()
     subscribed.publish(batches)
-    assert subscribed.subscriber.is_overflowed, (
-        "this much does not wait for anybody who reads nothing"
-    )
+    assert subscribed.subscriber.is_overflowed, "the queue limit is reached"
     spared = Indexer(loads_only=True)
     spared.drain()
     spared.publish(batches)
@@ -349,7 +351,7 @@ def test_a_loads_only_subscription_still_receives_that_a_source_is_gone() -> Non
 
 
 class Failing:
-    """An index that cannot answer."""
+    """An index whose queries fail."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         raise Unavailable("the index is gone", reason="INDEX_GONE")

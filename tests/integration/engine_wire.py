@@ -1,8 +1,8 @@
-"""An engine's KV events on real ZeroMQ sockets, a worker that listens to them, and an indexer.
+"""An engine's KV events on real ZeroMQ sockets, a worker that reads them, and an indexer.
 
 `EngineWire` publishes as SGLang and vLLM do: PUB with [topic, number, msgpack of a batch], the last
-batches kept for replay by a ROUTER. What it says is the test's to choose; a batch can be kept from
-its subscribers, and the engine can be replaced by a new process on the same ports.
+batches kept for replay by a ROUTER. The test chooses the events; it can withhold a batch from the
+subscribers and replace the engine by a new process on the same ports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEv
 BLOCK = 4
 RULES = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
 
-# Any: what an engine says, before it is packed.
+# Any: unpacked engine events.
 WireEvent = Mapping[str, Any]
 
 
@@ -83,7 +83,7 @@ class EngineWire:
         self.replays = 0
         self._keeps = keeps
         self._as_arrays = as_arrays
-        # Whether it is being replaced, or an answer is on its way.
+        # The engine is being replaced, or a response is pending.
         self._turn = asyncio.Lock()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keeps)
         self._context = zmq.asyncio.Context()
@@ -94,7 +94,7 @@ class EngineWire:
         )
 
     async def publish(self, *events: WireEvent, reaches: bool = True) -> None:
-        """One batch. reaches: whether subscribers get it."""
+        """Publish one batch. reaches: whether subscribers get it."""
         batch = [float(self.sequence), [self._packed(one) for one in events], self.rank]
         payload = msgspec.msgpack.encode(batch)
         number = self.sequence.to_bytes(8, "big")
@@ -149,7 +149,7 @@ class EngineWire:
     async def _bound_again(self, old: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
         kind, port = int(old.get(zmq.TYPE)), _port(old)
         old.close(linger=0)
-        # The socket that was closed gives its port back a moment later.
+        # The closed socket releases its port a moment later.
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while True:
             try:
@@ -166,7 +166,7 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 
 
 class WiredEngine(EchoEngine):
-    """An engine whose KV events come over the wire."""
+    """An engine whose KV events arrive by ZeroMQ."""
 
     def __init__(self, wires: Sequence[EngineWire], rules: KvEventFormat, model: str) -> None:
         super().__init__(EchoConfig(model=model))
@@ -202,7 +202,7 @@ class WiredEngine(EchoEngine):
 
 
 class WiredMesh:
-    """An indexer, asked over gRPC, and workers whose engines are on the wire."""
+    """An indexer, queried over gRPC, and workers with such engines."""
 
     def __init__(self, store: MemoryStore, indexer: IndexerApp) -> None:
         self.store = store
@@ -218,7 +218,7 @@ class WiredMesh:
         rules: KvEventFormat = RULES,
         model: str = "m",
     ) -> AsyncIterator[WorkerApp]:
-        """A worker that is in discovery and publishes to the indexer."""
+        """A registered worker that publishes to the indexer."""
         engine = WiredEngine(wires, rules, model)
         config = WorkerConfig(registry="memory", block_size=rules.block_size)
         registry = MemoryRegistry(self.store)
@@ -227,8 +227,10 @@ class WiredMesh:
         feed = self.indexer.ingest.feed
         try:
             async with living(app):
-                await until(lambda: all(one in feed for one in sources), "it has said hello")
-                await until(lambda: self.indexer.fleet.worker(worker_id), "the indexer knows it")
+                await until(lambda: all(one in feed for one in sources), "hello has arrived")
+                await until(
+                    lambda: self.indexer.fleet.worker(worker_id), "the indexer has the worker"
+                )
                 yield app
         finally:
             for wire in wires:
@@ -251,7 +253,7 @@ class WiredMesh:
         salt: str = "",
         rank: int = 0,
     ) -> tuple[int, int, int]:
-        """How deep the index says that a worker holds a prompt: device, host, disk."""
+        """Return the indexed depths of a prompt at a worker: device, host, disk."""
         partition = partition_of(app)
         names = names_of(partition, tokens, lora=lora, salt=salt)
         for row in await self.rows(partition, names):
@@ -262,7 +264,7 @@ class WiredMesh:
     async def holds(
         self, app: WorkerApp, tokens: Sequence[int], depth: int | tuple[int, int, int], **how: Any
     ) -> None:
-        """Waits until the index says so; a depth alone is that of all tiers."""
+        """Wait for the indexed depths; one number is the depth of all tiers."""
         wanted = depth if isinstance(depth, tuple) else (depth,) * 3
         said: list[tuple[int, int, int]] = []
         deadline = asyncio.get_running_loop().time() + WAIT_S
@@ -271,18 +273,18 @@ class WiredMesh:
             said.append(await self.depths(app, tokens, **how))
 
     async def settled(self, app: WorkerApp) -> None:
-        """Waits until the index stands where the worker does."""
+        """Wait until the index has the position of the worker."""
         await until(lambda: self.is_settled(app), "the index has caught up")
 
     def is_settled(self, app: WorkerApp) -> bool:
-        """Whether the index stands where the worker does."""
+        """Whether the index has the position of the worker."""
         assert app.publisher is not None
         feed = self.indexer.ingest.feed
         ledgers = [one.event_log for one in app.publisher.feeds.values()]
         return all(feed.position(one.source) == one.state for one in ledgers)
 
     async def verified(self, app: WorkerApp) -> int:
-        """`Verify` finds no difference; how many blocks are equal, over all ranks and tiers."""
+        """Assert that `Verify` finds no difference; returns the number of equal blocks."""
         await self.settled(app)
         request = pb.VerifyRequest(worker_id=app.instance_id)
         answer = await rpc.unary(self.stub.Verify, request, timeout_s=WAIT_S)
@@ -294,7 +296,9 @@ class WiredMesh:
     def state(self, app: WorkerApp, rank: int = 0) -> str:
         return self.indexer.ingest.feed.status(Source(app.instance_id, rank)).state
 
-    def claimed(self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE) -> set[int]:
+    def advertised_blocks(
+        self, app: WorkerApp, rank: int = 0, tier: Tier = Tier.DEVICE
+    ) -> set[int]:
         index, advertised = self.indexer.ingest.feed.advertised(Source(app.instance_id, rank))
         return {key for of, part in index.chunks(advertised) if of is tier for key in part.tolist()}
 

@@ -1,4 +1,4 @@
-"""KV events recorded from a real indexer, and replayed into an index and into another indexer."""
+"""KV events recorded from a real indexer, played back into an index and another indexer."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
 
 
 class Worker:
-    """A real publisher, fed with an engine's events by the test."""
+    """A real publisher; the test supplies the engine's events."""
 
     def __init__(self, worker_id: int, store: MemoryStore) -> None:
         rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
@@ -205,7 +205,7 @@ async def test_playback_rebuilds_the_recorded_index_locally_and_at_an_indexer(
         playback_stats = await play_into_local_index(path, played)
         assert blocks_of(played) == blocks_of(feed)
         assert playback_stats.blocks == feed.blocks
-        assert not playback_stats.has_ended, "it was not ended in order"
+        assert not playback_stats.has_ended, "the recording has no end entry"
         assert (playback_stats.lines, playback_stats.is_cut) == (
             recorder.recording_stats.lines,
             False,
@@ -328,7 +328,7 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
         encode_header()
         + (status_line(0, 0, "exact") + status_line(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
-        # Rank 1 leaves amid a snapshot of rank 0, and comes back later.
+        # Rank 1 leaves during a snapshot of rank 0 and comes back later.
         + (
             encode_line(0.2, snapshot[0])
             + status_line(0.2, 1, "gone")
@@ -358,7 +358,7 @@ async def test_a_rank_comes_back_during_the_snapshot_of_another_rank(tmp_path: P
     path.write_bytes(
         (encode_header() + status_line(0, 0, "exact") + status_line(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
-        # Dropped for want of memory: gone, but its load is known.
+        # Dropped for lack of memory: gone, but its load is known.
         + (left + status_line(0.2, 1, "degraded") + left)
         + (begins + status_line(0.3, 1, "gone") + back + ends)
     )
@@ -482,7 +482,7 @@ async def started(command: str, *flags: str) -> asyncio.subprocess.Process:
 
 
 async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[str, Any]:
-    """The JSON a command ended with; empty where it ended with an error."""
+    """Return the final JSON of a command; empty if it ended with an error."""
     try:
         async with asyncio.timeout(WAIT_S):
             out, errors = await process.communicate()

@@ -1,4 +1,4 @@
-"""The indexer over a real gRPC socket, with publishers, subscribers and workers of our own."""
+"""The indexer over a real gRPC socket with simulated publishers, subscribers and workers."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ class Publisher:
 
 
 class Replica:
-    """A router's copy of the index."""
+    """A router's replica of the index."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -245,7 +245,7 @@ class Replica:
         self.loads: dict[int, int] = {}
 
     async def follow(self, mesh: Mesh, frames: int | None = None) -> None:
-        """Subscribes and applies; returns after so many frames, raises what ends the stream."""
+        """Subscribe and apply `frames` frames. Raises the error that ends the stream."""
         self.is_caught_up = False
         self.feed.mark_all_disconnected(0.0, "the stream ended")
         request = pb.SubscribeRequest(resume=map(source_state_to_proto, self.feed.positions()))
@@ -375,7 +375,9 @@ async def test_a_restarted_indexer_gets_all_sources_back_including_idle_ones() -
         await mesh.exact(busy.source)
         assert advertised_blocks(mesh.feed, idle.source) == idle.held
         assert advertised_blocks(mesh.feed, busy.source) == busy.held
-        assert (idle.snapshots, busy.snapshots) == (2, 0), "the ring had all of one only"
+        assert (idle.snapshots, busy.snapshots) == (2, 0), (
+            "the ring had all batches of only one source"
+        )
         assert idle.resends[-1].from_sequence == 1
 
 
@@ -431,7 +433,7 @@ async def refused(mesh: Mesh, *frames: pb.PublishRequest) -> MeshError:
 
 
 async def error_of(call: Any) -> MeshError:
-    """What a stream ends with."""
+    """Return the error that ends a stream."""
     async with asyncio.timeout(WAIT_S):
         try:
             while await call.read() is not grpc.aio.EOF:
@@ -453,10 +455,12 @@ async def test_a_newer_stream_of_a_worker_replaces_the_older_one() -> None:
                 assert (await error_of(call)).reason == "REPLACED"
                 newer.store(4)
                 await until(lambda: newer.acked == (1, 1), "the newer one is served")
-                assert mesh.state(newer.source) == "exact", "the older one's end is not its end"
+                assert mesh.state(newer.source) == "exact", (
+                    "the end of the older stream does not end the newer"
+                )
 
 
-# Departure.
+# Removal.
 
 
 @pytest.mark.slow
@@ -469,9 +473,7 @@ async def test_a_lost_publisher_matches_for_ten_seconds_and_stays_known_while_re
         await until(lambda: mesh.state(publisher.source) == "stale", "its stream is missed")
         assert await mesh.match(1) == [(7, 1)]
         mesh.clock.now += STALE_GRACE_S
-        await until(
-            lambda: not mesh.feed.is_matchable(publisher.source), "it does not count any more"
-        )
+        await until(lambda: not mesh.feed.is_matchable(publisher.source), "it no longer matches")
         assert publisher.source in mesh.feed
 
 
@@ -518,11 +520,11 @@ async def test_a_replica_receives_snapshots_then_live_batches_then_statuses() ->
             await until(
                 lambda: replica.feed.status(source).state == "gapped", "the gap is reported"
             )
-            # The two are told on streams of their own: one may come long after the other.
-            await until(lambda: len(publisher.resends) == 1, "and its publisher is asked")
+            # Both are sent on separate streams: one may arrive long after the other.
+            await until(lambda: len(publisher.resends) == 1, "its publisher has the request")
             publisher._answer(publisher.resends[0])
             await until(lambda: replica.equals(publisher), "and its end")
-            assert replica.snapshots == 1, "a replayed gap needs no snapshot"
+            assert replica.snapshots == 1, "gap repair needs no snapshot"
 
 
 @pytest.mark.row("S1-16")
@@ -593,7 +595,7 @@ async def test_a_new_subscriber_receives_the_latest_loads() -> None:
                 publisher.send(loads=[load_pb2.Load(running=running_now)])
             await until(lambda: replica.loads == {7: 19}, "the last load arrives")
         async with following(Replica(), mesh) as newcomer:
-            await until(lambda: newcomer.loads == {7: 19}, "newcomers get it")
+            await until(lambda: newcomer.loads == {7: 19}, "a new subscriber has it")
 
 
 async def test_a_subscriber_of_one_partition_receives_no_other() -> None:
@@ -653,7 +655,7 @@ async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions
                 enough = replica.taken + rng.randrange(1, 20)
                 await until(
                     lambda: follower.done() or replica.is_caught_up or replica.taken >= enough,  # noqa: B023
-                    "it has got somewhere",
+                    "it has progressed",
                 )
                 follower.cancel()
                 await asyncio.wait({follower})
@@ -687,7 +689,7 @@ def disturb(publisher: Publisher, rng: Random) -> None:
             publisher.store(rng.randrange(1, 60_000))
 
 
-# Questions.
+# Queries.
 
 
 @pytest.mark.row("S1-08")
@@ -746,7 +748,7 @@ async def test_dump_and_stats_report_the_indexed_sources() -> None:
 
 
 def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
-    """Called here, so that nothing is read ahead of the test."""
+    """Open the call here, so that nothing is read before the test."""
     context: Any = None
     return aiter(mesh.app._service.Dump(pb.DumpRequest(), context))
 
@@ -754,7 +756,7 @@ def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
 async def test_a_source_cleared_during_its_dump_is_dumped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What had been read was told to be all of it."""
+    """Regression: a partial read was reported as complete."""
     monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (100,))
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 1000))
@@ -838,7 +840,7 @@ async def test_a_load_only_source_is_dumped_as_unknown_and_not_compared() -> Non
 
 
 async def test_a_load_is_a_sign_of_life_of_its_publisher() -> None:
-    """The age told in the stats was that of the last batch."""
+    """Regression: the age in the stats was that of the last batch."""
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(1)
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -893,7 +895,7 @@ async def test_verify_finds_exactly_the_differences(monkeypatch: pytest.MonkeyPa
             assert await verified() == (0, 0, 5999, "")
             engine.injected = {5, 6, 7, 70_000, 70_001}
             assert await verified() == (3, 2, 5996, "")
-            publisher.sequence += 1  # it is ahead, and the index never hears of it
+            publisher.sequence += 1  # the publisher is ahead of the index for good
             assert "the worker at 1/2" in (await verified())[3]
     finally:
         await server.stop(None)
@@ -935,7 +937,7 @@ async def test_health_is_serving_with_the_first_publisher_and_reflection_works()
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         watch = health.Watch(request)
         async with rpc.cancelling(watch), asyncio.timeout(WAIT_S):
-            # The index is empty because nobody has come yet.
+            # The index is empty because no publisher has connected.
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             async with Publisher(7).connected(mesh):
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -1,4 +1,4 @@
-"""Asking publishers to shrink, and what happens if they do not."""
+"""Shrink requests to publishers, and load-only sources."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_if_shrinking_does_not_help_the_largest_source_is_dropped_and_later_read
     )
     budget_actions = budget.plan_actions(now + 2, 620, rest, {Source(1): 44})
     assert budget_actions == BudgetActions(end_load_only=Source(1)), (
-        "at the 1.8 bytes a block of then"
+        "at 1.8 bytes per block at that time"
     )
     assert budget.plan_actions(now + 3, 620, rest, {}) == BudgetActions(), "once"
 
 
 def over_budget(budget: Budget) -> None:
-    """Asking does not help, and the largest is dropped."""
+    """Run until the largest source is dropped, because shrinking does not help."""
     verdicts = [
         budget.plan_actions(float(now), 1800, BLOCKS, {}) for now in range(int(SHRINK_GRACE_S) + 1)
     ]
@@ -52,7 +52,7 @@ def over_budget(budget: Budget) -> None:
 
 
 def test_readmission_depends_on_the_current_blocks_of_the_source() -> None:
-    """One that was dropped at more than there can be room for was never admitted again."""
+    """Regression: a source dropped above the readmission limit was never readmitted."""
     budget = Budget(1000)
     over_budget(budget)
     rest = {**BLOCKS, Source(1): 0}
@@ -63,7 +63,7 @@ def test_readmission_depends_on_the_current_blocks_of_the_source() -> None:
 
 
 def test_a_source_that_left_or_reconnected_is_not_readmitted() -> None:
-    """Admitting wipes what it claims."""
+    """Readmission resets the set of a source."""
     for blocks in ({Source(2): 300}, BLOCKS):
         budget = Budget(1000)
         over_budget(budget)

@@ -54,4 +54,4 @@ def test_history_respects_its_limits() -> None:
     history.add(batch(BATCHES_MAX + 2, blocks=BLOCKS_MAX))
     assert batches_since(history, 1, BATCHES_MAX) == [BATCHES_MAX + 1, BATCHES_MAX + 2]
     history.add(batch(BATCHES_MAX + 3, blocks=BLOCKS_MAX + 1))
-    assert history.batches_since(1, BATCHES_MAX + 2) is None, "one batch may be too much alone"
+    assert history.batches_since(1, BATCHES_MAX + 2) is None, "a single batch may exceed the limit"

@@ -1,4 +1,4 @@
-"""Changes of the index run whole, and let others run between their steps."""
+"""Changes of the index are atomic and yield between their steps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_a_cancelled_change_releases_the_lock() -> None:
 
 
 class Bed:
-    """An indexer's changes, without a wire; time passes with `ticks`."""
+    """The ingest of an indexer without RPC; time advances with `ticks`."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.now = 0.0
@@ -104,16 +104,16 @@ async def test_histories_count_as_used_memory_and_are_dropped_first() -> None:
     feed = bed.ingest.feed
     assert feed.used_bytes < 12_000 < 40_000 < bed.ingest.used_bytes < 60_000
     await bed.ticks(1)
-    assert bed.ingest.histories, "there is room for them"
+    assert bed.ingest.histories, "histories fit into the budget"
     await bed.store(A, keys(range(100, 350)))
     assert bed.ingest.used_bytes > 60_000
     await bed.ticks(2 * SHRINK_GRACE_S)
     assert not bed.ingest.histories
-    assert feed.status(A).state == "exact", "without them it fits"
+    assert feed.status(A).state == "exact", "the index fits without histories"
 
 
 async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
-    """Nobody claimed a block yet, so nobody was asked, and nothing was dropped."""
+    """Regression: no source advertised a block, so none was asked to shrink or dropped."""
     bed = Bed(100_000)
     feed = bed.ingest.feed
     for source, count in ((A, 500), (B, 1000)):
@@ -132,7 +132,7 @@ async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
 
 
 async def test_a_source_whose_publisher_reconnected_is_not_reset_on_readmission() -> None:
-    """It was admitted although it was no longer load-only."""
+    """Regression: the source was readmitted although it was no longer load-only."""
     bed = Bed(30_000)
     feed = bed.ingest.feed
     for source, first in ((A, 0), (B, 1000)):
@@ -154,7 +154,7 @@ async def test_a_source_whose_publisher_reconnected_is_not_reset_on_readmission(
 def test_masks_of_shared_blocks_count_as_used_memory(
     sources: int, sharing: int, low: int, high: int
 ) -> None:
-    """Bytes a block; measured: 90 and 170."""
+    """Bytes per block; measured: 90 and 170."""
     feed, rng = IndexFeed(), np.random.default_rng(1)
     for number in range(1, sources + 1):
         feed.register_source(PARTITION, SourcePosition(Source(number), 1, 0), 0.0)

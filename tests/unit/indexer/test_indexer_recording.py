@@ -1,4 +1,4 @@
-"""Recorded KV events: every entry comes back equal; what is broken is named by its line."""
+"""Recorded KV events: round trips, errors with line numbers, playback."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def written(*entries: RecordingEntry) -> list[bytes]:
 
 
 def facts(entry: RecordingEntry) -> object:
-    """An entry as plain values, which can be compared."""
+    """Return an entry as comparable values."""
     match entry:
         case EventBatch(source, epoch, sequence, events):
             recorded = [(one.kind, one.tier, one.hashes.tolist()) for one in events]
@@ -227,7 +227,7 @@ def test_playback_into_an_index_rebuilds_the_recorded_index() -> None:
 
 
 def test_a_recorder_resumes_from_the_position_of_a_replica_of_its_file() -> None:
-    """Against the replica itself, after every entry and a loss behind it."""
+    """Compared with a replica, after every entry followed by a loss."""
     story: list[RecordingEntry] = [
         EXACT,
         batch(1, stored(1)),

@@ -1,4 +1,4 @@
-"""What a subscriber is sent: its copy of the index is checked after every frame."""
+"""Updates of a subscription; the copy is checked after every frame."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def array(keys: Iterable[int]) -> Hashes:
 
 
 class Index:
-    """An indexer without its wire: a feed whose news go to subscribers."""
+    """An indexer without RPC: a feed whose events go to subscribers."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -51,7 +51,7 @@ class Index:
         self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
-        """A source that holds these blocks since its first batch."""
+        """Add a source whose first batch stores these blocks."""
         self.feed.register_source(PARTITION, SourcePosition(source, 1, 0), 0.0)
         self.dispatch()
         if keys:
@@ -129,7 +129,7 @@ def test_a_new_subscriber_receives_chunks_then_status_per_source_then_caught_up(
     kinds = [type(one) for one in updates]
     assert kinds == [StatusUpdate, SnapshotChunk, SnapshotChunk, StatusUpdate, CaughtUp]
     assert isinstance(updates[0], StatusUpdate)
-    assert updates[0].status.state == "gapped", "not before it is a copy"
+    assert updates[0].status.state == "gapped", "gapped until the copy is complete"
     assert isinstance(updates[3], StatusUpdate)
     assert updates[3].status.state == "exact"
     assert [len(chunk.hashes) for chunk in chunks(updates)] == [SNAPSHOT_CHUNK_BLOCKS, 9]
@@ -140,7 +140,7 @@ def test_an_empty_index_is_caught_up_at_once() -> None:
 
 
 def test_the_first_chunk_of_a_snapshot_precedes_every_batch_of_its_source() -> None:
-    """A copy would see a gap, and subscribe again: under traffic for ever."""
+    """Otherwise the copy detects a gap and subscribes again, under traffic forever."""
     index, copy = Index(), IndexFeed()
     for source in (A, B, C):
         index.add(source, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
@@ -186,7 +186,7 @@ def test_a_subscriber_a_little_behind_receives_the_batches_in_between() -> None:
 
 
 def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
-    """The copy has it of another partition: what it begins with there would be lost to this one."""
+    """The copy is of another partition: batches before the first status would be lost."""
     copy = IndexFeed()
     copy.apply_status(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
     before = EventBatch(A, 1, 1, (KvEvent(EventKind.STORED, array([1])),))
@@ -204,7 +204,7 @@ def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
 
 @pytest.mark.parametrize("cap", [1000, 3344, 3400])
 def test_a_subscriber_behind_by_about_its_queue_limit_receives_a_snapshot(cap: int) -> None:
-    """It was cut at once, whenever it resumed, for as long as the source was quiet."""
+    """Regression: each resume overflowed at once while the source was quiet."""
     index = Index()
     index.add(A, 1)
     at = index.feed.position(A)
@@ -264,7 +264,7 @@ def states(updates: Iterable[Outbound]) -> list[str]:
 
 
 def test_a_subscriber_at_the_position_of_a_load_only_source_gets_it_reported_gone() -> None:
-    """It was told to be up to date, and claimed for ever what it had when the stream was cut."""
+    """Regression: the copy was reported up to date and kept its old blocks forever."""
     index, copy = Index(), IndexFeed()
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
@@ -282,7 +282,7 @@ def test_a_subscriber_at_the_position_of_a_load_only_source_gets_it_reported_gon
 
 
 def test_a_copy_of_a_load_only_source_resumes_from_nothing_at_another_index() -> None:
-    """It was told to be exact, and held nothing for ever."""
+    """Regression: the copy was reported exact and stayed empty."""
     one, other, copy = Index(), Index(), IndexFeed()
     for index in (one, other):
         index.add(A, 1, 2, 3)
@@ -304,7 +304,7 @@ def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted
     index.feed.make_load_only(A, 0.0)
     index.dispatch()
     updates = everything(subscriber)
-    assert chunks(updates) == [], "it was being read"
+    assert chunks(updates) == [], "its snapshot was being read"
     assert states(updates)[0] == "gone"
     assert states(updates).count("gone") == 1
     give(copy, updates)
@@ -323,7 +323,7 @@ def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted
 
 
 def test_a_source_that_restarts_empty_is_empty_in_the_copy() -> None:
-    """An announced epoch without a batch was called up to date; the old claims stayed."""
+    """Regression: an epoch without batches was reported up to date; the old blocks stayed."""
     index, copy = Index(), IndexFeed()
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
@@ -390,7 +390,7 @@ def test_a_subscription_over_its_queue_limit_ends_and_keeps_nothing() -> None:
 
 
 def test_the_first_statuses_do_not_count_against_the_queue_limit() -> None:
-    """Who had fewer than 128 bytes a source was cut at once, whenever it resumed."""
+    """Regression: with less than 128 bytes per source each resume overflowed at once."""
     index, copy = Index(), IndexFeed()
     sources = [Source(n) for n in range(1, 41)]
     for source in sources:
@@ -412,7 +412,7 @@ def test_the_first_statuses_do_not_count_against_the_queue_limit() -> None:
 
 
 class Pair:
-    """Two indexes that are updates the same, and what is true at each position."""
+    """Two indexes with the same input, and the expected set at each position."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.indexes = (Index(), Index())
@@ -446,7 +446,7 @@ class Pair:
             index.dispatch()
 
     def turn(self, index: Index, source: Source) -> None:
-        """Makes a source load-only, or ends that: its publisher sends what is demanded."""
+        """Make a source load-only or end that; its publisher resends on request."""
         if not index.feed.is_load_only(source):
             index.feed.make_load_only(source, 0.0)
             index.dispatch()
@@ -461,8 +461,8 @@ class Pair:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_a_copy_is_never_wrong_and_ends_equal(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets that change while they are read in parts of three blocks; frames of any size; an index
-    that is lost for another; sources that are load-only for a while, in one of them."""
+    """Sets that change while they are read in chunks of three blocks; frames of any size; a switch
+    to another index; sources that are load-only for a while in one of them."""
     monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
     sources = [A, B, C]
     rng, copy, pair = Random(seed), IndexFeed(), Pair(sources)
@@ -504,4 +504,4 @@ def test_a_copy_is_never_wrong_and_ends_equal(seed: int, monkeypatch: pytest.Mon
         assert held(copy, source) == held(index.feed, source)
         is_here = not index.feed.is_load_only(source)
         assert held(copy, source) == (pair.truth[source] if is_here else set())
-    assert demands(copy) == [], "it never has to subscribe again"
+    assert demands(copy) == [], "no further subscription is needed"

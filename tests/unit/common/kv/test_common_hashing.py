@@ -1,4 +1,4 @@
-"""Block identity: exact results, refusals, the prefix property, and a hunt for collisions."""
+"""Block identity: exact results, rejected input, the prefix property, a search for collisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scheme_1(
     mesh_key: bytes = MESH_KEY,
     state: ChainState = ROOT,
 ) -> list[int]:
-    """The prefix hashes as the module's docstring defines them, one Python int at a time."""
+    """Prefix hashes by the definition in the module's docstring, with Python ints."""
     message = struct.pack("<QQ", 1, block_size)
     for name in names:
         message += struct.pack("<Q", len(name.encode())) + name.encode()
@@ -220,7 +220,7 @@ def test_changing_any_argument_of_a_hasher_changes_every_hash() -> None:
         {"block_size": 5},
         {"lora_name": "c"},
         {"cache_salt": "c"},
-        # The same letters cut elsewhere are other names.
+        # The same letters, split elsewhere, are other names.
         {"model": "a", "lora_name": "b"},
         {"model": "", "lora_name": "ab"},
         {"model": "", "cache_salt": "ab"},
@@ -337,9 +337,9 @@ def test_arrays_of_other_types_are_rejected_as_hashes(array: Any) -> None:
         hashes_to_bytes(array)
 
 
-# The hunt for collisions. A family yields the hashes of prompts made to collide where a scheme is
-# weak, then says how many different prefixes they name. Families use token ids of their own, so
-# that no prefix occurs in two of them.
+# The search for collisions. A family yields the hashes of prompts constructed to collide in a weak
+# scheme, then the number of different prefixes. Families use disjoint token ids, so that no prefix
+# occurs in two of them.
 
 Family = Callable[[int], tuple[list[Hashes], int]]
 
@@ -392,7 +392,7 @@ def all_words_over_two_blocks(size: int) -> tuple[list[Hashes], int]:
 
 
 def swapped_blocks(size: int) -> tuple[list[Hashes], int]:
-    """Two blocks of a prompt change places, at every power of two of distance."""
+    """Two blocks of a prompt are swapped, at every power of two of distance."""
     hasher, length = hasher_factory(), 16 * size
     base = np.arange(4_000, 4_000 + length)
     hashes, sums = hasher.extend(ROOT, uniform_blocks(base))
@@ -581,7 +581,7 @@ def test_tokens_with_hashes_pass_on_adapter_objects_and_mode() -> None:
 @pytest.mark.row("S1-36")
 def test_tokens_with_hashes_compute_lazily_and_once() -> None:
     class CountedInfo(BlockMediaInfo):
-        """Counts how often hashing asks for the objects."""
+        """Counts how often hashing reads the objects."""
 
         reads = 0
 

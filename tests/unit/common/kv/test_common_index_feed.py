@@ -1,4 +1,4 @@
-"""The feed of an index against a naive model of a publisher and an unkind network."""
+"""The feed of an index against a naive model of a publisher and a faulty network."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def give(feed: IndexFeed, *items: EventBatch | SnapshotChunk, now: float = 0.0) 
 
 
 def demands(feed: IndexFeed) -> list[tuple[int, int]]:
-    """(epoch, from_sequence) of the demands made since this was asked last."""
+    """Return (epoch, from_sequence) of the resend requests since the last call."""
     return [(n.epoch, n.from_sequence) for n in feed.take_events() if isinstance(n, ResendRequest)]
 
 
-# The order of things.
+# Order.
 
 
 @pytest.mark.row("S1-28")
@@ -211,7 +211,7 @@ def test_a_snapshot_is_installed_at_once_and_buffered_batches_are_applied() -> N
 
 
 def test_a_snapshot_read_while_its_source_changes_ends_correct() -> None:
-    """1, 2, 4 were held at 10; then 4 went and 5 and 3 came, while parts were being read."""
+    """Blocks 1, 2, 4 at sequence 10; then 4 is removed, 5 and 3 stored, while chunks are read."""
     feed = registered_feed(10)
     give(feed, chunk(10, 1, first=True))
     give(feed, batch(11, removed(4)), batch(12, stored(5)), batch(13, stored(3)))
@@ -267,7 +267,7 @@ def test_a_buffer_overflow_drops_the_pending_snapshot() -> None:
     assert advertised_blocks(feed) == set()
 
 
-# Trust.
+# Status.
 
 
 def test_a_lost_source_matches_for_ten_more_seconds() -> None:
@@ -319,7 +319,7 @@ def test_a_removed_source_matches_nothing_and_is_swept() -> None:
     assert depth(feed, 1) == 0
     assert SOURCE not in feed
     assert feed.blocks == 0
-    assert feed.used_bytes > 0, "the rest is done off the request path"
+    assert feed.used_bytes > 0, "the rest is freed off the request path"
     while feed.sweep(500):
         pass
     assert feed.used_bytes == 0
@@ -345,7 +345,7 @@ def test_a_load_only_source_advertises_and_requests_nothing_until_readmitted() -
 
 
 def test_a_load_only_source_accepts_any_newer_position_without_requests() -> None:
-    """Behind what its publisher could replay it asked for snapshots it had no use for, for ever."""
+    """Regression: behind the ring of its publisher it requested useless snapshots without end."""
     feed = registered_feed(1)
     feed.make_load_only(SOURCE, 0.0)
     feed.take_events()
@@ -365,7 +365,7 @@ def test_a_load_only_source_accepts_any_newer_position_without_requests() -> Non
 def test_the_blocks_of_a_load_only_source_are_estimated() -> None:
     feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4)), chunk(2, 1, 2, first=True), batch(3, stored(4, 5)))
-    assert feed.retained_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
+    assert feed.retained_blocks_of(SOURCE) > 3 + 2 + 2, "pending and deferred blocks are kept too"
     feed.make_load_only(SOURCE, 0.0)
     assert feed.retained_blocks_of(SOURCE) == 0
     give(feed, chunk(3, 1, 2, 3, first=True), chunk(3, 4, last=True))
@@ -420,7 +420,7 @@ def test_a_copy_behind_the_announced_position_is_gapped_and_requests_the_rest() 
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE) == exact
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
-    assert copy.status(SOURCE) == exact, "more than that is fine: the other lags"
+    assert copy.status(SOURCE) == exact, "a copy ahead of the index is fine: the index lags"
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
     assert copy.status(SOURCE) == exact
     assert advertised_blocks(copy) == set(), "of an older epoch"
@@ -461,7 +461,7 @@ def test_a_worker_that_changes_its_partition_is_removed_from_the_old_one() -> No
     assert len(feed.match(other, array([1]))) == 1
 
 
-# A replica.
+# Replica.
 
 
 def test_a_replica_takes_gaps_from_its_index() -> None:
@@ -494,7 +494,7 @@ def test_a_replica_that_loses_its_index_during_a_snapshot_resumes_from_its_posit
     give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
     feed.mark_all_disconnected(0.0, "the stream ended")
     assert feed.positions() == [SourcePosition(SOURCE, EPOCH, 1)]
-    # What it missed comes first, and then how far it is to be trusted.
+    # The missed batches arrive first, then the status.
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
@@ -503,7 +503,7 @@ def test_a_replica_that_loses_its_index_during_a_snapshot_resumes_from_its_posit
 
 
 def test_a_replica_with_a_snapshot_announced_again_requests_nothing() -> None:
-    """It would subscribe again because of it, and be promised the snapshot again, for ever."""
+    """A request would make the replica subscribe again and restart the snapshot, forever."""
     feed = IndexFeed()
     feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
@@ -531,11 +531,11 @@ def test_a_replica_with_a_buffer_overflow_stays_gapped_despite_an_exact_status()
     assert feed.status(SOURCE).state == "exact"
 
 
-# What Dynamo's index gets wrong (reference, section 11).
+# Defects of Dynamo's index (reference, section 11).
 
 
 def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
-    """Defect 10. Engines name blocks as they like; what is published here are prefix hashes."""
+    """Defect 10: engines have their own block hashes; prefix hashes are published here."""
     feed, other = registered_feed(), Source(8)
     feed.register_source(PARTITION, SourcePosition(other, 1, 0), 0.0)
     give(feed, batch(1, stored(1, 2)), batch(1, stored(1, 2), epoch=1, source=other))
@@ -547,7 +547,7 @@ def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
 
 
 def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
-    """Defect 11: the publisher withdraws the tail with the middle, and announces both again."""
+    """Defect 11: the publisher removes the tail with the middle and stores both again."""
     feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4, 8)))
     give(feed, batch(2, removed(8, 4, 2)))
@@ -564,7 +564,7 @@ def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
     assert advertised_blocks(feed) == {1, 2}
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 1)
     give(feed, batch(20, stored(77)))
-    assert advertised_blocks(feed) == {1, 2}, "what is left of the old epoch does not matter"
+    assert advertised_blocks(feed) == {1, 2}, "batches of the old epoch do not matter"
 
 
 def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
@@ -580,14 +580,14 @@ def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
     assert len(demands(feed)) > 10
 
 
-# A model.
+# Model.
 
 blocks = st.integers(1, LEAVES - 1)
 Message = EventBatch | SnapshotChunk
 
 
 class Publisher:
-    """What a worker's publisher does: a closed set, a short ring, exact snapshots."""
+    """A worker's publisher: a prefix-closed set, a short ring, exact snapshots."""
 
     def __init__(self) -> None:
         self.epoch, self.sequence = 1, 0
@@ -627,7 +627,7 @@ class Publisher:
         self.history[self.epoch, 0] = frozenset()
 
     def answer(self, demand: ResendRequest) -> Iterator[Message]:
-        """A replay if the ring has it, else a snapshot in parts of two blocks."""
+        """The batches of the ring if it has them, else a snapshot in chunks of two blocks."""
         first = demand.from_sequence
         if demand.epoch == self.epoch and self.ring and self.ring[0].sequence <= first:
             yield from (one for one in self.ring if one.sequence >= first)
@@ -670,7 +670,7 @@ class FeedMachine(RuleBasedStateMachine):
                     first = publisher.clear()
             second = publisher.store(other)
             made = publisher.publish(first, second)
-            # Live batches do not wait for parts of a snapshot.
+            # Live batches do not wait for snapshot chunks.
             self.wire.insert(len(self.wire) - min(ahead, len(self.wire)), made)
 
     @rule(block=blocks)
@@ -718,7 +718,7 @@ class FeedMachine(RuleBasedStateMachine):
         self.answers()
 
     def batches_on_the_wire(self) -> list[int]:
-        """Where they are; parts of a snapshot are never lost alone, a stream breaks as a whole."""
+        """Messages in transit; chunks are never lost alone, a stream breaks as a whole."""
         return [i for i, message in enumerate(self.wire) if isinstance(message, EventBatch)]
 
     def pick(self, number: int) -> int:
@@ -728,8 +728,8 @@ class FeedMachine(RuleBasedStateMachine):
     def answers(self) -> None:
         for news in self.feed.take_events():
             if isinstance(news, ResendRequest):
-                # Amid what is under way: live batches do not wait for parts of a snapshot.
-                # A snapshot that is asked for again begins again.
+                # Inserted anywhere: live batches do not wait for snapshot chunks.
+                # A snapshot requested again starts again.
                 waiting = [m for m in self.wire if isinstance(m, EventBatch)]
                 self.wire = []
                 for answer in self.publisher.answer(news):
@@ -740,7 +740,7 @@ class FeedMachine(RuleBasedStateMachine):
     @invariant()
     def what_counts_was_held_by_the_publisher_where_it_stands(self) -> None:
         at = self.feed.position(SOURCE)
-        assert (at.epoch, at.sequence) >= self.stood, "it never goes backwards"
+        assert (at.epoch, at.sequence) >= self.stood, "the position is monotonic"
         self.stood = (at.epoch, at.sequence)
         if self.feed.is_matchable(SOURCE):
             assert self.feed.status(SOURCE).state in ("exact", "stale")

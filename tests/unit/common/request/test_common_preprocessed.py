@@ -1,4 +1,4 @@
-"""The preprocessed request in its JSON form: fields, rules, methods, builder, refusals."""
+"""The preprocessed request as JSON: fields, presence rules, methods, builder, rejected input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def read(**fields: Any) -> PreprocessedRequest:
 
 
 def check_skipped(key: str, value: Any, found: object) -> None:
-    """The rule skip/default for one key: out when absent, in and back when present."""
+    """Check the rule *skip* for one key: absent by default, else written and read back."""
     assert key not in to_json_value(read())
     decoded = read(**{key: value})
     assert getattr(decoded, key) == found

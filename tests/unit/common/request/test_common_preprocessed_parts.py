@@ -1,4 +1,4 @@
-"""The parts of a preprocessed request in their JSON form, and the small shared values."""
+"""The nested values of a preprocessed request as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ U64_MAX = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def round_trip(part: Any, form: Any) -> None:
-    """`part` is written as `form` and read back as itself, through text."""
+    """Assert that `part` is written as `form` and read back equal."""
     assert json.loads(to_json(part)) == form
     assert from_json(type(part), json.dumps(form)) == part
 

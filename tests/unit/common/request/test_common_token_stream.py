@@ -135,7 +135,7 @@ class RecordingSink:
 
 @dataclass(slots=True)
 class Pair:
-    """Both ends, with nothing between them."""
+    """Both ends, connected directly."""
 
     frontend: FrontendLink
     worker: WorkerLink
@@ -454,17 +454,17 @@ def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() 
     assert first is not None
     assert first.prompt_parts
     pair.worker.receive(first, 0.0)
-    late = pair.frontend.next_frame(0.0)  # parts that are under way when the abort is made
+    late = pair.frontend.next_frame(0.0)  # parts in transit at the abort
     pair.frontend.abort(slot, "client_gone")
     last = pair.frontend.next_frame(0.0)
     assert late is not None
     assert last is not None
     assert last.aborts
-    assert not last.prompt_parts, "parts were sent for nothing"
+    assert not last.prompt_parts, "no parts of an aborted prompt are sent"
     assert pair.worker.receive(last, 0.0) == []
-    assert pair.worker.receive(late, 0.0) == [], "a part that comes after the end is dropped"
+    assert pair.worker.receive(late, 0.0) == [], "a part after the end is ignored"
     pair.to_frontend()
-    assert pair.worker.receive(late, 0.0) == [], "and one after the Terminal too"
+    assert pair.worker.receive(late, 0.0) == [], "a part after the Terminal is ignored"
     assert sink.end == Terminal(slot, FinishReason.CANCELLED)
     assert not retained(pair)
 
@@ -631,7 +631,7 @@ def test_rule_f_a_lost_stream_ends_every_slot_and_is_silent_afterwards() -> None
     pair.frontend.close(Conflict("another"))
     for sink in (accepted_sink, arriving, started, unframed):
         assert (sink.how, sink.end) == ("lost", error)
-    assert pair.worker.close() == [accepted, started_slot], "only what runs is closed"
+    assert pair.worker.close() == [accepted, started_slot], "only running slots are closed"
     assert pair.worker.close() == []
     assert not retained(pair)
     assert not pair.frontend.is_open
@@ -891,7 +891,7 @@ def test_rule_h_arrays_of_different_lengths_are_a_violation(frame: ResponseFrame
     pair = open_pair()
     _, sink = pair.start()
     violation_of("h", lambda: pair.frontend.receive(frame, 0.0))
-    assert sink.token_ids in ([], [1]), "what cannot be told apart is not delivered"
+    assert sink.token_ids in ([], [1]), "ambiguous tokens are not delivered"
 
 
 def test_rule_h_a_step_of_many_slots_is_one_frame() -> None:
@@ -951,7 +951,7 @@ def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
 
     for frame in [*held, control]:
         pair.frontend.receive(frame, pair.now)
-    for _ in range(20):  # it reads again, and acknowledges without being asked
+    for _ in range(20):  # it reads again and acknowledges unprompted
         pair.to_worker()
         pair.to_frontend()
     for _, sink in slots:
@@ -972,7 +972,7 @@ def test_rule_i_a_frontend_acknowledges_each_quarter_of_the_credit() -> None:
     pair.worker.receive(ack, 0.0)
     assert pair.worker.unacked_bytes == 0
     pair.worker.receive(RequestFrame(acked_bytes=1), 0.0)
-    assert pair.worker.unacked_bytes == 0, "an older acknowledgement takes nothing back"
+    assert pair.worker.unacked_bytes == 0, "an older acknowledgement has no effect"
 
 
 def test_rule_i_impossible_counts_are_a_violation() -> None:
@@ -992,7 +992,7 @@ def test_rule_i_impossible_counts_are_a_violation() -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One order of a random run, with what is true of it."""
+    """One request of a random run with its expected output."""
 
     leg_request: LegRequest
     sink: RecordingSink
@@ -1007,7 +1007,7 @@ class Job:
 
 
 class Run:
-    """Both ends joined by links that delay and coalesce frames, driven by one seed."""
+    """Both ends, connected by links that delay and combine frames, driven by one seed."""
 
     def __init__(self, seed: int, jobs: int, *, wire: bool) -> None:
         self.rng = Random(seed)
@@ -1102,7 +1102,7 @@ class Run:
         self.pair.worker.end(slot, finish_reason, error=error)
 
     def send(self) -> None:
-        """A writer whose last write has not returned builds no frame."""
+        """Send frames both ways, unless the last write of that side is pending."""
         rng, pair = self.rng, self.pair
         while len(self.down) < 3 and rng.random() < 0.8:
             frame = pair.frontend.next_frame(pair.now)
@@ -1202,7 +1202,7 @@ def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None
     pair = run.pair
     was_open = [slot for slot, job in run.jobs.items() if not job.sink.how]
     error = WorkerLost(retryable=True)
-    if seed % 2:  # one side notices first, and the other one goes on for a while
+    if seed % 2:  # one side detects the loss first; the other goes on for a while
         pair.frontend.close(error)
         run.work()
         run.send()

@@ -1,4 +1,4 @@
-"""Messages of the KV index, there and back."""
+"""Messages of the KV index: round trips and rejected input."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_a_request_with_every_field_set_survives_both_forms() -> None:
     assert again == request
     written = json.loads(to_json(again))
     assert written == to_json_value(request)
-    # What is written differs from what was read in one place: the tag of the raw URL.
+    # Written and read JSON differ in one place: the tag of the raw URL.
     written["multi_modal_data"]["image_url"][1] = {"RawUrl": "not a url"}
     assert written == EVERYTHING
 

@@ -198,7 +198,7 @@ TO_FRONTEND = st.builds(
 
 
 def plain(value: object) -> object:
-    """The value in terms that compare: errors have no equality, tuples and lists are one."""
+    """Return a comparable form: errors have no equality, tuples equal lists."""
     if isinstance(value, MeshError):
         return (
             type(value),
