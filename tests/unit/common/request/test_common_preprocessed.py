@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from common.request.preprocessed import (
     to_json_value,
     unsupported_fields,
 )
+from common.request.preprocessed.codecs import codec_of
 
 ALWAYS_WRITTEN: dict[str, Any] = {
     "model": "",
@@ -432,3 +434,9 @@ def test_values_without_effect_request_no_feature() -> None:
     assert unsupported_fields(
         request(output_options=OutputOptions(logprobs=0)), frozenset()
     ) == ["output_options.logprobs"]  # fmt: skip
+
+
+def test_an_annotation_without_a_codec_is_a_type_error() -> None:
+    for hint in (int, bytes, Mapping[bool, str], tuple[str, str]):
+        with pytest.raises(TypeError, match="has no codec"):
+            codec_of(hint)

@@ -220,12 +220,12 @@ def test_the_full_example_leaves_no_protobuf_field_of_the_request_unused() -> No
 def wire_classes() -> list[type[Any]]:
     """All dataclasses of the package but those that have no message of their own."""
     without_message = {"MediaRawUrl", "MediaUrl", "RequestTracker", "TokenIds"}
-    exported = [
-        getattr(common.request.preprocessed, name)
-        for name in common.request.preprocessed.__all__
-        if name not in without_message
+    exported = vars(common.request.preprocessed)
+    return [
+        cls
+        for name, cls in exported.items()
+        if isinstance(cls, type) and is_dataclass(cls) and name not in without_message
     ]
-    return [cls for cls in exported if isinstance(cls, type) and is_dataclass(cls)]
 
 
 @pytest.mark.parametrize("cls", wire_classes(), ids=lambda cls: cls.__name__)
