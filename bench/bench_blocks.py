@@ -2,9 +2,9 @@
 
     PYTHONPATH=protos:. python bench/bench_blocks.py [--block-size 16] [--repeats 15]
 
-Each figure is in microseconds a call: the median of `--repeats` samples, a sample being as many
-calls as fill 20 ms. The prefix hash is timed by form of input (array, wire bytes, list of ints)
-and output (array, list of ints), beside the XXH3 loop over the same prompts.
+Figures are microseconds per call: the median of `--repeats` samples; a sample is as many calls as
+fill 20 ms. The prefix hash is timed by form of input (array, wire bytes, list of ints) and output
+(array, list of ints), the XXH3 loop on the same prompts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, float]:
-    """Time every way of hashing a random prompt of `tokens` token ids."""
+    """Time each hash variant on a random prompt of `tokens` token ids."""
     array = np.random.default_rng(1).integers(0, VOCABULARY, tokens, dtype=np.uint32)
     wire, ints = array.astype("<u4").tobytes(), array.tolist()
     hasher = new_hasher(block_size)
@@ -77,7 +77,7 @@ def prompt_figures(tokens: int, block_size: int, repeats: int) -> dict[str, floa
 
 
 def single_figures(block_size: int, repeats: int) -> dict[str, float]:
-    """Time what happens once a decoded block, and once a new (model, adapter, salt)."""
+    """Time the work per decoded block and per new (model, adapter, salt)."""
     hasher, block = new_hasher(block_size), np.arange(block_size, dtype=np.uint32)
     state = ChainState(position=511, total=12_345)
     return {

@@ -2,17 +2,17 @@
 
     PYTHONPATH=protos:. python bench/bench_index.py [--blocks 1000000] [--sources 8 64 256]
 
-Candidates, each in a process of its own:
+Candidates, each in its own process:
 
-- `sets`: a set of hashes for each source; a query bisects in each set.
+- `sets`: one set of hashes per source; a query bisects in each set.
 - `flat`: one dict from hash to a mask of sources; a query bisects where the mask changes.
-- `sharded`: the same in 256 dicts, with logs to list sources by: `common/kv/prefix_index.py`.
+- `sharded`: the same in 256 dicts, with logs to list sources: `common/kv/prefix_index.py`.
 
-The data: chains of 512 blocks, each behind one of 16 shared beginnings of 32 blocks, held by one
-source whole and by another to a random depth. Queries are such chains with the last 64 blocks
-unknown: `rotating` takes another chain each time, `hot` the same one, `all` a chain every source
-holds. Times of queries are medians. Ingest is in seconds of CPU, which other work on the machine
-disturbs less; `worst_pause_ms` is the longest single batch of it.
+The data: chains of 512 blocks, each after one of 16 shared prefixes of 32 blocks, held by one
+source in full and by another to a random depth. Queries are such chains with the last 64 blocks
+unknown: `rotating` uses another chain each time, `hot` the same one, `all` a chain that every
+source holds. Query times are medians. Ingest is in CPU seconds, which depend less on other work on
+the machine; `worst_pause_ms` is the longest single batch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Index(Protocol):
 
 
 class Sets:
-    """A set for each source."""
+    """One set per source."""
 
     def __init__(self, sources: int) -> None:
         self._sets: list[set[int]] = [set() for _ in range(sources)]
@@ -129,21 +129,21 @@ class Flat:
 
 
 class Sharded:
-    """The index in use."""
+    """The index of the product."""
 
     def __init__(self, sources: int) -> None:
         self._index = PrefixIndex()
-        self._claims: list[AdvertisedBlocks] = [
+        self._handles: list[AdvertisedBlocks] = [
             self._index.add_source(Source(n)) for n in range(sources)
         ]
-        for advertised in self._claims:
+        for advertised in self._handles:
             self._index.set_visible(advertised, True)
 
     def store(self, source: int, hashes: Hashes) -> None:
-        self._index.store(self._claims[source], hashes)
+        self._index.store(self._handles[source], hashes)
 
     def remove(self, source: int, hashes: Hashes) -> None:
-        self._index.remove(self._claims[source], hashes)
+        self._index.remove(self._handles[source], hashes)
 
     def match(self, hashes: Hashes) -> Sequence[object]:
         return self._index.match(hashes)
@@ -153,7 +153,7 @@ FACTORIES: dict[str, Callable[[int], Index]] = {"sets": Sets, "flat": Flat, "sha
 
 
 class Data:
-    """What is stored: (source, chain, depth), until `blocks` claims are reached."""
+    """Chains to store, `blocks` entries in total, and queries."""
 
     def __init__(self, sources: int, blocks: int) -> None:
         rng = np.random.default_rng(7)
@@ -172,7 +172,7 @@ class Data:
 
 
 def main() -> None:
-    """Run one candidate, or all of them in processes of their own."""
+    """Run one candidate, or each of them in its own process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--sources", type=int, nargs="+", default=[8, 64, 256])
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 def run_in_subprocess(name: str, sources: int, blocks: int) -> dict[str, object]:
-    """One candidate's row, from a fresh process: memory is told apart that way."""
+    """Return the row of one candidate, from a new process, which isolates its memory."""
     command = [sys.executable, __file__, "--only", name, "--sources", str(sources)]
     done = subprocess.run(
         [*command, "--blocks", str(blocks)], check=True, capture_output=True, text=True
@@ -203,7 +203,7 @@ def run_in_subprocess(name: str, sources: int, blocks: int) -> dict[str, object]
 
 
 def measure(name: str, sources: int, blocks: int) -> dict[str, object]:
-    """One candidate: filled, partly emptied and filled again, asked."""
+    """Measure one candidate: fill, remove a part, restore it, query."""
     data = Data(sources, blocks)
     gc.collect()
     before_mb = rss_mb(os.getpid())
@@ -218,21 +218,21 @@ def measure(name: str, sources: int, blocks: int) -> dict[str, object]:
     return {
         "structure": name,
         "sources": sources,
-        "claims": stored,
-        "rows_a_query": round(statistics.mean(matched), 1),
+        "entries": stored,
+        "rows_per_query": round(statistics.mean(matched), 1),
         "rotating_us": median_query_us(index, queries),
         "hot_us": median_query_us(index, queries[:1] * len(queries)),
         "all_us": median_query_us(index, [data.shared_chain] * len(queries)),
         "miss_us": median_query_us(index, [query[-UNKNOWN_BLOCKS:] for query in queries]),
         "store_mblocks_s": round(stored / ingest_s / 1e6, 2),
         "remove_mblocks_s": round(removed / remove_s / 1e6, 2),
-        "bytes_a_claim": round(used_mb * 1e6 / stored),
+        "bytes_per_entry": round(used_mb * 1e6 / stored),
         "worst_pause_ms": round(pause_s * 1e3, 2),
     }
 
 
 def fill(index: Index, data: Data) -> tuple[int, float, float]:
-    """Blocks stored in batches, the time that took, and the slowest batch."""
+    """Store the data; returns blocks, CPU seconds, and CPU seconds of the slowest batch."""
     stored, slowest_s = 0, 0.0
     started_at = time.thread_time()
     for source, chain in data.plan:
@@ -246,7 +246,7 @@ def fill(index: Index, data: Data) -> tuple[int, float, float]:
 
 
 def remove_and_restore(index: Index, data: Data) -> tuple[int, float]:
-    """Withdraws the tails of an eighth of the chains and stores them again; blocks and time."""
+    """Remove and restore the tails of 1/8 of the chains; returns blocks and CPU seconds."""
     part = data.plan[: len(data.plan) // 8]
     removed, spent_s = 0, 0.0
     for source, chain in part:
@@ -260,7 +260,7 @@ def remove_and_restore(index: Index, data: Data) -> tuple[int, float]:
 
 
 def median_query_us(index: Index, queries: Sequence[Hashes]) -> float:
-    """Median microseconds of one query."""
+    """Return the median microseconds of one query."""
     times = []
     for query in queries:
         timer_start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Push ten times the index's budget of distinct blocks through it: its memory, and its truth.
+"""Push ten times the index's budget of distinct blocks through it: memory and correctness.
 
     PYTHONPATH=protos:. python bench/bench_index_memory.py [--budget-mb 16] [--times 10]
 
-The engines hold four times the budget and evict the oldest beyond that, so the index is over its
-budget all the time and publishers withdraw. The resident memory of the indexer's process is read
-every 50 ms. Every tenth of the way, and at the end, `Dump` is compared with what every engine holds
-at that moment: what is claimed and not held is a false claim. Prints one JSON line.
+The engines hold four times the budget and evict their oldest chains, so the index is always over
+its budget and publishers withdraw blocks. The resident memory of the indexer is read every 50 ms.
+Ten times, `Dump` is compared with the blocks of every engine: an advertised block that its engine
+does not hold is a false entry. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -18,30 +18,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.index_mesh import (
-    CHAIN_BLOCKS,
-    IndexerProcess,
-    LoopLagMonitor,
-    Workers,
-    dump,
-    silence_logs,
-)
+from bench.bench_index import CHAIN_BLOCKS
+from bench.index_mesh import IndexerProcess, LoopLagMonitor, Workers, dump, silence_logs
 from bench.measure import print_report, rss_mb
 from common.registry.file import FileRegistry
 from common.runtime.tasks import TaskGroup
 from kvmesh.indexer.v1 import indexer_pb2
 
-# Of one block, as the indexer counts.
+# Bytes per block in the indexer's estimate.
 BLOCK_BYTES = 108
 HELD_PER_BUDGET = 4
 CHECKS = 10
-# What the process may grow by: twice its budget, and what streams and a dump take.
+# Limit of the growth: twice the budget, plus streams and a dump.
 GROWTH_BUDGETS_MAX = 2
 FIXED_OVERHEAD_MB = 16
 
 
 class MemoryWatch:
-    """The memory of the indexer, and what it says it uses."""
+    """Resident memory of the indexer and its own estimate."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -49,14 +43,14 @@ class MemoryWatch:
         self.used_mb = 0.0
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Sample until cancelled."""
         while True:
             self.peak_mb = max(self.peak_mb, rss_mb(self.pid))
             await asyncio.sleep(0.05)
 
 
 async def push_blocks(budget_mb: int, times: int, count: int) -> dict[str, object]:
-    """Push, and check."""
+    """Push and check; returns the result."""
     budget_blocks = budget_mb * 1_000_000 // BLOCK_BYTES
     chains = times * budget_blocks // CHAIN_BLOCKS
     capacity = HELD_PER_BUDGET * budget_blocks // CHAIN_BLOCKS // count
@@ -98,11 +92,11 @@ async def push_blocks(budget_mb: int, times: int, count: int) -> dict[str, objec
         "held_blocks": capacity * count * CHAIN_BLOCKS,
         "seconds": round(seconds, 1),
         "rss_before_mb": round(watch.before_mb, 1),
-        "rss_most_mb": round(watch.peak_mb, 1),
+        "rss_peak_mb": round(watch.peak_mb, 1),
         "rss_end_mb": round(end_mb, 1),
-        "used_most_mb": round(watch.used_mb, 1),
+        "used_peak_mb": round(watch.used_mb, 1),
         "checks": checks,
-        "false_claims": false_entries,
+        "false_entries": false_entries,
         "shrunk_blocks": workers.counters("shrunk_blocks"),
         "longest_pause_of_publishers_ms": round(pause.longest_s * 1e3, 1),
         "is_met": not false_entries
@@ -118,11 +112,11 @@ async def _compare_dump(
         watch.used_mb = max(watch.used_mb, stats.used_bytes / 1e6)
         await workers.wait_until_exact(stub)
         advertised = await dump(stub)
-        # A publisher may have withdrawn blocks meanwhile; what its engine holds has not moved.
+        # Publishers may have withdrawn blocks meanwhile; the engines have not changed.
         held_by_worker = [workers.held_hashes(number) for number in range(count)]
     advertised_blocks = [advertised.get(number + 1, set()) for number in range(count)]
     return {
-        "claimed": sum(map(len, advertised_blocks)),
+        "advertised": sum(map(len, advertised_blocks)),
         "held": sum(map(len, held_by_worker)),
         "false": sum(
             len(one - held_hashes)
@@ -132,7 +126,7 @@ async def _compare_dump(
 
 
 def main() -> None:
-    """Print the result; exit status 1 when memory was not bounded or a claim was false."""
+    """Print the result; exit status 1 if memory exceeds its limit or an entry is false."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--budget-mb", type=int, default=16)
     parser.add_argument("--times", type=int, default=10)

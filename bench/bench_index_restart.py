@@ -1,11 +1,11 @@
-"""Kill the indexer and start it again: how long until it is exact, checked block by block.
+"""Kill and restart the indexer: seconds until it is exact, checked block by block.
 
     PYTHONPATH=protos:. python bench/bench_index_restart.py [--blocks 1000000] [--workers 4]
 
-The last worker goes on storing and evicting all the time, the others are idle. Times are counted
-from SIGKILL, and from the moment that the new process is ready: that is what the target is for, as
-starting a process takes what the machine has left for it. Afterwards `Dump` is compared with
-what every publisher has announced, and that with what its engine holds. Prints one JSON line.
+The last worker stores and evicts all the time, the others are idle. Times are measured from
+SIGKILL and from the readiness of the new process; the target applies to the latter, because process
+start depends on the load of the machine. Then `Dump` is compared with the published blocks of every
+publisher, and these with the blocks of its engine. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.index_mesh import CHAIN_BLOCKS, IndexerProcess, Workers, dump, silence_logs
+from bench.bench_index import CHAIN_BLOCKS
+from bench.index_mesh import IndexerProcess, Workers, dump, silence_logs
 from bench.measure import print_report, rss_mb
 from common.registry.file import FileRegistry
 from common.runtime.tasks import TaskGroup
@@ -28,7 +29,7 @@ TARGET_S = 5.0
 
 
 async def measure_restart(blocks: int, count: int, rounds: int) -> dict[str, object]:
-    """Fill, kill, start, compare."""
+    """Fill, kill, restart, compare; returns the result."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "registry"
         registry, indexer = FileRegistry(path), IndexerProcess(path)
@@ -105,7 +106,7 @@ async def _churn(workers: Workers, number: int) -> None:
 
 
 def main() -> None:
-    """Print the result; exit status 1 when the target was missed."""
+    """Print the result; exit status 1 if the target is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--workers", type=int, default=4)

@@ -1,7 +1,6 @@
-"""An indexer process and publishers in this one, for the benchmarks of the KV index.
+"""An indexer process and publishers in this process, for the benchmarks of the KV index.
 
-The publishers are the real ones, fed with what an engine would say: chains of CHAIN blocks, each of
-other content. `Dump` tells what the index claims, block by block.
+The publishers are those of the product; their input are distinct chains of CHAIN_BLOCKS blocks.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ PARTITION = Partition("bench", BLOCK_SIZE, 1)
 
 
 def silence_logs() -> None:
-    """Standard output is for the result; what publishers log meanwhile is not asked for."""
+    """Suppress logs of publishers, because standard output is for the result."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
 
 
 class IndexerProcess:
-    """`python -m indexer_svc`, which can be killed and started again."""
+    """A process `python -m indexer_svc` that can be killed and restarted."""
 
     def __init__(self, registry_path: Path, *flags: str) -> None:
         self._command = [
@@ -65,12 +64,12 @@ class IndexerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """Id of the running process."""
         assert self._process is not None, "started"
         return self._process.pid
 
     async def start(self) -> None:
-        """Returns when it is ready."""
+        """Start the process and wait until it is ready."""
         read_fd, write_fd = os.pipe()
         path = os.pathsep.join([str(ROOT / "protos"), str(ROOT)])
         self._process = await asyncio.create_subprocess_exec(
@@ -85,7 +84,7 @@ class IndexerProcess:
         self.address = line["addresses"]["grpc"]
 
     async def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL and wait for the end."""
         assert self._process is not None, "started"
         if self._process.returncode is None:
             self._process.send_signal(signal.SIGKILL)
@@ -93,18 +92,18 @@ class IndexerProcess:
 
     @asynccontextmanager
     async def stub(self) -> AsyncIterator[Any]:
-        """To ask it. Any: stubs of grpc.aio."""
+        """Return a stub. Any: stubs of grpc.aio are untyped."""
         async with rpc.channel(self.address) as channel:
             yield indexer_pb2_grpc.IndexerServiceStub(channel)
 
 
 def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
-    """How this mesh names blocks."""
+    """Return the hasher of the benchmark's partition."""
     return PrefixHasher(mesh_key=b"", model=PARTITION.model, block_size=block_size)
 
 
 class Workers:
-    """Publishers of one rank each. cached: the chains each engine holds, oldest first."""
+    """Publishers of one rank each. cached: chains of each engine, oldest first."""
 
     def __init__(self, count: int, registry: FileRegistry) -> None:
         self.cached: list[dict[int, None]] = [{} for _ in range(count)]
@@ -117,7 +116,7 @@ class Workers:
         ).tobytes()
 
     async def register(self) -> None:
-        """Puts the workers into discovery, so that the indexer keeps them."""
+        """Register the workers, so that the indexer keeps them."""
         for publisher in self.publishers:
             worker = Instance(
                 *(publisher.publication.worker_id, NAMESPACE, "worker", "", "127.0.0.1:1"),
@@ -127,7 +126,7 @@ class Workers:
             await self._registry.register(worker)
 
     def store(self, number: int) -> None:
-        """An engine computes one more chain."""
+        """Store one more chain in an engine."""
         chain = self._chains = self._chains + 1
         tokens = chain.to_bytes(4, "little") + self._suffix
         self.cached[number][chain] = None
@@ -135,14 +134,14 @@ class Workers:
         self.publishers[number].take([PagesStored(names, None, tokens, BLOCK_SIZE)])
 
     def evict(self, number: int) -> None:
-        """An engine drops the chain it has had for the longest."""
+        """Evict the oldest chain of an engine."""
         chain = next(iter(self.cached[number]))
         del self.cached[number][chain]
         names = range((chain + 1) * CHAIN_BLOCKS - 1, chain * CHAIN_BLOCKS - 1, -1)
         self.publishers[number].take([PagesRemoved(names)])
 
     def held_hashes(self, number: int) -> set[int]:
-        """The prefix hashes of all that an engine holds."""
+        """Return the prefix hashes of an engine's blocks."""
         hasher = hasher_factory("", "", BLOCK_SIZE)
         names: set[int] = set()
         for chain in self.cached[number]:
@@ -151,16 +150,16 @@ class Workers:
         return names
 
     def published_hashes(self, number: int) -> set[int]:
-        """What a publisher says that it has announced."""
+        """Return the prefix hashes that a publisher has published."""
         event_log = self.publishers[number].feeds[0].event_log
         return {key for chunk in event_log.snapshot() for key in chunk.hashes.tolist()}
 
     def counters(self, name: str) -> int:
-        """A counter of all publishers."""
+        """Return the sum of a counter over all publishers."""
         return sum(publisher.counters[name] for publisher in self.publishers)
 
     async def wait_until_exact(self, stub: Any) -> int:
-        """Waits until the index stands where all publishers do; blocks it claims."""
+        """Wait until the index has the positions of all publishers; returns its blocks."""
         deadline = time.monotonic() + WAIT_S
         while True:
             stats = await stub.Stats(indexer_pb2.StatsRequest(), timeout=10.0)
@@ -173,12 +172,12 @@ class Workers:
             if all(at.get(n, (0, 0)) == (one.epoch, one.sequence) for n, one in ledgers.items()):
                 return int(stats.blocks)
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the index has not caught up in {WAIT_S} s: {at}")
+                raise TimeoutError(f"the index is not exact after {WAIT_S} s: {at}")
             await asyncio.sleep(0.005)
 
     def _publisher(self, worker_id: int, registry: FileRegistry) -> Publisher:
-        rules = KvEventFormat(BLOCK_SIZE, BLOCK_SIZE, DuplicatePolicy.IDEMPOTENT)
-        feed = SourceFeed(Source(worker_id), Normalizer(rules, hasher_factory))
+        event_format = KvEventFormat(BLOCK_SIZE, BLOCK_SIZE, DuplicatePolicy.IDEMPOTENT)
+        feed = SourceFeed(Source(worker_id), Normalizer(event_format, hasher_factory))
         return Publisher(
             worker_id,
             PARTITION,
@@ -191,13 +190,13 @@ class Workers:
 
 
 async def dump(stub: Any) -> Mapping[int, set[int]]:
-    """The blocks that the index claims, by worker."""
+    """Return the indexed blocks by worker."""
     parts: dict[tuple[int, int], set[int]] = {}
     async for message in stub.Dump(indexer_pb2.DumpRequest(), timeout=WAIT_S):
         chunk = message.chunk
         part = parts.setdefault((chunk.source.worker_id, chunk.source.dp_rank), set())
         if chunk.first:
-            part.clear()  # Perhaps anew: the source was replaced amid the dump.
+            part.clear()  # The source was replaced during the dump.
         part.update(hashes_from_bytes(chunk.prefix_hashes).tolist())
     advertised: dict[int, set[int]] = {}
     for (worker_id, _), part in parts.items():
@@ -206,13 +205,13 @@ async def dump(stub: Any) -> Mapping[int, set[int]]:
 
 
 class LoopLagMonitor:
-    """The longest that the event loop kept a task waiting beyond 1 ms, in seconds."""
+    """Measures the longest delay of a task by the event loop, in seconds."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Measure until cancelled."""
         while True:
             at = time.perf_counter()
             await asyncio.sleep(0.001)

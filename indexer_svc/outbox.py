@@ -1,4 +1,4 @@
-"""Send queue of one publisher's stream."""
+"""Send queues of streams with one writer each."""
 
 from __future__ import annotations
 
@@ -14,22 +14,34 @@ from kvmesh.indexer.v1 import indexer_pb2
 
 # Acknowledgements are collected for this long; requests are sent at once.
 ACK_EVERY_S = 0.05
+# Queued answers of a MatchStream at which its requests are no longer read.
+QUEUED_ANSWERS_MAX = 4096
 
 
-class PublisherOutbox:
-    """Bounded by the ranks of a worker, because newer entries replace older ones.
+class _Outbox:
+    """failure: the error that ends the stream, or None."""
 
-    failure: the error that ends the stream, or None.
-    """
+    def __init__(self) -> None:
+        self.failure: MeshError | None = None
+        self._is_closed = False
+        self._has_items = asyncio.Event()
+
+    def close(self, failure: MeshError | None = None) -> None:
+        """Close the queue; `next_frame` returns what is left, then None."""
+        self.failure = self.failure or failure
+        self._is_closed = True
+        self._has_items.set()
+
+
+class PublisherOutbox(_Outbox):
+    """Send queue of a Publish stream; bounded, because newer entries replace older ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
         self._clock = clock
         self._acked: dict[Source, SourcePosition] = {}
         self._resends: dict[Source, ResendRequest] = {}
         self._shrink_blocks = 0
-        self._is_closed = False
-        self.failure: MeshError | None = None
-        self._has_items = asyncio.Event()
         self._must_send_now = asyncio.Event()
         self._written_at = clock()
 
@@ -55,10 +67,8 @@ class PublisherOutbox:
         self._shrink_blocks = 0
 
     def close(self, failure: MeshError | None = None) -> None:
-        """Close the queue; `next_frame` returns what is left, then None."""
-        self.failure = self.failure or failure
-        self._is_closed = True
-        self._send_now()
+        super().close(failure)
+        self._must_send_now.set()
 
     async def next_frame(self) -> indexer_pb2.PublishResponse | None:
         """Wait for entries and return all of them as one frame; None at the end."""
@@ -92,3 +102,34 @@ class PublisherOutbox:
     def _send_now(self) -> None:
         self._has_items.set()
         self._must_send_now.set()
+
+
+class MatchOutbox(_Outbox):
+    """Send queue of a MatchStream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answers: list[indexer_pb2.MatchAnswer] = []
+        self._frame_taken = asyncio.Event()
+
+    async def put(self, answers: list[indexer_pb2.MatchAnswer]) -> None:
+        """Queue answers; waits while QUEUED_ANSWERS_MAX or more are queued."""
+        while len(self._answers) >= QUEUED_ANSWERS_MAX:
+            self._frame_taken.clear()
+            await self._frame_taken.wait()
+        self._answers += answers
+        self._has_items.set()
+        await asyncio.sleep(0)  # Lets the writer run, also within a long frame.
+
+    async def next_frame(self) -> indexer_pb2.MatchStreamResponse | None:
+        """Wait for answers and return all of them as one frame; None at the end."""
+        await self._has_items.wait()
+        if not self._answers:
+            assert self._is_closed, "woken without answers"
+            return None
+        frame = indexer_pb2.MatchStreamResponse(answers=self._answers)
+        self._answers = []
+        if not self._is_closed:
+            self._has_items.clear()
+        self._frame_taken.set()
+        return frame

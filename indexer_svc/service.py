@@ -47,15 +47,13 @@ from indexer_svc.core.subscriber import (
 from indexer_svc.fleet_watch import FleetWatch
 from indexer_svc.ingest import Ingest
 from indexer_svc.metrics import Metrics
-from indexer_svc.outbox import PublisherOutbox
+from indexer_svc.outbox import MatchOutbox, PublisherOutbox
 from indexer_svc.verify import compare
 from kvmesh.indexer.v1 import indexer_pb2, indexer_pb2_grpc
 
 LOG = structlog.get_logger(__name__)
 
 SERVICE_NAME = "kvmesh.indexer.v1.IndexerService"
-# Queued answers of a MatchStream at which its requests are no longer read.
-QUEUED_ANSWERS_MAX = 4096
 # Queries per turn of the event loop; about 1 ms.
 QUERIES_PER_SLICE = 32
 # Attempts to dump a source that is cleared during the dump.
@@ -83,7 +81,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
         self._security = security
         self._subscriber_bytes = subscriber_bytes
         self._clock = clock
-        self._answers: set[_MatchOutbox] = set()
+        self._answers: set[MatchOutbox] = set()
         self._is_ending = False
 
     def end_streams(self) -> None:
@@ -249,7 +247,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
     async def MatchStream(  # type: ignore[override]
         self, request_iterator: AsyncIterator[indexer_pb2.MatchStreamRequest], context: Context
     ) -> None:
-        answers = _MatchOutbox()
+        answers = MatchOutbox()
         self._answers.add(answers)
         if self._is_ending:
             answers.close()
@@ -265,7 +263,7 @@ class IndexerService(indexer_pb2_grpc.IndexerServiceServicer):
             raise answers.failure
 
     async def _read_questions(
-        self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: _MatchOutbox
+        self, frames: AsyncIterator[indexer_pb2.MatchStreamRequest], answers: MatchOutbox
     ) -> None:
         failure: MeshError | None = None
         try:
@@ -395,45 +393,6 @@ class _Hello:
         self.states = [source_state_from_proto(one, "hello.sources") for one in message.sources]
         for state in self.states:
             _require_own(state.source, self, "hello.sources.source")
-
-
-class _MatchOutbox:
-    """Send queue of one MatchStream. failure: the error that ends the stream, or None."""
-
-    def __init__(self) -> None:
-        self._answers: list[indexer_pb2.MatchAnswer] = []
-        self._is_closed = False
-        self._has_items = asyncio.Event()
-        self._frame_taken = asyncio.Event()
-        self.failure: MeshError | None = None
-
-    async def put(self, answers: list[indexer_pb2.MatchAnswer]) -> None:
-        """Queue answers; waits while QUEUED_ANSWERS_MAX or more are queued."""
-        while len(self._answers) >= QUEUED_ANSWERS_MAX:
-            self._frame_taken.clear()
-            await self._frame_taken.wait()
-        self._answers += answers
-        self._has_items.set()
-        await asyncio.sleep(0)  # Lets the writer run, also within a long frame.
-
-    def close(self, failure: MeshError | None = None) -> None:
-        """Close the queue; `next_frame` returns what is left, then None."""
-        self.failure = self.failure or failure
-        self._is_closed = True
-        self._has_items.set()
-
-    async def next_frame(self) -> indexer_pb2.MatchStreamResponse | None:
-        """Wait for answers and return all of them as one frame; None at the end."""
-        await self._has_items.wait()
-        if not self._answers:
-            assert self._is_closed, "woken without answers"
-            return None
-        frame = indexer_pb2.MatchStreamResponse(answers=self._answers)
-        self._answers = []
-        if not self._is_closed:
-            self._has_items.clear()
-        self._frame_taken.set()
-        return frame
 
 
 def _hello_of(frame: indexer_pb2.PublishRequest) -> _Hello:

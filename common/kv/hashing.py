@@ -60,7 +60,7 @@ LocalBlockHash = NewType("LocalBlockHash", int)
 SequenceHash = NewType("SequenceHash", int)
 """XXH3-64 of a block and all blocks before it; 0 <= value < 2^64."""
 
-TokenIds: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequence[int]
+TokenIdsLike: TypeAlias = bytes | bytearray | memoryview | NDArray[Any] | Sequence[int]
 """Token ids, 0 <= id < 2^32: raw little-endian u32, an integer array (1-D), or a sequence."""
 
 _U64_MAX: Final = 2**64 - 1
@@ -121,7 +121,7 @@ class PrefixHasher:
         """Tokens per block."""
         return self._block_size
 
-    def prefix_hashes(self, token_ids: TokenIds) -> NDArray[np.uint64]:
+    def prefix_hashes(self, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         """Return one hash for each full block of a whole prompt, shape (len // block_size,).
 
         Raises ValueError when token_ids are not integers in 0..2^32-1, not one-dimensional, or
@@ -130,7 +130,7 @@ class PrefixHasher:
         return _splitmix64_finalize(self._running_sums(ChainState(0, 0), token_ids))
 
     def extend(
-        self, state: ChainState, token_ids: TokenIds
+        self, state: ChainState, token_ids: TokenIdsLike
     ) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """Continue a chain: hashes and running sums of the full blocks that follow `state`.
 
@@ -140,7 +140,7 @@ class PrefixHasher:
         sums = self._running_sums(state, token_ids)
         return _splitmix64_finalize(sums.copy()), sums
 
-    def _running_sums(self, state: ChainState, token_ids: TokenIds) -> NDArray[np.uint64]:
+    def _running_sums(self, state: ChainState, token_ids: TokenIdsLike) -> NDArray[np.uint64]:
         ids = _to_uint32_array(token_ids, "token_ids")
         count = len(ids) // self._block_size
         if count == 0:
@@ -211,7 +211,7 @@ class BlockMediaInfo:
 
 
 def compute_block_hash_for_seq(
-    tokens: TokenIds,
+    tokens: TokenIdsLike,
     block_size: int,
     block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
     lora_name: str | None = None,
@@ -286,7 +286,7 @@ class TokensWithHashes:
 
     def __init__(
         self,
-        tokens: TokenIds,
+        tokens: TokenIdsLike,
         block_size: int,
         block_mm_infos: Sequence[BlockMediaInfo | None] | None = None,
         lora_name: str | None = None,
@@ -378,7 +378,7 @@ def _splitmix64_finalize(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x
 
 
-def _to_uint32_array(token_ids: TokenIds, name: str) -> NDArray[np.uint32]:
+def _to_uint32_array(token_ids: TokenIdsLike, name: str) -> NDArray[np.uint32]:
     """Return token ids as a 1-D uint32 array, without a copy if possible."""
     if isinstance(token_ids, np.ndarray):
         return _validate_array(token_ids, name)

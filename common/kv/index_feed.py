@@ -128,7 +128,7 @@ class IndexFeed:
         self._feed_events: list[FeedEvent] = []
         self.counters = FeedCounters()
 
-    # Queries.
+    # Queries. Methods with a source require a known one.
 
     @property
     def blocks(self) -> int:
@@ -142,18 +142,15 @@ class IndexFeed:
         return 8 * buffered + sum(index.used_bytes for index in self._indexes.values())
 
     def sources(self) -> list[Source]:
-        """Return all known sources."""
         return list(self._entries)
 
     def sources_of(self, worker_id: int) -> list[Source]:
-        """Return the known sources of one worker."""
         return [source for source in self._entries if source.worker_id == worker_id]
 
     def __contains__(self, source: Source) -> bool:
         return source in self._entries
 
     def partition(self, source: Source) -> Partition:
-        """Return the partition of a known source."""
         return self._entries[source].partition
 
     def position(self, source: Source) -> SourcePosition:
@@ -166,7 +163,6 @@ class IndexFeed:
         return [self.position(source) for source in self._entries]
 
     def status(self, source: Source) -> SourceStatus:
-        """Return the status of a known source."""
         return self._entries[source].compute_status()
 
     def is_load_only(self, source: Source) -> bool:
@@ -182,7 +178,6 @@ class IndexFeed:
         return self._entries[source].last_received_at
 
     def is_matchable(self, source: Source) -> bool:
-        """Whether a known source matches."""
         return self._entries[source].advertised.is_visible
 
     def blocks_of(self, source: Source) -> int:

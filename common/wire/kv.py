@@ -43,7 +43,6 @@ def hashes_from_wire(data: bytes, field: str) -> Hashes:
 
 
 def partition_to_proto(partition: Partition) -> indexer_pb2.Partition:
-    """Return the message of a partition."""
     return indexer_pb2.Partition(
         model=partition.model,
         block_size=partition.block_size,
@@ -64,7 +63,6 @@ def partition_from_proto(message: indexer_pb2.Partition, field: str = "partition
 
 
 def source_to_proto(source: Source) -> indexer_pb2.Source:
-    """Return the message of a source."""
     return indexer_pb2.Source(worker_id=source.worker_id, dp_rank=source.dp_rank)
 
 
@@ -76,7 +74,6 @@ def source_from_proto(message: indexer_pb2.Source, field: str = "source") -> Sou
 
 
 def source_state_to_proto(state: SourcePosition) -> indexer_pb2.SourceState:
-    """Return the message of a source's position."""
     return indexer_pb2.SourceState(
         source=source_to_proto(state.source),
         epoch=state.epoch,
@@ -88,13 +85,11 @@ def source_state_to_proto(state: SourcePosition) -> indexer_pb2.SourceState:
 def source_state_from_proto(
     message: indexer_pb2.SourceState, field: str = "state"
 ) -> SourcePosition:
-    """Return a source's position."""
     source = source_from_proto(message.source, f"{field}.source")
     return SourcePosition(source, message.epoch, message.sequence, message.degraded)
 
 
 def source_status_to_proto(status: SourceStatus) -> indexer_pb2.SourceStatus:
-    """Return the message of a status."""
     return indexer_pb2.SourceStatus(state=status.state, reason=status.reason)
 
 
@@ -137,7 +132,6 @@ def batch_from_proto(
 
 
 def snapshot_chunk_to_proto(chunk: SnapshotChunk) -> indexer_pb2.SnapshotChunk:
-    """Return the message of a snapshot chunk."""
     return indexer_pb2.SnapshotChunk(
         source=source_to_proto(chunk.source),
         epoch=chunk.epoch,
@@ -171,7 +165,6 @@ def snapshot_chunk_from_proto(
 
 
 def matches_to_proto(rows: Iterable[SourceMatch]) -> indexer_pb2.MatchResponse:
-    """Return the message of match rows."""
     message = indexer_pb2.MatchResponse()
     for source, device, host, disk in rows:
         message.matches.add(

@@ -1,4 +1,4 @@
-"""What an index must do for a router, of whatever kind it is: the rules of S1.C and S1.E, pure."""
+"""Requirements of every index kind of a router: rules of S1.C and S1.E, pure."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def removed(source: Source, sequence: int, *keys: int) -> EventBatch:
 
 
 class Fed:
-    """What a replica does: events into a feed, questions to it."""
+    """A replica: applies events to a feed and answers queries."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -85,7 +85,7 @@ class Fed:
         for source in sources:
             self.feed.register_source(PART, SourcePosition(source, 1, 0), 0.0)
 
-    def tell(self, *batches: EventBatch) -> None:
+    def apply(self, *batches: EventBatch) -> None:
         for batch in batches:
             run_all_steps(self.feed.apply(batch, 0.0))
 
@@ -93,7 +93,7 @@ class Fed:
 def replica() -> Index:
     fed = Fed()
     fed.register_source(ONE, TWO)
-    fed.tell(stored(ONE, 1, *range(1, 6)), stored(TWO, 1, 1, 2))
+    fed.apply(stored(ONE, 1, *range(1, 6)), stored(TWO, 1, 1, 2))
     return fed
 
 
@@ -103,7 +103,7 @@ def overlaps(choice: IndexSettings, index: Index | None = None) -> Overlaps:
     return one
 
 
-def guessed() -> Overlaps:
+def approximate() -> Overlaps:
     one = overlaps(RouterConfig(kv_events=False).index_settings)
     one.record_placement(query(5), Placement(*ONE), 0.0)
     one.record_placement(query(2), Placement(*TWO), 0.0)
@@ -112,7 +112,7 @@ def guessed() -> Overlaps:
 
 KINDS: dict[str, Callable[[], Overlaps]] = {
     "events": lambda: overlaps(RouterConfig().index_settings),
-    "approx": guessed,
+    "approx": approximate,
 }
 
 
@@ -121,10 +121,10 @@ KINDS: dict[str, Callable[[], Overlaps]] = {
 
 @pytest.mark.row("S1-32", "S1-37")
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_by_worker_and_rank_and_those_who_hold_nothing_are_absent(kind: str) -> None:
+def test_scores_are_per_worker_rank_and_omit_ranks_without_blocks(kind: str) -> None:
     matches = KINDS[kind]().matches(query())
     assert {tuple(at): row.device_blocks for at, row in matches.items()} == {(1, 0): 5, (2, 3): 2}
-    assert matches[Placement(2, 3)].device_blocks == 2, "a placement finds its row"
+    assert matches[Placement(2, 3)].device_blocks == 2, "the row belongs to the placement"
     at = Placement(worker_id=2, dp_rank=3)
     assert (at.worker_id, at.dp_rank) == (2, 3)
 
@@ -138,7 +138,7 @@ def test_no_index_gives_empty_scores_and_never_an_error() -> None:
 
 
 @pytest.mark.row("S1-37")
-def test_a_selection_names_the_candidate_with_its_rank_and_why() -> None:
+def test_a_selection_has_the_candidate_its_rank_and_the_reason() -> None:
     chosen = Candidate(Placement(2, 3), worker(2, ranks=4))
     choice = Selection(chosen, "it is mine")
     assert (choice.candidate.placement, choice.reason) == (Placement(2, 3), "it is mine")
@@ -153,7 +153,7 @@ def test_a_selection_names_the_candidate_with_its_rank_and_why() -> None:
 def test_an_event_belongs_to_one_rank_of_one_worker_and_to_no_other() -> None:
     fed = Fed()
     fed.register_source(Source(1, 0), Source(1, 1), Source(2, 0))
-    fed.tell(stored(Source(1, 1), 1, 1, 2, 3))
+    fed.apply(stored(Source(1, 1), 1, 1, 2, 3))
     assert fed.match(query()) == [SourceMatch(Source(1, 1), 3, 3, 3)]
 
 
@@ -161,7 +161,7 @@ def test_an_event_belongs_to_one_rank_of_one_worker_and_to_no_other() -> None:
 
 
 @pytest.mark.row("S1-41")
-def test_there_are_three_ways_to_know_and_a_worker_that_tells_nothing_has_its_own() -> None:
+def test_a_worker_without_events_uses_one_of_three_index_kinds() -> None:
     kinds = {
         RouterConfig(overlap_score_credit=credit, kv_events=events).index_settings.kind
         for credit, events in itertools.product((0.0, 1.0), (False, True))
@@ -169,7 +169,7 @@ def test_there_are_three_ways_to_know_and_a_worker_that_tells_nothing_has_its_ow
     assert kinds == {"none", "approx", "events"}
     fed = Fed()
     fed.register_source(ONE)
-    fed.tell(stored(ONE, 1, 1, 2, 3))
+    fed.apply(stored(ONE, 1, 1, 2, 3))
     mixed = Overlaps(fed, RouterConfig().index_settings)
     mixed.update_workers([worker(1), worker(2, kv_index="approx"), worker(3, kv_index="none")])
     for placement in (Placement(2, 0), Placement(3, 0)):
@@ -179,8 +179,8 @@ def test_there_are_three_ways_to_know_and_a_worker_that_tells_nothing_has_its_ow
 
 @pytest.mark.row("S1-44", "S1-101")
 @pytest.mark.parametrize("name", ["--router-event-threads", "KVMESH_ROUTER_ROUTER_EVENT_THREADS"])
-def test_event_threads_are_refused_by_name(name: str) -> None:
-    """Events are applied in slices on the loop; see the next tests for what threads were for."""
+def test_the_event_threads_setting_is_rejected_by_name(name: str) -> None:
+    """Events are applied in slices on the event loop; the next tests check what threads are for."""
     flags, variables = ([], {name: "4"}) if name.startswith("KV") else ([name, "4"], {})
     with pytest.raises(ConfigError) as refused:
         read_config(RouterConfig, "ROUTER", variables, flags)
@@ -188,10 +188,10 @@ def test_event_threads_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.row("S1-44", "S1-55")
-def test_questions_are_answered_amid_a_batch_by_what_is_applied_so_far() -> None:
+def test_a_query_during_a_batch_sees_the_part_applied_so_far() -> None:
     fed = Fed()
     fed.register_source(ONE, TWO)
-    fed.tell(stored(TWO, 1, 1, 2))
+    fed.apply(stored(TWO, 1, 1, 2))
     keys = range(1, 5001)
     steps = fed.feed.apply(stored(ONE, 1, *keys), 0.0)
     seen = []
@@ -199,7 +199,7 @@ def test_questions_are_answered_amid_a_batch_by_what_is_applied_so_far() -> None
     for _ in steps:
         rows = {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}
         seen.append(rows.get(ONE, 0))
-        assert rows[TWO] == 2, "others are not disturbed"
+        assert rows[TWO] == 2, "other sources are not affected"
     assert len(seen) > 3
     assert seen == sorted(seen)
     assert {row.source: row.device_blocks for row in fed.feed.match(PART, chain)}[ONE] == 5000
@@ -208,7 +208,7 @@ def test_questions_are_answered_amid_a_batch_by_what_is_applied_so_far() -> None
 @pytest.mark.row("S1-55")
 @settings(max_examples=60, deadline=None)
 @given(order=st.permutations([0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2]), data=st.data())
-def test_events_of_one_source_are_applied_in_its_order_however_they_arrive(
+def test_events_of_a_source_are_applied_in_order_regardless_of_arrival(
     order: list[int], data: st.DataObject
 ) -> None:
     """Three sources store and remove the same block in turn; only the order within one matters."""
@@ -225,24 +225,26 @@ def test_events_of_one_source_are_applied_in_its_order_however_they_arrive(
         for n, source in enumerate(sources)
     }
     for n in order:
-        fed.tell(scripts[sources[n]].pop(0))
+        fed.apply(scripts[sources[n]].pop(0))
     held = {row.source.worker_id: row.device_blocks for row in fed.match(query())}
-    assert held == {1: 2, 3: 2}, "the last word of each counts, and the second has withdrawn"
+    assert held == {1: 2, 3: 2}, (
+        "the last event of each source counts; the second source removed its blocks"
+    )
 
 
 @pytest.mark.row("S1-52")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_worker_that_is_removed_goes_with_all_its_ranks(kind: str) -> None:
+def test_removing_a_worker_removes_all_its_ranks(kind: str) -> None:
     if kind == "events":
         fed = Fed()
         ranks = [Source(2, n) for n in range(4)]
         fed.register_source(ONE, *ranks)
         for source in (ONE, *ranks):
-            fed.tell(stored(source, 1, 1, 2))
+            fed.apply(stored(source, 1, 1, 2))
         known = overlaps(RouterConfig().index_settings, fed)
         assert len(known.matches(query())) == 5
     else:
-        known = guessed()
+        known = approximate()
         for rank in range(4):
             known.record_placement(query(2), Placement(2, rank), 0.0)
     known.update_workers([worker(1)])
@@ -252,7 +254,7 @@ def test_a_worker_that_is_removed_goes_with_all_its_ranks(kind: str) -> None:
 
 
 @pytest.mark.row("S1-50")
-def test_a_decision_inserts_what_it_predicts_and_without_index_does_nothing() -> None:
+def test_a_decision_inserts_predicted_entries_only_with_an_index() -> None:
     for choice, inserted in (
         (RouterConfig(kv_events=False).index_settings, 8),
         (RouterConfig(router_predicted_ttl_secs=5.0).index_settings, 8),
@@ -266,22 +268,24 @@ def test_a_decision_inserts_what_it_predicts_and_without_index_does_nothing() ->
 
 
 @pytest.mark.row("S1-51")
-def test_an_event_that_cannot_be_applied_is_a_typed_error_and_harms_no_other_source() -> None:
+def test_an_invalid_event_is_a_typed_error_and_affects_no_other_source() -> None:
     fed = Fed()
     fed.register_source(ONE)
-    fed.tell(stored(ONE, 1, 1, 2))
+    fed.apply(stored(ONE, 1, 1, 2))
     with pytest.raises(InvalidRequest) as refused:
-        fed.tell(stored(TWO, 1, 1))
+        fed.apply(stored(TWO, 1, 1))
     assert refused.value.reason == "UNKNOWN_SOURCE"
-    fed.tell(removed(ONE, 2, 999, 2))
-    assert fed.match(query()) == [SourceMatch(ONE, 1, 1, 1)], "an absent block stops nothing"
+    fed.apply(removed(ONE, 2, 999, 2))
+    assert fed.match(query()) == [SourceMatch(ONE, 1, 1, 1)], (
+        "an absent block does not stop the removal"
+    )
 
 
-# Who wants no events gets none (S1-54, the trap), and nothing is kept for it.
+# A loads-only subscription gets no events (S1-54, the trap); none are kept for it.
 
 
 class Indexer:
-    """An indexer's feed with one subscriber."""
+    """The feed of an indexer with one subscriber."""
 
     def __init__(self, *, loads_only: bool) -> None:
         self.feed = IndexFeed()
@@ -303,19 +307,19 @@ class Indexer:
             self.subscriber.batch(batch)
 
     def drain(self) -> list[object]:
-        told: list[object] = []
+        updates: list[object] = []
         while self.subscriber.has_more:
-            told += self.subscriber.take()
-        return told
+            updates += self.subscriber.take()
+        return updates
 
 
 @pytest.mark.row("S1-54")
-def test_for_who_wants_no_events_none_pile_up() -> None:
+def test_no_events_are_queued_for_a_loads_only_subscription() -> None:
     batches = [stored(ONE, n, *range(100 * n, 100 * n + 100)) for n in range(1, 2001)]
-    wanted = Indexer(loads_only=False)
-    wanted.drain()
-    wanted.publish(batches)
-    assert wanted.subscriber.is_overflowed, "this much does not wait for anybody who reads nothing"
+    subscribed = Indexer(loads_only=False)
+    subscribed.drain()
+    subscribed.publish(batches)
+    assert subscribed.subscriber.is_overflowed, "the queue limit is reached"
     spared = Indexer(loads_only=True)
     spared.drain()
     spared.publish(batches)
@@ -325,16 +329,16 @@ def test_for_who_wants_no_events_none_pile_up() -> None:
     spared.subscriber.status_changed(ONE, PART, SourceStatus("exact"))
     for running in range(1000):
         spared.subscriber.load(ONE, PART, Load(running=running))
-    told = spared.drain()
-    assert [one for one in told if isinstance(one, LoadUpdate)] == [
+    updates = spared.drain()
+    assert [one for one in updates if isinstance(one, LoadUpdate)] == [
         LoadUpdate(ONE, Load(running=999))
     ]
-    assert {one.status.state for one in told if isinstance(one, StatusUpdate)} == {"gapped"}
-    assert not any(hasattr(one, "hashes") or hasattr(one, "events") for one in told)
+    assert {one.status.state for one in updates if isinstance(one, StatusUpdate)} == {"gapped"}
+    assert not any(hasattr(one, "hashes") or hasattr(one, "events") for one in updates)
 
 
 @pytest.mark.row("S1-54")
-def test_who_wants_no_events_still_hears_that_a_source_has_gone() -> None:
+def test_a_loads_only_subscription_still_receives_that_a_source_is_gone() -> None:
     spared = Indexer(loads_only=True)
     spared.drain()
     spared.feed.forget(ONE, "left")
@@ -346,7 +350,7 @@ def test_who_wants_no_events_still_hears_that_a_source_has_gone() -> None:
 
 
 class Failing:
-    """An index that cannot answer."""
+    """An index whose queries fail."""
 
     def match(self, query: Query) -> list[SourceMatch]:
         raise Unavailable("the index is gone", reason="INDEX_GONE")

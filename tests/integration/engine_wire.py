@@ -1,8 +1,8 @@
-"""An engine's KV events on real ZeroMQ sockets, a worker that listens to them, and an indexer.
+"""An engine's KV events on real ZeroMQ sockets, a worker that reads them, and an indexer.
 
 `EngineWire` publishes as SGLang and vLLM do: PUB with [topic, number, msgpack of a batch], the last
-batches kept for replay by a ROUTER. What it says is the test's to choose; a batch can be kept from
-its subscribers, and the engine can be replaced by a new process on the same ports.
+batches kept for replay by a ROUTER. The test chooses the events; it can withhold a batch from the
+subscribers and replace the engine by a new process on the same ports.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from worker_svc.kv_events.normalizer import DuplicatePolicy, KvEventFormat, KvEv
 BLOCK = 4
 EVENT_FORMAT = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
 
-# Any: what an engine says, before it is packed.
+# Any: unpacked engine events.
 WireEvent = Mapping[str, Any]
 
 
@@ -94,7 +94,7 @@ class EngineWire:
         )
 
     async def publish(self, *events: WireEvent, reaches: bool = True) -> None:
-        """One batch. reaches: whether subscribers get it."""
+        """Publish one batch. reaches: whether subscribers get it."""
         batch = [float(self.sequence), [self._packed(one) for one in events], self.rank]
         payload = msgspec.msgpack.encode(batch)
         number = self.sequence.to_bytes(8, "big")
@@ -149,7 +149,7 @@ class EngineWire:
     async def _bound_again(self, old: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
         kind, port = int(old.get(zmq.TYPE)), _port(old)
         old.close(linger=0)
-        # The socket that was closed gives its port back a moment later.
+        # The closed socket releases its port a moment later.
         deadline = asyncio.get_running_loop().time() + WAIT_S
         while True:
             try:
@@ -166,7 +166,7 @@ def _port(socket: zmq.asyncio.Socket) -> int:
 
 
 class WiredEngine(EchoEngine):
-    """An engine whose KV events come over the wire."""
+    """An engine whose KV events arrive by ZeroMQ."""
 
     def __init__(
         self, wires: Sequence[EngineWire], event_format: KvEventFormat, model: str
@@ -204,7 +204,7 @@ class WiredEngine(EchoEngine):
 
 
 class WiredMesh:
-    """An indexer, asked over gRPC, and workers whose engines are on the wire."""
+    """An indexer, queried over gRPC, and workers with such engines."""
 
     def __init__(self, store: MemoryStore, indexer: IndexerApp) -> None:
         self.store = store
@@ -253,7 +253,7 @@ class WiredMesh:
         salt: str = "",
         rank: int = 0,
     ) -> tuple[int, int, int]:
-        """How deep the index says that a worker holds a prompt: device, host, disk."""
+        """Return the indexed depths of a prompt at a worker: device, host, disk."""
         partition = partition_of(app)
         names = names_of(partition, tokens, lora=lora, salt=salt)
         for row in await self.rows(partition, names):

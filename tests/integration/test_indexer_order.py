@@ -1,4 +1,4 @@
-"""Writes and questions at once: each worker's events count in their order, whatever is asked."""
+"""Concurrent events and queries: the events of each worker apply in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def event(kind: pb.EventKind.ValueType, hashes: Hashes) -> pb.Event:
 
 
 def story() -> list[pb.EventBatch]:
-    """The chain grows by STRIDE a batch, then it goes by halves, and all of that ROUNDS times."""
+    """The chain grows by STRIDE per batch, then shrinks by halves; ROUNDS times."""
     batches = []
     for _ in range(ROUNDS):
         for start in range(0, LENGTH, STRIDE):
@@ -52,7 +52,7 @@ def story() -> list[pb.EventBatch]:
 
 
 def depths_in_order() -> list[int]:
-    """Every depth that the story leads through, in slices of STEP_BLOCKS."""
+    """Every depth of the story, in slices of STEP_BLOCKS_MAX."""
     depths = [0]
     for _ in range(ROUNDS):
         depths += range(STRIDE, LENGTH + 1, STRIDE)
@@ -63,7 +63,7 @@ def depths_in_order() -> list[int]:
 
 
 def is_led_through(seen: Sequence[int], depths: Sequence[int]) -> bool:
-    """Whether the depths seen came in this order, each for any number of questions."""
+    """Whether the observed depths have this order; repeats are allowed."""
     at = 0
     for depth in seen:
         while at < len(depths) and depths[at] != depth:
@@ -74,9 +74,9 @@ def is_led_through(seen: Sequence[int], depths: Sequence[int]) -> bool:
 
 
 async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int]]]) -> None:
-    """Sends the story, waits until the last batch is acknowledged.
+    """Send the story and wait for its last acknowledgement.
 
-    Once, where the chain is whole, it waits until everybody who asks has seen that.
+    Once, with the whole chain stored, it waits until all readers have observed it.
     """
     batches = story()
     hello = pb.PublishRequest()
@@ -97,7 +97,7 @@ async def publish(stub: Any, worker_id: int, depths: Sequence[dict[int, list[int
 
 
 async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]) -> None:
-    """Asks for the chain again and again; notes each worker's depth, in the order of answers."""
+    """Query the chain repeatedly; records each worker's depth in the order of responses."""
     call = stub.MatchStream()
     async with rpc.cancelling(call):
         number = 0
@@ -116,7 +116,7 @@ async def ask(stub: Any, seen: dict[int, list[int]], is_over: Callable[[], bool]
 async def follow(
     stub: Any, feed: IndexFeed, seen: dict[int, list[int]], caught_up: asyncio.Event
 ) -> None:
-    """A router's copy; notes the sequence of every batch."""
+    """A router's replica; records the sequence of every batch."""
     call = stub.Subscribe(pb.SubscribeRequest())
     async with rpc.cancelling(call):
         async for message in call:
@@ -152,28 +152,33 @@ async def test_events_of_a_worker_are_applied_in_order_while_matches_run() -> No
             ]
             caught_up = asyncio.Event()
             following = tasks.create_task(follow(stubs[2], copy, sequences, caught_up))
-            # What was there before would come as snapshots.
+            # Earlier batches would arrive as snapshots.
             async with asyncio.timeout(WAIT_S):
                 await caught_up.wait()
             async with TaskGroup() as writers:
                 for worker_id in WORKERS:
                     writers.create_task(publish(stubs[worker_id % 3], worker_id, depths))
             last = len(batches)
-            await until(lambda: all(last in seen for seen in sequences.values()), "all is copied")
+            await until(
+                lambda: all(last in seen for seen in sequences.values()),
+                "the replica has all batches",
+            )
             is_over = True
             await asyncio.wait(asking)
             following.cancel()
-        assert app.ingest.feed.blocks == 0, "all that was stored was removed, in this order"
+        assert app.ingest.feed.blocks == 0, "all stored blocks were removed, in order"
     for worker_id in WORKERS:
         assert sequences[worker_id] == list(range(1, len(batches) + 1)), "each once, in order"
-        # Were two batches swapped, a part of the chain would be missing, and the depth end there.
+        # If two batches were swapped, a part of the chain would be missing and limit the depth.
         for asked in depths:
             assert is_led_through(asked[worker_id], depths_in_order())
     assert copy.blocks == 0
 
 
-def test_what_comes_out_of_order_would_be_seen() -> None:
+def test_the_order_check_detects_reordered_events() -> None:
     depths = depths_in_order()
     assert is_led_through([0, 0, 100, 3000, 3000, 1500, 0, 2900, 0], depths)
-    assert not is_led_through([0, 150], depths), "that is between two batches"
-    assert not is_led_through([200, 100, 200, 100, 200, 100, 200], depths), "it never shrinks so"
+    assert not is_led_through([0, 150], depths), "this depth is between two batches"
+    assert not is_led_through([200, 100, 200, 100, 200, 100, 200], depths), (
+        "the chain never shrinks like this"
+    )

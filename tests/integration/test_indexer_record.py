@@ -1,4 +1,4 @@
-"""KV events recorded from a real indexer, and replayed into an index and into another indexer."""
+"""KV events recorded from a real indexer, played back into an index and another indexer."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ CHAIN = 8
 RANKS = 2
 
 
-def claims_of(feed: IndexFeed) -> dict[Source, set[int]]:
+def blocks_of(feed: IndexFeed) -> dict[Source, set[int]]:
     held = {}
     for source in feed.sources():
         index, advertised = feed.advertised(source)
@@ -79,7 +79,7 @@ def hasher_factory(lora: str, salt: str, block_size: int) -> PrefixHasher:
 
 
 class Worker:
-    """A real publisher, fed with an engine's events by the test."""
+    """A real publisher; the test supplies the engine's events."""
 
     def __init__(self, worker_id: int, store: MemoryStore) -> None:
         rules = KvEventFormat(BLOCK, BLOCK, DuplicatePolicy.IDEMPOTENT)
@@ -154,9 +154,9 @@ async def publishing(workers: Sequence[Worker]) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def recording(path: Path, address: str, **knobs: Any) -> AsyncIterator[Recorder]:
+async def recording(path: Path, address: str, **settings: Any) -> AsyncIterator[Recorder]:
     with path.open("xb") as file:
-        recorder = Recorder(file, knobs.get("bytes_max", 100 * MB), time.monotonic)
+        recorder = Recorder(file, settings.get("bytes_max", 100 * MB), time.monotonic)
         task = asyncio.create_task(record(address, recorder))
         try:
             yield recorder
@@ -168,7 +168,7 @@ async def recording(path: Path, address: str, **knobs: Any) -> AsyncIterator[Rec
 
 def is_copy(copy: IndexFeed, feed: IndexFeed) -> bool:
     exact = all(copy.status(source).state == "exact" for source in copy.sources())
-    return exact and claims_of(copy) == claims_of(feed)
+    return exact and blocks_of(copy) == blocks_of(feed)
 
 
 def stands_where(recorder: Recorder, feed: IndexFeed) -> bool:
@@ -180,7 +180,7 @@ def stands_where(recorder: Recorder, feed: IndexFeed) -> bool:
 @pytest.mark.slow
 @pytest.mark.row("S1-22")
 @pytest.mark.parametrize("seed", range(2))
-async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
+async def test_playback_rebuilds_the_recorded_index_locally_and_at_an_indexer(
     tmp_path: Path, seed: int
 ) -> None:
     rng, store, path = Random(seed), MemoryStore(), tmp_path / "events"
@@ -203,9 +203,9 @@ async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
         assert recorder.recording_stats.losses == 0
         played = IndexFeed()
         playback_stats = await play_into_local_index(path, played)
-        assert claims_of(played) == claims_of(feed)
+        assert blocks_of(played) == blocks_of(feed)
         assert playback_stats.blocks == feed.blocks
-        assert not playback_stats.has_ended, "it was not ended in order"
+        assert not playback_stats.has_ended, "the recording has no end entry"
         assert (playback_stats.lines, playback_stats.is_cut) == (
             recorder.recording_stats.lines,
             False,
@@ -222,7 +222,7 @@ async def test_what_was_recorded_replays_to_the_same_index_here_and_elsewhere(
 
 
 @pytest.mark.slow
-async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
+async def test_a_recorder_resumes_after_the_loss_of_its_indexer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indexer_svc.tools.record, "RETRY_S", 0.01)
@@ -244,17 +244,17 @@ async def test_a_recorder_that_loses_its_indexer_goes_on_with_what_it_missed(
                 worker.store(1, 3)
                 await until(lambda: worker.is_in(again.ingest.feed), "and goes on")
                 await until(lambda: stands_where(recorder, again.ingest.feed), "all is recorded")
-                held = claims_of(again.ingest.feed)
+                held = blocks_of(again.ingest.feed)
     played = IndexFeed()
     await play_into_local_index(path, played)
-    assert claims_of(played) == held
+    assert blocks_of(played) == held
     async with indexer(MemoryStore()) as other:
         playback_stats = await play_to_indexer(path, other.address)
-        assert claims_of(other.ingest.feed) == held
+        assert blocks_of(other.ingest.feed) == held
         assert playback_stats.sources == RANKS
 
 
-async def test_a_recording_keeps_its_bound_and_says_so(tmp_path: Path) -> None:
+async def test_a_recording_ends_at_its_size_limit_with_an_error(tmp_path: Path) -> None:
     store, path = MemoryStore(), tmp_path / "events"
     worker = Worker(1, store)
     async with publishing([worker]), indexer(store) as app:
@@ -273,7 +273,7 @@ async def test_a_recording_keeps_its_bound_and_says_so(tmp_path: Path) -> None:
     assert playback_stats.has_ended
 
 
-async def test_the_recorded_pace_is_kept_when_asked_for(tmp_path: Path) -> None:
+async def test_playback_at_speed_1_keeps_the_recorded_pace(tmp_path: Path) -> None:
     path = tmp_path / "events"
     path.write_bytes(encode_header() + encode_line(0.4, EndOfRecording()))
     assert (await play_into_local_index(path, IndexFeed(), speed=2.0)).seconds >= 0.2
@@ -281,7 +281,7 @@ async def test_the_recorded_pace_is_kept_when_asked_for(tmp_path: Path) -> None:
     assert (await play_into_local_index(path, IndexFeed())).seconds < 3600.0
 
 
-async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) -> None:
+async def test_an_invalid_recording_is_rejected_before_anything_is_sent(tmp_path: Path) -> None:
     path = tmp_path / "events"
     batch = (
         b'{"t":0,"is":"batch","source":["7",0],"epoch":1,"sequence":1,'
@@ -308,7 +308,7 @@ async def test_a_broken_file_is_refused_before_anything_is_sent(tmp_path: Path) 
         assert app.ingest.feed.sources() == []
 
 
-def told(t: float, rank: int, state: str) -> bytes:
+def status_line(t: float, rank: int, state: str) -> bytes:
     status = SourceStatus(state, "")
     return encode_line(t, StatusUpdate(Source(1, rank), Partition("m", BLOCK, 1), status))
 
@@ -326,12 +326,16 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
     ]
     path.write_bytes(
         encode_header()
-        + (told(0, 0, "exact") + told(0, 1, "exact"))
+        + (status_line(0, 0, "exact") + status_line(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
-        # Rank 1 leaves amid a snapshot of rank 0, and comes back later.
-        + (encode_line(0.2, snapshot[0]) + told(0.2, 1, "gone") + encode_line(0.2, snapshot[1]))
+        # Rank 1 leaves during a snapshot of rank 0 and comes back later.
+        + (
+            encode_line(0.2, snapshot[0])
+            + status_line(0.2, 1, "gone")
+            + encode_line(0.2, snapshot[1])
+        )
     )
-    for blocks, more in ((2, b""), (3, told(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
+    for blocks, more in ((2, b""), (3, status_line(0.3, 1, "exact") + stored(0.3, 1, 1, 9))):
         path.write_bytes(path.read_bytes() + more)
         assert (await play_into_local_index(path, IndexFeed())).blocks == blocks
         async with indexer(MemoryStore()) as app:
@@ -339,7 +343,7 @@ async def test_a_rank_that_leaves_a_worker_leaves_the_other_index_too(tmp_path: 
             assert app.ingest.feed.blocks == blocks
 
 
-async def test_a_rank_comes_back_amid_the_snapshot_of_another(tmp_path: Path) -> None:
+async def test_a_rank_comes_back_during_the_snapshot_of_another_rank(tmp_path: Path) -> None:
     path = tmp_path / "events"
     source = Source(1, 0)
     begins, ends = (
@@ -349,14 +353,14 @@ async def test_a_rank_comes_back_amid_the_snapshot_of_another(tmp_path: Path) ->
         for n, f in ((1, True), (3, False))
     )
     whole = SnapshotChunk(Source(1, 1), 1, 5, np.array([9], dtype=np.uint64), first=True, last=True)
-    back = told(0.3, 1, "gapped") + encode_line(0.3, whole) + told(0.3, 1, "exact")
-    left = told(0.2, 1, "gone")
+    back = status_line(0.3, 1, "gapped") + encode_line(0.3, whole) + status_line(0.3, 1, "exact")
+    left = status_line(0.2, 1, "gone")
     path.write_bytes(
-        (encode_header() + told(0, 0, "exact") + told(0, 1, "exact"))
+        (encode_header() + status_line(0, 0, "exact") + status_line(0, 1, "exact"))
         + (stored(0.1, 0, 1, 1, 2) + stored(0.1, 1, 1, 7, 8))
-        # Dropped for want of memory: gone, but its load is known.
-        + (left + told(0.2, 1, "degraded") + left)
-        + (begins + told(0.3, 1, "gone") + back + ends)
+        # Dropped for lack of memory: gone, but its load is known.
+        + (left + status_line(0.2, 1, "degraded") + left)
+        + (begins + status_line(0.3, 1, "gone") + back + ends)
     )
     assert (await play_into_local_index(path, IndexFeed())).blocks == 3
     async with indexer(MemoryStore()) as app:
@@ -365,13 +369,13 @@ async def test_a_rank_comes_back_amid_the_snapshot_of_another(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_quiet_after_a_loss_is_not_forgotten(tmp_path: Path) -> None:
+async def test_playback_keeps_a_worker_without_entries_after_an_index_loss(tmp_path: Path) -> None:
     path = tmp_path / "events"
     quiet_s = 2 * GONE_GRACE_S
     path.write_bytes(
         encode_header()
-        + (told(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + encode_line(0.2, IndexLost()))
-        + (told(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
+        + (status_line(0, 0, "exact") + stored(0.1, 0, 1, 1, 2) + encode_line(0.2, IndexLost()))
+        + (status_line(0.3, 0, "exact") + stored(quiet_s, 0, 2, 3))
     )
     async with indexer(MemoryStore()) as app:
         await play_to_indexer(path, app.address, speed=1.0)
@@ -380,7 +384,7 @@ async def test_a_worker_that_is_quiet_after_a_loss_is_not_forgotten(tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.row("S1-22")
-async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> None:
+async def test_the_commands_record_until_a_signal_and_play_back(tmp_path: Path) -> None:
     store, path = MemoryStore(), tmp_path / "events"
     worker = Worker(1, store)
     async with publishing([worker]), indexer(store) as app:
@@ -388,8 +392,8 @@ async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> 
         recorder = await started("record", "--indexer", app.address, "--out", str(path))
         await until(lambda: path.exists() and b"sequence" in _read(path), "it records")
         recorder.send_signal(signal.SIGTERM)
-        said = await ended(recorder)
-        assert (said["error"], said["is_full"], said["losses"]) == ("", False, 0)
+        summary = await ended(recorder)
+        assert (summary["error"], summary["is_full"], summary["losses"]) == ("", False, 0)
         assert await ended(await started("record", "--indexer", "x:1", "--out", str(path)), 1) == {}
         here = await ended(await started("playback", "--recording", str(path)))
         assert (here["blocks"], here["has_ended"], here["is_cut"]) == (CHAIN, True, False)
@@ -404,7 +408,7 @@ async def test_the_commands_record_until_a_signal_and_replay(tmp_path: Path) -> 
         assert await ended(await started("playback", *flags), 1) == {}
 
 
-async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
+async def test_a_recorder_ends_after_silence_and_not_after_few_entries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -414,21 +418,21 @@ async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
         def monotonic() -> float:
             return now
 
-    heard = asyncio.Event()
+    received = asyncio.Event()
     entries_of = indexer_svc.tools.record.entries_of
 
-    def entries_heard(message: SubscribeResponse) -> Iterator[RecordingEntry]:
-        heard.set()
+    def record_entries(message: SubscribeResponse) -> Iterator[RecordingEntry]:
+        received.set()
         return entries_of(message)
 
-    monkeypatch.setattr(indexer_svc.tools.record, "entries_of", entries_heard)
+    monkeypatch.setattr(indexer_svc.tools.record, "entries_of", record_entries)
     monkeypatch.setattr(indexer_svc.tools.record, "time", Clock)
     monkeypatch.setattr(indexer_svc.tools.record, "RETRY_S", 0.01)
     store = MemoryStore()
     async with indexer(store) as app:
         port = int(app.address.rsplit(":", 1)[1])
         async with recording(tmp_path / "events", app.address) as recorder:
-            await until(heard.is_set, "it listens")
+            await until(received.is_set, "it receives")
             now += 2 * indexer_svc.tools.record.INDEXER_TIMEOUT_S  # An indexer of an empty mesh.
             await app.drain(0.5)
             await app.deregister()
@@ -436,7 +440,7 @@ async def test_a_recorder_gives_up_by_silence_not_by_how_little_was_said(
             worker = Worker(1, store)
             async with publishing([worker]), indexer(store, port):
                 worker.store(0, 1)
-                await until(recorder.positions.states, "it is heard again")
+                await until(recorder.positions.states, "it receives again")
 
 
 @pytest.mark.slow
@@ -460,8 +464,8 @@ async def test_a_full_disk_ends_a_recording_with_its_last_line_and_status_1(
         async with asyncio.timeout(WAIT_S):
             out, errors = await process.communicate()
     assert process.returncode == 1, errors.decode()
-    said = json.loads(out.decode().splitlines()[-1])
-    assert "File too large" in said["error"]
+    summary = json.loads(out.decode().splitlines()[-1])
+    assert "File too large" in summary["error"]
 
 
 def _read(path: Path) -> bytes:
@@ -478,7 +482,7 @@ async def started(command: str, *flags: str) -> asyncio.subprocess.Process:
 
 
 async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[str, Any]:
-    """The JSON a command ended with; empty where it ended with an error."""
+    """Return the final JSON of a command; empty if it ended with an error."""
     try:
         async with asyncio.timeout(WAIT_S):
             out, errors = await process.communicate()
@@ -490,5 +494,5 @@ async def ended(process: asyncio.subprocess.Process, status: int = 0) -> dict[st
     if status:
         assert errors
         return {}
-    said: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
-    return said
+    summary: dict[str, Any] = json.loads(out.decode().splitlines()[-1])
+    return summary

@@ -1,4 +1,4 @@
-"""The indexer over a real gRPC socket, with publishers, subscribers and workers of our own."""
+"""The indexer over a real gRPC socket with simulated publishers, subscribers and workers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def path(block: int) -> list[int]:
     return blocks[::-1]
 
 
-def claimed(feed: IndexFeed, source: Source) -> set[int]:
+def advertised_blocks(feed: IndexFeed, source: Source) -> set[int]:
     index, advertised = feed.advertised(source)
     return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
@@ -110,10 +110,10 @@ class Mesh:
 
 
 @asynccontextmanager
-async def running(registry: MemoryRegistry | None = None, **knobs: Any) -> AsyncIterator[Mesh]:
+async def running(registry: MemoryRegistry | None = None, **settings: Any) -> AsyncIterator[Mesh]:
     store, clock = MemoryStore(), Clock()
     shared = registry or MemoryRegistry(store)
-    config = IndexerConfig(registry="memory", **knobs)
+    config = IndexerConfig(registry="memory", **settings)
     app = IndexerApp(config, registry=shared, clock=clock)
     lifecycle = Lifecycle(HealthReporter())
     async with living(app, lifecycle, grace_s=0.5):
@@ -236,7 +236,7 @@ class Publisher:
 
 
 class Replica:
-    """A router's copy of the index."""
+    """A router's replica of the index."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -246,7 +246,7 @@ class Replica:
         self.loads: dict[int, int] = {}
 
     async def follow(self, mesh: Mesh, frames: int | None = None) -> None:
-        """Subscribes and applies; returns after so many frames, raises what ends the stream."""
+        """Subscribe and apply `frames` frames. Raises the error that ends the stream."""
         self.is_caught_up = False
         self.feed.mark_all_disconnected(0.0, "the stream ended")
         request = pb.SubscribeRequest(resume=map(source_state_to_proto, self.feed.positions()))
@@ -283,7 +283,7 @@ def is_copied(feed: IndexFeed, publisher: Publisher) -> bool:
     return (
         source in feed
         and feed.status(source).state == "exact"
-        and claimed(feed, source) == publisher.held
+        and advertised_blocks(feed, source) == publisher.held
     )
 
 
@@ -313,16 +313,16 @@ async def test_what_is_published_matches_and_is_acknowledged() -> None:
         assert await mesh.match(1, 2, 4, 8) == [(7, 1)]
 
 
-async def test_acknowledgements_gather_and_name_the_last_batch() -> None:
+async def test_acknowledgements_are_combined_and_have_the_last_batch() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         for block in range(1, 501):
             publisher.store(block)
         await until(lambda: publisher.acked == (1, 500), "all are acknowledged")
-        assert claimed(mesh.feed, publisher.source) == publisher.held
+        assert advertised_blocks(mesh.feed, publisher.source) == publisher.held
 
 
 @pytest.mark.row("S1-26")
-async def test_a_gap_is_replayed_from_the_ring_and_the_source_is_exact_again() -> None:
+async def test_gap_repair_from_the_publishers_ring_makes_the_source_exact_again() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(4)
         publisher.is_mute = True
@@ -330,16 +330,16 @@ async def test_a_gap_is_replayed_from_the_ring_and_the_source_is_exact_again() -
         publisher.store(6)
         await until(lambda: mesh.state(publisher.source) == "gapped", "the gap is seen")
         assert await mesh.match(1) == []
-        await until(lambda: len(publisher.resends) == 1, "the gap is told")
+        await until(lambda: len(publisher.resends) == 1, "the gap is reported")
         assert publisher.resends[0].from_sequence == 2
         publisher._answer(publisher.resends[0])
         await mesh.exact(publisher.source)
-        assert claimed(mesh.feed, publisher.source) == {1, 2, 3, 4, 5, 6}
+        assert advertised_blocks(mesh.feed, publisher.source) == {1, 2, 3, 4, 5, 6}
         assert publisher.snapshots == 0
 
 
 @pytest.mark.row("S1-09", "S1-26")
-async def test_a_gap_older_than_the_ring_is_filled_by_a_snapshot() -> None:
+async def test_a_gap_older_than_the_ring_is_repaired_by_a_snapshot() -> None:
     async with running() as mesh, Publisher(7, ring=2).connected(mesh) as publisher:
         publisher.store(4)
         for block in (5, 6, 7, 8):
@@ -347,22 +347,22 @@ async def test_a_gap_older_than_the_ring_is_filled_by_a_snapshot() -> None:
         publisher.store(9)
         await until(lambda: publisher.acked == (1, 6), "it has caught up")
         await mesh.exact(publisher.source)
-        assert claimed(mesh.feed, publisher.source) == publisher.held
+        assert advertised_blocks(mesh.feed, publisher.source) == publisher.held
         assert publisher.snapshots == 1
 
 
-async def test_a_new_epoch_begins_with_nothing() -> None:
+async def test_a_new_epoch_begins_with_an_empty_set() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(40)
         publisher.reset()
         publisher.store(3)
         await until(lambda: publisher.acked == (2, 1), "the new epoch is known")
-        assert claimed(mesh.feed, publisher.source) == {1, 3}
+        assert advertised_blocks(mesh.feed, publisher.source) == {1, 3}
 
 
 @pytest.mark.row("S1-06", "S1-07")
 @pytest.mark.slow
-async def test_an_indexer_that_restarts_gets_every_source_back_idle_ones_too() -> None:
+async def test_a_restarted_indexer_gets_all_sources_back_including_idle_ones() -> None:
     idle, busy = Publisher(7, ring=4), Publisher(8)
     idle.store(*range(1, 5000))
     for block in range(1, 9):
@@ -374,13 +374,15 @@ async def test_an_indexer_that_restarts_gets_every_source_back_idle_ones_too() -
     async with running() as mesh, idle.connected(mesh), busy.connected(mesh):
         await mesh.exact(idle.source)
         await mesh.exact(busy.source)
-        assert claimed(mesh.feed, idle.source) == idle.held
-        assert claimed(mesh.feed, busy.source) == busy.held
-        assert (idle.snapshots, busy.snapshots) == (2, 0), "the ring had all of one only"
+        assert advertised_blocks(mesh.feed, idle.source) == idle.held
+        assert advertised_blocks(mesh.feed, busy.source) == busy.held
+        assert (idle.snapshots, busy.snapshots) == (2, 0), (
+            "the ring had all batches of only one source"
+        )
         assert idle.resends[-1].from_sequence == 1
 
 
-async def test_a_publisher_that_reconnects_is_asked_for_what_was_missed_only() -> None:
+async def test_a_reconnected_publisher_resends_only_the_missed_batches() -> None:
     async with running() as mesh:
         publisher = Publisher(7)
         async with publisher.connected(mesh):
@@ -402,7 +404,7 @@ async def test_a_stream_without_hello_is_refused() -> None:
         assert error.reason == "HELLO_REQUIRED"
 
 
-async def test_bad_frames_end_the_stream_and_name_the_field() -> None:
+async def test_an_invalid_frame_ends_the_stream_with_its_field() -> None:
     async with running() as mesh:
         hello = Publisher(7).hello()
         for frames, field in (
@@ -432,7 +434,7 @@ async def refused(mesh: Mesh, *frames: pb.PublishRequest) -> MeshError:
 
 
 async def error_of(call: Any) -> MeshError:
-    """What a stream ends with."""
+    """Return the error that ends a stream."""
     async with asyncio.timeout(WAIT_S):
         try:
             while await call.read() is not grpc.aio.EOF:
@@ -443,7 +445,7 @@ async def error_of(call: Any) -> MeshError:
     raise AssertionError("it ended well")
 
 
-async def test_a_newer_stream_of_a_worker_takes_the_place_of_the_older() -> None:
+async def test_a_newer_stream_of_a_worker_replaces_the_older_one() -> None:
     async with running() as mesh:
         older, newer = Publisher(7), Publisher(7)
         call: Any = mesh.stub.Publish()
@@ -454,14 +456,16 @@ async def test_a_newer_stream_of_a_worker_takes_the_place_of_the_older() -> None
                 assert (await error_of(call)).reason == "REPLACED"
                 newer.store(4)
                 await until(lambda: newer.acked == (1, 1), "the newer one is served")
-                assert mesh.state(newer.source) == "exact", "the older one's end is not its end"
+                assert mesh.state(newer.source) == "exact", (
+                    "the end of the older stream does not end the newer"
+                )
 
 
-# Departure.
+# Removal.
 
 
 @pytest.mark.slow
-async def test_a_lost_publisher_counts_for_ten_seconds_and_stays_while_its_worker_does() -> None:
+async def test_a_lost_publisher_matches_for_ten_seconds_and_stays_known_while_registered() -> None:
     async with running() as mesh:
         await mesh.add_worker(7)
         async with Publisher(7).connected(mesh) as publisher:
@@ -470,14 +474,12 @@ async def test_a_lost_publisher_counts_for_ten_seconds_and_stays_while_its_worke
         await until(lambda: mesh.state(publisher.source) == "stale", "its stream is missed")
         assert await mesh.match(1) == [(7, 1)]
         mesh.clock.now += STALE_GRACE_S
-        await until(
-            lambda: not mesh.feed.is_matchable(publisher.source), "it does not count any more"
-        )
+        await until(lambda: not mesh.feed.is_matchable(publisher.source), "it no longer matches")
         assert publisher.source in mesh.feed
 
 
 @pytest.mark.slow
-async def test_a_worker_that_has_left_discovery_and_its_stream_is_forgotten() -> None:
+async def test_an_unregistered_worker_without_a_stream_is_removed() -> None:
     async with running() as mesh:
         await mesh.add_worker(7)
         await mesh.add_worker(8)
@@ -501,7 +503,7 @@ async def test_a_worker_that_has_left_discovery_and_its_stream_is_forgotten() ->
 # Subscribing.
 
 
-async def test_a_replica_gets_snapshots_then_live_then_statuses() -> None:
+async def test_a_replica_receives_snapshots_then_live_batches_then_statuses() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 10_000))
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -516,16 +518,18 @@ async def test_a_replica_gets_snapshots_then_live_then_statuses() -> None:
             publisher.store(3, lose=True)
             publisher.store(3)
             source = publisher.source
-            await until(lambda: replica.feed.status(source).state == "gapped", "the gap is told")
-            # The two are told on streams of their own: one may come long after the other.
-            await until(lambda: len(publisher.resends) == 1, "and its publisher is asked")
+            await until(
+                lambda: replica.feed.status(source).state == "gapped", "the gap is reported"
+            )
+            # Both are sent on separate streams: one may arrive long after the other.
+            await until(lambda: len(publisher.resends) == 1, "its publisher has the request")
             publisher._answer(publisher.resends[0])
             await until(lambda: replica.equals(publisher), "and its end")
-            assert replica.snapshots == 1, "a replayed gap needs no snapshot"
+            assert replica.snapshots == 1, "gap repair needs no snapshot"
 
 
 @pytest.mark.row("S1-16")
-async def test_a_replica_that_resumes_gets_what_it_missed_and_no_snapshot() -> None:
+async def test_a_resumed_replica_receives_the_missed_batches_and_no_snapshot() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(40)
         replica = Replica()
@@ -540,7 +544,7 @@ async def test_a_replica_that_resumes_gets_what_it_missed_and_no_snapshot() -> N
             assert replica.snapshots == snapshots
 
 
-async def test_a_replica_learns_of_sources_that_went_while_it_was_away() -> None:
+async def test_a_resumed_replica_receives_which_sources_are_gone() -> None:
     async with running() as mesh:
         await mesh.add_worker(8)
         replica = Replica()
@@ -550,10 +554,10 @@ async def test_a_replica_learns_of_sources_that_went_while_it_was_away() -> None
                 await until(lambda: replica.equals(publisher), "it is a copy")
         mesh.feed.forget(publisher.source, "left")
         async with following(replica, mesh):
-            await until(lambda: publisher.source not in replica.feed, "it is told")
+            await until(lambda: publisher.source not in replica.feed, "it is reported")
 
 
-async def test_a_replica_outlives_a_restart_of_its_index() -> None:
+async def test_a_replica_survives_a_restart_of_its_indexer() -> None:
     publisher, replica = Publisher(7), Replica()
     publisher.store(*range(1, 100))
     async with running() as mesh, publisher.connected(mesh), following(replica, mesh):
@@ -563,13 +567,15 @@ async def test_a_replica_outlives_a_restart_of_its_index() -> None:
         await mesh.add_worker(7)
         async with following(replica, mesh):
             source = publisher.source
-            await until(lambda: replica.feed.status(source).state == "stale", "nobody reports")
+            await until(
+                lambda: replica.feed.status(source).state == "stale", "there are no reports"
+            )
             async with publisher.connected(mesh):
                 await until(lambda: replica.equals(publisher), "it is a copy again")
 
 
 @pytest.mark.row("S1-03")
-async def test_workers_that_a_subscriber_remembers_and_that_are_no_more_leave_no_trace() -> None:
+async def test_workers_known_only_to_a_resuming_subscriber_leave_no_state() -> None:
     async with running() as mesh:
         await mesh.add_worker(7)
         replica = Replica()
@@ -582,7 +588,7 @@ async def test_workers_that_a_subscriber_remembers_and_that_are_no_more_leave_no
         assert mesh.app.fleet._absent_since == {}
 
 
-async def test_loads_are_passed_on_the_latest_first_to_newcomers_too() -> None:
+async def test_a_new_subscriber_receives_the_latest_loads() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         async with following(Replica(), mesh) as replica:
             await until(lambda: replica.is_caught_up, "caught up")
@@ -590,10 +596,10 @@ async def test_loads_are_passed_on_the_latest_first_to_newcomers_too() -> None:
                 publisher.send(loads=[load_pb2.Load(running=running_now)])
             await until(lambda: replica.loads == {7: 19}, "the last load arrives")
         async with following(Replica(), mesh) as newcomer:
-            await until(lambda: newcomer.loads == {7: 19}, "newcomers get it")
+            await until(lambda: newcomer.loads == {7: 19}, "a new subscriber has it")
 
 
-async def test_a_subscriber_of_one_partition_hears_of_no_other() -> None:
+async def test_a_subscriber_of_one_partition_receives_no_other() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(4)
         publisher.send(loads=[load_pb2.Load(running=1)])
@@ -607,7 +613,7 @@ async def test_a_subscriber_of_one_partition_hears_of_no_other() -> None:
 
 
 @pytest.mark.slow
-async def test_a_slow_subscriber_is_cut_resumes_and_is_a_copy_in_the_end() -> None:
+async def test_a_slow_subscriber_is_disconnected_resumes_and_becomes_equal() -> None:
     async with running(subscriber_mb=1) as mesh, Publisher(7).connected(mesh) as publisher:
         replica = Replica()
         await replica.follow(mesh, frames=1)
@@ -650,7 +656,7 @@ async def test_a_replica_equals_its_index_under_random_traffic_and_interruptions
                 enough = replica.taken + rng.randrange(1, 20)
                 await until(
                     lambda: follower.done() or replica.is_caught_up or replica.taken >= enough,  # noqa: B023
-                    "it has got somewhere",
+                    "it has progressed",
                 )
                 follower.cancel()
                 await asyncio.wait({follower})
@@ -684,11 +690,11 @@ def disturb(publisher: Publisher, rng: Random) -> None:
             publisher.store(rng.randrange(1, 60_000))
 
 
-# Questions.
+# Queries.
 
 
 @pytest.mark.row("S1-08")
-async def test_matches_are_answered_in_a_pipeline() -> None:
+async def test_match_queries_can_be_pipelined() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(8)
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -713,7 +719,7 @@ async def test_matches_are_answered_in_a_pipeline() -> None:
         assert depths == {n: 1 + n % 4 for n in range(1000)}
 
 
-async def test_a_question_without_a_partition_is_refused_by_name() -> None:
+async def test_a_query_without_a_partition_is_rejected_by_field() -> None:
     async with running() as mesh:
         with pytest.raises(InvalidRequest) as error:
             await mesh.unary("Match", pb.MatchRequest())
@@ -724,7 +730,7 @@ async def test_a_question_without_a_partition_is_refused_by_name() -> None:
         assert error.value.field == "prefix_hashes"
 
 
-async def test_the_dump_and_the_stats_tell_what_is_there() -> None:
+async def test_dump_and_stats_report_the_indexed_sources() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 9000))
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -743,15 +749,15 @@ async def test_the_dump_and_the_stats_tell_what_is_there() -> None:
 
 
 def dump_of(mesh: Mesh) -> AsyncIterator[Any]:
-    """Called here, so that nothing is read ahead of the test."""
+    """Open the call here, so that nothing is read before the test."""
     context: Any = None
     return aiter(mesh.app._service.Dump(pb.DumpRequest(), context))
 
 
-async def test_a_source_that_is_cleared_amid_its_dump_is_begun_anew(
+async def test_a_source_cleared_during_its_dump_is_dumped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What had been read was told to be all of it."""
+    """Regression: a partial read was reported as complete."""
     monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (100,))
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 1000))
@@ -768,7 +774,7 @@ async def test_a_source_that_is_cleared_amid_its_dump_is_begun_anew(
         assert chunks[-1].sequence == 3
 
 
-async def test_a_source_that_is_cleared_all_the_time_cannot_be_dumped(
+async def test_a_dump_fails_after_five_clears(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (1,))
@@ -787,7 +793,7 @@ async def test_a_source_that_is_cleared_all_the_time_cannot_be_dumped(
             await dump()
 
 
-async def test_a_source_that_leaves_while_its_turn_is_awaited_is_left_out_of_the_dump() -> None:
+async def test_a_source_that_leaves_before_its_turn_is_not_dumped() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(1)
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
@@ -802,7 +808,7 @@ async def test_a_source_that_leaves_while_its_turn_is_awaited_is_left_out_of_the
         assert await reader == []
 
 
-async def test_a_source_that_leaves_while_its_turn_is_awaited_cannot_be_compared(
+async def test_a_source_that_leaves_before_its_turn_is_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def listing(*_: object) -> indexer_svc.verify._BlockListing:
@@ -834,14 +840,14 @@ async def test_a_load_only_source_is_dumped_as_unknown_and_not_compared() -> Non
             indexer_svc.verify._require_indexed(mesh.app.ingest, publisher.source)
 
 
-async def test_loads_are_a_word_of_a_publisher_too() -> None:
-    """The age told in the stats was that of the last batch."""
+async def test_a_load_is_a_sign_of_life_of_its_publisher() -> None:
+    """Regression: the age in the stats was that of the last batch."""
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(1)
         await until(lambda: publisher.acked == (1, 1), "acknowledged")
         mesh.clock.now += 60.0
         publisher.send(loads=[load_pb2.Load(running=3)])
-        await until(lambda: publisher.source in mesh.app.ingest.loads, "it is heard")
+        await until(lambda: publisher.source in mesh.app.ingest.loads, "it is received")
         (row,) = (await mesh.unary("Stats", pb.StatsRequest())).sources
         assert row.age_ms == 0
 
@@ -864,7 +870,7 @@ class Engine:
             )
 
 
-async def test_verify_finds_what_differs_and_only_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_verify_finds_exactly_the_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(indexer_svc.verify, "CATCH_UP_TIMEOUT_S", 0.02)
     publisher = Publisher(7)
     engine = Engine(publisher)
@@ -890,13 +896,13 @@ async def test_verify_finds_what_differs_and_only_that(monkeypatch: pytest.Monke
             assert await verified() == (0, 0, 5999, "")
             engine.injected = {5, 6, 7, 70_000, 70_001}
             assert await verified() == (3, 2, 5996, "")
-            publisher.sequence += 1  # it is ahead, and the index never hears of it
+            publisher.sequence += 1  # the publisher is ahead of the index for good
             assert "the worker at 1/2" in (await verified())[3]
     finally:
         await server.stop(None)
 
 
-async def test_verify_says_why_it_cannot_compare() -> None:
+async def test_verify_reports_why_a_source_cannot_be_compared() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         await until(lambda: publisher.source in mesh.feed, "it is there")
         (row,) = (await mesh.unary("Verify", pb.VerifyRequest())).sources
@@ -907,7 +913,7 @@ async def test_verify_says_why_it_cannot_compare() -> None:
 
 
 @pytest.mark.slow
-async def test_over_budget_publishers_are_asked_to_withdraw_and_a_deaf_one_is_load_only() -> None:
+async def test_over_budget_publishers_shrink_and_an_unresponsive_one_becomes_load_only() -> None:
     async with running(budget_mb=1) as mesh, Publisher(7).connected(mesh) as publisher:
         publisher.store(*range(1, 20_000))
         await until(lambda: bool(publisher.shrinks), "it is asked")
@@ -924,7 +930,7 @@ async def test_over_budget_publishers_are_asked_to_withdraw_and_a_deaf_one_is_lo
 # Life.
 
 
-async def test_health_says_serving_with_the_first_publisher_and_reflection_answers() -> None:
+async def test_health_is_serving_with_the_first_publisher_and_reflection_works() -> None:
     async with running() as mesh:
         channel: Any = mesh.channel
         health: Any = health_pb2_grpc.HealthStub(channel)
@@ -932,7 +938,7 @@ async def test_health_says_serving_with_the_first_publisher_and_reflection_answe
         request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         watch = health.Watch(request)
         async with rpc.cancelling(watch), asyncio.timeout(WAIT_S):
-            # The index is empty because nobody has come yet.
+            # The index is empty because no publisher has connected.
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
             async with Publisher(7).connected(mesh):
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -944,7 +950,7 @@ async def test_health_says_serving_with_the_first_publisher_and_reflection_answe
         assert SERVICE_NAME in {service.name for service in listed}
 
 
-async def test_without_publishers_it_serves_after_a_while(
+async def test_an_indexer_without_publishers_serves_after_a_delay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(indexer_svc.app, "FIRST_PUBLISHER_S", 0.01)
@@ -952,7 +958,7 @@ async def test_without_publishers_it_serves_after_a_while(
         await until(lambda: mesh.lifecycle.health._requested_status[SERVICE_NAME], "it serves")
 
 
-async def test_a_drain_ends_all_streams_with_no_call_cut() -> None:
+async def test_a_drain_ends_all_streams_without_cutting_a_call() -> None:
     async with running() as mesh, Publisher(7).connected(mesh) as publisher:
         replica = Replica()
         follower = asyncio.create_task(replica.follow(mesh))
@@ -1002,7 +1008,7 @@ async def test_the_process_serves_registers_and_ends_on_sigterm(tmp_path: Path) 
 
 
 @pytest.mark.slow
-async def test_a_million_blocks_are_restored_while_questions_are_answered(
+async def test_a_million_blocks_are_restored_while_queries_are_answered(
     record_property: Callable[[str, object], None],
 ) -> None:
     hashes: Hashes = np.arange(1, 1_000_001, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)

@@ -1,6 +1,6 @@
-"""From an engine's ZeroMQ socket to `Match` and `Verify`: what other indexes get wrong, and tiers.
+"""From an engine's ZeroMQ socket to `Match` and `Verify`: defects of other indexes, and tiers.
 
-The four failures that Dynamo 1.6.1's index shows through its own listener stand first.
+The first four tests cover failures of Dynamo 1.6.1's index with its own listener.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT = list(range(100, 100 + 5 * BLOCK))
 OTHER = list(range(900, 900 + 3 * BLOCK))
 
 
-# What Dynamo's index gets wrong.
+# Defects of Dynamo's index.
 
 
 async def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
@@ -43,7 +43,7 @@ async def test_equal_content_under_other_engine_hashes_loses_no_removals() -> No
         mesh.worker(2, other_wire) as other,
     ):
         await one_wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
-        # Another engine names the same blocks in its own way, signed as it likes.
+        # Another engine has other hashes for the same blocks, signed or unsigned.
         await other_wire.publish(stored([-1, -2, -3, -4, -5], None, PROMPT))
         # And one engine may hold equal content twice, under two names.
         await other_wire.publish(stored([71, 72, 73, 74, 75], None, PROMPT))
@@ -67,14 +67,14 @@ async def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
         await mesh.holds(app, PROMPT, 5)
         await wire.publish(removed(13))
         await mesh.holds(app, PROMPT, 2)
-        assert await mesh.verified(app) == 2, "what cannot be reached is not published"
+        assert await mesh.verified(app) == 2, "unreachable blocks are not advertised"
         await wire.publish(stored([13], 12, PROMPT[2 * BLOCK : 3 * BLOCK]))
         await mesh.holds(app, PROMPT, 5)
         assert await mesh.verified(app) == 5
 
 
 @pytest.mark.slow
-async def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
+async def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         for n in range(20):
@@ -91,27 +91,29 @@ async def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
 
 
 @pytest.mark.slow
-async def test_a_gap_without_replay_never_serves_a_wrong_index() -> None:
+async def test_a_gap_without_repair_never_serves_a_wrong_index() -> None:
     wire = EngineWire(keeps=0)
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
-        # Nothing is replayed, so that the first batch to arrive shows that somebody listens.
-        await _heard(wire, app)
+        # Without replay, the first batch to arrive shows that the reader is connected.
+        await _first_batch_received(wire, app)
         await wire.publish(CLEARED)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
         await wire.publish(removed(15, 14, 13, 12, 11), reaches=False)
         await wire.publish(stored([21, 22, 23], None, OTHER))
         await mesh.holds(app, OTHER, 3)
-        assert await mesh.depths(app, PROMPT) == (0, 0, 0), "it may be gone, so it is not published"
-        assert mesh.state(app) == "degraded", "less than all may be published, and it is said"
+        assert await mesh.depths(app, PROMPT) == (0, 0, 0), (
+            "the block may be gone, so it is not advertised"
+        )
+        assert mesh.state(app) == "degraded", "a subset is advertised, and the status reports it"
         assert await mesh.verified(app) == 3
         await wire.publish(CLEARED)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
-        assert mesh.state(app) == "exact", "a cleared cache is known whole"
+        assert mesh.state(app) == "exact", "a cleared cache is fully known"
 
 
-async def _heard(wire: EngineWire, app: object) -> None:
+async def _first_batch_received(wire: EngineWire, app: object) -> None:
     from worker_svc.app import WorkerApp
 
     assert isinstance(app, WorkerApp)
@@ -125,7 +127,7 @@ async def _heard(wire: EngineWire, app: object) -> None:
 
 
 @pytest.mark.slow
-async def test_a_gap_with_replay_is_closed_and_the_source_stays_exact() -> None:
+async def test_a_repaired_gap_keeps_the_source_exact() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -135,7 +137,7 @@ async def test_a_gap_with_replay_is_closed_and_the_source_stays_exact() -> None:
         await wire.publish(stored([21, 22, 23], None, OTHER))
         await mesh.holds(app, OTHER, 3)
         assert await mesh.depths(app, PROMPT) == (3, 3, 3)
-        # Nothing follows it that would show the gap: the silence does.
+        # No later batch shows the gap: the silence does.
         await wire.publish(removed(13), reaches=False)
         await mesh.holds(app, PROMPT, 2)
         assert mesh.state(app) == "exact"
@@ -154,12 +156,12 @@ async def test_a_gap_longer_than_what_the_engine_keeps_is_a_loss() -> None:
         await wire.publish(stored([21, 22, 23], None, OTHER))
         await mesh.holds(app, OTHER, 3)
         assert await mesh.depths(app, PROMPT) == (0, 0, 0)
-        assert await mesh.depths(app, [4] * BLOCK) == (1, 1, 1), "what was kept is known"
+        assert await mesh.depths(app, [4] * BLOCK) == (1, 1, 1), "the kept batches are known"
         assert mesh.state(app) == "degraded"
         assert reader_of(app).counts["losses"] == 1
 
 
-async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
+async def test_an_invalid_engine_batch_counts_as_lost_events() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -173,7 +175,7 @@ async def test_a_batch_that_makes_no_sense_is_a_loss_and_not_the_end() -> None:
 
 
 @pytest.mark.slow
-async def test_an_engine_that_restarts_and_says_nothing_is_noticed_too() -> None:
+async def test_a_silent_engine_restart_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -185,7 +187,7 @@ async def test_an_engine_that_restarts_and_says_nothing_is_noticed_too() -> None
 
 
 @pytest.mark.slow
-async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_one() -> None:
+async def test_a_restarted_engine_at_the_same_sequence_is_detected() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(stored([11, 12], None, PROMPT[: 2 * BLOCK]))
@@ -194,7 +196,7 @@ async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_
         await wire.restart()
         await wire.publish(stored([21], None, OTHER[:BLOCK]), reaches=False)
         await wire.publish(stored([22], 21, OTHER[BLOCK : 2 * BLOCK]), reaches=False)
-        # Its number is the very one that the old engine would have used next.
+        # Its number is the next one of the old engine.
         await wire.publish(stored([23], 22, OTHER[2 * BLOCK :]))
         await mesh.holds(app, OTHER, 3)
         await mesh.holds(app, PROMPT, 0)
@@ -202,13 +204,13 @@ async def test_a_restarted_engine_that_has_come_as_far_is_not_taken_for_the_old_
 
 
 @pytest.mark.slow
-async def test_a_new_connection_that_proves_nothing_is_a_loss() -> None:
+async def test_a_new_connection_without_proof_of_continuity_counts_as_lost_events() -> None:
     wire = EngineWire(keeps=0)
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         reader = reader_of(app)
-        # What is said before the reader is there is a loss too, and no rare one on a busy machine.
+        # Batches sent before the reader connects are lost too, which is common on a busy machine.
         await wire.publish(CLEARED, reaches=False)
-        await _heard(wire, app)
+        await _first_batch_received(wire, app)
         await wire.publish(stored([11, 12, 13, 14, 15], None, PROMPT))
         await mesh.holds(app, PROMPT, 5)
         losses = reader.counts["losses"]
@@ -239,7 +241,7 @@ async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
         names = names_of(partition_of(app), PROMPT).tolist()
         for tier, count in ((Tier.DEVICE, 2), (Tier.HOST, 4), (Tier.DISK, 5)):
             assert mesh.published(app, tier=tier) == set(names[:count])
-        # The beginning goes from the device: what is behind it there is of no use there any more.
+        # The start leaves the device: the device blocks after it cannot match any more.
         await wire.publish(stored([11], None, PROMPT[:BLOCK], medium="CPU_PINNED"))
         await wire.publish(removed(11, medium="GPU"))
         await mesh.holds(app, PROMPT, (0, 4, 5))
@@ -248,7 +250,7 @@ async def test_tiers_go_from_the_engines_events_to_the_matched_depths() -> None:
         assert await mesh.verified(app) == 0
 
 
-async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none() -> None:
+async def test_adapters_and_salts_have_separate_chains_and_unknown_ones_none() -> None:
     wire = EngineWire()
     async with wired_mesh() as mesh, mesh.worker(1, wire) as app:
         await wire.publish(
@@ -263,7 +265,7 @@ async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none
         await wire.publish(removed(11))
         await mesh.holds(app, PROMPT, 0, lora="sql")
         assert await mesh.depths(app, PROMPT) == (3, 3, 3)
-        # An adapter without a name, and an image: these blocks cannot be told from others.
+        # An adapter without a name, and an image: these blocks are indistinguishable from others.
         await wire.publish(
             {**stored([41, 42, 43], None, OTHER), "lora_id": 7},
             stored([51, 52, 53], None, OTHER, extra_keys=[["image"], None, None]),
@@ -271,10 +273,10 @@ async def test_adapters_and_salts_have_chains_of_their_own_and_unknown_ones_none
         )
         await mesh.holds(app, [5] * BLOCK, 1)
         assert await mesh.depths(app, OTHER) == (0, 0, 0)
-        assert mesh.state(app) == "exact", "they are left out by rule, not lost"
+        assert mesh.state(app) == "exact", "they are excluded by rule, not lost"
 
 
-async def test_models_and_block_sizes_live_beside_one_another() -> None:
+async def test_models_and_block_sizes_have_separate_indexes() -> None:
     small, large, other = EngineWire(), EngineWire(), EngineWire()
     wide = KvEventFormat(2 * BLOCK, 2 * BLOCK, DuplicatePolicy.IDEMPOTENT)
     prompt = list(range(8 * BLOCK))
@@ -291,14 +293,16 @@ async def test_models_and_block_sizes_live_beside_one_another() -> None:
             await mesh.holds(app, prompt, depth)
             partition = partition_of(app)
             rows = await mesh.rows(partition, names_of(partition, prompt))
-            assert [row.source.worker_id for row in rows] == [app.instance_id], "nobody else's"
-        # The chain of one partition means nothing in another.
+            assert [row.source.worker_id for row in rows] == [app.instance_id], (
+                "no other worker matches"
+            )
+        # A chain of one partition matches nothing in another.
         foreign = await mesh.rows(partition_of(two), names_of(partition_of(one), prompt))
         assert foreign == []
 
 
 @pytest.mark.row("S1-10")
-async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
+async def test_each_rank_of_a_worker_is_a_separate_source() -> None:
     wires = [EngineWire(rank=rank) for rank in range(2)]
     async with wired_mesh() as mesh, mesh.worker(1, *wires) as app:
         await wires[0].publish(stored([11, 12, 13, 14, 15], None, PROMPT))
@@ -312,7 +316,7 @@ async def test_each_rank_of_a_worker_is_a_source_of_its_own() -> None:
 
 
 @pytest.mark.slow
-async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay_true(
+async def test_a_publisher_withdraws_blocks_for_an_index_over_budget_and_stays_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker_svc.kv_events.publisher, "REGROW_INTERVAL_S", 3600.0)
@@ -323,28 +327,30 @@ async def test_an_index_over_budget_makes_the_publisher_withdraw_and_claims_stay
         prompts = [[n, *range(chain * BLOCK - 1)] for n in range(400)]
         for n, prompt in enumerate(prompts):
             await wire.publish(stored(range(n * chain, (n + 1) * chain), None, prompt))
-        await until(lambda: reader_of(app).counts["batches"] == len(prompts), "all is heard")
+        await until(
+            lambda: reader_of(app).counts["batches"] == len(prompts), "all batches are received"
+        )
         assert app.publisher is not None
         counters = app.publisher.counters
-        # What comes after a shrinking has no room at all, so all must be there before.
+        # Blocks stored after a shrink do not fit, so all must be stored before.
         await until(lambda: mesh.is_synced(app), "all is in the index")
         budget = ingest.budget.budget_bytes = 10**6
-        await until(lambda: counters["shrunk_blocks"], "the publisher is asked")
+        await until(lambda: counters["shrunk_blocks"], "the publisher has the request")
         await until(
             lambda: mesh.is_synced(app) and ingest.feed.used_bytes <= budget,
-            "it has obeyed, and that was enough",
+            "the publisher has withdrawn enough blocks",
         )
         blocks = await mesh.verified(app)
         assert 0 < blocks < len(prompts) * chain
-        assert mesh.state(app) == "exact", "what is withdrawn is withdrawn by batches"
+        assert mesh.state(app) == "exact", "blocks are withdrawn by batches"
         # The deepest went first: all prompts are cut at about the same depth.
         depths = [(await mesh.depths(app, prompt))[0] for prompt in prompts]
         assert sum(depths) == blocks
         assert max(depths) - min(depths) <= 1
-        # What the engine evicts goes, whether it was withdrawn before or not.
+        # Evicted blocks are removed, withdrawn before or not.
         for n in range(200):
             await wire.publish(removed(*range((n + 1) * chain - 1, n * chain - 1, -1)))
         await mesh.holds(app, prompts[199], 0)
         await mesh.verified(app)
         names = {name for p in prompts[200:] for name in names_of(partition_of(app), p).tolist()}
-        assert mesh.published(app) <= names, "all that is published is held"
+        assert mesh.published(app) <= names, "all advertised blocks are held"

@@ -1,4 +1,4 @@
-"""Asking publishers to shrink, and what happens if they do not."""
+"""Shrink requests to publishers, and load-only sources."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from indexer_svc.core.budget import SHRINK_GRACE_S, SHRINK_INTERVAL_S, Budget, B
 BLOCKS = {Source(1): 600, Source(2): 300, Source(2, 1): 100}
 
 
-def test_below_the_budget_and_without_one_nothing_is_asked() -> None:
+def test_nothing_is_requested_below_the_budget_or_without_one() -> None:
     assert Budget(1000).plan_actions(0.0, 1000, BLOCKS, {}) == BudgetActions()
     assert Budget(0).plan_actions(0.0, 10**12, BLOCKS, {}) == BudgetActions()
 
 
-def test_every_worker_is_asked_for_its_share_of_the_excess() -> None:
+def test_every_worker_must_withdraw_its_share_of_the_excess() -> None:
     budget_actions = Budget(1000).plan_actions(0.0, 1800, BLOCKS, {})
     assert budget_actions == BudgetActions(shrink={1: 300, 2: 200})
 
 
-def test_it_asks_again_only_after_a_while() -> None:
+def test_shrink_requests_repeat_after_an_interval() -> None:
     budget = Budget(1000)
     assert budget.plan_actions(0.0, 1800, BLOCKS, {}).shrink
     assert budget.plan_actions(SHRINK_INTERVAL_S / 2, 1800, BLOCKS, {}) == BudgetActions()
     assert budget.plan_actions(SHRINK_INTERVAL_S, 1800, BLOCKS, {}).shrink
 
 
-def test_when_asking_does_not_help_the_largest_source_is_dropped_and_later_admitted() -> None:
+def test_if_shrinking_does_not_help_the_largest_source_is_dropped_and_later_readmitted() -> None:
     budget = Budget(1000)
     now = 0.0
     while now < SHRINK_GRACE_S:
@@ -38,21 +38,21 @@ def test_when_asking_does_not_help_the_largest_source_is_dropped_and_later_admit
     )
     budget_actions = budget.plan_actions(now + 2, 620, rest, {Source(1): 44})
     assert budget_actions == BudgetActions(end_load_only=Source(1)), (
-        "at the 1.8 bytes a block of then"
+        "at 1.8 bytes per block at that time"
     )
     assert budget.plan_actions(now + 3, 620, rest, {}) == BudgetActions(), "once"
 
 
 def over_budget(budget: Budget) -> None:
-    """Asking does not help, and the largest is dropped."""
+    """Run until the largest source is dropped, because shrinking does not help."""
     verdicts = [
         budget.plan_actions(float(now), 1800, BLOCKS, {}) for now in range(int(SHRINK_GRACE_S) + 1)
     ]
     assert verdicts[-1].drop == Source(1)
 
 
-def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
-    """One that was dropped at more than there can be room for was never admitted again."""
+def test_readmission_depends_on_the_current_blocks_of_the_source() -> None:
+    """Regression: a source dropped above the readmission limit was never readmitted."""
     budget = Budget(1000)
     over_budget(budget)
     rest = {**BLOCKS, Source(1): 0}
@@ -62,8 +62,8 @@ def test_what_a_source_holds_now_decides_whether_there_is_room_for_it() -> None:
     )
 
 
-def test_a_source_that_left_or_has_come_back_by_itself_is_not_admitted() -> None:
-    """Admitting wipes what it claims."""
+def test_a_source_that_left_or_reconnected_is_not_readmitted() -> None:
+    """Readmission resets the set of a source."""
     for blocks in ({Source(2): 300}, BLOCKS):
         budget = Budget(1000)
         over_budget(budget)

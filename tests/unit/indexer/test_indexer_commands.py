@@ -15,7 +15,7 @@ COMMANDS = [("record", record.main), ("playback", playback.main)]
 def run(
     main: Callable[[], None], flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> str | int | None:
-    """The exit status."""
+    """Run a command; returns its exit status."""
     monkeypatch.setattr(sys, "argv", ["x", *flags])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -14,7 +14,7 @@ def test_defaults_limit_memory_and_bind_loopback() -> None:
     assert warnings == []
 
 
-def test_all_bad_values_are_reported_at_once() -> None:
+def test_all_invalid_settings_are_reported_at_once() -> None:
     environ = {"KVMESH_INDEXER_BUDGET_MB": "-1", "KVMESH_INDEXER_SUBSCRIBER_MB": "0"}
     with pytest.raises(ConfigError) as error:
         read_config(IndexerConfig, "INDEXER", environ, ["--metrics-port", "70000"])

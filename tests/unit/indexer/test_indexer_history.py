@@ -18,7 +18,7 @@ def batches_since(history: BatchHistory, epoch: int, sequence: int) -> list[int]
     return None if batches is None else [one.sequence for one in batches]
 
 
-def test_it_gives_what_came_after_a_batch_it_has() -> None:
+def test_history_returns_the_batches_after_a_known_position() -> None:
     history = BatchHistory()
     for sequence in (5, 6, 7):
         history.add(batch(sequence))
@@ -27,7 +27,7 @@ def test_it_gives_what_came_after_a_batch_it_has() -> None:
     assert batches_since(history, 1, 7) == []
 
 
-def test_it_has_nothing_for_who_is_further_behind_or_in_another_epoch() -> None:
+def test_history_returns_none_for_an_older_position_or_another_epoch() -> None:
     history = BatchHistory()
     assert batches_since(history, 1, 0) is None
     history.add(batch(5))
@@ -35,7 +35,7 @@ def test_it_has_nothing_for_who_is_further_behind_or_in_another_epoch() -> None:
     assert batches_since(history, 2, 5) is None
 
 
-def test_a_batch_that_does_not_follow_begins_it_anew() -> None:
+def test_a_batch_that_does_not_follow_restarts_the_history() -> None:
     history = BatchHistory()
     history.add(batch(5))
     history.add(batch(1, epoch=2))
@@ -45,7 +45,7 @@ def test_a_batch_that_does_not_follow_begins_it_anew() -> None:
     assert batches_since(history, 2, 0) is None
 
 
-def test_it_keeps_within_its_bounds() -> None:
+def test_history_respects_its_limits() -> None:
     history = BatchHistory()
     for sequence in range(1, BATCHES_MAX + 2):
         history.add(batch(sequence, blocks=0))
@@ -54,4 +54,4 @@ def test_it_keeps_within_its_bounds() -> None:
     history.add(batch(BATCHES_MAX + 2, blocks=BLOCKS_MAX))
     assert batches_since(history, 1, BATCHES_MAX) == [BATCHES_MAX + 1, BATCHES_MAX + 2]
     history.add(batch(BATCHES_MAX + 3, blocks=BLOCKS_MAX + 1))
-    assert history.batches_since(1, BATCHES_MAX + 2) is None, "one batch may be too much alone"
+    assert history.batches_since(1, BATCHES_MAX + 2) is None, "a single batch may exceed the limit"

@@ -1,4 +1,4 @@
-"""Changes of the index run whole, and let others run between their steps."""
+"""Changes of the index are atomic and yield between their steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def busy(steps: int, log: list[str], name: str) -> Iterator[None]:
         yield
 
 
-async def test_others_get_a_turn_after_each_slice_and_changes_do_not_mix() -> None:
+async def test_other_tasks_run_after_each_slice_and_changes_do_not_interleave() -> None:
     ingest = Ingest(IndexFeed(), Budget(0), time.monotonic)
     log: list[str] = []
 
@@ -57,7 +57,7 @@ async def test_others_get_a_turn_after_each_slice_and_changes_do_not_mix() -> No
     assert work == ["a"] * 20 + ["b"] * 20
 
 
-async def test_a_change_that_is_cut_short_gives_the_lock_back() -> None:
+async def test_a_cancelled_change_releases_the_lock() -> None:
     ingest = Ingest(IndexFeed(), Budget(0), time.monotonic)
     log: list[str] = []
     task = asyncio.create_task(ingest.run(busy(1000, log, "a")))
@@ -70,7 +70,7 @@ async def test_a_change_that_is_cut_short_gives_the_lock_back() -> None:
 
 
 class Bed:
-    """An indexer's changes, without a wire; time passes with `ticks`."""
+    """The ingest of an indexer without RPC; time advances with `ticks`."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.now = 0.0
@@ -96,7 +96,7 @@ def keys(numbers: Iterable[int]) -> Hashes:
     return np.array(list(numbers), dtype=np.uint64)
 
 
-async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> None:
+async def test_histories_count_as_used_memory_and_are_dropped_first() -> None:
     bed = Bed(60_000)
     bed.register_source(A)
     for number in range(100):
@@ -104,16 +104,16 @@ async def test_batches_kept_for_subscribers_count_and_are_the_first_to_go() -> N
     feed = bed.ingest.feed
     assert feed.used_bytes < 12_000 < 40_000 < bed.ingest.used_bytes < 60_000
     await bed.ticks(1)
-    assert bed.ingest.histories, "there is room for them"
+    assert bed.ingest.histories, "histories fit into the budget"
     await bed.store(A, keys(range(100, 350)))
     assert bed.ingest.used_bytes > 60_000
     await bed.ticks(2 * SHRINK_GRACE_S)
     assert not bed.ingest.histories
-    assert feed.status(A).state == "exact", "without them it fits"
+    assert feed.status(A).state == "exact", "the index fits without histories"
 
 
-async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
-    """Nobody claimed a block yet, so nobody was asked, and nothing was dropped."""
+async def test_a_source_with_only_a_pending_snapshot_can_be_dropped() -> None:
+    """Regression: no source advertised a block, so none was asked to shrink or dropped."""
     bed = Bed(100_000)
     feed = bed.ingest.feed
     for source, count in ((A, 500), (B, 1000)):
@@ -131,8 +131,8 @@ async def test_snapshots_that_are_all_that_is_there_are_dropped_too() -> None:
     assert feed.used_bytes < 100_000
 
 
-async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is_room() -> None:
-    """It was admitted although it was no longer load-only."""
+async def test_a_source_whose_publisher_reconnected_is_not_reset_on_readmission() -> None:
+    """Regression: the source was readmitted although it was no longer load-only."""
     bed = Bed(30_000)
     feed = bed.ingest.feed
     for source, first in ((A, 0), (B, 1000)):
@@ -151,10 +151,10 @@ async def test_a_source_whose_publisher_dialled_again_is_not_wiped_when_there_is
 @pytest.mark.parametrize(
     ("sources", "sharing", "low", "high"), [(1, 1, 100, 110), (512, 2, 150, 200)]
 )
-def test_masks_of_blocks_that_many_sources_share_are_counted(
+def test_masks_of_shared_blocks_count_as_used_memory(
     sources: int, sharing: int, low: int, high: int
 ) -> None:
-    """Bytes a block; measured: 90 and 170."""
+    """Bytes per block; measured: 90 and 170."""
     feed, rng = IndexFeed(), np.random.default_rng(1)
     for number in range(1, sources + 1):
         feed.register_source(PARTITION, SourcePosition(Source(number), 1, 0), 0.0)

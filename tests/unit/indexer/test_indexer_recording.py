@@ -1,4 +1,4 @@
-"""Recorded KV events: every entry comes back equal; what is broken is named by its line."""
+"""Recorded KV events: round trips, errors with line numbers, playback."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def written(*entries: RecordingEntry) -> list[bytes]:
 
 
 def facts(entry: RecordingEntry) -> object:
-    """An entry as plain values, which can be compared."""
+    """Return an entry as comparable values."""
     match entry:
         case EventBatch(source, epoch, sequence, events):
-            told = [(one.kind, one.tier, one.hashes.tolist()) for one in events]
-            return source, epoch, sequence, told
+            recorded = [(one.kind, one.tier, one.hashes.tolist()) for one in events]
+            return source, epoch, sequence, recorded
         case SnapshotChunk():
             where = entry.source, entry.epoch, entry.sequence, entry.tier
             return where, entry.hashes.tolist(), entry.first, entry.last
@@ -106,30 +106,30 @@ entries = st.one_of(
 @pytest.mark.row("S1-22")
 @settings(max_examples=100, deadline=None)
 @given(st.lists(entries, max_size=8))
-def test_what_is_written_is_read_back_equal(told: list[RecordingEntry]) -> None:
-    reading = RecordingReader(written(*told, RecordingEnd()))
+def test_entries_round_trip_through_a_recording(recorded: list[RecordingEntry]) -> None:
+    reading = RecordingReader(written(*recorded, RecordingEnd()))
     read = list(reading)
     assert [facts(entry) for _, entry in read] == [
-        facts(entry) for entry in [*told, RecordingEnd()]
+        facts(entry) for entry in [*recorded, RecordingEnd()]
     ]
-    assert [t for t, _ in read] == list(range(len(told) + 1))
+    assert [t for t, _ in read] == list(range(len(recorded) + 1))
     assert (reading.has_ended, reading.is_cut) == (True, False)
-    assert reading.lines_read == len(told) + 2
+    assert reading.lines_read == len(recorded) + 2
 
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(entries, min_size=1, max_size=4), st.data())
-def test_a_file_cut_off_anywhere_gives_all_lines_that_are_whole(
-    told: list[RecordingEntry], data: st.DataObject
+def test_a_file_truncated_anywhere_gives_all_complete_lines(
+    recorded: list[RecordingEntry], data: st.DataObject
 ) -> None:
-    whole = b"".join(written(*told))
+    whole = b"".join(written(*recorded))
     at = data.draw(st.integers(len(encode_header()), len(whole)))
     lines = whole[:at].splitlines(keepends=True)
     reading = RecordingReader(lines)
     read = list(reading)
     count = whole[:at].count(b"\n") - 1
-    assert [facts(entry) for _, entry in read] == [facts(entry) for entry in told[:count]]
+    assert [facts(entry) for _, entry in read] == [facts(entry) for entry in recorded[:count]]
     assert reading.is_cut == (not lines[-1].endswith(b"\n"))
     assert not reading.has_ended
 
@@ -157,7 +157,9 @@ def test_a_file_cut_off_anywhere_gives_all_lines_that_are_whole(
         ([encode_header(), b"[" * 100_000 + b"\n"], 2, ""),
     ],
 )
-def test_a_line_that_is_wrong_is_named(lines: Sequence[bytes], number: int, why: str) -> None:
+def test_an_invalid_line_is_rejected_with_its_number(
+    lines: Sequence[bytes], number: int, why: str
+) -> None:
     with pytest.raises(BrokenRecording, match=rf"line {number}: .*{why}") as error:
         list(RecordingReader(lines))
     assert error.value.line == number
@@ -183,7 +185,7 @@ def test_a_line_that_is_wrong_is_named(lines: Sequence[bytes], number: int, why:
         ("events", [["stored", "device", "?"]], "events:"),
     ],
 )
-def test_a_field_that_is_wrong_is_named_with_its_line(name: str, value: object, why: str) -> None:
+def test_an_invalid_field_is_rejected_with_its_line(name: str, value: object, why: str) -> None:
     good = json.loads(encode_line(0.0, batch(1, stored(1))))
     line = json.dumps(good | {name: value}).encode() + b"\n"
     with pytest.raises(BrokenRecording, match=f"line 2: .*{why}"):
@@ -206,7 +208,7 @@ def test_statuses_and_snapshots_are_checked_too() -> None:
 
 
 @pytest.mark.row("S1-22")
-def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
+def test_playback_into_an_index_rebuilds_the_recorded_index() -> None:
     story: list[RecordingEntry] = [
         EXACT,
         chunk(4, 1, 2, first=True, last=False),
@@ -224,8 +226,8 @@ def test_played_into_an_index_it_is_the_index_that_was_recorded() -> None:
     assert feed.position(SOURCE) == SourcePosition(SOURCE, 1, 6)
 
 
-def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
-    """Against the replica itself, after every entry and a loss behind it."""
+def test_a_recorder_resumes_from_the_position_of_a_replica_of_its_file() -> None:
+    """Compared with a replica, after every entry followed by a loss."""
     story: list[RecordingEntry] = [
         EXACT,
         batch(1, stored(1)),
@@ -243,8 +245,8 @@ def test_a_recorder_resumes_where_a_replica_of_its_file_stands() -> None:
         for entry in [*story[:end], IndexLost()]:
             positions.take(entry)
             run_all_steps(play(feed, entry, 0.0))
-        told = [state for state in feed.positions() if state.sequence]
-        assert positions.states() == told, f"after {end} entries"
+        recorded = [state for state in feed.positions() if state.sequence]
+        assert positions.states() == recorded, f"after {end} entries"
 
 
 def test_the_largest_batch_fits_into_a_line() -> None:

@@ -1,4 +1,4 @@
-"""What a subscriber is sent: its copy of the index is checked after every frame."""
+"""Updates of a subscription; the copy is checked after every frame."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def array(keys: Iterable[int]) -> Hashes:
 
 
 class Index:
-    """An indexer without its wire: a feed whose news go to subscribers."""
+    """An indexer without RPC: a feed whose events go to subscribers."""
 
     def __init__(self) -> None:
         self.feed = IndexFeed()
@@ -51,9 +51,9 @@ class Index:
         self.absent: set[int] = set()
 
     def add(self, source: Source, *keys: int) -> None:
-        """A source that holds these blocks since its first batch."""
+        """Add a source whose first batch stores these blocks."""
         self.feed.register_source(PARTITION, SourcePosition(source, 1, 0), 0.0)
-        self.tell()
+        self.dispatch()
         if keys:
             self.store(source, *keys)
 
@@ -65,7 +65,7 @@ class Index:
         sequence = at.sequence + 1 if epoch in (None, at.epoch) else 1
         batch = EventBatch(source, epoch or at.epoch, sequence, events)
         run_all_steps(self.feed.apply(batch, 0.0))
-        self.tell()
+        self.dispatch()
 
     def subscribe(self, *resume: SourcePosition, cap: int = CAP) -> Subscriber:
         is_absent = self.absent.__contains__
@@ -73,7 +73,7 @@ class Index:
         self.subscribers.append(subscriber)
         return subscriber
 
-    def tell(self) -> None:
+    def dispatch(self) -> None:
         for news in self.feed.take_events():
             match news:
                 case BatchApplied(batch):
@@ -89,8 +89,8 @@ class Index:
                         subscriber.status_changed(source, partition, status)
 
 
-def give(copy: IndexFeed, told: Iterable[Outbound]) -> None:
-    for one in told:
+def give(copy: IndexFeed, updates: Iterable[Outbound]) -> None:
+    for one in updates:
         match one:
             case StatusUpdate(source, partition, status, at):
                 copy.apply_status(partition, source, status, 0.0, at)
@@ -103,10 +103,10 @@ def give(copy: IndexFeed, told: Iterable[Outbound]) -> None:
 
 
 def everything(subscriber: Subscriber) -> list[Outbound]:
-    told: list[Outbound] = []
+    updates: list[Outbound] = []
     while subscriber.has_more:
-        told += subscriber.take()
-    return told
+        updates += subscriber.take()
+    return updates
 
 
 def held(feed: IndexFeed, source: Source) -> set[int]:
@@ -118,29 +118,29 @@ def demands(copy: IndexFeed) -> list[ResendRequest]:
     return [news for news in copy.take_events() if isinstance(news, ResendRequest)]
 
 
-def chunks(told: Iterable[Outbound]) -> list[SnapshotChunk]:
-    return [one for one in told if isinstance(one, SnapshotChunk)]
+def chunks(updates: Iterable[Outbound]) -> list[SnapshotChunk]:
+    return [one for one in updates if isinstance(one, SnapshotChunk)]
 
 
-def test_a_newcomer_gets_each_source_in_parts_then_its_status_then_the_end() -> None:
+def test_a_new_subscriber_receives_chunks_then_status_per_source_then_caught_up() -> None:
     index = Index()
     index.add(A, *range(1, SNAPSHOT_CHUNK_BLOCKS + 10))
-    told = everything(index.subscribe())
-    kinds = [type(one) for one in told]
+    updates = everything(index.subscribe())
+    kinds = [type(one) for one in updates]
     assert kinds == [StatusUpdate, SnapshotChunk, SnapshotChunk, StatusUpdate, CaughtUp]
-    assert isinstance(told[0], StatusUpdate)
-    assert told[0].status.state == "gapped", "not before it is a copy"
-    assert isinstance(told[3], StatusUpdate)
-    assert told[3].status.state == "exact"
-    assert [len(chunk.hashes) for chunk in chunks(told)] == [SNAPSHOT_CHUNK_BLOCKS, 9]
+    assert isinstance(updates[0], StatusUpdate)
+    assert updates[0].status.state == "gapped", "gapped until the copy is complete"
+    assert isinstance(updates[3], StatusUpdate)
+    assert updates[3].status.state == "exact"
+    assert [len(chunk.hashes) for chunk in chunks(updates)] == [SNAPSHOT_CHUNK_BLOCKS, 9]
 
 
 def test_an_empty_index_is_caught_up_at_once() -> None:
     assert everything(Index().subscribe()) == [CaughtUp()]
 
 
-def test_no_batch_of_a_source_goes_ahead_of_the_first_part_of_its_snapshot() -> None:
-    """A copy would see a gap, and subscribe again: under traffic for ever."""
+def test_the_first_chunk_of_a_snapshot_precedes_every_batch_of_its_source() -> None:
+    """Otherwise the copy detects a gap and subscribes again, under traffic forever."""
     index, copy = Index(), IndexFeed()
     for source in (A, B, C):
         index.add(source, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
@@ -168,25 +168,25 @@ def test_at_most_two_snapshots_are_read_at_once_and_live_batches_go_first() -> N
     assert order[:4] == [B, A, B, A]
 
 
-def test_who_has_all_gets_nothing_but_the_status() -> None:
+def test_an_up_to_date_subscriber_receives_only_statuses() -> None:
     index = Index()
     index.add(A, 1, 2)
-    told = everything(index.subscribe(index.feed.position(A)))
-    assert [type(one) for one in told] == [StatusUpdate, CaughtUp]
+    updates = everything(index.subscribe(index.feed.position(A)))
+    assert [type(one) for one in updates] == [StatusUpdate, CaughtUp]
 
 
-def test_who_is_a_little_behind_gets_the_batches_in_between() -> None:
+def test_a_subscriber_a_little_behind_receives_the_batches_in_between() -> None:
     index = Index()
     index.add(A, 1)
     behind = index.feed.position(A)
     index.store(A, 2)
     index.store(A, 4)
-    told = everything(index.subscribe(behind))
-    assert [type(one) for one in told] == [EventBatch, EventBatch, StatusUpdate, CaughtUp]
+    updates = everything(index.subscribe(behind))
+    assert [type(one) for one in updates] == [EventBatch, EventBatch, StatusUpdate, CaughtUp]
 
 
-def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
-    """The copy has it of another partition: what it begins with there would be lost to this one."""
+def test_the_first_status_of_a_source_precedes_its_live_batches() -> None:
+    """The copy is of another partition: batches before the first status would be lost."""
     copy = IndexFeed()
     copy.apply_status(OTHER, A, SourceStatus("exact"), 0.0, (0, 0))
     before = EventBatch(A, 1, 1, (KvEvent(EventKind.STORED, array([1])),))
@@ -194,7 +194,7 @@ def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
     copy.mark_all_disconnected(0.0, "the indexer is lost")
     index = Index()
     index.feed.register_source(PARTITION, SourcePosition(A, 2, 0), 0.0)
-    index.tell()
+    index.dispatch()
     subscriber = index.subscribe(*copy.positions())
     index.store(A, 2)
     give(copy, everything(subscriber))
@@ -203,27 +203,27 @@ def test_no_live_batch_goes_ahead_of_the_first_word_about_its_source() -> None:
 
 
 @pytest.mark.parametrize("cap", [1000, 3344, 3400])
-def test_who_is_behind_by_about_what_may_wait_for_it_gets_a_snapshot(cap: int) -> None:
-    """It was cut at once, whenever it resumed, for as long as the source was quiet."""
+def test_a_subscriber_behind_by_about_its_queue_limit_receives_a_snapshot(cap: int) -> None:
+    """Regression: each resume overflowed at once while the source was quiet."""
     index = Index()
     index.add(A, 1)
     at = index.feed.position(A)
     for key in range(2, 40):
         index.store(A, key)
     subscriber = index.subscribe(at, cap=cap)
-    told = everything(subscriber)
+    updates = everything(subscriber)
     assert not subscriber.is_overflowed
-    assert len(chunks(told)) == 1
+    assert len(chunks(updates)) == 1
 
 
-def test_who_is_of_another_epoch_gets_a_snapshot() -> None:
+def test_a_subscriber_at_another_epoch_receives_a_snapshot() -> None:
     index = Index()
     index.add(A, 1)
-    told = everything(index.subscribe(SourcePosition(A, 0, 9)))
-    assert len(chunks(told)) == 1
+    updates = everything(index.subscribe(SourcePosition(A, 0, 9)))
+    assert len(chunks(updates)) == 1
 
 
-def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
+def test_a_subscriber_ahead_of_the_index_waits_for_it() -> None:
     index = Index()
     index.add(A, 1)
     subscriber = index.subscribe(SourcePosition(A, 1, 2))
@@ -234,37 +234,37 @@ def test_who_is_ahead_of_a_lagging_index_waits_for_it() -> None:
     assert [type(one) for one in everything(subscriber)] == [EventBatch]
 
 
-def test_a_gapped_source_is_not_sent_before_it_is_right() -> None:
+def test_a_gapped_source_is_sent_only_after_its_repair() -> None:
     index = Index()
     index.feed.register_source(PARTITION, SourcePosition(A, 1, 5), 0.0)
     subscriber = index.subscribe()
     assert [type(one) for one in everything(subscriber)] == [StatusUpdate, CaughtUp]
     snapshot = SnapshotChunk(A, 1, 5, array([1, 2]), first=True, last=True)
     run_all_steps(index.feed.load(snapshot, 0.0))
-    index.tell()
-    told = everything(subscriber)
-    assert [chunk.hashes.tolist() for chunk in chunks(told)] == [[1, 2]]
-    assert told[-1] == StatusUpdate(A, PARTITION, SourceStatus("exact"), (1, 5))
+    index.dispatch()
+    updates = everything(subscriber)
+    assert [chunk.hashes.tolist() for chunk in chunks(updates)] == [[1, 2]]
+    assert updates[-1] == StatusUpdate(A, PARTITION, SourceStatus("exact"), (1, 5))
 
 
-def test_a_source_that_goes_while_it_is_read_is_told_to_be_gone() -> None:
+def test_a_source_removed_during_its_snapshot_is_reported_gone() -> None:
     index = Index()
     index.add(A, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     subscriber.take()
     index.feed.forget(A, "left")
-    index.tell()
-    told = everything(subscriber)
-    assert chunks(told) == []
-    assert StatusUpdate(A, PARTITION, SourceStatus("gone", "left")) in told
+    index.dispatch()
+    updates = everything(subscriber)
+    assert chunks(updates) == []
+    assert StatusUpdate(A, PARTITION, SourceStatus("gone", "left")) in updates
 
 
-def states(told: Iterable[Outbound]) -> list[str]:
-    return [one.status.state for one in told if isinstance(one, StatusUpdate)]
+def states(updates: Iterable[Outbound]) -> list[str]:
+    return [one.status.state for one in updates if isinstance(one, StatusUpdate)]
 
 
-def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None:
-    """It was told to be up to date, and claimed for ever what it had when the stream was cut."""
+def test_a_subscriber_at_the_position_of_a_load_only_source_gets_it_reported_gone() -> None:
+    """Regression: the copy was reported up to date and kept its old blocks forever."""
     index, copy = Index(), IndexFeed()
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
@@ -273,21 +273,21 @@ def test_a_load_only_source_is_void_for_whoever_had_it_at_its_position() -> None
     index.subscribers.clear()
     copy.mark_all_disconnected(0.0, "the stream was cut")
     index.feed.make_load_only(A, 0.0)
-    index.tell()
-    told = everything(index.subscribe(*copy.positions()))
-    assert states(told) == ["gone", "degraded"]
-    give(copy, told)
+    index.dispatch()
+    updates = everything(index.subscribe(*copy.positions()))
+    assert states(updates) == ["gone", "degraded"]
+    give(copy, updates)
     assert held(copy, A) == set()
     assert copy.position(A) == SourcePosition(A, 0, 0)
 
 
-def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() -> None:
-    """It was told to be exact, and held nothing for ever."""
+def test_a_copy_of_a_load_only_source_resumes_from_nothing_at_another_index() -> None:
+    """Regression: the copy was reported exact and stayed empty."""
     one, other, copy = Index(), Index(), IndexFeed()
     for index in (one, other):
         index.add(A, 1, 2, 3)
     one.feed.make_load_only(A, 0.0)
-    one.tell()
+    one.dispatch()
     give(copy, everything(one.subscribe()))
     assert copy.status(A).state == "degraded"
     copy.mark_all_disconnected(0.0, "it died")
@@ -296,46 +296,46 @@ def test_a_copy_of_a_load_only_source_is_no_copy_for_an_index_that_holds_it() ->
     assert held(copy, A) == {1, 2, 3}
 
 
-def test_a_source_that_becomes_load_only_is_told_so_once_and_sent_again_when_admitted() -> None:
+def test_a_source_made_load_only_is_reported_once_and_sent_again_when_readmitted() -> None:
     index, copy = Index(), IndexFeed()
     index.add(A, *range(1, 3 * SNAPSHOT_CHUNK_BLOCKS))
     subscriber = index.subscribe()
     give(copy, subscriber.take())
     index.feed.make_load_only(A, 0.0)
-    index.tell()
-    told = everything(subscriber)
-    assert chunks(told) == [], "it was being read"
-    assert states(told)[0] == "gone"
-    assert states(told).count("gone") == 1
-    give(copy, told)
+    index.dispatch()
+    updates = everything(subscriber)
+    assert chunks(updates) == [], "its snapshot was being read"
+    assert states(updates)[0] == "gone"
+    assert states(updates).count("gone") == 1
+    give(copy, updates)
     assert held(copy, A) == set()
     index.change(A, KvEvent(EventKind.REMOVED, array([1])))
     index.feed.end_load_only(A, 0.0)
     at = index.feed.position(A)
     snapshot = SnapshotChunk(A, at.epoch, 2, array([2, 3]), first=True, last=True)
     run_all_steps(index.feed.load(snapshot, 0.0))
-    index.tell()
-    told = everything(subscriber)
-    assert "gone" not in states(told)
-    give(copy, told)
+    index.dispatch()
+    updates = everything(subscriber)
+    assert "gone" not in states(updates)
+    give(copy, updates)
     assert copy.status(A) == SourceStatus("exact")
     assert held(copy, A) == {2, 3}
 
 
-def test_a_source_that_begins_anew_with_nothing_is_nothing_for_the_copy_too() -> None:
-    """An announced epoch without a batch was called up to date; the old claims stayed."""
+def test_a_source_that_restarts_empty_is_empty_in_the_copy() -> None:
+    """Regression: an epoch without batches was reported up to date; the old blocks stayed."""
     index, copy = Index(), IndexFeed()
     index.add(A, 1, 2, 3)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
     index.feed.register_source(PARTITION, SourcePosition(A, 2, 0), 0.0)
-    index.tell()
+    index.dispatch()
     give(copy, everything(subscriber))
     assert copy.status(A) == SourceStatus("exact")
     assert held(copy, A) == set()
 
 
-def test_who_was_told_that_a_source_is_gone_gets_all_of_it_when_it_comes_after_all() -> None:
+def test_a_source_reported_gone_is_sent_in_full_when_it_returns() -> None:
     index, copy = Index(), IndexFeed()
     index.add(A, 1)
     give(copy, everything(index.subscribe()))
@@ -351,24 +351,24 @@ def test_who_was_told_that_a_source_is_gone_gets_all_of_it_when_it_comes_after_a
     assert demands(copy) == []
 
 
-def test_a_copy_that_has_forgotten_a_source_learns_that_it_lacks_it() -> None:
+def test_a_copy_without_a_source_is_sent_its_gap() -> None:
     index, copy = Index(), IndexFeed()
     index.add(A, 1)
     subscriber = index.subscribe()
     give(copy, everything(subscriber))
     index.feed.mark_disconnected(A, 0.0, "its publisher's stream ended")
-    index.tell()
+    index.dispatch()
     give(copy, everything(subscriber))
     copy.forget(A, "no indexer knows it")
     copy.take_events()
     index.feed.register_source(PARTITION, index.feed.position(A), 0.0)
-    index.tell()
+    index.dispatch()
     give(copy, everything(subscriber))
     assert copy.status(A).state == "gapped"
     assert len(demands(copy)) == 1
 
 
-def test_only_the_latest_load_of_a_source_waits() -> None:
+def test_only_the_latest_load_of_a_source_is_queued() -> None:
     index = Index()
     subscriber = index.subscribe()
     for number in range(1000):
@@ -378,7 +378,7 @@ def test_only_the_latest_load_of_a_source_waits() -> None:
     ]
 
 
-def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
+def test_a_subscription_over_its_queue_limit_ends_and_keeps_nothing() -> None:
     index = Index()
     index.add(A)
     subscriber = index.subscribe(cap=10_000)
@@ -389,8 +389,8 @@ def test_more_than_its_cap_cuts_it_and_keeps_nothing() -> None:
     assert not subscriber._waiting
 
 
-def test_a_cap_that_not_even_all_statuses_fit_into_cuts_nobody_at_the_beginning() -> None:
-    """Who had fewer than 128 bytes a source was cut at once, whenever it resumed."""
+def test_the_first_statuses_do_not_count_against_the_queue_limit() -> None:
+    """Regression: with less than 128 bytes per source each resume overflowed at once."""
     index, copy = Index(), IndexFeed()
     sources = [Source(n) for n in range(1, 41)]
     for source in sources:
@@ -412,7 +412,7 @@ def test_a_cap_that_not_even_all_statuses_fit_into_cuts_nobody_at_the_beginning(
 
 
 class Pair:
-    """Two indexes that are told the same, and what is true at each position."""
+    """Two indexes with the same input, and the expected set at each position."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self.indexes = (Index(), Index())
@@ -443,28 +443,26 @@ class Pair:
         batch = EventBatch(source, *at, [KvEvent(kind, array(keys))])
         for index in self.indexes:
             run_all_steps(index.feed.apply(batch, 0.0))
-            index.tell()
+            index.dispatch()
 
     def turn(self, index: Index, source: Source) -> None:
-        """Makes a source load-only, or ends that: its publisher sends what is demanded."""
+        """Make a source load-only or end that; its publisher resends on request."""
         if not index.feed.is_load_only(source):
             index.feed.make_load_only(source, 0.0)
-            index.tell()
+            index.dispatch()
             return
         index.feed.end_load_only(source, 0.0)
-        index.tell()
+        index.dispatch()
         all_of_it = array(sorted(self.truth[source]))
         snapshot = SnapshotChunk(source, *self.at[source], all_of_it, first=True, last=True)
         run_all_steps(index.feed.load(snapshot, 0.0))
-        index.tell()
+        index.dispatch()
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_a_copy_is_never_wrong_and_right_in_the_end(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sets that change while they are read in parts of three blocks; frames of any size; an index
-    that is lost for another; sources that are load-only for a while, in one of them."""
+def test_a_copy_is_never_wrong_and_ends_equal(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets that change while they are read in chunks of three blocks; frames of any size; a switch
+    to another index; sources that are load-only for a while in one of them."""
     monkeypatch.setattr("common.kv.prefix_index.PrefixIndex.chunks.__defaults__", (3,))
     sources = [A, B, C]
     rng, copy, pair = Random(seed), IndexFeed(), Pair(sources)
@@ -506,4 +504,4 @@ def test_a_copy_is_never_wrong_and_right_in_the_end(
         assert held(copy, source) == held(index.feed, source)
         is_here = not index.feed.is_load_only(source)
         assert held(copy, source) == (pair.truth[source] if is_here else set())
-    assert demands(copy) == [], "it never has to subscribe again"
+    assert demands(copy) == [], "no further subscription is needed"

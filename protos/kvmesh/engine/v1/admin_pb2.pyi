@@ -20,7 +20,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class DrainRequest(_message.Message):
-    """Asks for a drain."""
+    """Requests a drain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -70,7 +70,7 @@ Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
 
 @_typing.final
 class ResumeRequest(_message.Message):
-    """Asks to serve again."""
+    """Requests to serve again."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -104,7 +104,7 @@ Global___ResumeResponse: _TypeAlias = ResumeResponse  # noqa: Y015
 
 @_typing.final
 class FlushCacheRequest(_message.Message):
-    """Asks to drop the cache."""
+    """Requests to drop the cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -121,7 +121,7 @@ Global___FlushCacheRequest: _TypeAlias = FlushCacheRequest  # noqa: Y015
 
 @_typing.final
 class FlushCacheResponse(_message.Message):
-    """What was dropped."""
+    """Result of FlushCache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -143,16 +143,16 @@ Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
 
 @_typing.final
 class LoadLoraRequest(_message.Message):
-    """Asks to load an adapter."""
+    """Requests to load an adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
     URI_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name clients put in `model`."""
+    """Value of `model` in client requests."""
     uri: _builtins.str
-    """Where its files are: file://, or what the engine takes."""
+    """Location of its files: file://, or a scheme of the engine."""
     def __init__(
         self,
         *,
@@ -191,7 +191,7 @@ Global___LoadLoraResponse: _TypeAlias = LoadLoraResponse  # noqa: Y015
 
 @_typing.final
 class UnloadLoraRequest(_message.Message):
-    """Asks to unload an adapter."""
+    """Requests to unload an adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -230,7 +230,7 @@ Global___UnloadLoraResponse: _TypeAlias = UnloadLoraResponse  # noqa: Y015
 
 @_typing.final
 class ListLorasRequest(_message.Message):
-    """Asks for the adapters."""
+    """Requests the list of adapters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -271,7 +271,7 @@ Global___ListLorasResponse: _TypeAlias = ListLorasResponse  # noqa: Y015
 
 @_typing.final
 class SleepRequest(_message.Message):
-    """Asks to sleep."""
+    """Requests to sleep."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,7 +305,7 @@ Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
 
 @_typing.final
 class WakeRequest(_message.Message):
-    """Asks to wake."""
+    """Requests to wake."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

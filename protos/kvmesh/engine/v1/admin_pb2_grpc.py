@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminServiceStub:
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     def __init__(self, channel):
@@ -79,19 +79,19 @@ class AdminServiceStub:
 
 
 class AdminServiceServicer:
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     def Drain(self, request, context):
-        """Stops taking requests and waits for the running ones.
+        """Rejects new requests and waits for the running ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Takes requests again after Drain.
+        """Accepts requests again after Drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,14 +126,14 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Sleep(self, request, context):
-        """Gives the engine's memory back.
+        """Releases the engine's memory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Wake(self, request, context):
-        """Takes the memory again.
+        """Allocates the memory again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,8 +191,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService:
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     @staticmethod

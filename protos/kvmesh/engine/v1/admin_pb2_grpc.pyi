@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     @_typing.overload
@@ -36,9 +36,9 @@ class AdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     Drain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]
-    """Stops taking requests and waits for the running ones."""
+    """Rejects new requests and waits for the running ones."""
     Resume: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]
-    """Takes requests again after Drain."""
+    """Accepts requests again after Drain."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
     """Drops cached KV blocks. FAILED_PRECONDITION while requests run."""
     LoadLora: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraRequest, _admin_pb2.LoadLoraResponse]
@@ -48,21 +48,21 @@ class AdminServiceStub:
     ListLoras: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListLorasRequest, _admin_pb2.ListLorasResponse]
     """Lists adapters."""
     Sleep: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]
-    """Gives the engine's memory back."""
+    """Releases the engine's memory."""
     Wake: _grpc.UnaryUnaryMultiCallable[_admin_pb2.WakeRequest, _admin_pb2.WakeResponse]
-    """Takes the memory again."""
+    """Allocates the memory again."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainRequest, _admin_pb2.DrainResponse]  # type: ignore[assignment]
-    """Stops taking requests and waits for the running ones."""
+    """Rejects new requests and waits for the running ones."""
     Resume: _aio.UnaryUnaryMultiCallable[_admin_pb2.ResumeRequest, _admin_pb2.ResumeResponse]  # type: ignore[assignment]
-    """Takes requests again after Drain."""
+    """Accepts requests again after Drain."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Drops cached KV blocks. FAILED_PRECONDITION while requests run."""
     LoadLora: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadLoraRequest, _admin_pb2.LoadLoraResponse]  # type: ignore[assignment]
@@ -72,13 +72,13 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ListLoras: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListLorasRequest, _admin_pb2.ListLorasResponse]  # type: ignore[assignment]
     """Lists adapters."""
     Sleep: _aio.UnaryUnaryMultiCallable[_admin_pb2.SleepRequest, _admin_pb2.SleepResponse]  # type: ignore[assignment]
-    """Gives the engine's memory back."""
+    """Releases the engine's memory."""
     Wake: _aio.UnaryUnaryMultiCallable[_admin_pb2.WakeRequest, _admin_pb2.WakeResponse]  # type: ignore[assignment]
-    """Takes the memory again."""
+    """Allocates the memory again."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What operators do to a worker. Apart from EngineService, so that it can be closed off alone.
-    An engine without an operation answers UNIMPLEMENTED.
+    """Operations on a worker. Separate from EngineService, so that access can be restricted separately.
+    An engine without an operation returns UNIMPLEMENTED.
     """
 
     @_abc_1.abstractmethod
@@ -87,7 +87,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainResponse, _abc.Awaitable[_admin_pb2.DrainResponse]]:
-        """Stops taking requests and waits for the running ones."""
+        """Rejects new requests and waits for the running ones."""
 
     @_abc_1.abstractmethod
     def Resume(
@@ -95,7 +95,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ResumeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ResumeResponse, _abc.Awaitable[_admin_pb2.ResumeResponse]]:
-        """Takes requests again after Drain."""
+        """Accepts requests again after Drain."""
 
     @_abc_1.abstractmethod
     def FlushCache(
@@ -135,7 +135,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SleepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SleepResponse, _abc.Awaitable[_admin_pb2.SleepResponse]]:
-        """Gives the engine's memory back."""
+        """Releases the engine's memory."""
 
     @_abc_1.abstractmethod
     def Wake(
@@ -143,6 +143,6 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.WakeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.WakeResponse, _abc.Awaitable[_admin_pb2.WakeResponse]]:
-        """Takes the memory again."""
+        """Allocates the memory again."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

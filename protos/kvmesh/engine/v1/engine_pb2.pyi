@@ -31,28 +31,28 @@ class _PhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Phase.ValueType
     PHASE_UNSPECIFIED: _Phase.ValueType  # 0
     """The whole request."""
     PHASE_PREFILL: _Phase.ValueType  # 1
-    """Computes the prompt's KV and hands it over."""
+    """Computes the prompt's KV and transfers it."""
     PHASE_DECODE: _Phase.ValueType  # 2
-    """Takes KV over and generates."""
+    """Receives the KV and generates."""
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
-    """The part a leg plays in a request."""
+    """Role of a leg in a request."""
 
 PHASE_UNSPECIFIED: Phase.ValueType  # 0
 """The whole request."""
 PHASE_PREFILL: Phase.ValueType  # 1
-"""Computes the prompt's KV and hands it over."""
+"""Computes the prompt's KV and transfers it."""
 PHASE_DECODE: Phase.ValueType  # 2
-"""Takes KV over and generates."""
+"""Receives the KV and generates."""
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class AttachRequest(_message.Message):
-    """Attach: the rules both ends keep. A breach by the peer ends the stream with
+    """Attach: the rules of both ends. A violation by the peer ends the stream with
     FAILED_PRECONDITION (a) or INVALID_ARGUMENT (all else); the slots then end as in (f).
 
-    (a) The first frames are Hello and HelloAck. A Hello which expects another worker_id fails:
-        a new process on an old port is noticed. A newer Hello of the same frontend incarnation
+    (a) The first frames are Hello and HelloAck. A Hello which expects another worker_id fails, so
+        that a new process on an old port is detected. A newer Hello of the same frontend incarnation
         replaces its older stream. One stream per (frontend process, worker).
     (b) A slot is a counter chosen by the frontend: 1, 2, 3 ..., never reused on a stream.
     (c) Per slot: Submit, then Accepted or Rejected (nothing ran), then Tokens frames with a start
@@ -63,12 +63,12 @@ class AttachRequest(_message.Message):
     (e) Each side sends a heartbeat each second; three missed in a row mean the peer is lost.
     (f) Stream lost: the worker closes the generators of the slots at once; the frontend migrates
         or fails them. Nothing is resumed.
-    (g) One writer a side; a frame is built when the previous write has returned. Control goes
-        before tokens. A frame has at most 256 KiB; slots take turns. Prompts of a Submit travel
+    (g) One writer per side; a frame is built after the previous write has returned. Control goes
+        before tokens. A frame has at most 256 KiB; slots take turns. Prompts of a Submit are sent
         in parts of at most 64 KiB, interleaved with control.
-    (h) Tokens are a struct of arrays; what is rare is nested. One frame per step or loop tick.
-    (i) Credit: the worker keeps at most 1 MiB sent and not acknowledged. sent_bytes counts token
-        payload since the stream began; acked_bytes returns the count that was consumed.
+    (h) Tokens are a struct of arrays; rare data is nested. One frame per step or loop tick.
+    (i) Credit: at most 1 MiB is sent and not acknowledged. sent_bytes counts token payload since
+        the start of the stream; acked_bytes returns the consumed count.
 
     Frontend to worker.
     """
@@ -84,7 +84,7 @@ class AttachRequest(_message.Message):
     acked_bytes: _builtins.int
     """The sent_bytes of the last frame whose tokens were consumed. Cumulative."""
     heartbeat: _builtins.bool
-    """True in the one frame a second that proves life. The frame may carry anything else too."""
+    """True in one frame per second, which may carry anything else too."""
     @_builtins.property
     def hello(self) -> Global___Hello:
         """Set in the first frame, and only there."""
@@ -145,11 +145,11 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Slots whose Submit was taken."""
+        """Slots whose Submit was accepted."""
 
     @_builtins.property
     def rejected(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejected]:
-        """Slots whose Submit was refused; nothing ran."""
+        """Slots whose Submit was rejected; nothing ran."""
 
     @_builtins.property
     def slot(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -171,7 +171,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SlotLogprobs]:
-        """Log-probabilities of tokens in this frame, where asked for."""
+        """Log-probabilities of tokens in this frame, if requested."""
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkJson]:
@@ -183,7 +183,7 @@ class AttachResponse(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
-        """Set in the one frame a second that proves life; one row a rank."""
+        """Set in one frame per second; one row per rank."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class Hello(_message.Message):
     frontend_id: _builtins.int
     """Instance id of the frontend process. New at each of its starts."""
     expected_worker_id: _builtins.int
-    """The worker the frontend means to reach. Another one answers FAILED_PRECONDITION."""
+    """The worker to reach. Any other worker returns FAILED_PRECONDITION."""
     stream_seq: _builtins.int
     """Counts the streams this frontend process opened to this worker; the higher one wins."""
     def __init__(
@@ -293,15 +293,15 @@ class Submit(_message.Message):
     request_id: _builtins.str
     """The client's request; legs, retries and migrations keep it. Never empty."""
     attempt: _builtins.int
-    """Which try of the request this is, from 0."""
+    """Number of the attempt, from 0."""
     timeout_ms: _builtins.int
-    """Milliseconds the request may still take. Absent: the worker's own cap."""
+    """Milliseconds left for the request. Absent: the worker's own limit."""
     traceparent: _builtins.str
     """W3C trace context of the caller. Empty: not traced."""
     span_id: _builtins.str
     """Span id (16 hex digits) that this leg's engine.generate span must have. Empty: any."""
     tenant: _builtins.str
-    """Who pays; for quotas and logs. Empty: nobody in particular."""
+    """Tenant, for quotas and logs. Empty: none."""
     priority: _builtins.int
     """Passed to the engine's scheduler. Absent: the engine's default."""
     chat_json: _builtins.bytes
@@ -309,13 +309,13 @@ class Submit(_message.Message):
     completion_json: _builtins.bytes
     """An OpenAI completion body passed through as it is; chunks come back in ChunkJson."""
     prompt_bytes: _builtins.int
-    """Bytes of the whole prompt (4 a token), when it comes in parts. 0: it is all here."""
+    """Bytes of the whole prompt (4 per token), if it is sent in parts. 0: it is complete."""
     phase: Global___Phase.ValueType
-    """Role this leg plays: the worker's own role unless set."""
+    """Role of this leg. Unset: the worker's own role."""
     @_builtins.property
     def preprocessed(self) -> _request_pb2.PreprocessedRequest:
         """The ordinary kind: token ids in, token ids out. Its token_ids_le holds the first part of
-        the prompt when prompt_bytes says there is more.
+        the prompt if prompt_bytes is set.
         """
 
     def __init__(
@@ -356,7 +356,7 @@ Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
 class PromptPart(_message.Message):
-    """More of a prompt. Parts come in order and without gaps."""
+    """Continuation of a prompt. Parts are in order and without gaps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -364,7 +364,7 @@ class PromptPart(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_LE_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
-    """The Submit it continues."""
+    """Slot of the Submit."""
     offset: _builtins.int
     """Offset of the first byte in the prompt."""
     token_ids_le: _builtins.bytes
@@ -395,7 +395,7 @@ class AbortSlot(_message.Message):
     slot: _builtins.int
     """See (b)."""
     reason: _builtins.str
-    """Why, for logs and metrics: client_gone, slow_reader, deadline, stop_string, peer_failed ..."""
+    """Reason, for logs and metrics: client_gone, slow_reader, deadline, stop_string, peer_failed ..."""
     def __init__(
         self,
         *,
@@ -412,7 +412,7 @@ Global___AbortSlot: _TypeAlias = AbortSlot  # noqa: Y015
 
 @_typing.final
 class Rejected(_message.Message):
-    """A Submit that was not taken."""
+    """A Submit that was rejected."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -422,7 +422,7 @@ class Rejected(_message.Message):
     """See (b)."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why; retryable says whether another worker may take it."""
+        """The error; retryable: another worker may accept the request."""
 
     def __init__(
         self,
@@ -450,7 +450,7 @@ class SlotLogprobs(_message.Message):
     """See (b)."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprob]:
-        """One entry a token of the batch, in order."""
+        """One entry per token of the batch, in order."""
 
     def __init__(
         self,
@@ -513,11 +513,11 @@ class Terminal(_message.Message):
     slot: _builtins.int
     """See (b)."""
     finish_reason: _request_pb2.FinishReason.ValueType
-    """Why generation ended. UNSPECIFIED only beside an error."""
+    """Reason of the end. UNSPECIFIED only together with an error."""
     stop_reason_json: _builtins.str
     """The stop string or token that matched, as JSON. Empty: none."""
     total_tokens: _builtins.int
-    """Tokens in the slot's whole output; must equal what was sent."""
+    """Tokens in the slot's whole output; must equal the number sent."""
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Set when the request failed; finish_reason is then ERROR."""
@@ -528,7 +528,7 @@ class Terminal(_message.Message):
 
     @_builtins.property
     def prefill_result(self) -> _request_pb2.PrefillResult:
-        """Result of a prefill leg whose KV is ready to be fetched. Absent on other legs."""
+        """Result of a prefill leg whose KV can be fetched. Absent on other legs."""
 
     @_builtins.property
     def worker_trace_link(self) -> _request_pb2.TraceLink:
@@ -556,14 +556,14 @@ Global___Terminal: _TypeAlias = Terminal  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """Asks for one generation."""
+    """Requests one generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Empty: the x-request-id metadata, else one is made."""
+    """Empty: the x-request-id metadata, else a generated id."""
     @_builtins.property
     def request(self) -> _request_pb2.PreprocessedRequest:
         """What to generate."""
@@ -603,11 +603,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> _request_pb2.CompletionUsage:
-        """In the last message, where the engine counts."""
+        """In the last message, if the engine counts."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_request_pb2.TokenLogprob]:
-        """One a token, where asked for."""
+        """One per token, if requested."""
 
     @_builtins.property
     def prefill_result(self) -> _request_pb2.PrefillResult:
@@ -632,7 +632,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class EmbedRequest(_message.Message):
-    """Asks for embeddings."""
+    """Requests embeddings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -656,7 +656,7 @@ Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class EmbedResponse(_message.Message):
-    """One vector an input, in order."""
+    """One vector per input, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -719,7 +719,7 @@ class AbortRequest(_message.Message):
     request_id: _builtins.str
     """The request to end; all its slots on this worker."""
     reason: _builtins.str
-    """Why, for logs and metrics."""
+    """Reason, for logs and metrics."""
     def __init__(
         self,
         *,
@@ -736,13 +736,13 @@ Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
 
 @_typing.final
 class AbortResponse(_message.Message):
-    """What Abort did."""
+    """Result of Abort."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.int
-    """Slots that were ended. 0: none was running under that id."""
+    """Number of ended slots. 0: no slot had that id."""
     def __init__(
         self,
         *,
@@ -758,7 +758,7 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class GetInfoRequest(_message.Message):
-    """Asks who the worker is."""
+    """Requests identity and capabilities."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -775,7 +775,7 @@ Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetInfoResponse(_message.Message):
-    """Who the worker is."""
+    """Identity and capabilities of the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -829,19 +829,19 @@ class GetInfoResponse(_message.Message):
     role: _builtins.str
     """aggregated, prefill or decode."""
     engine: _builtins.str
-    """sim, echo or sglang; the class name of an engine of one's own."""
+    """sim, echo or sglang; the class name of a custom engine."""
     context_length: _builtins.int
     """Longest prompt plus output in tokens. Absent: unknown."""
     kv_block_size: _builtins.int
     """Tokens in a KV block. Absent: KV routing falls back to load."""
     total_kv_blocks: _builtins.int
-    """KV blocks there are. Absent: no capacity hint."""
+    """Total KV blocks. Absent: unknown."""
     max_num_seqs: _builtins.int
     """Requests computed at once. Absent: unknown."""
     max_num_batched_tokens: _builtins.int
     """Tokens computed in one step. Absent: unknown."""
     bootstrap_host: _builtins.str
-    """Where prefill hands KV over. Both or neither."""
+    """Host of the prefill KV transfer. Set together with the port."""
     bootstrap_port: _builtins.int
     """Its port."""
     transfer_group: _builtins.str
@@ -849,15 +849,15 @@ class GetInfoResponse(_message.Message):
     local_prefill: _builtins.bool
     """A decode worker that can compute prompts itself."""
     kv_index: _builtins.str
-    """events, approx or none: how the router may know this worker's cache."""
+    """events, approx or none: kind of index for this worker's cache."""
     kv_index_reason: _builtins.str
-    """Why kv_index is not events, or what is left out of it. Empty: nothing."""
+    """Why kv_index is not events, or what it excludes. Empty: no restriction."""
     draining: _builtins.bool
     """Ready, or draining: no new requests."""
     @_builtins.property
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Counters since start, by name (accepted, finished, aborted, closed ...): what tests prove
-        frees with.
+        """Counters since start, by name (accepted, finished, aborted, closed ...); tests check the
+        release of slots with them.
         """
 
     def __init__(
@@ -920,7 +920,7 @@ Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 
 @_typing.final
 class GetLoadRequest(_message.Message):
-    """Asks for load."""
+    """Requests load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,17 +937,17 @@ Global___GetLoadRequest: _TypeAlias = GetLoadRequest  # noqa: Y015
 
 @_typing.final
 class GetLoadResponse(_message.Message):
-    """Load now."""
+    """Current load."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LOADS_FIELD_NUMBER: _builtins.int
     OPEN_SLOTS_FIELD_NUMBER: _builtins.int
     open_slots: _builtins.int
-    """Slots open at this moment over all Attach streams and Generate calls."""
+    """Slots open now, over all Attach streams and Generate calls."""
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
-        """One row a rank."""
+        """One row per rank."""
 
     def __init__(
         self,
@@ -965,13 +965,13 @@ Global___GetLoadResponse: _TypeAlias = GetLoadResponse  # noqa: Y015
 
 @_typing.final
 class ListKvBlocksRequest(_message.Message):
-    """Asks for the published set."""
+    """Requests the published set."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DP_RANK_FIELD_NUMBER: _builtins.int
     dp_rank: _builtins.int
-    """Rank asked for."""
+    """The rank."""
     def __init__(
         self,
         *,
@@ -996,13 +996,13 @@ class ListKvBlocksResponse(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch and sequence of the set: it is the state after this event."""
+    """Position of the set: the state after this batch."""
     sequence: _builtins.int
     """See epoch."""
     prefix_hashes: _builtins.bytes
-    """Prefix hashes, 8 B little endian each; at most 4,096 a message."""
+    """Prefix hashes, 8 B little endian each; at most 4,096 per message."""
     tier: _builtins.str
-    """Tier these are of: device, host_pinned, disk."""
+    """Tier of these blocks: device, host_pinned, disk."""
     def __init__(
         self,
         *,
@@ -1021,7 +1021,7 @@ Global___ListKvBlocksResponse: _TypeAlias = ListKvBlocksResponse  # noqa: Y015
 
 @_typing.final
 class GetArtifactRequest(_message.Message):
-    """Asks for an artifact."""
+    """Requests an artifact."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1030,8 +1030,8 @@ class GetArtifactRequest(_message.Message):
     name: _builtins.str
     """Its name in the card, e.g. "tokenizer.json"."""
     offset: _builtins.int
-    """Bytes to leave out at the beginning, at most its size: where a transfer is resumed, also with
-    another worker of the same card.
+    """Bytes to skip at the start, at most its size: resumes a transfer, also from another worker with
+    the same card.
     """
     def __init__(
         self,
@@ -1057,7 +1057,7 @@ class GetArtifactResponse(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     SIZE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """At most 1 MiB. Empty only where nothing is left from the offset on."""
+    """At most 1 MiB. Empty only if the offset is at the end."""
     sha256: _builtins.str
     """Hex SHA-256 of the whole artifact; in the first chunk."""
     size: _builtins.int

@@ -103,28 +103,28 @@ class EngineServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a request by its id, whatever stream it came by. Unknown ids are a no-op.
+        """Ends a request by its id, on any stream. Unknown ids are a no-op.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Who this worker is and what it can do.
+        """Identity and capabilities of the worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoad(self, request, context):
-        """What it does now, rank by rank.
+        """Current load of each rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListKvBlocks(self, request, context):
-        """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events".
+        """The prefix hashes of its blocks, for Verify. UNIMPLEMENTED unless kv_index is "events".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

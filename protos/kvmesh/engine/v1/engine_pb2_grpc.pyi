@@ -40,13 +40,13 @@ class EngineServiceStub:
     Embed: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]
     """Embeddings. UNIMPLEMENTED where the engine has none."""
     Abort: _grpc.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]
-    """Ends a request by its id, whatever stream it came by. Unknown ids are a no-op."""
+    """Ends a request by its id, on any stream. Unknown ids are a no-op."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]
-    """Who this worker is and what it can do."""
+    """Identity and capabilities of the worker."""
     GetLoad: _grpc.UnaryUnaryMultiCallable[_engine_pb2.GetLoadRequest, _engine_pb2.GetLoadResponse]
-    """What it does now, rank by rank."""
+    """Current load of each rank."""
     ListKvBlocks: _grpc.UnaryStreamMultiCallable[_engine_pb2.ListKvBlocksRequest, _engine_pb2.ListKvBlocksResponse]
-    """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
+    """The prefix hashes of its blocks, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
     GetArtifact: _grpc.UnaryStreamMultiCallable[_engine_pb2.GetArtifactRequest, _engine_pb2.GetArtifactResponse]
     """One artifact of the model card (tokenizer and the like), in chunks."""
 
@@ -62,13 +62,13 @@ class EngineServiceAsyncStub(EngineServiceStub):
     Embed: _aio.UnaryUnaryMultiCallable[_engine_pb2.EmbedRequest, _engine_pb2.EmbedResponse]  # type: ignore[assignment]
     """Embeddings. UNIMPLEMENTED where the engine has none."""
     Abort: _aio.UnaryUnaryMultiCallable[_engine_pb2.AbortRequest, _engine_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a request by its id, whatever stream it came by. Unknown ids are a no-op."""
+    """Ends a request by its id, on any stream. Unknown ids are a no-op."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetInfoRequest, _engine_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Who this worker is and what it can do."""
+    """Identity and capabilities of the worker."""
     GetLoad: _aio.UnaryUnaryMultiCallable[_engine_pb2.GetLoadRequest, _engine_pb2.GetLoadResponse]  # type: ignore[assignment]
-    """What it does now, rank by rank."""
+    """Current load of each rank."""
     ListKvBlocks: _aio.UnaryStreamMultiCallable[_engine_pb2.ListKvBlocksRequest, _engine_pb2.ListKvBlocksResponse]  # type: ignore[assignment]
-    """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
+    """The prefix hashes of its blocks, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
     GetArtifact: _aio.UnaryStreamMultiCallable[_engine_pb2.GetArtifactRequest, _engine_pb2.GetArtifactResponse]  # type: ignore[assignment]
     """One artifact of the model card (tokenizer and the like), in chunks."""
 
@@ -105,7 +105,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.AbortResponse, _abc.Awaitable[_engine_pb2.AbortResponse]]:
-        """Ends a request by its id, whatever stream it came by. Unknown ids are a no-op."""
+        """Ends a request by its id, on any stream. Unknown ids are a no-op."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -113,7 +113,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetInfoResponse, _abc.Awaitable[_engine_pb2.GetInfoResponse]]:
-        """Who this worker is and what it can do."""
+        """Identity and capabilities of the worker."""
 
     @_abc_1.abstractmethod
     def GetLoad(
@@ -121,7 +121,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.GetLoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.GetLoadResponse, _abc.Awaitable[_engine_pb2.GetLoadResponse]]:
-        """What it does now, rank by rank."""
+        """Current load of each rank."""
 
     @_abc_1.abstractmethod
     def ListKvBlocks(
@@ -129,7 +129,7 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.ListKvBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_engine_pb2.ListKvBlocksResponse], _abc.AsyncIterator[_engine_pb2.ListKvBlocksResponse]]:
-        """The prefix hashes it holds, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
+        """The prefix hashes of its blocks, for Verify. UNIMPLEMENTED unless kv_index is "events"."""
 
     @_abc_1.abstractmethod
     def GetArtifact(

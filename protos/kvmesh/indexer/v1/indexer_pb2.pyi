@@ -29,28 +29,28 @@ class _EventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventKind.V
     EVENT_KIND_UNSPECIFIED: _EventKind.ValueType  # 0
     """Never sent."""
     EVENT_KIND_STORED: _EventKind.ValueType  # 1
-    """Blocks are held now."""
+    """Blocks were stored."""
     EVENT_KIND_REMOVED: _EventKind.ValueType  # 2
-    """Blocks are gone."""
+    """Blocks were removed."""
     EVENT_KIND_CLEARED: _EventKind.ValueType  # 3
-    """All blocks of the source are gone."""
+    """All blocks of the source were removed."""
 
 class EventKind(_EventKind, metaclass=_EventKindEnumTypeWrapper):
-    """What an event does."""
+    """Effect of an event."""
 
 EVENT_KIND_UNSPECIFIED: EventKind.ValueType  # 0
 """Never sent."""
 EVENT_KIND_STORED: EventKind.ValueType  # 1
-"""Blocks are held now."""
+"""Blocks were stored."""
 EVENT_KIND_REMOVED: EventKind.ValueType  # 2
-"""Blocks are gone."""
+"""Blocks were removed."""
 EVENT_KIND_CLEARED: EventKind.ValueType  # 3
-"""All blocks of the source are gone."""
+"""All blocks of the source were removed."""
 Global___EventKind: _TypeAlias = EventKind  # noqa: Y015
 
 @_typing.final
 class Partition(_message.Message):
-    """What separates indexes: blocks of different partitions never match."""
+    """Key of an index: blocks of different partitions never match."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -61,11 +61,11 @@ class Partition(_message.Message):
     model: _builtins.str
     """Model name."""
     block_size: _builtins.int
-    """Tokens a block."""
+    """Tokens per block."""
     hash_scheme: _builtins.int
-    """How prefix hashes are made."""
+    """Scheme of the prefix hashes."""
     adapter_version: _builtins.int
-    """Version of the adapter; workers which name blocks differently differ here."""
+    """Version of the adapter; workers with different block hashes differ here."""
     def __init__(
         self,
         *,
@@ -84,7 +84,7 @@ Global___Partition: _TypeAlias = Partition  # noqa: Y015
 
 @_typing.final
 class Source(_message.Message):
-    """Where events come from."""
+    """Origin of events."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -129,7 +129,7 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def snapshot(self) -> Global___SnapshotChunk:
-        """Part of a snapshot, as demanded."""
+        """Part of a requested snapshot."""
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_load_pb2.Load]:
@@ -137,7 +137,7 @@ class PublishRequest(_message.Message):
 
     @_builtins.property
     def states(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
-        """Where sources stand now; to be sent when `degraded` of one of them has changed."""
+        """Current positions; sent after a change of `degraded`."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class PublishHello(_message.Message):
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
-        """Ranks that publish, with where they stand."""
+        """Publishing ranks with their positions."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ Global___PublishHello: _TypeAlias = PublishHello  # noqa: Y015
 
 @_typing.final
 class SourceState(_message.Message):
-    """Where a source stands."""
+    """Position of a source."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -201,11 +201,11 @@ class SourceState(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Grows when the engine's cache is reset or events are lost beyond repair."""
+    """Grows when the engine's cache is reset or events are lost for good."""
     sequence: _builtins.int
     """Sequence of the last batch of that epoch; 0: none yet."""
     degraded: _builtins.bool
-    """Events were lost beyond repair: claims are a subset until the cache is cleared."""
+    """Events were lost for good: a subset is advertised until the cache is cleared."""
     @_builtins.property
     def source(self) -> Global___Source:
         """The source."""
@@ -228,7 +228,7 @@ Global___SourceState: _TypeAlias = SourceState  # noqa: Y015
 
 @_typing.final
 class EventBatch(_message.Message):
-    """Changes of one source in the order they happened. Sets stay prefix-closed after each event.
+    """Changes of one source, in order. Sets stay prefix-closed after each event.
     At most 1,048,576 hashes.
     """
 
@@ -274,7 +274,7 @@ class Event(_message.Message):
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     kind: Global___EventKind.ValueType
-    """What happened."""
+    """Kind of the change."""
     prefix_hashes: _builtins.bytes
     """Prefix hashes, 8 B little endian each; stored: shallow first; removed: deep first."""
     tier: _builtins.int
@@ -296,9 +296,9 @@ Global___Event: _TypeAlias = Event  # noqa: Y015
 
 @_typing.final
 class SnapshotChunk(_message.Message):
-    """Part of a snapshot; swapped in when the last part is there. A snapshot may be read while its
-    source goes on, so long as all batches after its sequence go ahead of its last part: whoever
-    takes it buffers them, and applies them before the source counts again.
+    """Part of a snapshot; the last part installs it. A snapshot may be read while its source changes, if
+    all batches after its sequence are sent before its last part: the receiver buffers them and applies
+    them before the source matches again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -311,15 +311,15 @@ class SnapshotChunk(_message.Message):
     FIRST_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """State the snapshot is of."""
+    """Position of the snapshot."""
     sequence: _builtins.int
-    """State the snapshot is of."""
+    """Position of the snapshot."""
     prefix_hashes: _builtins.bytes
     """At most 4,096 prefix hashes, 8 B little endian each."""
     tier: _builtins.int
     """Storage tier, as in Event."""
     first: _builtins.bool
-    """First part: forget what was gathered before."""
+    """First part: discard earlier parts."""
     last: _builtins.bool
     """Last part."""
     @_builtins.property
@@ -355,7 +355,7 @@ class PublishResponse(_message.Message):
     RESENDS_FIELD_NUMBER: _builtins.int
     SHRINK_BLOCKS_FIELD_NUMBER: _builtins.int
     shrink_blocks: _builtins.int
-    """Over budget: withdraw this many blocks, deepest first. 0: no demand."""
+    """Over budget: withdraw this many blocks, deepest first. 0: no request."""
     @_builtins.property
     def acked(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
         """Batches applied; duplicates are acknowledged too."""
@@ -381,7 +381,7 @@ Global___PublishResponse: _TypeAlias = PublishResponse  # noqa: Y015
 
 @_typing.final
 class Resend(_message.Message):
-    """A demand for what is missing."""
+    """A request for missing batches."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -393,7 +393,7 @@ class Resend(_message.Message):
     epoch: _builtins.int
     """See SourceState."""
     from_sequence: _builtins.int
-    """First sequence wanted."""
+    """First missing sequence."""
     def __init__(
         self,
         *,
@@ -411,7 +411,7 @@ Global___Resend: _TypeAlias = Resend  # noqa: Y015
 
 @_typing.final
 class SubscribeRequest(_message.Message):
-    """Asks for a replica."""
+    """Requests a replica."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -419,10 +419,10 @@ class SubscribeRequest(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     LOADS_ONLY_FIELD_NUMBER: _builtins.int
     loads_only: _builtins.bool
-    """Load only: no claims are sent or kept for this subscriber, and sources are told to be gapped."""
+    """Loads only: no blocks are sent or queued for this subscriber; sources are reported as gapped."""
     @_builtins.property
     def resume(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceState]:
-        """What the subscriber has; unknown sources are sent whole."""
+        """Positions of the subscriber; other sources are sent whole."""
 
     @_builtins.property
     def partition(self) -> Global___Partition:
@@ -445,7 +445,7 @@ Global___SubscribeRequest: _TypeAlias = SubscribeRequest  # noqa: Y015
 
 @_typing.final
 class SubscribeResponse(_message.Message):
-    """What a replica needs, in order."""
+    """Updates of a replica, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -460,16 +460,16 @@ class SubscribeResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     caught_up: _builtins.bool
-    """All that was there when the call began has been sent."""
+    """Everything that existed at the start of the call has been sent."""
     epoch: _builtins.int
-    """With a status: epoch of what has been sent of the source, up to this message. A subscriber that
-    has less lacks something: it resumes. 0, with sequence 0: not said.
+    """With a status: epoch of the source's last sent position. A subscriber behind it has a gap and
+    must resume. 0, with sequence 0: not given.
     """
     sequence: _builtins.int
     """Its sequence."""
     @_builtins.property
     def source(self) -> Global___Source:
-        """The source this is about."""
+        """The source of this update."""
 
     @_builtins.property
     def partition(self) -> Global___Partition:
@@ -489,11 +489,11 @@ class SubscribeResponse(_message.Message):
 
     @_builtins.property
     def status(self) -> Global___SourceStatus:
-        """How far the source can be trusted. Absent: unchanged."""
+        """Status of the source. Absent: unchanged."""
 
     @_builtins.property
     def more(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubscribeResponse]:
-        """More of the same, in order, after this one: what has gathered while the link was busy."""
+        """Further updates, in order, after this one: those queued while the link was busy."""
 
     def __init__(
         self,
@@ -519,18 +519,18 @@ Global___SubscribeResponse: _TypeAlias = SubscribeResponse  # noqa: Y015
 
 @_typing.final
 class SourceStatus(_message.Message):
-    """How far a source can be trusted."""
+    """Status of a source."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     state: _builtins.str
-    """exact, gapped, stale, degraded or gone. What was had of a source that is gone is void, also if
-    it comes again: one that becomes load-only is told to be gone first.
+    """exact, gapped, stale, degraded or gone. The copy of a gone source is void, also if the source
+    comes back: a source that becomes load-only is reported as gone first.
     """
     reason: _builtins.str
-    """Why. Empty when exact."""
+    """Reason of the state. Empty when exact."""
     def __init__(
         self,
         *,
@@ -547,7 +547,7 @@ Global___SourceStatus: _TypeAlias = SourceStatus  # noqa: Y015
 
 @_typing.final
 class MatchRequest(_message.Message):
-    """Asks for matches."""
+    """A match query."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -558,7 +558,7 @@ class MatchRequest(_message.Message):
     """The prompt's chain, 8 B little endian each."""
     @_builtins.property
     def partition(self) -> Global___Partition:
-        """Where to look."""
+        """Partition of the query."""
 
     @_builtins.property
     def worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -588,7 +588,7 @@ class MatchResponse(_message.Message):
     MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchedDepth]:
-        """One row a source that holds at least one block and counts, deepest first."""
+        """One row per matching source with at least one block, deepest first."""
 
     def __init__(
         self,
@@ -605,7 +605,7 @@ Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
 
 @_typing.final
 class MatchedDepth(_message.Message):
-    """How far a source holds a chain."""
+    """Leading blocks of a chain at a source."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -648,7 +648,7 @@ class MatchStreamRequest(_message.Message):
     QUESTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def questions(self) -> _containers.RepeatedCompositeFieldContainer[Global___MatchQuestion]:
-        """Any number of questions."""
+        """Any number of queries."""
 
     def __init__(
         self,
@@ -665,7 +665,7 @@ Global___MatchStreamRequest: _TypeAlias = MatchStreamRequest  # noqa: Y015
 
 @_typing.final
 class MatchQuestion(_message.Message):
-    """One question."""
+    """One query."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -675,7 +675,7 @@ class MatchQuestion(_message.Message):
     """Correlates the answer on this stream."""
     @_builtins.property
     def request(self) -> Global___MatchRequest:
-        """The question."""
+        """The query."""
 
     def __init__(
         self,
@@ -745,7 +745,7 @@ Global___MatchAnswer: _TypeAlias = MatchAnswer  # noqa: Y015
 
 @_typing.final
 class DumpRequest(_message.Message):
-    """Asks for the index."""
+    """Requests the index."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -779,9 +779,9 @@ class DumpResponse(_message.Message):
 
     @_builtins.property
     def chunk(self) -> Global___SnapshotChunk:
-        """A part of one source. It is whole with its last part; a first part amid it begins it anew, since
-        it was cleared or replaced meanwhile. One without a last part has left. A source whose load only
-        is known has an empty part of epoch 0.
+        """A part of one source. A first part within it restarts it, because the source was cleared or
+        replaced meanwhile. A source without a last part is gone. A load-only source has an empty part
+        of epoch 0.
         """
 
     def __init__(
@@ -800,7 +800,7 @@ Global___DumpResponse: _TypeAlias = DumpResponse  # noqa: Y015
 
 @_typing.final
 class VerifyRequest(_message.Message):
-    """Asks for a comparison."""
+    """Requests a comparison."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -829,7 +829,7 @@ class VerifyResponse(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifiedSource]:
-        """One row a source."""
+        """One row per source."""
 
     def __init__(
         self,
@@ -856,13 +856,13 @@ class VerifiedSource(_message.Message):
     EQUAL_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     extra: _builtins.int
-    """Blocks claimed here and not held there."""
+    """Blocks in the index but not at the worker."""
     missing: _builtins.int
-    """Blocks held there and not claimed here."""
+    """Blocks at the worker but not in the index."""
     equal: _builtins.int
-    """Blocks claimed and held."""
+    """Blocks in both."""
     error: _builtins.str
-    """Why it could not be compared. Empty: it was."""
+    """Reason why the comparison failed. Empty: compared."""
     @_builtins.property
     def source(self) -> Global___Source:
         """The source."""
@@ -886,7 +886,7 @@ Global___VerifiedSource: _TypeAlias = VerifiedSource  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
-    """Asks for figures."""
+    """Requests sizes and counters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -903,7 +903,7 @@ Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
 
 @_typing.final
 class StatsResponse(_message.Message):
-    """Figures."""
+    """Sizes and counters."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -917,12 +917,12 @@ class StatsResponse(_message.Message):
     batches_applied: _builtins.int
     """Event batches applied since start."""
     budget_bytes: _builtins.int
-    """Bytes the index may use. 0: no bound."""
+    """Budget in bytes. 0: no limit."""
     used_bytes: _builtins.int
-    """Bytes it is estimated to use, with the batches it keeps to pass on."""
+    """Estimated memory in bytes, batch histories included."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStats]:
-        """Sources and where they stand."""
+        """Sources with their positions."""
 
     def __init__(
         self,
@@ -953,16 +953,16 @@ class SourceStats(_message.Message):
     PARTITION_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Blocks claimed on the device."""
+    """Indexed blocks on the device."""
     age_ms: _builtins.int
-    """Milliseconds since its publisher's last word, its load included."""
+    """Milliseconds since the last message of its publisher, loads included."""
     @_builtins.property
     def state(self) -> Global___SourceState:
-        """Where it stands."""
+        """Its position."""
 
     @_builtins.property
     def status(self) -> Global___SourceStatus:
-        """How far it can be trusted."""
+        """Its status."""
 
     @_builtins.property
     def partition(self) -> Global___Partition:

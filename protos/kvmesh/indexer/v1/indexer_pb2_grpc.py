@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class IndexerServiceStub:
-    """Knows which worker holds which KV blocks, by prefix hash.
+    """Index of the KV blocks that workers hold, by prefix hash.
     """
 
     def __init__(self, channel):
@@ -73,18 +73,18 @@ class IndexerServiceStub:
 
 
 class IndexerServiceServicer:
-    """Knows which worker holds which KV blocks, by prefix hash.
+    """Index of the KV blocks that workers hold, by prefix hash.
     """
 
     def Publish(self, request_iterator, context):
-        """A worker's events and load in; acknowledgements and demands out.
+        """Receives a worker's events and load; returns acknowledgements and requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Subscribe(self, request, context):
-        """A replica of the index: what is missing first, then live.
+        """Replicates the index: the missing part first, then live changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,7 +112,7 @@ class IndexerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Compares a source's claims with what its publisher says it holds.
+        """Compares the indexed blocks of a source with the list of its worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ def add_IndexerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class IndexerService:
-    """Knows which worker holds which KV blocks, by prefix hash.
+    """Index of the KV blocks that workers hold, by prefix hash.
     """
 
     @staticmethod

@@ -27,16 +27,16 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class IndexerServiceStub:
-    """Knows which worker holds which KV blocks, by prefix hash."""
+    """Index of the KV blocks that workers hold, by prefix hash."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> IndexerServiceAsyncStub: ...
     Publish: _grpc.StreamStreamMultiCallable[_indexer_pb2.PublishRequest, _indexer_pb2.PublishResponse]
-    """A worker's events and load in; acknowledgements and demands out."""
+    """Receives a worker's events and load; returns acknowledgements and requests."""
     Subscribe: _grpc.UnaryStreamMultiCallable[_indexer_pb2.SubscribeRequest, _indexer_pb2.SubscribeResponse]
-    """A replica of the index: what is missing first, then live."""
+    """Replicates the index: the missing part first, then live changes."""
     MatchStream: _grpc.StreamStreamMultiCallable[_indexer_pb2.MatchStreamRequest, _indexer_pb2.MatchStreamResponse]
     """Matches, pipelined and batched."""
     Match: _grpc.UnaryUnaryMultiCallable[_indexer_pb2.MatchRequest, _indexer_pb2.MatchResponse]
@@ -44,19 +44,19 @@ class IndexerServiceStub:
     Dump: _grpc.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _indexer_pb2.DumpResponse]
     """The index, source by source."""
     Verify: _grpc.UnaryUnaryMultiCallable[_indexer_pb2.VerifyRequest, _indexer_pb2.VerifyResponse]
-    """Compares a source's claims with what its publisher says it holds."""
+    """Compares the indexed blocks of a source with the list of its worker."""
     Stats: _grpc.UnaryUnaryMultiCallable[_indexer_pb2.StatsRequest, _indexer_pb2.StatsResponse]
     """Sizes and counters."""
 
 @_typing.type_check_only
 class IndexerServiceAsyncStub(IndexerServiceStub):
-    """Knows which worker holds which KV blocks, by prefix hash."""
+    """Index of the KV blocks that workers hold, by prefix hash."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Publish: _aio.StreamStreamMultiCallable[_indexer_pb2.PublishRequest, _indexer_pb2.PublishResponse]  # type: ignore[assignment]
-    """A worker's events and load in; acknowledgements and demands out."""
+    """Receives a worker's events and load; returns acknowledgements and requests."""
     Subscribe: _aio.UnaryStreamMultiCallable[_indexer_pb2.SubscribeRequest, _indexer_pb2.SubscribeResponse]  # type: ignore[assignment]
-    """A replica of the index: what is missing first, then live."""
+    """Replicates the index: the missing part first, then live changes."""
     MatchStream: _aio.StreamStreamMultiCallable[_indexer_pb2.MatchStreamRequest, _indexer_pb2.MatchStreamResponse]  # type: ignore[assignment]
     """Matches, pipelined and batched."""
     Match: _aio.UnaryUnaryMultiCallable[_indexer_pb2.MatchRequest, _indexer_pb2.MatchResponse]  # type: ignore[assignment]
@@ -64,12 +64,12 @@ class IndexerServiceAsyncStub(IndexerServiceStub):
     Dump: _aio.UnaryStreamMultiCallable[_indexer_pb2.DumpRequest, _indexer_pb2.DumpResponse]  # type: ignore[assignment]
     """The index, source by source."""
     Verify: _aio.UnaryUnaryMultiCallable[_indexer_pb2.VerifyRequest, _indexer_pb2.VerifyResponse]  # type: ignore[assignment]
-    """Compares a source's claims with what its publisher says it holds."""
+    """Compares the indexed blocks of a source with the list of its worker."""
     Stats: _aio.UnaryUnaryMultiCallable[_indexer_pb2.StatsRequest, _indexer_pb2.StatsResponse]  # type: ignore[assignment]
     """Sizes and counters."""
 
 class IndexerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Knows which worker holds which KV blocks, by prefix hash."""
+    """Index of the KV blocks that workers hold, by prefix hash."""
 
     @_abc_1.abstractmethod
     def Publish(
@@ -77,7 +77,7 @@ class IndexerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_indexer_pb2.PublishRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_indexer_pb2.PublishResponse], _abc.AsyncIterator[_indexer_pb2.PublishResponse]]:
-        """A worker's events and load in; acknowledgements and demands out."""
+        """Receives a worker's events and load; returns acknowledgements and requests."""
 
     @_abc_1.abstractmethod
     def Subscribe(
@@ -85,7 +85,7 @@ class IndexerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _indexer_pb2.SubscribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_indexer_pb2.SubscribeResponse], _abc.AsyncIterator[_indexer_pb2.SubscribeResponse]]:
-        """A replica of the index: what is missing first, then live."""
+        """Replicates the index: the missing part first, then live changes."""
 
     @_abc_1.abstractmethod
     def MatchStream(
@@ -117,7 +117,7 @@ class IndexerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _indexer_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_indexer_pb2.VerifyResponse, _abc.Awaitable[_indexer_pb2.VerifyResponse]]:
-        """Compares a source's claims with what its publisher says it holds."""
+        """Compares the indexed blocks of a source with the list of its worker."""
 
     @_abc_1.abstractmethod
     def Stats(

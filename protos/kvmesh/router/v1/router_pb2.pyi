@@ -23,7 +23,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 @_typing.final
 class SessionRequest(_message.Message):
     """Frontend to router. Any mix; order within a frame: hello, announced, news, marks, outputs, frees.
-    An empty one asks for a sign of life: the router answers it with a frame, empty or not.
+    An empty frame requests a sign of life: the router responds with a frame, possibly empty.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -48,7 +48,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputBlocks]:
-        """Blocks generated since the last word."""
+        """Blocks generated since the last report."""
 
     @_builtins.property
     def frees(self) -> _containers.RepeatedCompositeFieldContainer[Global___BookingKey]:
@@ -56,7 +56,7 @@ class SessionRequest(_message.Message):
 
     @_builtins.property
     def announced(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """Bookings made by another router or an earlier stream that this frontend still holds."""
+        """Bookings of another router or an earlier stream that this frontend still holds."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class SessionHello(_message.Message):
     frontend_id: _builtins.int
     """Instance id of the frontend process; part of every booking's key."""
     generation: _builtins.int
-    """Counts the sessions of the process, from 1: of two claims to a booking, that of the later
-    session holds, at whatever router. 0: not told, older than any other.
+    """Counts the sessions of the process, from 1. If two sessions have the same booking, the later
+    one owns it, at any router. 0: not given, older than any other.
     """
     def __init__(
         self,
@@ -146,10 +146,10 @@ class SessionHelloAck(_message.Message):
     router_id: _builtins.int
     """Instance id of the router process."""
     track_output_blocks: _builtins.bool
-    """Whether the router wants to hear of blocks that answers grow by (SessionRequest.outputs)."""
+    """Whether the router tracks output blocks (SessionRequest.outputs)."""
     queue_wait_ms: _builtins.int
-    """Milliseconds that a New may wait in the router's queue for its answer. 0: there is no queue, and
-    every New is answered at once. Absent: not told.
+    """Milliseconds that a New may wait in the router's queue. 0: there is no queue, every New is
+    answered at once. Absent: unknown.
     """
     def __init__(
         self,
@@ -170,7 +170,7 @@ Global___SessionHelloAck: _TypeAlias = SessionHelloAck  # noqa: Y015
 
 @_typing.final
 class BookingKey(_message.Message):
-    """What a booking is known by, whatever router holds it."""
+    """Key of a booking at all routers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -179,7 +179,7 @@ class BookingKey(_message.Message):
     request_id: _builtins.str
     """The request."""
     attempt: _builtins.int
-    """Its try, from 0."""
+    """Its attempt, from 0."""
     def __init__(
         self,
         *,
@@ -196,7 +196,7 @@ Global___BookingKey: _TypeAlias = BookingKey  # noqa: Y015
 
 @_typing.final
 class Booking(_message.Message):
-    """A charge against workers. Never carries prompt content."""
+    """Booked load of a request. Never carries prompt content."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -214,30 +214,30 @@ class Booking(_message.Message):
     SESSION_REVISION_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
     frontend_id: _builtins.int
-    """Frontend process it belongs to."""
+    """Frontend process that owns it."""
     model: _builtins.str
-    """Model it is of."""
+    """Its model."""
     prefill_tokens: _builtins.int
     """Prompt tokens still to be computed; 0 once prefill is done."""
     decode_blocks: _builtins.int
     """KV blocks held on worker."""
     revision: _builtins.int
-    """Grows with each change; of one generation the highest wins."""
+    """Grows with each change; within one generation the highest wins."""
     decay_fraction: _builtins.float
-    """Weight of the blocks, 0..1, as OutputBlocks.decay_fraction last said. Absent: 1."""
+    """Weight of the blocks, 0..1, from the last OutputBlocks.decay_fraction. Absent: 1."""
     generation: _builtins.int
-    """Of the session that had it last, see SessionHello. Between routers only; in what a frontend
-    announces its hello says it.
+    """Generation of the session that had it last, see SessionHello. Only between routers; for
+    bookings that a frontend announces, its hello has the generation.
     """
     session_id: _builtins.str
     """Client session of the request, as in RoutingHints.session_control, 1 to 256 characters; while
-    the booking lives the session stays bound. Empty: none, or the request closed it.
+    the booking lives, the session keeps its placement. Empty: none, or the request closed it.
     """
     session_revision: _builtins.int
     """Decision.session_revision, from 1. 0: no session."""
     lora_name: _builtins.str
-    """Adapter of the request, as in RoutingHints.lora_name: sessions are told apart by it. Empty: the
-    model itself, or no session.
+    """Adapter of the request, as in RoutingHints.lora_name; part of the session key. Empty: the base
+    model, or no session.
     """
     @_builtins.property
     def key(self) -> Global___BookingKey:
@@ -245,11 +245,11 @@ class Booking(_message.Message):
 
     @_builtins.property
     def worker(self) -> Global___Placement:
-        """Where the whole request, or its decode, runs."""
+        """Placement of the whole request, or of its decode."""
 
     @_builtins.property
     def prefill(self) -> Global___Placement:
-        """Where its prefill runs. Absent: on worker."""
+        """Placement of its prefill. Absent: same as worker."""
 
     def __init__(
         self,
@@ -306,7 +306,7 @@ Global___Placement: _TypeAlias = Placement  # noqa: Y015
 
 @_typing.final
 class Query(_message.Message):
-    """What to place."""
+    """A request to place."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -323,30 +323,30 @@ class Query(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     STRICT_PRIORITY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model name as clients say it. Never empty."""
+    """Model name of the client. Never empty."""
     total_tokens: _builtins.int
     """Tokens of the whole prompt. 0 with token_ids: their count."""
     prefix_hashes: _builtins.bytes
-    """Identity of the prompt's blocks: 8 B little endian each, made as block_scheme says. Empty: no
+    """Identity of the prompt's blocks: 8 B little endian each, of hash_scheme. Empty: no
     full block, or unknown.
     """
     hash_scheme: _builtins.int
-    """How prefix_hashes were made. 0: none were."""
+    """Scheme of prefix_hashes. 0: none."""
     block_size: _builtins.int
-    """Tokens a block of prefix_hashes. 0: none were made."""
+    """Tokens per block of prefix_hashes. 0: none."""
     waited_ms: _builtins.int
-    """Milliseconds since the request arrived at the frontend; re-routes keep their place in the
-    queue by it.
+    """Milliseconds since the request arrived at the frontend; migrations keep their place in
+    the queue by it.
     """
     expected_output_tokens: _builtins.int
     """Output tokens expected; a load hint. Absent: unknown."""
     strict_priority: _builtins.int
-    """Level in the router's queue: a higher one always goes first, whatever the queue's policy. 0:
-    the lowest. Set by the frontend; without a queue it has no effect.
+    """Level in the router's queue: a higher level always goes first, under any queue policy. 0: the
+    lowest. Set by the frontend; no effect without a queue.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Instead of prefix_hashes, for people: the prompt's tokens."""
+        """The prompt's tokens, instead of prefix_hashes, for simple clients."""
 
     @_builtins.property
     def routing(self) -> _request_pb2.RoutingHints:
@@ -354,11 +354,11 @@ class Query(_message.Message):
 
     @_builtins.property
     def config_override(self) -> _request_pb2.RouterConfigOverride:
-        """Cost knobs for this request. Absent: the router's own."""
+        """Cost settings for this request. Absent: the router's own."""
 
     @_builtins.property
     def excluded_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Workers not to choose, because they failed this request before."""
+        """Excluded workers, which failed this request before."""
 
     def __init__(
         self,
@@ -388,10 +388,10 @@ Global___Query: _TypeAlias = Query  # noqa: Y015
 
 @_typing.final
 class New(_message.Message):
-    """Asks for a placement and books it. Idempotent by key: the same key gets the same answer. Where the
-    router has a queue the answer may come late; a free of the key, or the end of the session, takes
-    it out of the queue. The same key asked for again while it waits takes over its place, and the
-    earlier question is answered with an error (ASKED_AGAIN).
+    """Requests a placement and books it. Idempotent by key: the same key gets the same answer. If the
+    router has a queue, the answer may be late; a free of the key, or the end of the session, removes
+    the request from the queue. A second New with the key of a queued one takes its place; the first
+    is answered with an error (ASKED_AGAIN).
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -412,7 +412,7 @@ class New(_message.Message):
 
     @_builtins.property
     def query(self) -> Global___Query:
-        """What to place."""
+        """A request to place."""
 
     def __init__(
         self,
@@ -443,11 +443,11 @@ class NewResult(_message.Message):
     """New.id."""
     @_builtins.property
     def decision(self) -> Global___Decision:
-        """Where it goes. Absent: see error."""
+        """The placement. Absent: see error."""
 
     @_builtins.property
     def error(self) -> _error_pb2.Error:
-        """Why there is no placement; nothing is booked."""
+        """Why there is no placement; no booking is made."""
 
     def __init__(
         self,
@@ -483,43 +483,43 @@ class Decision(_message.Message):
     CHARGED_DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     SESSION_REVISION_FIELD_NUMBER: _builtins.int
     overlap_blocks: _builtins.int
-    """Blocks of the prompt the prefilling worker already holds."""
+    """Prompt blocks that the prefill worker already holds."""
     predicted_cached_tokens: _builtins.int
-    """Prompt tokens predicted to be served from cache, as the engine will count them."""
+    """Predicted cached prompt tokens, as the engine counts them."""
     queued_ms: _builtins.int
-    """Milliseconds it waited in the router's queue. 0 without book: only who books can wait."""
+    """Milliseconds in the router's queue. 0 without book: only bookings are queued."""
     worker_address: _builtins.str
-    """Where worker serves gRPC, host:port, for a frontend that discovery has not told of it yet.
-    Empty: it left since.
+    """gRPC address of worker, host:port, for a frontend whose registry view lacks the worker. Empty:
+    it has left.
     """
     prefill_address: _builtins.str
-    """The same of prefill. Empty: not split, or it left since."""
+    """The same of prefill. Empty: not split, or it has left."""
     charged_prefill_tokens: _builtins.int
-    """What its booking is charged: prompt tokens to be computed, 0 where they are not tracked. Who
-    announces the booking to another router repeats it.
+    """Booked load in prompt tokens to compute, 0 if not tracked. A frontend that announces the
+    booking to another router repeats it.
     """
     charged_decode_blocks: _builtins.int
     """The same in KV blocks, of the prompt."""
     session_revision: _builtins.int
-    """Where the request's session stays by it: counts the session's bindings, from 1. Who announces
-    the booking to another router repeats it with the session's id, so that a router which knows
-    nothing (of so late a binding) learns it. 0: no session, or the request closed it.
+    """Revision of the session's placement, from 1. A frontend that announces the booking to another
+    router repeats it with the session id, so that a router without this revision learns it. 0: no
+    session, or the request closed it.
     """
     @_builtins.property
     def worker(self) -> Global___Placement:
-        """Where the whole request, or its decode, runs."""
+        """Placement of the whole request, or of its decode."""
 
     @_builtins.property
     def prefill(self) -> Global___Placement:
-        """Where its prefill runs. Absent: the request is not split."""
+        """Placement of its prefill. Absent: the request is not split."""
 
     @_builtins.property
     def bootstrap(self) -> _request_pb2.BootstrapInfo:
-        """How prefill and decode meet. Absent: not split, or prefill completes first."""
+        """Rendezvous of prefill and decode. Absent: not split, or prefill completes first."""
 
     @_builtins.property
     def reasons(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Why, one short clause each, most important first."""
+        """Reasons, one short clause each, most important first."""
 
     def __init__(
         self,
@@ -555,9 +555,9 @@ class OutputBlocks(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     DECAY_FRACTION_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
-    """Blocks started since the last word; at least 1."""
+    """Blocks started since the last report; at least 1."""
     decay_fraction: _builtins.float
-    """Share of the expected output still to come, 0..1. Absent: unknown."""
+    """Remaining share of the expected output, 0..1. Absent: unknown."""
     @_builtins.property
     def key(self) -> Global___BookingKey:
         """The booking."""
@@ -581,7 +581,7 @@ Global___OutputBlocks: _TypeAlias = OutputBlocks  # noqa: Y015
 
 @_typing.final
 class RouteRequest(_message.Message):
-    """Asks for one decision."""
+    """Requests one decision."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -591,18 +591,18 @@ class RouteRequest(_message.Message):
     FRONTEND_ID_FIELD_NUMBER: _builtins.int
     book: _builtins.bool
     """Book it under key. The booking belongs to the newest open Session of frontend_id at this router,
-    by which the caller must free it. Where there is none it is an orphan from the start, and gone
-    after 3 s, unless a Session is opened by then that announces it (SessionRequest.announced).
+    on which the caller must free it. Without such a Session it is an orphan and expires after 3 s,
+    unless a Session announces it by then (SessionRequest.announced).
     """
     frontend_id: _builtins.int
-    """Needed with book: whose booking it is."""
+    """Required with book: owner of the booking."""
     @_builtins.property
     def query(self) -> Global___Query:
-        """What to place."""
+        """A request to place."""
 
     @_builtins.property
     def key(self) -> Global___BookingKey:
-        """Needed with book."""
+        """Required with book."""
 
     def __init__(
         self,
@@ -629,7 +629,7 @@ class RouteResponse(_message.Message):
     DECISION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def decision(self) -> Global___Decision:
-        """Where it goes."""
+        """The placement."""
 
     def __init__(
         self,
@@ -646,14 +646,14 @@ Global___RouteResponse: _TypeAlias = RouteResponse  # noqa: Y015
 
 @_typing.final
 class PotentialLoadsRequest(_message.Message):
-    """Asks for potential loads."""
+    """Requests potential loads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def query(self) -> Global___Query:
-        """The request as if it were placed."""
+        """A request that is not placed."""
 
     def __init__(
         self,
@@ -678,12 +678,12 @@ class PotentialLoadsResponse(_message.Message):
     PENDING_COUNT_FIELD_NUMBER: _builtins.int
     PENDING_TOKENS_FIELD_NUMBER: _builtins.int
     pending_count: _builtins.int
-    """Requests waiting in the router's queue."""
+    """Requests in the router's queue."""
     pending_tokens: _builtins.int
     """Their prompt tokens."""
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___PotentialLoad]:
-        """One row a worker and rank."""
+        """One row per worker and rank."""
 
     def __init__(
         self,
@@ -711,11 +711,11 @@ class PotentialLoad(_message.Message):
     POTENTIAL_DECODE_BLOCKS_FIELD_NUMBER: _builtins.int
     ACTIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     potential_prefill_tokens: _builtins.int
-    """Prompt tokens it would still have to compute."""
+    """Prompt tokens left to compute."""
     potential_decode_blocks: _builtins.int
-    """KV blocks it would hold."""
+    """KV blocks in use."""
     active_requests: _builtins.int
-    """Requests it would run."""
+    """Running requests."""
     @_builtins.property
     def worker(self) -> Global___Placement:
         """The worker and rank."""
@@ -738,19 +738,19 @@ Global___PotentialLoad: _TypeAlias = PotentialLoad  # noqa: Y015
 
 @_typing.final
 class ExplainRequest(_message.Message):
-    """Asks why."""
+    """Requests an explanation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     QUERY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """A request that was decided, by its id or that of its answer (chatcmpl-…, cmpl-…). Each router
-    keeps the last 4096 that it decided. Either this or query.
+    """A decided request, by its id or that of its response (chatcmpl-…, cmpl-…). Each router keeps
+    its last 4096 decisions. Either this or query.
     """
     @_builtins.property
     def query(self) -> Global___Query:
-        """A request as if it were decided now; nothing is booked."""
+        """A request to decide now without booking."""
 
     def __init__(
         self,
@@ -768,7 +768,7 @@ Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
 
 @_typing.final
 class ExplainResponse(_message.Message):
-    """Why."""
+    """An explanation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -779,16 +779,16 @@ class ExplainResponse(_message.Message):
     selector: _builtins.str
     """Name of the selector."""
     age_ms: _builtins.int
-    """Milliseconds since the decision. 0: made for this call."""
+    """Milliseconds since the decision. 0: decided for this call."""
     @_builtins.property
     def decision(self) -> Global___Decision:
-        """The choice."""
+        """The decision."""
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
-        """Who was considered; for a pair the prefill candidates, then the decode ones. Of each: those with
-        a cost, cheapest first, then those that the selector put no price on, then those left out. With
-        query: everyone. With request_id: at most 8 of each, the chosen one always among them.
+        """Candidates; for a pair the prefill candidates, then the decode ones. Of each: those with a cost,
+        cheapest first, then those without a cost from the selector, then the excluded ones. With query:
+        all. With request_id: at most 8 of each, including the chosen one.
         """
 
     def __init__(
@@ -845,38 +845,38 @@ class Candidate(_message.Message):
     SOURCE_REASON_FIELD_NUMBER: _builtins.int
     SOURCE_AGE_MS_FIELD_NUMBER: _builtins.int
     cost: _builtins.float
-    """Its cost in the selector's unit; lower is better. Absent: not eligible where excluded_reason says
-    so, else the selector put no price on it.
+    """Its cost in the selector's unit; lower is better. Absent: excluded if excluded_reason is set,
+    else the selector gave no cost.
     """
     overlap_blocks: _builtins.int
     """Prompt blocks it holds."""
     report_age_ms: _builtins.int
     """Milliseconds since its last load report. Absent: none yet."""
     excluded_reason: _builtins.str
-    """Why it was left out. Empty: it was not."""
+    """Reason of its exclusion. Empty: not excluded."""
     leg: _builtins.str
-    """What it was considered for: whole, prefill or decode."""
+    """Leg: whole, prefill or decode."""
     source_state: _builtins.str
-    """How far the index can be trusted about it: exact, degraded, stale and approx (guessed from this
-    router's decisions) count, gapped and none do not.
+    """State of its source in the index: exact, degraded, stale and approx (predicted from this router's
+    decisions) match, gapped and none do not.
     """
     source_reason: _builtins.str
-    """Why it is not exact. Empty: it is, or nobody said."""
+    """Reason why it is not exact. Empty: exact, or unknown."""
     source_age_ms: _builtins.int
-    """Milliseconds since the index heard of it. Absent: never."""
+    """Milliseconds since the last message about it. Absent: none."""
     @_builtins.property
     def worker(self) -> Global___Placement:
         """The worker and rank."""
 
     @_builtins.property
     def load(self) -> Global___PotentialLoad:
-        """Requests, tokens and blocks it has now by the router's estimate."""
+        """Its current requests, tokens and blocks by the router's estimate."""
 
     @_builtins.property
     def terms(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """What the cost is made of, in the cost's unit, by name. cost = (prefill + decode + active +
-        misses) * taint_factor; overlap_credit is part of prefill already. Empty: the selector does not
-        say.
+        """Parts of the cost, in its unit, by name. cost = (prefill + decode + active +
+        misses) * taint_factor; overlap_credit is part of prefill already. Empty: not
+        reported.
         """
 
     def __init__(
@@ -915,7 +915,7 @@ Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class DumpRequest(_message.Message):
-    """Asks for the books."""
+    """Requests workers and bookings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -937,7 +937,7 @@ Global___DumpRequest: _TypeAlias = DumpRequest  # noqa: Y015
 
 @_typing.final
 class DumpResponse(_message.Message):
-    """The books."""
+    """Workers and bookings."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -972,9 +972,9 @@ Global___DumpResponse: _TypeAlias = DumpResponse  # noqa: Y015
 @_typing.final
 class SyncRequest(_message.Message):
     """From a router to a peer, on a stream that the sender opened: its own bookings, which are those of
-    its sessions and those whose session died less than 3 s ago. Each frame is answered before the next
-    one is sent; a sender that has nothing to tell sends a digest each second. When the stream ends,
-    the bookings told on it are orphans, and counted for 3 s more.
+    its sessions and those whose session ended less than 3 s ago. Each frame is answered before the next
+    one is sent; a sender without changes sends a digest each second. When the stream ends, the bookings
+    sent on it become orphans and count for 3 s more.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1000,9 +1000,9 @@ class SyncRequest(_message.Message):
     request_id (UTF-8); 1 where that is 0. 0: not in this frame.
     """
     begins_all: _builtins.bool
-    """All of the sender's bookings are told anew from this frame on, as at the beginning of a stream."""
+    """A full sync of the sender's bookings starts with this frame, as at the start of a stream."""
     ends_all: _builtins.bool
-    """All have been told with this frame: others that the peer holds of the sender have ended."""
+    """The full sync ends with this frame: all other bookings of the sender at the peer have ended."""
     @_builtins.property
     def upserts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
         """Bookings as they are now."""
@@ -1013,20 +1013,20 @@ class SyncRequest(_message.Message):
 
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionHello]:
-        """With a digest: the sessions of frontends that are open at the sender. An earlier one of the same
-        frontend at the peer is over, whether or not the peer has seen it end.
+        """With a digest: the frontend sessions that are open at the sender. An earlier one of the same
+        frontend at the peer is over, also if the peer has not received its end.
         """
 
     @_builtins.property
     def bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]:
-        """Client sessions as they are now: all that the sender knows when it begins to tell everything,
-        then those that were bound, moved or closed, or whose last request ended. No digest counts them.
+        """Client sessions as they are now: all of the sender at the start of a full sync, then those that
+        were placed, moved or closed, or whose last request ended. The digest does not include them.
         """
 
     @_builtins.property
     def released(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
-        """Bookings that the sender counts, but no longer as its own, since a peer has them: key and
-        frontend_id only. Who has not heard of that peer's counts them as orphans until it does.
+        """Bookings that the sender counts, but no longer as its own, because a peer has them: key and
+        frontend_id only. A router that has not received them from that peer counts them as orphans.
         """
 
     def __init__(
@@ -1053,10 +1053,10 @@ Global___SyncRequest: _TypeAlias = SyncRequest  # noqa: Y015
 
 @_typing.final
 class SessionBinding(_message.Message):
-    """Where a client session stays, as one router knows it. Of two that routers know of one session each
-    keeps that of the higher revision; of equal ones that of the lesser (frontend_id, request_id,
-    attempt); of equal ones again that of the lesser (worker_id, dp_rank) of worker, then of prefill,
-    where absence is less than any. Who is told of one that it does not keep tells the one that it does.
+    """Placement of a client session at one router. If routers have different placements of one session,
+    each keeps the one of the higher revision; then of the lower (frontend_id, request_id, attempt);
+    then of the lower (worker_id, dp_rank) of worker, then of prefill, where absence is lowest. A router
+    that receives a placement it does not keep sends the one it keeps.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1075,26 +1075,26 @@ class SessionBinding(_message.Message):
     session_id: _builtins.str
     """Its id, 1 to 256 characters."""
     revision: _builtins.int
-    """Grows with each binding of the session and its closing; at least the time of day in ms since
-    1970 at which it was made. The highest holds.
+    """Grows with each placement and closing of the session; at least the wall clock in ms since 1970
+    at that time. The highest holds.
     """
     frontend_id: _builtins.int
-    """The frontend of that."""
+    """The frontend of that request."""
     idle_ms: _builtins.int
-    """Milliseconds since its last request ended. 0: one lives."""
+    """Milliseconds since its last request ended. 0: one is active."""
     lora_name: _builtins.str
-    """Adapter of the session. Empty: it is of the model itself."""
+    """Adapter of the session. Empty: the base model."""
     @_builtins.property
     def bound_by(self) -> Global___BookingKey:
-        """The request that bound (or closed) it."""
+        """The request that placed or closed it."""
 
     @_builtins.property
     def worker(self) -> Global___Placement:
-        """Where its whole requests, or their decodes, run. Absent: it was closed."""
+        """Placement of its whole requests, or of their decodes. Absent: it was closed."""
 
     @_builtins.property
     def prefill(self) -> Global___Placement:
-        """Where its prefills run. Absent: on worker."""
+        """Placement of its prefills. Absent: same as worker."""
 
     def __init__(
         self,
@@ -1119,7 +1119,7 @@ Global___SessionBinding: _TypeAlias = SessionBinding  # noqa: Y015
 
 @_typing.final
 class SyncResponse(_message.Message):
-    """Answers of the peer. The first ones of a stream are its snapshot, before any frame is sent."""
+    """Responses of the peer. The first ones of a stream are its snapshot, before any frame is sent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1130,7 +1130,7 @@ class SyncResponse(_message.Message):
     ENDS_SNAPSHOT_FIELD_NUMBER: _builtins.int
     SNAPSHOT_BINDINGS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.int
-    """Instance id of the answering router."""
+    """Instance id of the responding router."""
     acked_sequence: _builtins.int
     """Last sequence applied."""
     resend: _builtins.bool
@@ -1140,12 +1140,12 @@ class SyncResponse(_message.Message):
     @_builtins.property
     def snapshot(self) -> _containers.RepeatedCompositeFieldContainer[Global___Booking]:
         """All bookings that the peer counts, its own, those of others and orphans, for a router that
-        starts; the peer tells of its own, and of their changes, on a stream that it opens.
+        starts; the peer sends its own, and their changes, on a stream that it opens.
         """
 
     @_builtins.property
     def snapshot_bindings(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBinding]:
-        """All client sessions that the peer knows, before it says that the snapshot is complete."""
+        """All client sessions of the peer, before ends_snapshot."""
 
     def __init__(
         self,

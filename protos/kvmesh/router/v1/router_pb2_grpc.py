@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RouterServiceStub:
-    """Decides which worker serves a request; never forwards one.
+    """Chooses the worker of a request; never forwards one.
     """
 
     def __init__(self, channel):
@@ -68,7 +68,7 @@ class RouterServiceStub:
 
 
 class RouterServiceServicer:
-    """Decides which worker serves a request; never forwards one.
+    """Chooses the worker of a request; never forwards one.
     """
 
     def Session(self, request_iterator, context):
@@ -80,28 +80,28 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Route(self, request, context):
-        """One decision, for grpcurl and simple clients. Books nothing unless asked.
+        """One decision, for grpcurl and simple clients. Books only with `book`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PotentialLoads(self, request, context):
-        """What each worker's load would be with the request on it.
+        """Load of each worker with the request on it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Why the router would choose, or chose, a worker: every candidate with its cost.
+        """Explains a decision: every candidate with its cost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Dump(self, request, context):
-        """The router's books: workers and bookings.
+        """Workers and bookings of the router.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,7 +156,7 @@ def add_RouterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RouterService:
-    """Decides which worker serves a request; never forwards one.
+    """Chooses the worker of a request; never forwards one.
     """
 
     @staticmethod

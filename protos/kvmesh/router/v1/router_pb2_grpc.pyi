@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RouterServiceStub:
-    """Decides which worker serves a request; never forwards one."""
+    """Chooses the worker of a request; never forwards one."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -38,19 +38,19 @@ class RouterServiceStub:
     correlated by New.id. The first frame carries a hello.
     """
     Route: _grpc.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]
-    """One decision, for grpcurl and simple clients. Books nothing unless asked."""
+    """One decision, for grpcurl and simple clients. Books only with `book`."""
     PotentialLoads: _grpc.UnaryUnaryMultiCallable[_router_pb2.PotentialLoadsRequest, _router_pb2.PotentialLoadsResponse]
-    """What each worker's load would be with the request on it."""
+    """Load of each worker with the request on it."""
     Explain: _grpc.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]
-    """Why the router would choose, or chose, a worker: every candidate with its cost."""
+    """Explains a decision: every candidate with its cost."""
     Dump: _grpc.UnaryUnaryMultiCallable[_router_pb2.DumpRequest, _router_pb2.DumpResponse]
-    """The router's books: workers and bookings."""
+    """Workers and bookings of the router."""
     Sync: _grpc.StreamStreamMultiCallable[_router_pb2.SyncRequest, _router_pb2.SyncResponse]
     """Bookings between router replicas."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
-    """Decides which worker serves a request; never forwards one."""
+    """Chooses the worker of a request; never forwards one."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_router_pb2.SessionRequest, _router_pb2.SessionResponse]  # type: ignore[assignment]
@@ -58,18 +58,18 @@ class RouterServiceAsyncStub(RouterServiceStub):
     correlated by New.id. The first frame carries a hello.
     """
     Route: _aio.UnaryUnaryMultiCallable[_router_pb2.RouteRequest, _router_pb2.RouteResponse]  # type: ignore[assignment]
-    """One decision, for grpcurl and simple clients. Books nothing unless asked."""
+    """One decision, for grpcurl and simple clients. Books only with `book`."""
     PotentialLoads: _aio.UnaryUnaryMultiCallable[_router_pb2.PotentialLoadsRequest, _router_pb2.PotentialLoadsResponse]  # type: ignore[assignment]
-    """What each worker's load would be with the request on it."""
+    """Load of each worker with the request on it."""
     Explain: _aio.UnaryUnaryMultiCallable[_router_pb2.ExplainRequest, _router_pb2.ExplainResponse]  # type: ignore[assignment]
-    """Why the router would choose, or chose, a worker: every candidate with its cost."""
+    """Explains a decision: every candidate with its cost."""
     Dump: _aio.UnaryUnaryMultiCallable[_router_pb2.DumpRequest, _router_pb2.DumpResponse]  # type: ignore[assignment]
-    """The router's books: workers and bookings."""
+    """Workers and bookings of the router."""
     Sync: _aio.StreamStreamMultiCallable[_router_pb2.SyncRequest, _router_pb2.SyncResponse]  # type: ignore[assignment]
     """Bookings between router replicas."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Decides which worker serves a request; never forwards one."""
+    """Chooses the worker of a request; never forwards one."""
 
     @_abc_1.abstractmethod
     def Session(
@@ -87,7 +87,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RouteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RouteResponse, _abc.Awaitable[_router_pb2.RouteResponse]]:
-        """One decision, for grpcurl and simple clients. Books nothing unless asked."""
+        """One decision, for grpcurl and simple clients. Books only with `book`."""
 
     @_abc_1.abstractmethod
     def PotentialLoads(
@@ -95,7 +95,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.PotentialLoadsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.PotentialLoadsResponse, _abc.Awaitable[_router_pb2.PotentialLoadsResponse]]:
-        """What each worker's load would be with the request on it."""
+        """Load of each worker with the request on it."""
 
     @_abc_1.abstractmethod
     def Explain(
@@ -103,7 +103,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ExplainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ExplainResponse, _abc.Awaitable[_router_pb2.ExplainResponse]]:
-        """Why the router would choose, or chose, a worker: every candidate with its cost."""
+        """Explains a decision: every candidate with its cost."""
 
     @_abc_1.abstractmethod
     def Dump(
@@ -111,7 +111,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.DumpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.DumpResponse, _abc.Awaitable[_router_pb2.DumpResponse]]:
-        """The router's books: workers and bookings."""
+        """Workers and bookings of the router."""
 
     @_abc_1.abstractmethod
     def Sync(

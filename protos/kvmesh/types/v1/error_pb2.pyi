@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Error(_message.Message):
-    """Why one request, leg or decision failed, inside a stream whose RPC status stays OK.
-    A failed RPC carries the same facts as google.rpc error details instead.
+    """Failure of one request, leg or decision inside a stream whose RPC status stays OK.
+    A failed RPC carries the same data as google.rpc error details.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -59,18 +59,18 @@ class Error(_message.Message):
     reason: _builtins.str
     """Stable UPPER_SNAKE token for programs, e.g. "PROMPT_TOO_LONG". Never empty."""
     message: _builtins.str
-    """One sentence for people; says what was wrong and what would be right."""
+    """One sentence for people: what is wrong and what is valid."""
     field: _builtins.str
-    """Dotted name of the request field at fault. Empty: no single field is."""
+    """Dotted name of the invalid request field. Empty: no single field."""
     retry_after_ms: _builtins.int
     """Milliseconds after which the same call may succeed. Absent: no advice."""
     retryable: _builtins.bool
     """The same request may be tried elsewhere at once; nothing of it ran here."""
     kind: _builtins.str
-    """Class of the error, UPPER_SNAKE; never changes once used. Set with code; reason may say more."""
+    """Class of the error, UPPER_SNAKE; never changes once used. reason may be more specific."""
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Further facts by name. Empty: none."""
+        """Further details by name. Empty: none."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Load(_message.Message):
-    """What one worker rank does at one moment. Set by the worker; all counts are of that rank."""
+    """Load of one worker rank at one moment. Set by the worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -31,7 +31,7 @@ class Load(_message.Message):
     DP_RANK_FIELD_NUMBER: _builtins.int
     ROOMS_OPEN_FIELD_NUMBER: _builtins.int
     engine_step: _builtins.int
-    """Engine steps since start. Standing still while running > 0 means a hung engine."""
+    """Engine steps since start. No change while running > 0 means a hung engine."""
     running: _builtins.int
     """Requests being computed."""
     waiting: _builtins.int
@@ -41,11 +41,11 @@ class Load(_message.Message):
     kv_used_blocks: _builtins.int
     """KV blocks in use by running requests (cached, unreferenced blocks do not count)."""
     kv_total_blocks: _builtins.int
-    """KV blocks there are. Absent: the engine does not say."""
+    """Total KV blocks. Absent: unknown."""
     dp_rank: _builtins.int
-    """Data-parallel rank this row is of."""
+    """Data-parallel rank of this row."""
     rooms_open: _builtins.int
-    """Handoff rooms open on this rank; 0 at rest."""
+    """Open handoffs of this rank; 0 when idle."""
     def __init__(
         self,
         *,

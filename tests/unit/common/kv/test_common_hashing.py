@@ -1,4 +1,4 @@
-"""Block identity: exact results, refusals, the prefix property, and a hunt for collisions."""
+"""Block identity: exact results, rejected input, the prefix property, a search for collisions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def scheme_1(
     mesh_key: bytes = MESH_KEY,
     state: ChainState = ROOT,
 ) -> list[int]:
-    """The prefix hashes as the module's docstring defines them, one Python int at a time."""
+    """Prefix hashes by the definition in the module's docstring, with Python ints."""
     message = struct.pack("<QQ", 1, block_size)
     for name in names:
         message += struct.pack("<Q", len(name.encode())) + name.encode()
@@ -109,9 +109,7 @@ def scheme_1(
         ),
     ],
 )
-def test_scheme_1_gives_these_hashes_for_ever(
-    arguments: dict[str, Any], expected: list[int]
-) -> None:
+def test_scheme_1_always_gives_these_hashes(arguments: dict[str, Any], expected: list[int]) -> None:
     assert HASH_SCHEME_ID == 1
     got = PrefixHasher(**arguments).prefix_hashes(range(64))
     assert got.dtype == np.uint64
@@ -186,7 +184,7 @@ def test_every_form_of_token_ids_gives_the_same_hashes(tokens: list[int], block_
         assert hasher.prefix_hashes(form).tolist() == expected
 
 
-def test_hashing_leaves_the_callers_token_ids_as_they_were() -> None:
+def test_hashing_does_not_change_the_callers_token_ids() -> None:
     tokens = np.arange(64, dtype=np.uint32)
     hasher_factory().prefix_hashes(tokens)
     assert tokens.tolist() == list(range(64))
@@ -222,7 +220,7 @@ def test_changing_any_argument_of_a_hasher_changes_every_hash() -> None:
         {"block_size": 5},
         {"lora_name": "c"},
         {"cache_salt": "c"},
-        # The same letters cut elsewhere are other names.
+        # The same letters, split elsewhere, are other names.
         {"model": "a", "lora_name": "b"},
         {"model": "", "lora_name": "ab"},
         {"model": "", "cache_salt": "ab"},
@@ -242,7 +240,7 @@ def test_a_chain_can_start_at_any_position(start: int) -> None:
     assert hashes.tolist() == scheme_1(tokens, 4, state=state)
 
 
-def test_prompts_longer_than_the_kept_position_keys_hash_like_their_parts() -> None:
+def test_prompts_longer_than_the_cached_position_keys_hash_like_their_parts() -> None:
     tokens = np.arange(POSITION_KEYS_CACHED_MAX + 10, dtype=np.uint32)
     whole, sums = hasher_factory(1).extend(ROOT, tokens)
     used = hasher_factory(1)
@@ -294,7 +292,7 @@ def test_a_block_size_below_one_is_refused_by_name(block_size: int) -> None:
         TokensWithHashes([1], block_size)
 
 
-def test_a_block_size_beyond_the_bound_is_refused_before_memory_is_taken() -> None:
+def test_a_block_size_above_the_limit_is_rejected_before_allocation() -> None:
     assert hasher_factory(BLOCK_SIZE_MAX).prefix_hashes([0] * BLOCK_SIZE_MAX).shape == (1,)
     with pytest.raises(ValueError, match=r"^block_size: "):
         hasher_factory(2**60)
@@ -317,7 +315,7 @@ def test_a_chain_state_outside_its_range_is_refused_by_name(
 
 
 @given(st.lists(st.integers(0, U64_MAX), max_size=5))
-def test_hashes_survive_the_way_through_bytes(values: list[int]) -> None:
+def test_hashes_round_trip_through_bytes(values: list[int]) -> None:
     data = hashes_to_bytes(np.array(values, dtype=np.uint64))
     assert data == struct.pack(f"<{len(values)}Q", *values)
     back = hashes_from_bytes(data)
@@ -326,7 +324,7 @@ def test_hashes_survive_the_way_through_bytes(values: list[int]) -> None:
     assert back.tolist() == values
 
 
-def test_bytes_that_hold_no_whole_number_of_hashes_are_refused() -> None:
+def test_bytes_whose_length_is_not_a_multiple_of_8_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"^data: 12 bytes"):
         hashes_from_bytes(b"\0" * 12)
 
@@ -334,14 +332,14 @@ def test_bytes_that_hold_no_whole_number_of_hashes_are_refused() -> None:
 @pytest.mark.parametrize(
     "array", [np.zeros(2, dtype=np.int64), np.zeros((1, 2), dtype=np.uint64), np.zeros(2)]
 )
-def test_arrays_that_are_no_hashes_are_not_packed(array: Any) -> None:
+def test_arrays_of_other_types_are_rejected_as_hashes(array: Any) -> None:
     with pytest.raises(ValueError, match=r"^hashes: "):
         hashes_to_bytes(array)
 
 
-# The hunt for collisions. A family yields the hashes of prompts made to collide where a scheme is
-# weak, then says how many different prefixes they name. Families use token ids of their own, so
-# that no prefix occurs in two of them.
+# The search for collisions. A family yields the hashes of prompts constructed to collide in a weak
+# scheme, then the number of different prefixes. Families use disjoint token ids, so that no prefix
+# occurs in two of them.
 
 Family = Callable[[int], tuple[list[Hashes], int]]
 
@@ -394,7 +392,7 @@ def all_words_over_two_blocks(size: int) -> tuple[list[Hashes], int]:
 
 
 def swapped_blocks(size: int) -> tuple[list[Hashes], int]:
-    """Two blocks of a prompt change places, at every power of two of distance."""
+    """Two blocks of a prompt are swapped, at every power of two of distance."""
     hasher, length = hasher_factory(), 16 * size
     base = np.arange(4_000, 4_000 + length)
     hashes, sums = hasher.extend(ROOT, uniform_blocks(base))
@@ -453,7 +451,7 @@ def distinct(hashes: Hashes) -> int:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefixes_made_to_collide_do_not(family: Family) -> None:
+def test_constructed_prefixes_do_not_collide(family: Family) -> None:
     found, prefixes = family(4)
     assert distinct(np.concatenate(found)) == prefixes
 
@@ -515,7 +513,7 @@ def test_an_eagle_block_needs_one_token_more_than_it_advances(length: int, block
 
 
 @pytest.mark.row("S1-31")
-def test_a_local_hash_names_the_content_of_one_block_wherever_it_stands() -> None:
+def test_a_local_hash_depends_only_on_the_content_of_its_block() -> None:
     first, second, third = compute_block_hash_for_seq([1, 2, 3, 4, 1, 2], 2)
     assert first == third != second
     assert [second] == compute_block_hash_for_seq([3, 4], 2)
@@ -583,7 +581,7 @@ def test_tokens_with_hashes_pass_on_adapter_objects_and_mode() -> None:
 @pytest.mark.row("S1-36")
 def test_tokens_with_hashes_compute_lazily_and_once() -> None:
     class CountedInfo(BlockMediaInfo):
-        """Counts how often hashing asks for the objects."""
+        """Counts how often hashing reads the objects."""
 
         reads = 0
 
@@ -603,7 +601,7 @@ def test_tokens_with_hashes_compute_lazily_and_once() -> None:
 
 @pytest.mark.row("S1-36")
 @pytest.mark.parametrize("form", ["list", "array", "bytearray"])
-def test_tokens_with_hashes_do_not_follow_later_changes_of_the_callers_ids(form: str) -> None:
+def test_tokens_with_hashes_ignore_later_changes_of_the_callers_ids(form: str) -> None:
     array = np.array(VECTOR_TOKENS, dtype=np.uint32)
     ids: Any = {"list": array.tolist(), "array": array, "bytearray": bytearray(array.tobytes())}
     held = TokensWithHashes(ids[form], 16)

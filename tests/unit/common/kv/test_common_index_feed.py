@@ -1,4 +1,4 @@
-"""The feed of an index against a naive model of a publisher and an unkind network."""
+"""The feed of an index against a naive model of a publisher and a faulty network."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def chunk(
     return SnapshotChunk(SOURCE, epoch, sequence, array(keys), first=first, last=last)
 
 
-def claimed(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
+def advertised_blocks(feed: IndexFeed, source: Source = SOURCE) -> set[int]:
     index, advertised = feed.advertised(source)
     return {key for _, part in index.chunks(advertised) for key in part.tolist()}
 
@@ -84,8 +84,8 @@ def depth(feed: IndexFeed, *chain: int) -> int:
     return rows[0].device_blocks if rows else 0
 
 
-def announced(sequence: int = 0, *, epoch: int = EPOCH, **knobs: float) -> IndexFeed:
-    feed = IndexFeed(**knobs)  # type: ignore[arg-type]
+def registered_feed(sequence: int = 0, *, epoch: int = EPOCH, **settings: float) -> IndexFeed:
+    feed = IndexFeed(**settings)  # type: ignore[arg-type]
     feed.register_source(PARTITION, SourcePosition(SOURCE, epoch, sequence), 0.0)
     return feed
 
@@ -98,16 +98,16 @@ def give(feed: IndexFeed, *items: EventBatch | SnapshotChunk, now: float = 0.0) 
 
 
 def demands(feed: IndexFeed) -> list[tuple[int, int]]:
-    """(epoch, from_sequence) of the demands made since this was asked last."""
+    """Return (epoch, from_sequence) of the resend requests since the last call."""
     return [(n.epoch, n.from_sequence) for n in feed.take_events() if isinstance(n, ResendRequest)]
 
 
-# The order of things.
+# Order.
 
 
 @pytest.mark.row("S1-28")
 def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> None:
-    feed = announced()
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4)))
     assert feed.status(SOURCE) == SourceStatus("exact")
     assert depth(feed, 1, 2, 4, 8) == 3
@@ -116,15 +116,15 @@ def test_a_new_source_is_exact_with_its_first_batch_and_its_blocks_match() -> No
 
 
 def test_a_duplicate_changes_nothing() -> None:
-    feed = announced()
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, removed(1)), batch(1, stored(1)))
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
     assert feed.position(SOURCE).sequence == 2
     assert feed.counters.duplicates == 1
 
 
-def test_a_gap_hides_the_source_and_demands_what_is_missing() -> None:
-    feed = announced()
+def test_a_gap_hides_the_source_and_requests_the_missing_batches() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(3, stored(4)))
     assert feed.status(SOURCE).state == "gapped"
     assert depth(feed, 1) == 0
@@ -134,8 +134,8 @@ def test_a_gap_hides_the_source_and_demands_what_is_missing() -> None:
     assert depth(feed, 1, 2, 4) == 3
 
 
-def test_a_demand_is_made_once_and_again_only_when_it_brings_nothing() -> None:
-    feed = announced()
+def test_a_resend_is_requested_again_only_without_progress() -> None:
+    feed = registered_feed()
     give(feed, batch(2), batch(3), batch(4))
     assert demands(feed) == [(EPOCH, 1)]
     feed.tick(RETRY_S / 2)
@@ -146,47 +146,47 @@ def test_a_demand_is_made_once_and_again_only_when_it_brings_nothing() -> None:
     assert demands(feed) == [(EPOCH, 1)]
 
 
-def test_a_publisher_the_index_does_not_know_is_asked_from_its_first_batch() -> None:
-    feed = announced(40)
+def test_an_unknown_publisher_must_resend_from_its_first_batch() -> None:
+    feed = registered_feed(40)
     assert demands(feed) == [(EPOCH, 1)]
     assert feed.status(SOURCE).state == "gapped"
 
 
-def test_a_publisher_that_comes_back_is_asked_for_what_was_missed_only() -> None:
-    feed = announced()
+def test_a_returning_publisher_resends_only_the_missed_batches() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)))
     feed.mark_disconnected(SOURCE, 1.0, "stream ended")
     feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 3), 2.0)
     assert demands(feed) == [(EPOCH, 2)]
     give(feed, batch(2, stored(2)), batch(3, stored(4)))
-    assert claimed(feed) == {1, 2, 4}
+    assert advertised_blocks(feed) == {1, 2, 4}
     assert feed.status(SOURCE).state == "exact"
 
 
-def test_a_publisher_that_went_backwards_is_read_anew() -> None:
-    feed = announced()
+def test_a_publisher_with_an_earlier_position_is_read_again() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
     feed.register_source(PARTITION, SourcePosition(SOURCE, EPOCH, 1), 0.0)
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
     assert demands(feed) == [(EPOCH, 1)]
 
 
 def test_clearing_is_a_barrier_inside_a_batch() -> None:
-    feed = announced()
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2), KvEvent(EventKind.CLEARED), stored(1)))
-    assert claimed(feed) == {1}
+    assert advertised_blocks(feed) == {1}
     assert depth(feed, 1, 2) == 1
 
 
 def test_an_absent_block_does_not_stop_the_rest_of_a_removal() -> None:
-    feed = announced()
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 3)), batch(2, removed(9, 3, 2)))
-    assert claimed(feed) == {1}
+    assert advertised_blocks(feed) == {1}
 
 
 @pytest.mark.row("S1-28")
-def test_an_unannounced_source_is_refused_by_name() -> None:
-    feed = announced()
+def test_an_unregistered_source_is_rejected_by_name() -> None:
+    feed = registered_feed()
     with pytest.raises(InvalidRequest) as refused:
         give(feed, batch(1, source=Source(7, 5)))
     assert refused.value.field == "dp_rank"
@@ -197,59 +197,59 @@ def test_an_unannounced_source_is_refused_by_name() -> None:
 # Snapshots.
 
 
-def test_a_snapshot_is_swapped_in_whole_and_what_came_meanwhile_is_applied() -> None:
-    feed = announced(10)
+def test_a_snapshot_is_installed_at_once_and_buffered_batches_are_applied() -> None:
+    feed = registered_feed(10)
     give(feed, chunk(10, 1, 2, first=True), batch(11, stored(5)), batch(12, removed(4)))
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
     assert depth(feed, 1) == 0
     give(feed, chunk(10, 4, last=True))
-    assert claimed(feed) == {1, 2, 5}
+    assert advertised_blocks(feed) == {1, 2, 5}
     assert feed.position(SOURCE).sequence == 12
     assert feed.status(SOURCE).state == "exact"
     news = [type(n) for n in feed.take_events() if isinstance(n, BatchApplied | SourceReplaced)]
     assert news == [SourceReplaced, SourceReplaced, BatchApplied, BatchApplied]
 
 
-def test_a_snapshot_read_while_its_source_went_on_comes_out_right() -> None:
-    """1, 2, 4 were held at 10; then 4 went and 5 and 3 came, while parts were being read."""
-    feed = announced(10)
+def test_a_snapshot_read_while_its_source_changes_ends_correct() -> None:
+    """Blocks 1, 2, 4 at sequence 10; then 4 is removed, 5 and 3 stored, while chunks are read."""
+    feed = registered_feed(10)
     give(feed, chunk(10, 1, first=True))
     give(feed, batch(11, removed(4)), batch(12, stored(5)), batch(13, stored(3)))
     give(feed, chunk(10, 2, 5, last=True))  # 4 is missing, 5 is early, 3 is late
-    assert claimed(feed) == {1, 2, 5, 3}
+    assert advertised_blocks(feed) == {1, 2, 5, 3}
 
 
-def test_the_old_set_goes_on_counting_until_a_snapshot_nobody_needed_is_complete() -> None:
-    feed = announced()
+def test_the_old_set_matches_until_an_unrequested_snapshot_is_complete() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), chunk(1, 1, first=True))
     assert depth(feed, 1) == 1
     give(feed, chunk(1, 2, last=True))
     assert depth(feed, 1, 2) == 2
 
 
-def test_a_snapshot_older_than_what_is_here_is_ignored() -> None:
-    feed = announced()
+def test_a_snapshot_older_than_the_set_is_ignored() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(2, stored(2)))
     give(feed, chunk(1, 1, first=True, last=True))
-    assert claimed(feed) == {1, 2}
+    assert advertised_blocks(feed) == {1, 2}
     assert feed.counters.chunks_ignored == 1
 
 
-def test_a_snapshot_that_begins_again_forgets_its_first_beginning() -> None:
-    feed = announced(5)
+def test_a_restarted_snapshot_discards_its_first_chunks() -> None:
+    feed = registered_feed(5)
     give(feed, chunk(5, 1, 2, first=True), chunk(6, 1, 3, first=True), chunk(5, 9, last=True))
     give(feed, chunk(6, 7, last=True))
-    assert claimed(feed) == {1, 3, 7}
+    assert advertised_blocks(feed) == {1, 3, 7}
 
 
-def test_an_empty_snapshot_is_one_too() -> None:
-    feed = announced(5)
+def test_an_empty_snapshot_installs_an_empty_set() -> None:
+    feed = registered_feed(5)
     give(feed, chunk(5, first=True, last=True))
     assert feed.status(SOURCE).state == "exact"
 
 
-def test_a_buffer_over_its_cap_is_dropped_and_a_snapshot_demanded() -> None:
-    feed = announced(buffer_blocks_max=180)
+def test_a_buffer_over_its_limit_is_dropped_and_a_resend_requested() -> None:
+    feed = registered_feed(buffer_blocks_max=180)
     give(feed, batch(2, stored(*range(50))))
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, batch(3, stored(*range(50, 100))))
@@ -259,19 +259,19 @@ def test_a_buffer_over_its_cap_is_dropped_and_a_snapshot_demanded() -> None:
     assert feed.status(SOURCE).state == "exact"
 
 
-def test_live_batches_that_overflow_give_up_the_snapshot_being_gathered() -> None:
-    feed = announced(1, buffer_blocks_max=100)
+def test_a_buffer_overflow_drops_the_pending_snapshot() -> None:
+    feed = registered_feed(1, buffer_blocks_max=100)
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, chunk(1, 1, first=True), batch(2, stored(*range(100))), chunk(1, 2, last=True))
     assert demands(feed) == [(EPOCH, 1)]
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
 
 
-# Trust.
+# Status.
 
 
-def test_a_lost_source_counts_for_ten_more_seconds() -> None:
-    feed = announced()
+def test_a_lost_source_matches_for_ten_more_seconds() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)))
     feed.mark_disconnected(SOURCE, 100.0, "its stream ended")
     assert feed.status(SOURCE) == SourceStatus("stale", "its stream ended")
@@ -283,8 +283,8 @@ def test_a_lost_source_counts_for_ten_more_seconds() -> None:
     assert depth(feed, 1) == 1
 
 
-def test_losing_twice_does_not_lengthen_the_grace() -> None:
-    feed = announced()
+def test_a_second_loss_does_not_extend_the_grace_period() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)))
     feed.mark_disconnected(SOURCE, 100.0, "its stream ended")
     feed.mark_disconnected(SOURCE, 105.0, "the indexer is gone")
@@ -292,8 +292,8 @@ def test_losing_twice_does_not_lengthen_the_grace() -> None:
     assert not feed.is_matchable(SOURCE)
 
 
-def test_a_gapped_source_does_not_count_when_stale_and_makes_no_demands() -> None:
-    feed = announced()
+def test_a_gapped_stale_source_does_not_match_and_requests_nothing() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)), batch(3))
     feed.take_events()
     feed.mark_disconnected(SOURCE, 0.0, "its stream ended")
@@ -302,8 +302,8 @@ def test_a_gapped_source_does_not_count_when_stale_and_makes_no_demands() -> Non
     assert demands(feed) == []
 
 
-def test_a_degraded_source_counts_until_its_cache_is_cleared() -> None:
-    feed = announced()
+def test_a_degraded_source_matches_until_its_cache_is_cleared() -> None:
+    feed = registered_feed()
     feed.set_degraded(SOURCE, True, 0.0)
     give(feed, batch(1, stored(1)))
     assert feed.status(SOURCE).state == "degraded"
@@ -312,14 +312,14 @@ def test_a_degraded_source_counts_until_its_cache_is_cleared() -> None:
     assert feed.status(SOURCE).state == "exact"
 
 
-def test_a_source_that_is_gone_matches_nothing_and_is_swept_away() -> None:
-    feed = announced()
+def test_a_removed_source_matches_nothing_and_is_swept() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(*range(1, 3000))))
     feed.forget(SOURCE, "its worker left")
     assert depth(feed, 1) == 0
     assert SOURCE not in feed
     assert feed.blocks == 0
-    assert feed.used_bytes > 0, "the rest is done off the request path"
+    assert feed.used_bytes > 0, "the rest is freed off the request path"
     while feed.sweep(500):
         pass
     assert feed.used_bytes == 0
@@ -328,25 +328,25 @@ def test_a_source_that_is_gone_matches_nothing_and_is_swept_away() -> None:
     )
 
 
-def test_a_load_only_source_claims_nothing_and_asks_for_nothing_until_it_is_admitted() -> None:
-    feed = announced()
+def test_a_load_only_source_advertises_and_requests_nothing_until_readmitted() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)))
     feed.make_load_only(SOURCE, 0.0)
     feed.take_events()
     give(feed, batch(2, stored(2)), chunk(2, 1, 2, first=True, last=True))
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
     assert feed.status(SOURCE) == LOAD_ONLY
     assert feed.position(SOURCE).sequence == 2
-    assert feed.take_events() == [], "what is not claimed is not copied either"
+    assert feed.take_events() == [], "no advertised blocks, so none to copy"
     feed.end_load_only(SOURCE, 0.0)
     assert demands(feed) == [(EPOCH, 1)]
     give(feed, chunk(2, 1, 2, first=True, last=True))
     assert depth(feed, 1, 2) == 2
 
 
-def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None:
-    """Behind what its publisher could replay it asked for snapshots it had no use for, for ever."""
-    feed = announced(1)
+def test_a_load_only_source_accepts_any_newer_position_without_requests() -> None:
+    """Regression: behind the ring of its publisher it requested useless snapshots without end."""
+    feed = registered_feed(1)
     feed.make_load_only(SOURCE, 0.0)
     feed.take_events()
     give(feed, batch(2000, stored(1, 2)), batch(1999, stored(1)))
@@ -359,13 +359,13 @@ def test_a_load_only_source_goes_on_from_anything_newer_and_never_asks() -> None
         feed.tick(float(now))
     assert feed.status(SOURCE) == LOAD_ONLY
     assert feed.take_events() == []
-    assert claimed(feed) == set()
+    assert advertised_blocks(feed) == set()
 
 
-def test_how_much_a_load_only_source_holds_is_followed() -> None:
-    feed = announced()
+def test_the_blocks_of_a_load_only_source_are_estimated() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4)), chunk(2, 1, 2, first=True), batch(3, stored(4, 5)))
-    assert feed.retained_blocks_of(SOURCE) > 3 + 2 + 2, "what is gathered and put off is kept too"
+    assert feed.retained_blocks_of(SOURCE) > 3 + 2 + 2, "pending and deferred blocks are kept too"
     feed.make_load_only(SOURCE, 0.0)
     assert feed.retained_blocks_of(SOURCE) == 0
     give(feed, chunk(3, 1, 2, 3, first=True), chunk(3, 4, last=True))
@@ -378,8 +378,8 @@ def test_how_much_a_load_only_source_holds_is_followed() -> None:
     assert feed.unindexed_blocks_of(SOURCE) == 0
 
 
-def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_it_goes_on() -> None:
-    feed = announced(100)
+def test_remaining_chunks_count_for_a_source_made_load_only_during_its_snapshot() -> None:
+    feed = registered_feed(100)
     give(feed, chunk(100, *range(300), first=True))
     feed.make_load_only(SOURCE, 0.0)
     assert feed.unindexed_blocks_of(SOURCE) == 300
@@ -393,16 +393,16 @@ def test_what_is_left_of_a_snapshot_counts_for_a_source_dropped_amid_it_though_i
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH, 102)
 
 
-def test_a_snapshot_being_gathered_is_estimated_instead_of_the_claims_that_it_replaces() -> None:
-    feed = announced()
+def test_the_estimate_uses_the_pending_snapshot_instead_of_the_set_it_replaces() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(*range(1, 50))), chunk(2, 1, 2, first=True))
     feed.make_load_only(SOURCE, 0.0)
     give(feed, chunk(2, 3, last=True))
     assert feed.unindexed_blocks_of(SOURCE) == 3
 
 
-def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
-    feed = announced()
+def test_a_source_is_not_gapped_during_an_in_order_batch() -> None:
+    feed = registered_feed()
     give(feed, batch(1, stored(1)))
     steps = feed.apply(batch(2, stored(*range(2, 5000))), 0.0)
     states = [feed.status(SOURCE).state for _ in steps]
@@ -411,7 +411,7 @@ def test_a_source_is_not_gapped_amid_a_batch_that_is_in_order() -> None:
     assert feed.position(SOURCE).sequence == 2
 
 
-def test_a_copy_that_has_less_than_it_was_sent_is_gapped_and_asks_for_it() -> None:
+def test_a_copy_behind_the_announced_position_is_gapped_and_requests_the_rest() -> None:
     copy, exact = IndexFeed(), SourceStatus("exact")
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE).state == "gapped"
@@ -420,14 +420,14 @@ def test_a_copy_that_has_less_than_it_was_sent_is_gapped_and_asks_for_it() -> No
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 2))
     assert copy.status(SOURCE) == exact
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH, 1))
-    assert copy.status(SOURCE) == exact, "more than that is fine: the other lags"
+    assert copy.status(SOURCE) == exact, "a copy ahead of the index is fine: the index lags"
     copy.apply_status(PARTITION, SOURCE, exact, 0.0, (EPOCH + 1, 0))
     assert copy.status(SOURCE) == exact
-    assert claimed(copy) == set(), "of an older epoch"
+    assert advertised_blocks(copy) == set(), "of an older epoch"
 
 
-def test_every_word_of_a_publisher_is_heard() -> None:
-    feed = announced()
+def test_every_message_of_a_publisher_is_a_sign_of_life() -> None:
+    feed = registered_feed()
     feed.mark_received(SOURCE, 5.0)
     assert feed.last_received_at(SOURCE) == 5.0
     feed.set_degraded(SOURCE, True, 6.0)
@@ -435,8 +435,8 @@ def test_every_word_of_a_publisher_is_heard() -> None:
     feed.mark_received(Source(999), 7.0)
 
 
-def test_batches_that_wait_are_counted_as_used() -> None:
-    feed = announced()
+def test_buffered_batches_count_as_used_memory() -> None:
+    feed = registered_feed()
     give(feed, batch(2, stored(*range(1000))))
     assert 8000 < feed.used_bytes < 10_000
     feed.mark_disconnected(SOURCE, 0.0, "gone")
@@ -444,7 +444,7 @@ def test_batches_that_wait_are_counted_as_used() -> None:
 
 
 def test_partitions_never_match_each_other() -> None:
-    feed, other = announced(), Partition("other", 16, 1)
+    feed, other = registered_feed(), Partition("other", 16, 1)
     feed.register_source(other, SourcePosition(Source(8), 1, 0), 0.0)
     give(feed, batch(1, stored(1)), batch(1, stored(1, 2), epoch=1, source=Source(8)))
     assert [row.source for row in feed.match(PARTITION, array([1, 2]))] == [SOURCE]
@@ -452,8 +452,8 @@ def test_partitions_never_match_each_other() -> None:
     assert feed.match(Partition("third", 16, 1), array([1])) == []
 
 
-def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
-    feed, other = announced(), Partition("m", 32, 1)
+def test_a_worker_that_changes_its_partition_is_removed_from_the_old_one() -> None:
+    feed, other = registered_feed(), Partition("m", 32, 1)
     give(feed, batch(1, stored(1)))
     feed.register_source(other, SourcePosition(SOURCE, EPOCH, 0), 0.0)
     assert depth(feed, 1) == 0
@@ -461,10 +461,10 @@ def test_a_worker_that_changes_its_partition_leaves_the_old_one() -> None:
     assert len(feed.match(other, array([1]))) == 1
 
 
-# A replica.
+# Replica.
 
 
-def test_a_replica_believes_its_index_about_gaps() -> None:
+def test_a_replica_takes_gaps_from_its_index() -> None:
     feed = IndexFeed()
     feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)))
@@ -477,7 +477,7 @@ def test_a_replica_believes_its_index_about_gaps() -> None:
     assert SOURCE not in feed
 
 
-def test_a_replica_of_a_stale_source_counts_it_for_the_grace() -> None:
+def test_a_replica_matches_a_stale_source_for_the_grace_period() -> None:
     feed = IndexFeed()
     feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)))
@@ -488,22 +488,22 @@ def test_a_replica_of_a_stale_source_counts_it_for_the_grace() -> None:
     assert depth(feed, 1) == 0
 
 
-def test_a_replica_that_loses_its_index_amid_a_snapshot_resumes_from_where_it_stood() -> None:
+def test_a_replica_that_loses_its_index_during_a_snapshot_resumes_from_its_position() -> None:
     feed = IndexFeed()
     feed.apply_status(PARTITION, SOURCE, SourceStatus("exact"), 0.0)
     give(feed, batch(1, stored(1)), chunk(3, 1, first=True), batch(4, stored(8)))
     feed.mark_all_disconnected(0.0, "the stream ended")
     assert feed.positions() == [SourcePosition(SOURCE, EPOCH, 1)]
-    # What it missed comes first, and then how far it is to be trusted.
+    # The missed batches arrive first, then the status.
     give(feed, batch(2, stored(2)), batch(3, stored(4)), batch(4, stored(8)))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
-    assert claimed(feed) == {1, 2, 4, 8}
+    assert advertised_blocks(feed) == {1, 2, 4, 8}
     assert demands(feed) == []
 
 
-def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
-    """It would subscribe again because of it, and be promised the snapshot again, for ever."""
+def test_a_replica_with_a_snapshot_announced_again_requests_nothing() -> None:
+    """A request would make the replica subscribe again and restart the snapshot, forever."""
     feed = IndexFeed()
     feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(8)))
@@ -514,13 +514,11 @@ def test_a_replica_that_is_promised_a_snapshot_again_demands_nothing() -> None:
     give(feed, chunk(4, 1, 8, first=True, last=True))
     feed.apply_status(None, SOURCE, SourceStatus("exact"), 0.0)
     assert feed.status(SOURCE).state == "exact"
-    assert claimed(feed) == {1, 8}
+    assert advertised_blocks(feed) == {1, 8}
     assert demands(feed) == []
 
 
-def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_indexs_word() -> (
-    None
-):
+def test_a_replica_with_a_buffer_overflow_stays_gapped_despite_an_exact_status() -> None:
     feed = IndexFeed(buffer_blocks_max=100)
     feed.apply_status(PARTITION, SOURCE, SourceStatus("gapped", "a snapshot is on its way"), 0.0)
     give(feed, chunk(3, 1, first=True), batch(4, stored(*range(100))), chunk(3, 2, last=True))
@@ -533,12 +531,12 @@ def test_a_replica_whose_buffer_overflowed_amid_a_snapshot_is_not_whole_by_its_i
     assert feed.status(SOURCE).state == "exact"
 
 
-# What Dynamo's index gets wrong (reference, section 11).
+# Defects of Dynamo's index (reference, section 11).
 
 
 def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
-    """Defect 10. Engines name blocks as they like; what is published here are prefix hashes."""
-    feed, other = announced(), Source(8)
+    """Defect 10: engines have their own block hashes; prefix hashes are published here."""
+    feed, other = registered_feed(), Source(8)
     feed.register_source(PARTITION, SourcePosition(other, 1, 0), 0.0)
     give(feed, batch(1, stored(1, 2)), batch(1, stored(1, 2), epoch=1, source=other))
     give(feed, batch(2, stored(4), epoch=1, source=other))
@@ -549,8 +547,8 @@ def test_equal_content_under_other_engine_hashes_loses_no_removals() -> None:
 
 
 def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
-    """Defect 11: the publisher withdraws the tail with the middle, and announces both again."""
-    feed = announced()
+    """Defect 11: the publisher removes the tail with the middle and stores both again."""
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4, 8)))
     give(feed, batch(2, removed(8, 4, 2)))
     assert depth(feed, 1, 2, 4, 8) == 1
@@ -558,20 +556,20 @@ def test_a_middle_block_that_returns_brings_its_tail_back() -> None:
     assert depth(feed, 1, 2, 4, 8) == 4
 
 
-def test_an_engine_restart_that_resets_the_sequence_is_noticed() -> None:
+def test_an_engine_restart_that_resets_the_sequence_is_detected() -> None:
     """Defect 12: a new epoch begins with an empty set, whatever its sequence."""
-    feed = announced()
+    feed = registered_feed()
     give(feed, *(batch(n, stored(n)) for n in range(1, 20)))
     give(feed, batch(1, stored(1, 2), epoch=EPOCH + 1))
-    assert claimed(feed) == {1, 2}
+    assert advertised_blocks(feed) == {1, 2}
     assert feed.position(SOURCE) == SourcePosition(SOURCE, EPOCH + 1, 1)
     give(feed, batch(20, stored(77)))
-    assert claimed(feed) == {1, 2}, "what is left of the old epoch does not matter"
+    assert advertised_blocks(feed) == {1, 2}, "batches of the old epoch do not matter"
 
 
 def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
     """Defect 13."""
-    feed = announced()
+    feed = registered_feed()
     give(feed, batch(1, stored(1, 2, 4)))
     now = 0.0
     for sequence in range(3, 50):
@@ -582,14 +580,14 @@ def test_a_gap_that_is_never_filled_never_serves_a_wrong_index() -> None:
     assert len(demands(feed)) > 10
 
 
-# A model.
+# Model.
 
 blocks = st.integers(1, LEAVES - 1)
 Message = EventBatch | SnapshotChunk
 
 
 class Publisher:
-    """What a worker's publisher does: a closed set, a short ring, exact snapshots."""
+    """A worker's publisher: a prefix-closed set, a short ring, exact snapshots."""
 
     def __init__(self) -> None:
         self.epoch, self.sequence = 1, 0
@@ -629,7 +627,7 @@ class Publisher:
         self.history[self.epoch, 0] = frozenset()
 
     def answer(self, demand: ResendRequest) -> Iterator[Message]:
-        """A replay if the ring has it, else a snapshot in parts of two blocks."""
+        """The batches of the ring if it has them, else a snapshot in chunks of two blocks."""
         first = demand.from_sequence
         if demand.epoch == self.epoch and self.ring and self.ring[0].sequence <= first:
             yield from (one for one in self.ring if one.sequence >= first)
@@ -672,7 +670,7 @@ class FeedMachine(RuleBasedStateMachine):
                     first = publisher.clear()
             second = publisher.store(other)
             made = publisher.publish(first, second)
-            # Live batches do not wait for parts of a snapshot.
+            # Live batches do not wait for snapshot chunks.
             self.wire.insert(len(self.wire) - min(ahead, len(self.wire)), made)
 
     @rule(block=blocks)
@@ -720,7 +718,7 @@ class FeedMachine(RuleBasedStateMachine):
         self.answers()
 
     def batches_on_the_wire(self) -> list[int]:
-        """Where they are; parts of a snapshot are never lost alone, a stream breaks as a whole."""
+        """Messages in transit; chunks are never lost alone, a stream breaks as a whole."""
         return [i for i, message in enumerate(self.wire) if isinstance(message, EventBatch)]
 
     def pick(self, number: int) -> int:
@@ -730,8 +728,8 @@ class FeedMachine(RuleBasedStateMachine):
     def answers(self) -> None:
         for news in self.feed.take_events():
             if isinstance(news, ResendRequest):
-                # Amid what is under way: live batches do not wait for parts of a snapshot.
-                # A snapshot that is asked for again begins again.
+                # Inserted anywhere: live batches do not wait for snapshot chunks.
+                # A snapshot requested again starts again.
                 waiting = [m for m in self.wire if isinstance(m, EventBatch)]
                 self.wire = []
                 for answer in self.publisher.answer(news):
@@ -742,11 +740,11 @@ class FeedMachine(RuleBasedStateMachine):
     @invariant()
     def what_counts_was_held_by_the_publisher_where_it_stands(self) -> None:
         at = self.feed.position(SOURCE)
-        assert (at.epoch, at.sequence) >= self.stood, "it never goes backwards"
+        assert (at.epoch, at.sequence) >= self.stood, "the position is monotonic"
         self.stood = (at.epoch, at.sequence)
         if self.feed.is_matchable(SOURCE):
             assert self.feed.status(SOURCE).state in ("exact", "stale")
-            assert claimed(self.feed) == self.publisher.history[at.epoch, at.sequence]
+            assert advertised_blocks(self.feed) == self.publisher.history[at.epoch, at.sequence]
         else:
             assert self.feed.match(PARTITION, array([1])) == []
 
@@ -755,7 +753,7 @@ class FeedMachine(RuleBasedStateMachine):
         while self.wire:
             self.delivers(1)
         assert self.feed.status(SOURCE).state == "exact"
-        assert claimed(self.feed) == self.publisher.held
+        assert advertised_blocks(self.feed) == self.publisher.held
         for block in range(LEAVES // 2, LEAVES):
             chain = path(block)
             held = sum(b in self.publisher.held for b in chain)

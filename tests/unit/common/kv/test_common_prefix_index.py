@@ -76,7 +76,7 @@ def test_bisection_finds_every_depth(depth: int) -> None:
     assert sorted(rows(index, *chain)) == sorted(expected)
 
 
-def test_hashes_at_the_edges_of_64_bits_are_hashes_like_others() -> None:
+def test_the_smallest_and_largest_64_bit_hashes_work() -> None:
     index, edges = PrefixIndex(), (0, 2**64 - 1, 2**63)
     advertised = shown(index, A, *edges)
     assert rows(index, *edges) == [(A, 3)]
@@ -85,7 +85,7 @@ def test_hashes_at_the_edges_of_64_bits_are_hashes_like_others() -> None:
     assert len(index) == 0
 
 
-def test_a_hash_off_the_wire_that_is_read_only_is_fine() -> None:
+def test_read_only_hashes_from_the_wire_work() -> None:
     index = PrefixIndex()
     wire = np.frombuffer(array([5, 6]).tobytes(), dtype="<u8")
     advertised = index.add_source(A)
@@ -94,7 +94,7 @@ def test_a_hash_off_the_wire_that_is_read_only_is_fine() -> None:
     assert index.match(wire) == [SourceMatch(A, 2, 2, 2)]
 
 
-def test_hidden_claims_match_nothing_and_come_back_whole() -> None:
+def test_hidden_blocks_match_nothing_and_all_match_when_visible_again() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, 1, 2)
     index.set_visible(advertised, False)
@@ -113,7 +113,7 @@ def test_storing_and_removing_twice_counts_once() -> None:
     assert (advertised.blocks, index.blocks, len(index)) == (2, 2, 2)
 
 
-def test_a_block_of_two_sources_survives_the_departure_of_one() -> None:
+def test_a_block_of_two_sources_remains_when_one_is_retired() -> None:
     index = PrefixIndex()
     first, second = shown(index, A, 1, 2), shown(index, B, 1, 2)
     assert (index.blocks, len(index)) == (4, 2)
@@ -125,20 +125,20 @@ def test_a_block_of_two_sources_survives_the_departure_of_one() -> None:
     assert (index.blocks, len(index)) == (2, 2)
 
 
-def test_retiring_costs_nothing_at_once_and_the_rest_in_slices() -> None:
+def test_retiring_is_immediate_and_freed_in_slices() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, *range(1, 5001))
     index.retire(advertised)
     assert rows(index, 1, 2) == []
     assert index.blocks == 0
-    assert len(index) == 5000, "nothing was touched yet"
+    assert len(index) == 5000, "nothing is swept yet"
     assert index.sweep(1000)
     assert 3500 <= len(index) <= 4500
     sweep(index)
     assert (len(index), index.used_bytes) == (0, 0)
 
 
-def test_a_bit_is_used_again_only_after_it_was_swept() -> None:
+def test_a_bit_is_reused_only_after_its_sweep() -> None:
     index = PrefixIndex()
     for number in range(50):
         advertised = shown(index, Source(number + 1), number, number + 1)
@@ -153,7 +153,7 @@ def test_a_bit_is_used_again_only_after_it_was_swept() -> None:
     assert index._bit_count <= 2 * 5 + 2, "masks stay narrow under churn"
 
 
-def test_retired_claims_take_no_more() -> None:
+def test_a_retired_handle_stores_nothing() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, 1)
     index.retire(advertised)
@@ -167,7 +167,7 @@ def test_retired_claims_take_no_more() -> None:
 # Tiers.
 
 
-def test_tiers_have_sets_of_their_own_and_answers_are_cumulative() -> None:
+def test_tiers_have_separate_sets_and_matches_are_cumulative() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, 1, 2)
     index.store(advertised, array([1, 2, 3, 4]), Tier.HOST)
@@ -186,7 +186,7 @@ def test_a_publisher_need_not_repeat_its_device_in_a_lower_tier() -> None:
     assert index.match(array([1, 2, 3])) == [SourceMatch(A, 3, 3, 3)]
 
 
-def test_a_tier_used_for_the_first_time_while_shown_counts() -> None:
+def test_a_tier_first_used_while_visible_matches() -> None:
     index = PrefixIndex()
     advertised = index.add_source(A)
     index.set_visible(advertised, True)
@@ -209,7 +209,7 @@ def test_chunks_have_at_most_their_size_and_name_their_tier() -> None:
     assert parts == [(Tier.DEVICE, 4), (Tier.DEVICE, 4), (Tier.DEVICE, 2), (Tier.HOST, 2)]
 
 
-def test_blocks_that_stay_are_listed_however_the_rest_changes_meanwhile() -> None:
+def test_unchanged_blocks_are_listed_while_others_change() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, *range(1000))
     seen: set[int] = set()
@@ -221,7 +221,7 @@ def test_blocks_that_stay_are_listed_however_the_rest_changes_meanwhile() -> Non
     assert {key for key in range(1000) if key % 3 or key >= 300} <= seen
 
 
-def test_listing_ends_when_the_claims_are_retired() -> None:
+def test_listing_ends_when_the_handle_is_retired() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, *range(100))
     parts = index.chunks(advertised, 10)
@@ -230,7 +230,7 @@ def test_listing_ends_when_the_claims_are_retired() -> None:
     assert list(parts) == []
 
 
-def test_churn_does_not_grow_the_log_beyond_its_slack() -> None:
+def test_churn_does_not_grow_the_log_above_its_slack() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, *range(100))
     rng = Random(1)
@@ -259,7 +259,7 @@ def test_compaction_keeps_what_is_stored_while_it_runs() -> None:
     assert len(advertised._logs[0]) < 2000
 
 
-def test_retiring_amid_a_compaction_leaves_nothing_behind() -> None:
+def test_retiring_during_a_compaction_leaves_nothing() -> None:
     index = PrefixIndex()
     advertised = shown(index, A, *range(20_000))
     index.remove(advertised, array(range(19_000)))
@@ -292,32 +292,32 @@ def test_the_index_holds_what_plain_sets_hold(
     handles = [index.add_source(Source(n + 1)) for n in range(4)]
     held: list[list[set[int]]] = [[set(), set(), set()] for _ in range(4)]
     visible = [False] * 4
-    for what, who, tier, keys in steps:
-        advertised = handles[who]
+    for what, number, tier, keys in steps:
+        advertised = handles[number]
         match what:
             case "store":
                 index.store(advertised, array(keys), Tier(tier))
-                held[who][tier].update(keys)
+                held[number][tier].update(keys)
             case "remove":
                 index.remove(advertised, array(keys), Tier(tier))
-                held[who][tier].difference_update(keys)
+                held[number][tier].difference_update(keys)
             case "retire":
                 index.retire(advertised)
-                handles[who] = index.add_source(advertised.source)
-                held[who], visible[who] = [set(), set(), set()], False
+                handles[number] = index.add_source(advertised.source)
+                held[number], visible[number] = [set(), set(), set()], False
             case "show" | "hide":
                 index.set_visible(advertised, what == "show")
-                visible[who] = what == "show"
+                visible[number] = what == "show"
             case _:
                 index.sweep(256)
     sweep(index)
     assert len(index) == len(set().union(*(tier for tiers in held for tier in tiers)))
     assert index.blocks == sum(len(tier) for tiers in held for tier in tiers)
-    for who, advertised in enumerate(handles):
+    for number, advertised in enumerate(handles):
         found: list[set[int]] = [set(), set(), set()]
         for tier, part in index.chunks(advertised, 3):
             found[tier].update(part.tolist())
-        assert found == held[who]
+        assert found == held[number]
     for key in range(1, 4 * SHARD_COUNT, 7):
         matched = {row.source.worker_id - 1 for row in index.match(array([key]))}
         assert matched == {w for w in range(4) if visible[w] and key in set().union(*held[w])}

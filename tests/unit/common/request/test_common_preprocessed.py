@@ -1,8 +1,9 @@
-"""The preprocessed request in its JSON form: fields, rules, methods, builder, refusals."""
+"""The preprocessed request as JSON: fields, presence rules, methods, builder, rejected input."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from common.request.preprocessed import (
     to_json_value,
     unsupported_fields,
 )
+from common.request.preprocessed.codecs import codec_of
 
 ALWAYS_WRITTEN: dict[str, Any] = {
     "model": "",
@@ -56,7 +58,7 @@ def read(**fields: Any) -> PreprocessedRequest:
 
 
 def check_skipped(key: str, value: Any, found: object) -> None:
-    """The rule skip/default for one key: out when absent, in and back when present."""
+    """Check the rule *skip* for one key: absent by default, else written and read back."""
     assert key not in to_json_value(read())
     decoded = read(**{key: value})
     assert getattr(decoded, key) == found
@@ -75,7 +77,7 @@ def test_token_ids_is_the_only_key_a_reader_needs() -> None:
 
 
 @pytest.mark.row("S2-34", "S2-91")
-def test_token_ids_span_all_of_u32_and_nothing_beyond() -> None:
+def test_token_ids_are_exactly_u32() -> None:
     decoded = read(token_ids=[0, 2**32 - 1])
     assert decoded.token_ids.tolist() == [0, 2**32 - 1]
     for bad in (-1, 2**32, 1.5, "7", True, None):
@@ -129,7 +131,7 @@ def test_options_and_lists_are_always_written_and_may_be_missing() -> None:
     assert to_json_value(read(**full)) == ALWAYS_WRITTEN | full
 
 
-def test_null_is_refused_where_it_could_hide_a_mistake() -> None:
+def test_null_is_rejected_where_it_is_not_a_value() -> None:
     for key in ("token_ids", "model", "stop_conditions", "annotations", "_HEALTH_CHECK"):
         with pytest.raises(InvalidRequest) as error:
             read(**{key: None})
@@ -180,7 +182,7 @@ def test_the_tracker_stays_in_the_process() -> None:
 
 
 @pytest.mark.row("S2-55", "S2-73", "S2-74")
-def test_a_default_request_does_not_mention_the_health_check() -> None:
+def test_a_default_request_omits_the_health_check() -> None:
     text = to_json(request())
     assert "_HEALTH_CHECK" not in text
     assert "is_probe" not in text
@@ -348,7 +350,7 @@ def test_text_that_is_not_a_json_object_is_refused(text: str) -> None:
     assert error.value.field is None
 
 
-def test_json_nested_beyond_reason_is_refused_and_not_a_crash() -> None:
+def test_deeply_nested_json_is_rejected_without_a_crash() -> None:
     with pytest.raises(InvalidRequest, match="JSON"):
         from_json(PreprocessedRequest, '{"token_ids":[1],"extra_args":' + "[" * 200_000)
 
@@ -376,7 +378,7 @@ def test_json_text_is_compact_and_plain_json() -> None:
     assert json.loads(text) == ALWAYS_WRITTEN | {"model": "m", "token_ids": [1, 2]}
 
 
-def test_an_engine_refuses_by_name_what_it_cannot_honour() -> None:
+def test_unsupported_features_are_listed_by_name() -> None:
     asked = request(
         prompt_embeds="AA==",
         sampling_options=SamplingOptions(
@@ -405,7 +407,7 @@ def test_a_name_covers_what_is_below_it_and_a_part_covers_only_itself() -> None:
     assert unsupported_fields(asked, some) == ["sampling_options.guided_decoding.backend"]
 
 
-def test_neutral_values_ask_an_engine_for_nothing() -> None:
+def test_values_without_effect_request_no_feature() -> None:
     neutral = request(
         sampling_options=SamplingOptions(
             n=1,
@@ -432,3 +434,9 @@ def test_neutral_values_ask_an_engine_for_nothing() -> None:
     assert unsupported_fields(
         request(output_options=OutputOptions(logprobs=0)), frozenset()
     ) == ["output_options.logprobs"]  # fmt: skip
+
+
+def test_an_annotation_without_a_codec_is_a_type_error() -> None:
+    for hint in (int, bytes, Mapping[bool, str], tuple[str, str]):
+        with pytest.raises(TypeError, match="has no codec"):
+            codec_of(hint)

@@ -1,4 +1,4 @@
-"""The parts of a preprocessed request in their JSON form, and the small shared values."""
+"""The nested values of a preprocessed request as JSON."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ U64_MAX = 0xFFFF_FFFF_FFFF_FFFF
 
 
 def round_trip(part: Any, form: Any) -> None:
-    """`part` is written as `form` and read back as itself, through text."""
+    """Assert that `part` is written as `form` and read back equal."""
     assert json.loads(to_json(part)) == form
     assert from_json(type(part), json.dumps(form)) == part
 
@@ -203,7 +203,7 @@ def test_a_trace_link_names_its_predecessor_span() -> None:
         ("a" * 32, "0" * 16),
     ],
 )
-def test_malformed_trace_ids_are_ignored_and_never_refused(trace_id: str, span_id: str) -> None:
+def test_malformed_trace_ids_are_ignored(trace_id: str, span_id: str) -> None:
     form = {"token_ids": [1], "migration_link": {"trace_id": trace_id, "span_id": span_id}}
     request = from_json_value(PreprocessedRequest, form)
     assert request.migration_link is not None
@@ -249,7 +249,7 @@ def test_multimodal_routing_info_defaults_to_empty_lists() -> None:
 
 
 @pytest.mark.parametrize("span", [[3, 2], [1], [1, 2, 3], [-1, 2], ["0", 1], [False, True], 7])
-def test_a_token_span_that_is_no_span_is_refused(span: Any) -> None:
+def test_an_invalid_token_span_is_rejected(span: Any) -> None:
     assert refused_field(MmObject, {"mm_hash": 1, "offsets": [span]}) == "offsets[0]"
 
 
@@ -268,7 +268,7 @@ RDMA = RdmaMediaDataDescriptor(
 
 
 @pytest.mark.row("S2-30", "S2-85")
-def test_a_medium_is_tagged_from_outside() -> None:
+def test_a_medium_is_an_object_with_one_key() -> None:
     url = "https://example.org/a.png"
     assert media_of({"Url": url}) == MediaUrl(url)
     assert media_form(MediaUrl(url)) == {"Url": url}
@@ -318,7 +318,7 @@ def test_media_are_grouped_by_part_type_in_order() -> None:
 
 
 @pytest.mark.row("S2-80")
-def test_a_tracker_reports_the_times_it_was_told() -> None:
+def test_a_tracker_reports_its_marked_times() -> None:
     tracker = RequestTracker(
         received_ms=1000.0, received_s=5.0, prompt_blocks=4, cached_blocks=1
     )  # fmt: skip
@@ -473,7 +473,7 @@ def test_usage_adds_up_and_saturates() -> None:
     round_trip(usage(7, 11), {"prompt_tokens": 7, "completion_tokens": 11, "total_tokens": 18})
 
 
-def test_finish_reasons_have_openai_words_where_openai_has_one() -> None:
+def test_finish_reasons_map_to_openai_values() -> None:
     assert {reason: reason.openai for reason in FinishReason} == {
         FinishReason.EOS: "stop",
         FinishReason.STOP: "stop",
@@ -512,7 +512,7 @@ def test_token_ids_are_a_sequence_equal_by_value_and_viewed_without_copy() -> No
 
 
 @pytest.mark.row("S2-91")
-def test_a_number_that_is_no_u32_does_not_become_a_token_id() -> None:
+def test_a_number_outside_u32_is_not_a_token_id() -> None:
     for bad in ([-1], [2**32], np.array([-1]), np.array([2**32]), np.array([1.5])):
         with pytest.raises(OverflowError):
             TokenIds.of(bad)

@@ -1,4 +1,4 @@
-"""The slot machine of the token plane: rules (a) to (i), one by one and under random runs."""
+"""Both ends of an Attach stream: rules (a) to (i), one by one and in random runs."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def logprob(token: int, top: int = 0) -> TokenLogprob:
 
 
 @dataclass(slots=True)
-class Heard:
-    """A sink that writes down what it hears and objects to what may not come."""
+class RecordingSink:
+    """A sink that records its events and asserts their order."""
 
     is_accepted: bool = False
     token_ids: list[int] = field(default_factory=list)
@@ -135,7 +135,7 @@ class Heard:
 
 @dataclass(slots=True)
 class Pair:
-    """Both ends, with nothing between them."""
+    """Both ends, connected directly."""
 
     frontend: FrontendLink
     worker: WorkerLink
@@ -154,14 +154,14 @@ class Pair:
             self.frontend.receive(frame, self.now)
         return frames
 
-    def start(self, one: LegRequest | None = None) -> tuple[int, Heard]:
-        """Submits an order, which is accepted, and the frontend knows it."""
-        heard = Heard()
-        slot = self.frontend.submit(one or leg_request(), heard)
+    def start(self, one: LegRequest | None = None) -> tuple[int, RecordingSink]:
+        """Submit a request, accept it and deliver the acceptance."""
+        sink = RecordingSink()
+        slot = self.frontend.submit(one or leg_request(), sink)
         self.to_worker()
         self.worker.accept(slot)
         self.to_frontend()
-        return slot, heard
+        return slot, sink
 
 
 def new_pair(now: float = 0.0) -> Pair:
@@ -187,8 +187,8 @@ def retained(pair: Pair) -> dict[str, object]:
     return {name: value for name, value in kept.items() if value}
 
 
-def breaks(rule: str, action: Callable[[], object]) -> str:
-    """The message of the breach of `rule` that `action` raises."""
+def violation_of(rule: str, action: Callable[[], object]) -> str:
+    """Return the message of the violation of `rule` that `action` raises."""
     with pytest.raises(InvalidRequest) as raised:
         action()
     assert raised.value.reason == "ATTACH_BREACH"
@@ -202,9 +202,9 @@ def breaks(rule: str, action: Callable[[], object]) -> str:
 
 def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
     pair = new_pair()
-    assert pair.worker.next_frame(0.0) is None, "the worker spoke first"
-    heard = Heard()
-    pair.frontend.submit(leg_request(), heard)
+    assert pair.worker.next_frame(0.0) is None, "the worker sent first"
+    sink = RecordingSink()
+    pair.frontend.submit(leg_request(), sink)
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert first.hello == Hello(1, WORKER, 1)
@@ -218,17 +218,17 @@ def test_rule_a_the_first_frames_are_hello_and_hello_ack() -> None:
     assert pair.worker.hello == first.hello
 
 
-def test_rule_a_hello_is_said_once() -> None:
+def test_rule_a_hello_is_sent_once() -> None:
     pair = open_pair()
     pair.now = 1.0
-    pair.frontend.submit(leg_request(), Heard())
+    pair.frontend.submit(leg_request(), RecordingSink())
     frame = pair.frontend.next_frame(pair.now)
     assert frame is not None
     assert frame.hello is None
     assert all(frame.hello_ack is None for frame in pair.to_frontend())
 
 
-def test_rule_a_a_worker_that_is_not_the_expected_one_refuses() -> None:
+def test_rule_a_an_unexpected_worker_rejects_hello() -> None:
     worker = WorkerLink(8, 0.0)
     with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
         worker.receive(RequestFrame(hello=Hello(1, WORKER, 1)), 0.0)
@@ -236,7 +236,7 @@ def test_rule_a_a_worker_that_is_not_the_expected_one_refuses() -> None:
     assert raised.value.metadata == {"rule": "a"}
 
 
-def test_rule_a_a_frontend_notices_another_worker_by_its_answer() -> None:
+def test_rule_a_a_frontend_detects_another_worker_by_its_hello_ack() -> None:
     frontend = new_pair().frontend
     with pytest.raises(Conflict, match="this is worker 8, not 7") as raised:
         frontend.receive(ResponseFrame(hello_ack=HelloAck(8)), 0.0)
@@ -244,16 +244,20 @@ def test_rule_a_a_frontend_notices_another_worker_by_its_answer() -> None:
     assert not frontend.is_open
 
 
-def test_rule_a_a_missing_or_second_hello_is_a_breach() -> None:
+def test_rule_a_a_missing_or_second_hello_is_a_violation() -> None:
     pair = new_pair()
-    assert "hello" in breaks("a", lambda: pair.worker.receive(RequestFrame(heartbeat=True), 0.0))
-    assert "hello_ack" in breaks(
+    assert "hello" in violation_of(
+        "a", lambda: pair.worker.receive(RequestFrame(heartbeat=True), 0.0)
+    )
+    assert "hello_ack" in violation_of(
         "a", lambda: pair.frontend.receive(ResponseFrame(accepted=[1]), 0.0)
     )
     pair = open_pair()
     hello, ack = Hello(1, WORKER, 1), HelloAck(WORKER)
-    assert "twice" in breaks("a", lambda: pair.worker.receive(RequestFrame(hello=hello), 0.0))
-    assert "twice" in breaks("a", lambda: pair.frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
+    assert "twice" in violation_of("a", lambda: pair.worker.receive(RequestFrame(hello=hello), 0.0))
+    assert "twice" in violation_of(
+        "a", lambda: pair.frontend.receive(ResponseFrame(hello_ack=ack), 0.0)
+    )
 
 
 # Rule (b)
@@ -269,7 +273,7 @@ def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
     assert pair.start()[0] == 3
     for reused in (0, 1, 3):
         again = RequestFrame(submits=[Submit(reused, leg_request())])
-        breaks("b", functools.partial(pair.worker.receive, again, 0.0))
+        violation_of("b", functools.partial(pair.worker.receive, again, 0.0))
 
 
 # Rule (c)
@@ -277,8 +281,8 @@ def test_rule_b_slots_count_from_one_and_are_never_reused() -> None:
 
 def test_rule_c_a_slot_is_accepted_then_has_tokens_then_one_end() -> None:
     pair = open_pair()
-    heard = Heard()
-    slot = pair.frontend.submit(leg_request(5), heard)
+    sink = RecordingSink()
+    slot = pair.frontend.submit(leg_request(5), sink)
     commands = pair.to_worker()
     assert commands == [StartSlot(slot, leg_request(5), prompt_of(leg_request(5)))]
     pair.worker.accept(slot)
@@ -287,50 +291,50 @@ def test_rule_c_a_slot_is_accepted_then_has_tokens_then_one_end() -> None:
     pair.worker.tokens(slot, [12])
     pair.worker.end(slot, FinishReason.EOS, stop_reason_json='"x"')
     pair.to_frontend()
-    assert heard.token_ids == [10, 11, 12]
-    assert heard.end == Terminal(slot, FinishReason.EOS, stop_reason_json='"x"', total_tokens=3)
+    assert sink.token_ids == [10, 11, 12]
+    assert sink.end == Terminal(slot, FinishReason.EOS, stop_reason_json='"x"', total_tokens=3)
     assert pair.worker.open_slots == pair.frontend.open_slots == 0
     assert not retained(pair)
 
 
-def test_rule_c_everything_of_a_slot_may_come_in_one_frame() -> None:
+def test_rule_c_all_events_of_a_slot_may_arrive_in_one_frame() -> None:
     pair = open_pair()
-    heard = Heard()
-    slot = pair.frontend.submit(leg_request(), heard)
+    sink = RecordingSink()
+    slot = pair.frontend.submit(leg_request(), sink)
     pair.to_worker()
     pair.worker.accept(slot)
     pair.worker.tokens(slot, [1, 2])
     pair.worker.end(slot, FinishReason.LENGTH)
     assert len(pair.to_frontend()) == 1
-    assert (heard.token_ids, heard.how) == ([1, 2], "terminal")
+    assert (sink.token_ids, sink.how) == ([1, 2], "terminal")
 
 
-def test_rule_c_a_rejected_slot_hears_why_and_nothing_else() -> None:
+def test_rule_c_a_rejected_slot_gets_the_error_and_nothing_else() -> None:
     pair = open_pair()
-    heard = Heard()
-    slot = pair.frontend.submit(leg_request(), heard)
+    sink = RecordingSink()
+    slot = pair.frontend.submit(leg_request(), sink)
     pair.to_worker()
     pair.worker.reject(slot, Overloaded(1.0))
     pair.to_frontend()
-    assert heard.how == "rejected"
-    assert isinstance(heard.end, Overloaded)
+    assert sink.how == "rejected"
+    assert isinstance(sink.end, Overloaded)
     assert not retained(pair)
 
 
 def test_rule_c_a_slot_ended_before_it_was_accepted_is_accepted_on_the_wire() -> None:
     pair = open_pair()
-    heard = Heard()
-    slot = pair.frontend.submit(leg_request(), heard)
+    sink = RecordingSink()
+    slot = pair.frontend.submit(leg_request(), sink)
     pair.to_worker()
     pair.worker.end(slot, None, error=DeadlineExceeded())
     pair.to_frontend()
-    assert heard.is_accepted
-    assert isinstance(heard.end, Terminal)
-    assert isinstance(heard.end.error, DeadlineExceeded)
+    assert sink.is_accepted
+    assert isinstance(sink.end, Terminal)
+    assert isinstance(sink.end.error, DeadlineExceeded)
 
 
 @pytest.mark.parametrize(
-    ("frame", "says"),
+    ("frame", "expected"),
     [
         (ResponseFrame(accepted=[1]), "slot 1 accepted after it was accepted"),
         (ResponseFrame(accepted=[9]), "slot 9 accepted, but it is not open"),
@@ -354,31 +358,31 @@ def test_rule_c_a_slot_ended_before_it_was_accepted_is_accepted_on_the_wire() ->
     ],
 )
 def test_rule_c_a_frontend_detects_gaps_duplicates_and_wrong_slots(
-    frame: ResponseFrame, says: str
+    frame: ResponseFrame, expected: str
 ) -> None:
     pair = open_pair()
-    slot, heard = pair.start()
+    slot, sink = pair.start()
     pair.worker.tokens(slot, [1, 2])
     sent_bytes = pair.to_frontend()[-1].sent_bytes
-    other = pair.frontend.submit(leg_request(), Heard())
+    other = pair.frontend.submit(leg_request(), RecordingSink())
     assert (slot, other) == (1, 2)
     frame.sent_bytes = sent_bytes
-    assert says in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
-    assert heard.token_ids == [1, 2]
-    assert not heard.how
+    assert expected in violation_of("c", lambda: pair.frontend.receive(frame, 0.0))
+    assert sink.token_ids == [1, 2]
+    assert not sink.how
 
 
-def test_rule_c_a_second_terminal_is_a_breach() -> None:
+def test_rule_c_a_second_terminal_is_a_violation() -> None:
     pair = open_pair()
     slot, _ = pair.start()
     end = Terminal(slot, FinishReason.EOS)
     frame = ResponseFrame(terminals=[end, end])
-    assert "not open" in breaks("c", lambda: pair.frontend.receive(frame, 0.0))
+    assert "not open" in violation_of("c", lambda: pair.frontend.receive(frame, 0.0))
 
 
-def test_rule_c_our_own_engine_cannot_end_a_slot_twice_or_speak_before_it_is_accepted() -> None:
+def test_rule_c_a_worker_cannot_end_a_slot_twice_or_send_before_it_is_accepted() -> None:
     pair = open_pair()
-    slot = pair.frontend.submit(leg_request(), Heard())
+    slot = pair.frontend.submit(leg_request(), RecordingSink())
     pair.to_worker()
     with pytest.raises(AssertionError):
         pair.worker.tokens(slot, [1])
@@ -409,7 +413,7 @@ def test_rule_c_abort_of_a_finished_or_unknown_slot_is_a_no_op() -> None:
 
 def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
     pair = open_pair()
-    slot, heard = pair.start()
+    slot, sink = pair.start()
     pair.frontend.abort(slot, "client_gone")
     pair.frontend.abort(slot, "deadline")
     assert pair.to_worker() == [StopSlot(slot, "client_gone")]
@@ -417,14 +421,17 @@ def test_rule_c_a_slot_aborted_twice_is_stopped_once_and_still_ends() -> None:
     pair.worker.tokens(slot, [1])
     pair.worker.end(slot, FinishReason.CANCELLED)
     pair.to_frontend()
-    assert heard.token_ids == [1]
-    assert heard.end == Terminal(slot, FinishReason.CANCELLED, total_tokens=1)
+    assert sink.token_ids == [1]
+    assert sink.end == Terminal(slot, FinishReason.CANCELLED, total_tokens=1)
     assert not retained(pair)
 
 
 def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
     pair = open_pair()
-    slots = [pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 4), Heard()) for _ in range(10)]
+    slots = [
+        pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 4), RecordingSink())
+        for _ in range(10)
+    ]
     for slot in slots:
         pair.frontend.abort(slot, "client_gone")
     seen: set[int] = set()
@@ -441,30 +448,30 @@ def test_rule_c_an_abort_never_overtakes_its_submit() -> None:
 
 def test_rule_c_an_abort_while_the_prompt_arrives_ends_the_slot_and_its_parts() -> None:
     pair = open_pair()
-    heard = Heard()
-    slot = pair.frontend.submit(leg_request(10 * PROMPT_PART_BYTES // 4), heard)
+    sink = RecordingSink()
+    slot = pair.frontend.submit(leg_request(10 * PROMPT_PART_BYTES // 4), sink)
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert first.prompt_parts
     pair.worker.receive(first, 0.0)
-    late = pair.frontend.next_frame(0.0)  # parts that are under way when the abort is made
+    late = pair.frontend.next_frame(0.0)  # parts in transit at the abort
     pair.frontend.abort(slot, "client_gone")
     last = pair.frontend.next_frame(0.0)
     assert late is not None
     assert last is not None
     assert last.aborts
-    assert not last.prompt_parts, "parts were sent for nothing"
+    assert not last.prompt_parts, "no parts of an aborted prompt are sent"
     assert pair.worker.receive(last, 0.0) == []
-    assert pair.worker.receive(late, 0.0) == [], "a part that comes after the end is dropped"
+    assert pair.worker.receive(late, 0.0) == [], "a part after the end is ignored"
     pair.to_frontend()
-    assert pair.worker.receive(late, 0.0) == [], "and one after the Terminal too"
-    assert heard.end == Terminal(slot, FinishReason.CANCELLED)
+    assert pair.worker.receive(late, 0.0) == [], "a part after the Terminal is ignored"
+    assert sink.end == Terminal(slot, FinishReason.CANCELLED)
     assert not retained(pair)
 
 
-def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
+def test_rule_c_only_the_unreadable_submit_is_rejected() -> None:
     pair = open_pair()
-    running, heard = pair.start()
+    running, sink = pair.start()
     submit = Submit(2, leg_request(), prompt_bytes=400_000, error=InvalidRequest("no", "payload"))
     part = PromptPart(2, PROMPT_PART_BYTES, b"abcd")
     assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[part]), 0.0) == []
@@ -473,7 +480,7 @@ def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
     assert [(r.slot, r.error.field) for r in frame.rejected] == [(2, "payload")]
     pair.worker.end(running, FinishReason.EOS)
     pair.to_frontend()
-    assert heard.how == "terminal"
+    assert sink.how == "terminal"
 
 
 # Rule (d)
@@ -481,7 +488,7 @@ def test_rule_c_an_order_that_could_not_be_read_is_rejected_alone() -> None:
 
 def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
     pair = open_pair()
-    slot, heard = pair.start(leg_request(timeout_s=0.5))
+    slot, sink = pair.start(leg_request(timeout_s=0.5))
     endless, _ = pair.start(leg_request())
     assert pair.worker.tick(0.49) == (None, [])
     assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
@@ -489,30 +496,30 @@ def test_rule_d_the_worker_stops_a_slot_at_its_deadline_once() -> None:
     assert pair.worker.receive(RequestFrame(aborts=[AbortSlot(slot, "deadline")]), 0.6) == []
     pair.worker.end(slot, None, error=DeadlineExceeded())
     pair.to_frontend()
-    assert heard.how == "terminal"
+    assert sink.how == "terminal"
     assert pair.worker.open_slots == 1
     pair.worker.end(endless, FinishReason.EOS)
 
 
-def test_rule_d_a_started_slot_that_nobody_accepted_has_a_deadline_too() -> None:
+def test_rule_d_a_started_slot_without_acceptance_has_a_deadline() -> None:
     pair = open_pair()
-    slot = pair.frontend.submit(leg_request(timeout_s=0.5), Heard())
+    slot = pair.frontend.submit(leg_request(timeout_s=0.5), RecordingSink())
     pair.to_worker()
     assert pair.worker.tick(0.5) == (None, [StopSlot(slot, "deadline")])
 
 
 def test_rule_d_a_prompt_that_does_not_arrive_in_time_ends_its_slot() -> None:
     pair = open_pair()
-    heard = Heard()
-    pair.frontend.submit(leg_request(PROMPT_PART_BYTES, timeout_s=0.5), heard)
+    sink = RecordingSink()
+    pair.frontend.submit(leg_request(PROMPT_PART_BYTES, timeout_s=0.5), sink)
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts.clear()
     pair.worker.receive(frame, 0.0)
     assert pair.worker.tick(0.5) == (None, [])
     pair.to_frontend()
-    assert isinstance(heard.end, Terminal)
-    assert isinstance(heard.end.error, DeadlineExceeded)
+    assert isinstance(sink.end, Terminal)
+    assert isinstance(sink.end.error, DeadlineExceeded)
     assert pair.worker.open_slots == 0
 
 
@@ -576,7 +583,7 @@ def test_rule_e_any_frame_is_a_sign_of_life() -> None:
     assert pair.worker.tick(5.9) == (None, [])
 
 
-def test_rule_e_a_long_dial_is_not_silence() -> None:
+def test_rule_e_a_long_connect_is_not_silence() -> None:
     pair = new_pair(0.0)
     pair.now = 60.0
     pair.to_worker()
@@ -584,7 +591,7 @@ def test_rule_e_a_long_dial_is_not_silence() -> None:
     assert pair.frontend.tick(63.1) is not None
 
 
-def test_rule_e_the_worker_names_the_pace_and_both_keep_it() -> None:
+def test_rule_e_both_sides_use_the_heartbeat_interval_of_the_worker() -> None:
     worker = WorkerLink(WORKER, 0.0, heartbeat_s=0.2)
     pair = Pair(FrontendLink(Hello(1, WORKER, 1), 0.0), worker)
     pair.to_worker()
@@ -597,10 +604,10 @@ def test_rule_e_the_worker_names_the_pace_and_both_keep_it() -> None:
     assert pair.frontend.tick(0.61) is not None
 
 
-def test_rule_e_a_pace_without_pauses_is_a_breach() -> None:
+def test_rule_e_a_heartbeat_interval_of_zero_is_a_violation() -> None:
     frontend = new_pair().frontend
     ack = HelloAck(WORKER, heartbeat_s=0.0)
-    breaks("e", lambda: frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
+    violation_of("e", lambda: frontend.receive(ResponseFrame(hello_ack=ack), 0.0))
 
 
 # Rule (f)
@@ -608,36 +615,36 @@ def test_rule_e_a_pace_without_pauses_is_a_breach() -> None:
 
 def test_rule_f_a_lost_stream_ends_every_slot_and_is_silent_afterwards() -> None:
     pair = open_pair()
-    accepted, heard_accepted = pair.start()
-    arriving, started = Heard(), Heard()
+    accepted, accepted_sink = pair.start()
+    arriving, started = RecordingSink(), RecordingSink()
     started_slot = pair.frontend.submit(leg_request(), started)
     pair.frontend.submit(leg_request(PROMPT_PART_BYTES), arriving)
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts.clear()
     pair.worker.receive(frame, 0.0)
-    unframed = Heard()
+    unframed = RecordingSink()
     pair.frontend.abort(pair.frontend.submit(leg_request(), unframed), "client_gone")
     pair.worker.tokens(accepted, [1])
     error = WorkerLost(retryable=True)
     pair.frontend.close(error)
     pair.frontend.close(Conflict("another"))
-    for heard in (heard_accepted, arriving, started, unframed):
-        assert (heard.how, heard.end) == ("lost", error)
-    assert pair.worker.close() == [accepted, started_slot], "only what runs is closed"
+    for sink in (accepted_sink, arriving, started, unframed):
+        assert (sink.how, sink.end) == ("lost", error)
+    assert pair.worker.close() == [accepted, started_slot], "only running slots are closed"
     assert pair.worker.close() == []
     assert not retained(pair)
     assert not pair.frontend.is_open
     assert pair.frontend.next_frame(9.0) is None
     assert pair.worker.next_frame(9.0) is None
     with pytest.raises(WorkerLost):
-        pair.frontend.submit(leg_request(), Heard())
+        pair.frontend.submit(leg_request(), RecordingSink())
 
 
-def test_rule_f_generators_that_are_still_closing_speak_to_nobody() -> None:
+def test_rule_f_output_after_the_loss_of_the_stream_is_ignored() -> None:
     pair = open_pair()
-    slot, heard = pair.start()
-    pair.frontend.submit(leg_request(), Heard())
+    slot, sink = pair.start()
+    pair.frontend.submit(leg_request(), RecordingSink())
     pair.to_worker()
     pair.worker.close()
     pair.worker.tokens(slot, [1])
@@ -651,16 +658,16 @@ def test_rule_f_generators_that_are_still_closing_speak_to_nobody() -> None:
     pair.frontend.close(WorkerLost(retryable=True))
     pair.frontend.receive(ResponseFrame(slot=[slot], start=[0], count=[1], token_id=[1]), 0.0)
     pair.frontend.abort(slot, "client_gone")
-    assert heard.token_ids == []
+    assert sink.token_ids == []
     assert not retained(pair)
 
 
-def test_rule_f_a_sink_may_submit_elsewhere_while_it_hears_of_the_loss() -> None:
+def test_rule_f_a_sink_may_submit_to_another_link_during_the_loss() -> None:
     first, second = open_pair(), open_pair()
 
-    class Moves(Heard):
+    class Moves(RecordingSink):
         def lost(self, error: MeshError) -> None:
-            second.frontend.submit(leg_request(), Heard())
+            second.frontend.submit(leg_request(), RecordingSink())
 
     for _ in range(3):
         first.frontend.submit(leg_request(), Moves())
@@ -671,11 +678,11 @@ def test_rule_f_a_sink_may_submit_elsewhere_while_it_hears_of_the_loss() -> None
 # Rule (g)
 
 
-def test_rule_g_prompts_travel_in_parts_beside_other_submits() -> None:
+def test_rule_g_prompts_are_sent_in_parts_between_other_submits() -> None:
     pair = open_pair()
     long = leg_request(75 * 1024, "long")  # 300 KiB
-    pair.frontend.submit(long, Heard())
-    pair.frontend.submit(leg_request(2, "short"), Heard())
+    pair.frontend.submit(long, RecordingSink())
+    pair.frontend.submit(leg_request(2, "short"), RecordingSink())
     first = pair.frontend.next_frame(0.0)
     assert first is not None
     assert [submit.slot for submit in first.submits] == [1, 2]
@@ -691,7 +698,7 @@ def test_rule_g_prompts_travel_in_parts_beside_other_submits() -> None:
 def test_rule_g_long_prompts_take_turns() -> None:
     pair = open_pair()
     for _ in range(3):
-        pair.frontend.submit(leg_request(75 * 1024), Heard())
+        pair.frontend.submit(leg_request(75 * 1024), RecordingSink())
     order_of_parts: list[int] = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
         order_of_parts += [part.slot for part in frame.prompt_parts]
@@ -703,16 +710,16 @@ def test_rule_g_long_prompts_take_turns() -> None:
 )
 def test_rule_g_a_prompt_of_any_length_arrives_whole(tokens: int) -> None:
     pair = open_pair()
-    pair.frontend.submit(leg_request(tokens), Heard())
+    pair.frontend.submit(leg_request(tokens), RecordingSink())
     assert pair.to_worker() == [StartSlot(1, leg_request(tokens), prompt_of(leg_request(tokens)))]
 
 
-def test_rule_g_frames_to_the_worker_keep_their_size() -> None:
+def test_rule_g_frames_to_the_worker_respect_the_size_limit() -> None:
     pair = open_pair()
     rng = Random(1)
     for _ in range(60):
         pair.frontend.submit(
-            leg_request(rng.choice([1, 1, 15_000, 16_384, 20_000, 75_000])), Heard()
+            leg_request(rng.choice([1, 1, 15_000, 16_384, 20_000, 75_000])), RecordingSink()
         )
     sizes = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
@@ -722,11 +729,11 @@ def test_rule_g_frames_to_the_worker_keep_their_size() -> None:
     assert pair.worker.open_slots == 60
 
 
-def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
+def test_rule_g_a_submit_larger_than_a_frame_is_sent_alone() -> None:
     pair = open_pair()
     body = b"x" * (FRAME_BYTES + 1)
     for chat_json in (b"{}", body, b"{}"):
-        pair.frontend.submit(LegRequest("r", chat_json=chat_json), Heard())
+        pair.frontend.submit(LegRequest("r", chat_json=chat_json), RecordingSink())
     frames = []
     while (frame := pair.frontend.next_frame(0.0)) is not None:
         frames.append([submit.slot for submit in frame.submits])
@@ -734,7 +741,7 @@ def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "rule", "says"),
+    ("parts", "rule", "expected"),
     [
         ([PromptPart(1, PROMPT_PART_BYTES + 4, b"abcd")], "g", "out of order"),
         (
@@ -756,27 +763,27 @@ def test_rule_g_an_order_larger_than_a_frame_travels_alone() -> None:
         ([PromptPart(2, 0, b"abcd")], "c", "slot 2 continues a prompt, but was never submitted"),
     ],
 )
-def test_rule_g_a_worker_detects_parts_that_do_not_fit(
-    parts: list[PromptPart], rule: str, says: str
+def test_rule_g_a_worker_detects_invalid_prompt_parts(
+    parts: list[PromptPart], rule: str, expected: str
 ) -> None:
     pair = open_pair()
-    pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 2), Heard())
+    pair.frontend.submit(leg_request(PROMPT_PART_BYTES // 2), RecordingSink())
     frame = pair.frontend.next_frame(0.0)
     assert frame is not None
     frame.prompt_parts[:] = parts
-    assert says in breaks(rule, lambda: pair.worker.receive(frame, 0.0))
+    assert expected in violation_of(rule, lambda: pair.worker.receive(frame, 0.0))
 
 
 @pytest.mark.parametrize("prompt_bytes", [4, 8, 13])
-def test_rule_g_a_submit_whose_sizes_contradict_each_other_is_a_breach(prompt_bytes: int) -> None:
+def test_rule_g_a_submit_with_contradicting_sizes_is_a_violation(prompt_bytes: int) -> None:
     submit = Submit(1, leg_request(), b"a" * 8, prompt_bytes)
     worker = open_pair().worker
-    breaks("g", lambda: worker.receive(RequestFrame(submits=[submit]), 0.0))
+    violation_of("g", lambda: worker.receive(RequestFrame(submits=[submit]), 0.0))
 
 
-def test_rule_g_a_prompt_beyond_all_bounds_is_refused_before_it_is_read() -> None:
+def test_rule_g_a_prompt_above_the_size_limit_is_rejected_before_it_is_read() -> None:
     pair = open_pair()
-    pair.frontend.submit(leg_request(), Heard())
+    pair.frontend.submit(leg_request(), RecordingSink())
     submit = Submit(1, leg_request(), b"a" * 8, PROMPT_BYTES_MAX + 4)
     more = PromptPart(1, 8, b"a" * 8)
     assert pair.worker.receive(RequestFrame(submits=[submit], prompt_parts=[more]), 0.0) == []
@@ -788,8 +795,8 @@ def test_rule_g_a_prompt_beyond_all_bounds_is_refused_before_it_is_read() -> Non
 
 def test_rule_g_slots_take_turns_so_that_a_small_one_is_in_the_next_frame() -> None:
     pair = open_pair()
-    large, heard_large = pair.start()
-    small, heard_small = pair.start()
+    large, large_sink = pair.start()
+    small, small_sink = pair.start()
     truth = list(range(100_000))
     pair.worker.tokens(large, truth)
     pair.worker.tokens(small, [42])
@@ -797,34 +804,34 @@ def test_rule_g_slots_take_turns_so_that_a_small_one_is_in_the_next_frame() -> N
     assert frame is not None
     assert small in frame.slot
     pair.frontend.receive(frame, 0.0)
-    assert heard_small.token_ids == [42]
+    assert small_sink.token_ids == [42]
     pair.to_frontend()
-    assert heard_large.token_ids == truth
+    assert large_sink.token_ids == truth
 
 
-def test_rule_g_a_slot_with_many_chunks_leaves_room_for_the_others() -> None:
+def test_rule_g_a_slot_with_many_chunks_leaves_space_for_other_slots() -> None:
     pair = open_pair()
     large, _ = pair.start(LegRequest("large", chat_json=b"{}"))
-    small, heard_small = pair.start(LegRequest("small", chat_json=b"{}"))
+    small, small_sink = pair.start(LegRequest("small", chat_json=b"{}"))
     for _ in range(2000):
         pair.worker.chunk(large, b"x" * 1000)
     pair.worker.chunk(small, b"{}")
     frame = pair.worker.next_frame(0.0)
     assert frame is not None
     pair.frontend.receive(frame, 0.0)
-    assert heard_small.chunks == [b"{}"]
+    assert small_sink.chunks == [b"{}"]
 
 
-def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> None:
+def test_rule_g_frames_to_the_frontend_respect_the_size_limit() -> None:
     pair = open_pair()
-    plain, heard_plain = pair.start()
-    probable, heard_probable = pair.start()
-    through, heard_through = pair.start(LegRequest("r", chat_json=b"{}"))
+    plain, plain_sink = pair.start()
+    probable, probable_sink = pair.start()
+    through, through_sink = pair.start(LegRequest("r", chat_json=b"{}"))
     tokens = [100_000 + i for i in range(30_000)]
-    beside = [logprob(token, top=20) for token in tokens[:3000]]
+    some_logprobs = [logprob(token, top=20) for token in tokens[:3000]]
     chunks = [b"y" * size for size in (10, 100_000, 3, 200_000, 100_000, 20)]
     pair.worker.tokens(plain, tokens)
-    pair.worker.tokens(probable, tokens[:3000], beside)
+    pair.worker.tokens(probable, tokens[:3000], some_logprobs)
     for one in chunks:
         pair.worker.chunk(through, one)
     for slot in (plain, probable, through):
@@ -835,13 +842,13 @@ def test_rule_g_frames_to_the_frontend_keep_their_size_whatever_is_in_them() -> 
         pair.frontend.receive(frame, 0.0)
         pair.to_worker()
     assert max(sizes) <= FRAME_BYTES + SLACK_BYTES
-    assert heard_plain.token_ids == tokens
-    assert (heard_probable.token_ids, heard_probable.logprobs) == (tokens[:3000], beside)
-    assert heard_through.chunks == chunks
+    assert plain_sink.token_ids == tokens
+    assert (probable_sink.token_ids, probable_sink.logprobs) == (tokens[:3000], some_logprobs)
+    assert through_sink.chunks == chunks
     assert not retained(pair)
 
 
-def test_rule_g_a_chunk_larger_than_a_frame_travels_alone_and_a_large_one_is_not_starved() -> None:
+def test_rule_g_a_chunk_larger_than_a_frame_is_sent_alone_and_never_starved() -> None:
     pair = open_pair()
     slots = [pair.start(LegRequest("r", chat_json=b"{}")) for _ in range(30)]
     giant, large = b"g" * (FRAME_BYTES + 1), b"l" * 200_000
@@ -880,11 +887,11 @@ def test_rule_g_a_chunk_larger_than_a_frame_travels_alone_and_a_large_one_is_not
         ResponseFrame(logprobs=[(1, [logprob(1)])]),
     ],
 )
-def test_rule_h_arrays_that_do_not_fit_together_are_a_breach(frame: ResponseFrame) -> None:
+def test_rule_h_arrays_of_different_lengths_are_a_violation(frame: ResponseFrame) -> None:
     pair = open_pair()
-    _, heard = pair.start()
-    breaks("h", lambda: pair.frontend.receive(frame, 0.0))
-    assert heard.token_ids in ([], [1]), "what cannot be told apart is not delivered"
+    _, sink = pair.start()
+    violation_of("h", lambda: pair.frontend.receive(frame, 0.0))
+    assert sink.token_ids in ([], [1]), "ambiguous tokens are not delivered"
 
 
 def test_rule_h_a_step_of_many_slots_is_one_frame() -> None:
@@ -897,7 +904,7 @@ def test_rule_h_a_step_of_many_slots_is_one_frame() -> None:
 
 def test_rule_h_logprobs_stay_with_their_tokens_even_where_only_some_have_them() -> None:
     pair = open_pair()
-    slot, heard = pair.start()
+    slot, sink = pair.start()
     pair.worker.tokens(slot, [1, 2])
     pair.worker.tokens(slot, [3], [logprob(3)])
     pair.worker.tokens(slot, [])
@@ -907,7 +914,7 @@ def test_rule_h_logprobs_stay_with_their_tokens_even_where_only_some_have_them()
         pair.frontend.receive(frame, 0.0)
         frames.append((frame.token_id, frame.logprobs))
     assert frames == [([1, 2], []), ([3], [(slot, [logprob(3)])]), ([4, 5], [])]
-    assert heard.token_ids == [1, 2, 3, 4, 5]
+    assert sink.token_ids == [1, 2, 3, 4, 5]
     with pytest.raises(AssertionError):
         pair.worker.tokens(slot, [6, 7], [logprob(6)])
 
@@ -927,8 +934,8 @@ def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
     assert CREDIT_BYTES - 64 <= pair.worker.unacked_bytes <= CREDIT_BYTES + 64
     assert sum(response_frame_to_proto(frame).ByteSize() for frame in held) <= CREDIT_BYTES + 4096
 
-    pair.frontend.submit(leg_request(), Heard())
-    pair.frontend.submit(leg_request(), Heard())
+    pair.frontend.submit(leg_request(), RecordingSink())
+    pair.frontend.submit(leg_request(), RecordingSink())
     pair.now = 1.0
     pair.to_worker()
     pair.worker.accept(6)
@@ -944,11 +951,11 @@ def test_rule_i_a_stalled_frontend_stops_tokens_but_not_control() -> None:
 
     for frame in [*held, control]:
         pair.frontend.receive(frame, pair.now)
-    for _ in range(20):  # it reads again, and acknowledges without being asked
+    for _ in range(20):  # it reads again and acknowledges unprompted
         pair.to_worker()
         pair.to_frontend()
-    for _, heard in slots:
-        assert heard.token_ids == truth
+    for _, sink in slots:
+        assert sink.token_ids == truth
 
 
 def test_rule_i_a_frontend_acknowledges_each_quarter_of_the_credit() -> None:
@@ -965,19 +972,19 @@ def test_rule_i_a_frontend_acknowledges_each_quarter_of_the_credit() -> None:
     pair.worker.receive(ack, 0.0)
     assert pair.worker.unacked_bytes == 0
     pair.worker.receive(RequestFrame(acked_bytes=1), 0.0)
-    assert pair.worker.unacked_bytes == 0, "an older acknowledgement takes nothing back"
+    assert pair.worker.unacked_bytes == 0, "an older acknowledgement has no effect"
 
 
-def test_rule_i_counts_that_cannot_be_are_a_breach() -> None:
+def test_rule_i_impossible_counts_are_a_violation() -> None:
     pair = open_pair()
     slot, _ = pair.start()
     pair.worker.tokens(slot, [1, 2, 3])
     pair.to_frontend()
     sent_bytes = pair.worker.unacked_bytes
     ack = RequestFrame(acked_bytes=sent_bytes + 1)
-    assert "acknowledged" in breaks("i", lambda: pair.worker.receive(ack, 0.0))
+    assert "acknowledged" in violation_of("i", lambda: pair.worker.receive(ack, 0.0))
     frame = ResponseFrame(sent_bytes=sent_bytes - 1)
-    assert "fell" in breaks("i", lambda: pair.frontend.receive(frame, 0.0))
+    assert "fell" in violation_of("i", lambda: pair.frontend.receive(frame, 0.0))
 
 
 # All rules together
@@ -985,14 +992,14 @@ def test_rule_i_counts_that_cannot_be_are_a_breach() -> None:
 
 @dataclass(slots=True)
 class Job:
-    """One order of a random run, with what is true of it."""
+    """One request of a random run with its expected output."""
 
     leg_request: LegRequest
-    heard: Heard
+    sink: RecordingSink
     plan: str
     truth: list[int]
     chunks: list[bytes]
-    beside: bool
+    has_logprobs: bool
     produced: int = 0
     stop: str = ""
     is_aborted: bool = False
@@ -1000,7 +1007,7 @@ class Job:
 
 
 class Run:
-    """Both ends joined by links that delay and coalesce frames, driven by one seed."""
+    """Both ends, connected by links that delay and combine frames, driven by one seed."""
 
     def __init__(self, seed: int, jobs: int, *, wire: bool) -> None:
         self.rng = Random(seed)
@@ -1046,10 +1053,10 @@ class Run:
         first = rng.randrange(150_000)
         truth = [] if plan == "chunks" else list(range(first, first + length))
         chunks = [b"c" * rng.choice([10, 300, 70_000]) for _ in range(min(length, 20))]
-        heard = Heard()
-        beside = rng.random() < 0.1 and length <= 3000
-        job = Job(one, heard, plan, truth, chunks if plan == "chunks" else [], beside)
-        slot = self.pair.frontend.submit(one, heard)
+        sink = RecordingSink()
+        some_logprobs = rng.random() < 0.1 and length <= 3000
+        job = Job(one, sink, plan, truth, chunks if plan == "chunks" else [], some_logprobs)
+        slot = self.pair.frontend.submit(one, sink)
         assert slot not in self.jobs
         self.jobs[slot] = job
         if rng.random() < 0.1:
@@ -1062,7 +1069,7 @@ class Run:
             slot = rng.choice(list(self.jobs))
             self.pair.frontend.abort(slot, "client_gone")
             job = self.jobs[slot]
-            job.is_aborted = job.is_aborted or not job.heard.how
+            job.is_aborted = job.is_aborted or not job.sink.how
 
     def work(self) -> None:
         for slot in list(self.active):
@@ -1085,7 +1092,7 @@ class Run:
                 worker.chunk(slot, one)
         else:
             tokens = job.truth[at : job.produced]
-            worker.tokens(slot, tokens, [logprob(t, 2) for t in tokens] if job.beside else ())
+            worker.tokens(slot, tokens, [logprob(t, 2) for t in tokens] if job.has_logprobs else ())
         if job.produced == len(output):
             failed = WorkerLost("engine", retryable=True) if job.plan == "fail" else None
             self.end(slot, None if failed else FinishReason.LENGTH, failed)
@@ -1095,7 +1102,7 @@ class Run:
         self.pair.worker.end(slot, finish_reason, error=error)
 
     def send(self) -> None:
-        """A writer whose last write has not returned builds no frame."""
+        """Send frames both ways, unless the last write of that side is pending."""
         rng, pair = self.rng, self.pair
         while len(self.down) < 3 and rng.random() < 0.8:
             frame = pair.frontend.next_frame(pair.now)
@@ -1145,20 +1152,20 @@ class Run:
         self.active.append(command.slot)
 
     def check_ended(self, slot: int, job: Job) -> None:
-        heard = job.heard
-        assert heard.token_ids == job.truth[: len(heard.token_ids)], f"slot {slot}"
-        assert heard.chunks == job.chunks[: len(heard.chunks)], f"slot {slot}"
-        if job.beside:
-            assert [one.token_id for one in heard.logprobs] == heard.token_ids
-        if heard.how == "rejected":
+        sink = job.sink
+        assert sink.token_ids == job.truth[: len(sink.token_ids)], f"slot {slot}"
+        assert sink.chunks == job.chunks[: len(sink.chunks)], f"slot {slot}"
+        if job.has_logprobs:
+            assert [one.token_id for one in sink.logprobs] == sink.token_ids
+        if sink.how == "rejected":
             assert job.plan == "reject"
-            assert heard.end is not None
-        elif heard.how == "terminal":
-            assert isinstance(heard.end, Terminal)
-            assert heard.end.total_tokens == len(heard.token_ids)
-            if heard.end.finish_reason is FinishReason.LENGTH:
-                assert (heard.token_ids, heard.chunks) == (job.truth, job.chunks)
-            if heard.end.finish_reason is FinishReason.CANCELLED:
+            assert sink.end is not None
+        elif sink.how == "terminal":
+            assert isinstance(sink.end, Terminal)
+            assert sink.end.total_tokens == len(sink.token_ids)
+            if sink.end.finish_reason is FinishReason.LENGTH:
+                assert (sink.token_ids, sink.chunks) == (job.truth, job.chunks)
+            if sink.end.finish_reason is FinishReason.CANCELLED:
                 assert job.is_aborted
 
     @property
@@ -1176,9 +1183,9 @@ def test_random_runs_deliver_everything_once_and_leave_nothing_behind(seed: int)
         assert run.pair.now - started_at < 60, f"seed {seed} does not come to rest"
     assert len(run.jobs) == 40
     for slot, job in run.jobs.items():
-        assert job.heard.how in ("rejected", "terminal"), f"seed {seed}, slot {slot}"
+        assert job.sink.how in ("rejected", "terminal"), f"seed {seed}, slot {slot}"
         run.check_ended(slot, job)
-    assert {job.heard.how for job in run.jobs.values()} == {"rejected", "terminal"}
+    assert {job.sink.how for job in run.jobs.values()} == {"rejected", "terminal"}
     while run.down or run.up or run.pair.frontend._aborts:
         run.step()
     assert not retained(run.pair), f"seed {seed}"
@@ -1193,9 +1200,9 @@ def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None
     for _ in range(run.rng.randrange(20, 200)):
         run.step()
     pair = run.pair
-    was_open = [slot for slot, job in run.jobs.items() if not job.heard.how]
+    was_open = [slot for slot, job in run.jobs.items() if not job.sink.how]
     error = WorkerLost(retryable=True)
-    if seed % 2:  # one side notices first, and the other one goes on for a while
+    if seed % 2:  # one side detects the loss first; the other goes on for a while
         pair.frontend.close(error)
         run.work()
         run.send()
@@ -1205,7 +1212,7 @@ def test_random_runs_that_lose_the_stream_end_every_slot_once(seed: int) -> None
     pair.frontend.close(error)
     run.deliver()
     for slot, job in run.jobs.items():
-        assert job.heard.how == "lost" if slot in was_open else job.heard.how != "lost"
+        assert job.sink.how == "lost" if slot in was_open else job.sink.how != "lost"
         run.check_ended(slot, job)
     assert pair.frontend.open_slots == pair.worker.open_slots == 0
     assert not retained(pair)

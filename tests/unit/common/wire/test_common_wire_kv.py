@@ -1,4 +1,4 @@
-"""Messages of the KV index, there and back."""
+"""Messages of the KV index: round trips and rejected input."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def array(*keys: int) -> Hashes:
 
 
 @pytest.mark.row("S1-29")
-def test_partitions_states_and_statuses_come_back_equal() -> None:
+def test_partitions_positions_and_statuses_round_trip() -> None:
     partition = Partition("m", 16, 1, 2)
     assert kv_proto.partition_from_proto(kv_proto.partition_to_proto(partition)) == partition
     state = SourcePosition(SOURCE, 4, 2**40, degraded=True)
@@ -41,7 +41,7 @@ def test_partitions_states_and_statuses_come_back_equal() -> None:
 
 
 @pytest.mark.row("S1-29", "S1-33")
-def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
+def test_batches_with_64_bit_hashes_round_trip() -> None:
     events = [
         KvEvent(EventKind.STORED, array(1, 2**64 - 1), Tier.HOST),
         KvEvent(EventKind.REMOVED, array(2**63)),
@@ -55,7 +55,7 @@ def test_batches_come_back_equal_with_hashes_of_all_64_bits() -> None:
         assert one.hashes.tolist() == other.hashes.tolist()
 
 
-def test_parts_of_snapshots_and_answers_come_back_equal() -> None:
+def test_snapshot_chunks_and_match_rows_round_trip() -> None:
     sent = SnapshotChunk(SOURCE, 5, 6, array(7, 8), Tier.DISK, first=True, last=True)
     read = kv_proto.snapshot_chunk_from_proto(kv_proto.snapshot_chunk_to_proto(sent))
     assert (read.source, read.epoch, read.sequence, read.tier) == (SOURCE, 5, 6, Tier.DISK)
@@ -93,7 +93,7 @@ def test_parts_of_snapshots_and_answers_come_back_equal() -> None:
         ),
     ],
 )
-def test_a_bad_batch_is_refused_by_the_field_at_fault(message: pb.EventBatch, field: str) -> None:
+def test_an_invalid_batch_is_rejected_with_its_field(message: pb.EventBatch, field: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         kv_proto.batch_from_proto(message, 1)
     assert refused.value.field == field
@@ -110,7 +110,9 @@ def test_a_bad_batch_is_refused_by_the_field_at_fault(message: pb.EventBatch, fi
         (pb.SnapshotChunk(source=pb.Source(worker_id=1), tier=9), "snapshot.tier"),
     ],
 )
-def test_a_bad_part_is_refused_by_the_field_at_fault(message: pb.SnapshotChunk, field: str) -> None:
+def test_an_invalid_snapshot_chunk_is_rejected_with_its_field(
+    message: pb.SnapshotChunk, field: str
+) -> None:
     with pytest.raises(InvalidRequest) as refused:
         kv_proto.snapshot_chunk_from_proto(message)
     assert refused.value.field == field
@@ -123,5 +125,5 @@ def test_a_partition_needs_a_model_and_a_block_size() -> None:
         kv_proto.partition_from_proto(pb.Partition(model="m"))
 
 
-def test_a_state_of_a_newer_peer_is_not_trusted() -> None:
+def test_an_unknown_state_of_a_newer_peer_becomes_gapped() -> None:
     assert kv_proto.source_status_from_proto(pb.SourceStatus(state="odd")).state == "gapped"

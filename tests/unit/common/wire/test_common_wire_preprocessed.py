@@ -204,7 +204,7 @@ def test_a_request_with_every_field_set_survives_both_forms() -> None:
     assert again == request
     written = json.loads(to_json(again))
     assert written == to_json_value(request)
-    # What is written differs from what was read in one place: the tag of the raw URL.
+    # Written and read JSON differ in one place: the tag of the raw URL.
     written["multi_modal_data"]["image_url"][1] = {"RawUrl": "not a url"}
     assert written == EVERYTHING
 
@@ -220,12 +220,12 @@ def test_the_full_example_leaves_no_protobuf_field_of_the_request_unused() -> No
 def wire_classes() -> list[type[Any]]:
     """All dataclasses of the package but those that have no message of their own."""
     without_message = {"MediaRawUrl", "MediaUrl", "RequestTracker", "TokenIds"}
-    exported = [
-        getattr(common.request.preprocessed, name)
-        for name in common.request.preprocessed.__all__
-        if name not in without_message
+    exported = vars(common.request.preprocessed)
+    return [
+        cls
+        for name, cls in exported.items()
+        if isinstance(cls, type) and is_dataclass(cls) and name not in without_message
     ]
-    return [cls for cls in exported if isinstance(cls, type) and is_dataclass(cls)]
 
 
 @pytest.mark.parametrize("cls", wire_classes(), ids=lambda cls: cls.__name__)
@@ -257,7 +257,7 @@ def test_an_empty_set_of_allowed_workers_is_not_absence_over_protobuf() -> None:
 
 
 @pytest.mark.row("S2-54")
-def test_the_tracker_does_not_travel_over_protobuf() -> None:
+def test_the_tracker_is_not_sent_over_protobuf() -> None:
     tracker = RequestTracker(received_ms=0.0, received_s=0.0)
     request = PreprocessedRequest(token_ids=TokenIds(), tracker=tracker)
     assert over_the_wire(request).tracker is None
@@ -271,7 +271,7 @@ def test_null_disaggregated_params_are_a_value_over_protobuf() -> None:
 
 
 @pytest.mark.row("S2-34")
-def test_token_ids_come_as_bytes_or_as_numbers_and_never_as_both() -> None:
+def test_token_ids_are_bytes_or_numbers_but_not_both() -> None:
     message = request_pb2.PreprocessedRequest(token_ids=[1, 2**32 - 1])
     assert from_proto(message).token_ids == TokenIds.of([1, 2**32 - 1])
     message.token_ids_le = b"\x01\0\0\0"
@@ -281,14 +281,14 @@ def test_token_ids_come_as_bytes_or_as_numbers_and_never_as_both() -> None:
     assert "token_ids" in error.value.message
 
 
-def test_token_bytes_that_are_cut_off_are_refused() -> None:
+def test_truncated_token_bytes_are_rejected() -> None:
     with pytest.raises(InvalidRequest) as error:
         from_proto(request_pb2.PreprocessedRequest(token_ids_le=b"\x01\0\0\0\x02"))
     assert error.value.field == "token_ids_le"
     assert "5 bytes" in error.value.message
 
 
-def test_the_prompt_may_travel_apart_from_its_request() -> None:
+def test_the_prompt_may_be_sent_apart_from_its_request() -> None:
     request = PreprocessedRequest(model="m", token_ids=TokenIds.of([1, 2]))
     message = to_proto(request, with_token_ids=False)
     assert not message.HasField("token_ids_le")
@@ -343,7 +343,7 @@ BREAKERS: list[tuple[str, Breaker]] = [
 
 
 @pytest.mark.parametrize(("field", "break_it"), BREAKERS, ids=[field for field, _ in BREAKERS])
-def test_a_message_proto3_accepts_and_we_do_not_is_refused_by_field(
+def test_values_that_proto3_allows_and_the_contract_does_not_are_rejected_with_their_field(
     field: str, break_it: Breaker
 ) -> None:
     message = request_pb2.PreprocessedRequest()
@@ -353,7 +353,7 @@ def test_a_message_proto3_accepts_and_we_do_not_is_refused_by_field(
     assert error.value.field == field
 
 
-def test_finish_reasons_travel_by_name() -> None:
+def test_finish_reasons_are_sent_by_name() -> None:
     for reason in FinishReason:
         assert finish_reason_from_proto(finish_reason_to_proto(reason)) is reason
     assert finish_reason_to_proto(FinishReason.EOS) == request_pb2.FINISH_REASON_EOS
@@ -375,7 +375,7 @@ def test_finish_reasons_travel_by_name() -> None:
         (GuidedDecoding(structural_tag={"x": 1}), request_pb2.GuidedDecoding()),
     ],
 )
-def test_a_part_travels_by_itself(part: Any, message: Message) -> None:
+def test_a_nested_value_can_be_sent_by_itself(part: Any, message: Message) -> None:
     assert dataclass_from_proto(type(part), dataclass_to_proto(part, message)) == part
 
 

@@ -1,4 +1,4 @@
-"""Attach frames on the wire: both directions survive whole, and what is bad is told apart."""
+"""Attach frames on the wire: both directions round-trip, invalid messages are rejected."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ TO_FRONTEND = st.builds(
 
 
 def plain(value: object) -> object:
-    """The value in terms that compare: errors have no equality, tuples and lists are one."""
+    """Return a comparable form: errors have no equality, tuples equal lists."""
     if isinstance(value, MeshError):
         return (
             type(value),
@@ -275,7 +275,7 @@ def test_errors_as_they_are_raised_are_restored(error: MeshError) -> None:
     assert plain(error_from_proto(error_to_proto(error))) == plain(error)
 
 
-def test_an_error_of_a_kind_nobody_here_knows_is_a_bug_that_says_so() -> None:
+def test_an_error_of_an_unknown_kind_becomes_an_internal_error() -> None:
     error = error_from_proto(error_pb2.Error(code=2, kind="TEAPOT", message="short and stout"))
     assert isinstance(error, InternalError)
     assert "short and stout" in error.message
@@ -286,14 +286,14 @@ def test_an_error_of_a_kind_nobody_here_knows_is_a_bug_that_says_so() -> None:
     ("retry_after_s", "arrives"),
     [(float("inf"), None), (float("nan"), None), (-1.0, 0.0), (1e12, (2**32 - 1) / 1000)],
 )
-def test_a_retry_hint_that_has_no_form_on_the_wire_does_not_break_the_stream(
+def test_an_infinite_retry_hint_does_not_break_the_stream(
     retry_after_s: float, arrives: float | None
 ) -> None:
     error = error_from_proto(error_to_proto(Overloaded(retry_after_s)))
     assert error.retry_after_s == arrives
 
 
-def test_an_error_with_what_a_client_sent_in_it_does_not_break_the_stream() -> None:
+def test_an_error_with_client_text_does_not_break_the_stream() -> None:
     sent = "x" * 100_000
     error = InvalidRequest(
         f"half a pair: \ud800 {sent}", f"logit_bias.{sent}", metadata={"a": sent}
@@ -307,7 +307,7 @@ def test_an_error_with_what_a_client_sent_in_it_does_not_break_the_stream() -> N
 @pytest.mark.parametrize(
     ("timeout_s", "arrives"), [(0.0, 0.001), (0.0001, 0.001), (1e9, 4294967.295)]
 )
-def test_a_timeout_is_at_least_a_millisecond_and_at_most_what_the_wire_holds(
+def test_a_timeout_is_limited_to_the_range_of_the_wire_field(
     timeout_s: float, arrives: float
 ) -> None:
     one = LegRequest("r", timeout_s=timeout_s, chat_json=b"{}")
@@ -342,7 +342,7 @@ def unreadable() -> dict[str, engine_pb2.Submit]:
 
 
 @pytest.mark.parametrize("field", list(unreadable()))
-def test_one_submit_that_cannot_be_read_leaves_the_others_alone(field: str) -> None:
+def test_one_unreadable_submit_does_not_affect_the_others(field: str) -> None:
     message = engine_pb2.AttachRequest(submits=[unreadable()[field], readable(2)])
     message.hello.expected_worker_id = 7
     frame = request_frame_from_proto(message)
@@ -370,7 +370,7 @@ def test_an_end_without_a_reason_or_an_error_is_refused() -> None:
     assert raised.value.field == "finish_reason"
 
 
-def test_a_long_prompt_is_whole_again_behind_the_wire() -> None:
+def test_a_long_prompt_is_reassembled_at_the_worker() -> None:
     ids = TokenIds.of(range(PROMPT_PART_BYTES))  # four parts
     request = PreprocessedRequest(
         model="m",
@@ -381,11 +381,11 @@ def test_a_long_prompt_is_whole_again_behind_the_wire() -> None:
     )
     frontend, worker = FrontendLink(Hello(1, 7, 1), 0.0), WorkerLink(7, 0.0)
 
-    class Nobody:
+    class UnusedSink:
         def __getattr__(self, name: str) -> object:
-            raise AssertionError(f"nothing was to be heard, {name} was")
+            raise AssertionError(f"unexpected call of {name}")
 
-    frontend.submit(LegRequest("r", request=request), Nobody())  # type: ignore[arg-type]
+    frontend.submit(LegRequest("r", request=request), UnusedSink())  # type: ignore[arg-type]
     commands = []
     while (frame := frontend.next_frame(0.0)) is not None:
         commands += worker.receive(to_worker_over_the_wire(frame), 0.0)

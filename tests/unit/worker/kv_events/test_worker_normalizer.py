@@ -29,7 +29,7 @@ from common.kv.events import (
     SourcePosition,
     Tier,
 )
-from common.kv.hashing import ChainState, PrefixHasher, TokenIds
+from common.kv.hashing import ChainState, PrefixHasher, TokenIdsLike
 from worker_svc.kv_events.event_log import RING_BATCHES, EventLog, SourceFeed
 from worker_svc.kv_events.normalizer import (
     DuplicatePolicy,
@@ -117,7 +117,7 @@ class _Telling(PrefixHasher):
         self._index = index
         self._named: dict[int, int | None] = {0: None}
 
-    def extend(self, state: ChainState, token_ids: TokenIds) -> tuple[Hashes, Hashes]:
+    def extend(self, state: ChainState, token_ids: TokenIdsLike) -> tuple[Hashes, Hashes]:
         hashes, sums = super().extend(state, token_ids)
         parent = self._named[state.total]
         for name, total in zip(hashes.tolist(), sums.tolist(), strict=True):
