@@ -1,4 +1,4 @@
-"""A worker whose engine hangs upon SIGUSR1 while the service lives on, and moves upon SIGUSR2.
+"""A worker whose engine hangs after SIGUSR1, while its service runs, and steps again after SIGUSR2.
 
     python -m tests.chaos.frozen_worker FLAGS...
 
@@ -25,7 +25,7 @@ THAW = signal.SIGUSR2
 
 
 def main() -> None:
-    """Runs a worker until it is told to stop."""
+    """Runs a worker until a signal stops it."""
     config, warnings = read_config_or_exit(WorkerConfig, "WORKER", env.environ(), sys.argv[1:])
     instance_id = new_instance_id(SystemRandom())
 
