@@ -299,7 +299,6 @@ class FrontendApp:
         reasons += [f"model {name}: {reason}" for name, reason in missing.items()]
         return Readiness(
             is_ready=not is_draining and bool(self._models.names() - missing.keys()),
-            is_draining=is_draining,
             reasons=tuple(reasons),
             degraded=tuple(self._degraded_reasons()),
             models_not_ready={
