@@ -93,10 +93,10 @@ def test_no_request_fails_while_consul_dies_and_returns_without_state(
 
 def registered_ids(agent: ConsulAgent) -> set[int]:
     """Returns the ids of the instances that pass the agent's checks."""
-    answer = httpx.get(
+    response = httpx.get(
         f"{agent.url}/v1/health/service/kvmesh-default?passing", trust_env=False, timeout=2.0
     )
-    return {int(entry["Service"]["ID"].rpartition("-")[2], 16) for entry in answer.json()}
+    return {int(entry["Service"]["ID"].rpartition("-")[2], 16) for entry in response.json()}
 
 
 def test_a_killed_worker_leaves_placement_and_no_request_fails(
@@ -132,9 +132,9 @@ def test_a_model_is_listed_while_it_has_a_worker(mesh: Mesh) -> None:
         return [model["id"] for model in listed]
 
     wait_for(lambda: models() == [], "the model is not listed")
-    answer = post_chat(mesh)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"]
+    response = post_chat(mesh)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"]
     mesh.spawn("worker").wait_ready()
     wait_for(lambda: models() == [MODEL], "the model is listed")
     wait_for(lambda: post_chat(mesh).status_code == 200, "the model is served")
@@ -151,6 +151,6 @@ def test_a_worker_with_a_conflicting_card_exits_with_the_reason(mesh: Mesh) -> N
 
 
 def test_responses_are_exact_with_consul(mesh: Mesh) -> None:
-    answer = post_chat(mesh, tokens=24)
+    response = post_chat(mesh, tokens=24)
     expected = Oracle().chat(PROMPT, 24)
-    assert answer.json()["choices"][0]["message"]["content"] == expected.text
+    assert response.json()["choices"][0]["message"]["content"] == expected.text

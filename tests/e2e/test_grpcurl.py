@@ -126,12 +126,12 @@ def test_generate_streams_the_exact_tokens_of_the_model(mesh: Mesh) -> None:
             "stop_conditions": {"max_tokens": 12, "ignore_eos": True},
         }
     }
-    answers = call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
-    tokens = [token for answer in answers for token in answer.get("token_ids", ())]
+    responses = call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
+    tokens = [token for response in responses for token in response.get("token_ids", ())]
     assert tokens == Oracle().tokens(PROMPT, 12)
-    assert answers[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
-    assert answers[-1]["usage"]["completion_tokens"] == 12
-    assert not any("finish_reason" in answer for answer in answers[:-1])
+    assert responses[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
+    assert responses[-1]["usage"]["completion_tokens"] == 12
+    assert not any("finish_reason" in response for response in responses[:-1])
 
 
 def test_a_refused_call_shows_status_field_and_reason(mesh: Mesh) -> None:
@@ -154,8 +154,8 @@ def test_a_worker_reports_its_identity_and_load(mesh: Mesh) -> None:
 
 def test_route_returns_the_worker_and_the_reasons(mesh: Mesh) -> None:
     query = {"model": MODEL, "token_ids": PROMPT}
-    (answer,) = call_method(mesh.router, f"{ROUTER}/Route", {"query": query})
-    decision = answer["decision"]
+    (response,) = call_method(mesh.router, f"{ROUTER}/Route", {"query": query})
+    decision = response["decision"]
     assert decision["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert decision["reasons"]
     (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"query": query})
@@ -169,8 +169,8 @@ def test_route_returns_the_worker_and_the_reasons(mesh: Mesh) -> None:
 def test_a_request_is_explained_by_the_id_of_its_response(mesh: Mesh) -> None:
     body = {"model": MODEL, "prompt": "why here?", "max_tokens": 1}
     headers = {"x-request-id": "my-req-1"}
-    answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
-    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"request_id": answer["id"]})
+    response = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
+    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"request_id": response["id"]})
     assert explained["decision"]["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert explained["decision"]["reasons"]
     refused = json.dumps({"request_id": "my-req-1"})

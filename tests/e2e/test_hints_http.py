@@ -89,12 +89,12 @@ def test_a_strict_priority_goes_first_and_the_header_overrides_the_body(mesh: Me
     ]
     with ThreadPoolExecutor(len(requests)) as pool:
         with BusyWorkers(mesh):
-            answers = []
+            responses = []
             for name, headers, hints in requests:
                 nvext = {**pin_to_worker, "agent_hints": hints}
-                answers.append(pool.submit(post_completion, mesh, name, headers, **nvext))
-                wait_for(lambda: queued_requests(mesh) == len(answers), f"{name} is queued")
-        assert [one.result(WAIT_S).status_code for one in answers] == [200] * len(requests)
+                responses.append(pool.submit(post_completion, mesh, name, headers, **nvext))
+                wait_for(lambda: queued_requests(mesh) == len(responses), f"{name} is queued")
+        assert [one.result(WAIT_S).status_code for one in responses] == [200] * len(requests)
     for name, _, _ in requests:
         mesh.request_line(name)
     names = {name for name, _, _ in requests}
@@ -139,12 +139,12 @@ def test_a_hint_that_no_worker_meets_is_a_503_with_field_and_value(
     mesh: Mesh, headers: dict[str, str], nvext: dict[str, Any], param: str, value: str
 ) -> None:
     name = f"unmet-{param}"
-    answer = post_completion(mesh, name, headers, **nvext)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (503, param)
+    response = post_completion(mesh, name, headers, **nvext)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (503, param)
     assert value in error["message"]
     # A worker that meets it may join later.
-    assert answer.headers["x-should-retry"] == "true"
+    assert response.headers["x-should-retry"] == "true"
     line = mesh.request_line(name)
     assert (line["param"], line["error"]) == (param, error["message"])
 
@@ -189,15 +189,15 @@ def test_a_session_id_means_the_same_in_header_and_body(mesh: Mesh) -> None:
     ],
 )
 def test_an_invalid_header_is_a_400_that_names_it(mesh: Mesh, name: str, value: str) -> None:
-    answer = post_completion(mesh, "refused", {name: value})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    response = post_completion(mesh, "refused", {name: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert (error["param"], error["type"]) == (name, "invalid_request_error")
     assert name in error["message"]
-    assert answer.headers["x-should-retry"] == "false"
+    assert response.headers["x-should-retry"] == "false"
 
 
 def test_an_invalid_strict_priority_in_the_body_is_a_400_that_names_it(mesh: Mesh) -> None:
-    answer = post_completion(mesh, "refused", agent_hints={"strict_priority": "1"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "nvext.agent_hints.strict_priority"
+    response = post_completion(mesh, "refused", agent_hints={"strict_priority": "1"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "nvext.agent_hints.strict_priority"

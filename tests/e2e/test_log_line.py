@@ -34,8 +34,8 @@ def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_successful_request_has_one_complete_log_line(mesh: Mesh, stream: bool) -> None:
-    answer = post(mesh, f"complete-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
-    assert answer.status_code == 200
+    response = post(mesh, f"complete-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
+    assert response.status_code == 200
     line = mesh.request_line(f"complete-{stream}")
     assert len(mesh.request_lines(f"complete-{stream}")) == 1
     assert len(line["request_id"]) == 32
@@ -57,10 +57,10 @@ def test_a_successful_request_has_one_complete_log_line(mesh: Mesh, stream: bool
 
 
 def test_a_refused_request_has_a_log_line_with_the_reason(mesh: Mesh) -> None:
-    answer = post(mesh, "refused", max_tokens=-1)
+    response = post(mesh, "refused", max_tokens=-1)
     line = mesh.request_line("refused")
-    assert (answer.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
-    error = answer.json()["error"]
+    assert (response.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
+    error = response.json()["error"]
     assert (line["param"], line["error"]) == ("max_tokens", error["message"])
     assert "workers" not in line
 
@@ -81,8 +81,8 @@ def test_a_request_of_a_disconnected_client_has_a_log_line_with_the_reason(mesh:
 
 def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
     for name in ("_HEALTH_CHECK", "is_probe"):
-        answer = post(mesh, "probe", **{name: True})
-        assert answer.json()["error"]["param"] == name
+        response = post(mesh, "probe", **{name: True})
+        assert response.json()["error"]["param"] == name
 
 
 def metrics(mesh: Mesh) -> list[str]:
@@ -121,7 +121,9 @@ def test_a_probe_of_a_worker_changes_neither_bookings_nor_request_metrics(mesh: 
     wait_for(lambda: mesh.router.bookings() == 0, "the mesh is idle")
     before = observed_state()
     for worker_index in range(2):
-        answers = probe(worker_index)
-        assert sum(len(answer.token_ids) for answer in answers) == 1, "a probe returns one token"
-        assert answers[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
+        responses = probe(worker_index)
+        assert sum(len(response.token_ids) for response in responses) == 1, (
+            "a probe returns one token"
+        )
+        assert responses[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
     assert observed_state() == before

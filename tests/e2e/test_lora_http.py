@@ -74,9 +74,9 @@ def post_completion(
     return mesh.post_completion(client_id, prompt, model=model, headers=headers)
 
 
-def cached_tokens(answer: httpx.Response) -> int:
-    assert answer.status_code == 200, answer.text
-    tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached_tokens(response: httpx.Response) -> int:
+    assert response.status_code == 200, response.text
+    tokens: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
 
 
@@ -97,9 +97,9 @@ def test_a_response_is_generated_by_the_adapter_and_carries_its_name(mesh: Mesh)
     texts = {}
     for name, adapter in ((MODEL, ""), ("french", "french"), ("german", "german")):
         body = {"model": name, "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
-        answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body).json()
-        assert answer["model"] == name
-        texts[name] = answer["choices"][0]["text"]
+        response = mesh.http.post(f"{mesh.url}/v1/completions", json=body).json()
+        assert response["model"] == name
+        texts[name] = response["choices"][0]["text"]
         assert texts[name] == expected_text(adapter, prompt), name
     assert len(set(texts.values())) == 3
 
@@ -187,9 +187,9 @@ def test_a_pin_to_a_worker_without_the_adapter_is_refused(
     mesh: Mesh,
 ) -> None:
     pin = {"x-kvmesh-backend-instance-id": str(mesh.workers[0].instance_id)}
-    answer = post_completion(mesh, "french", unique_prompt(BLOCK_SIZE), **pin)
-    assert answer.status_code == 503
-    assert "'french'" in answer.json()["error"]["message"]
+    response = post_completion(mesh, "french", unique_prompt(BLOCK_SIZE), **pin)
+    assert response.status_code == 503
+    assert "'french'" in response.json()["error"]["message"]
 
 
 def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
@@ -220,8 +220,8 @@ def test_a_name_conflict_is_resolved_by_model_name_and_reported(mesh: Mesh) -> N
 
 
 def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_models(mesh: Mesh) -> None:
-    answer = post_completion(mesh, "french", "able about " * 20_000)
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    response = post_completion(mesh, "french", "able about " * 20_000)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
     unknown = post_completion(mesh, "klingon", "hi")
     assert unknown.status_code == 404
     error = unknown.json()["error"]
@@ -243,12 +243,12 @@ def test_a_pair_serves_an_adapter_only_if_both_workers_have_it(tmp_path: Path) -
         def successful_response() -> httpx.Response | None:
             # The router may see the workers a moment later than the frontend.
             headers = {"x-request-id": "pair"}
-            answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers)
-            return answer if answer.status_code == 200 else None
+            response = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers)
+            return response if response.status_code == 200 else None
 
-        answer = wait_for(successful_response, "the router sees the workers")
-        assert answer is not None
-        assert answer.json()["choices"][0]["text"] == expected_text("french", prompt)
+        response = wait_for(successful_response, "the router sees the workers")
+        assert response is not None
+        assert response.json()["choices"][0]["text"] == expected_text("french", prompt)
         (line,) = wait_for(
             lambda: [line for line in mesh.request_lines("pair") if line["status"] == 200],
             "its line is in the log",
@@ -276,8 +276,8 @@ def test_a_started_response_of_an_adapter_migrates_to_another_worker_with_it(
             f"{mesh.url}/v1/completions",
             json=body | {"stream": True},
             headers={"x-request-id": "moved"},
-        ) as answer:
-            for line in answer.iter_lines():
+        ) as response:
+            for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
                 pieces += [c["text"] for c in json.loads(line[6:])["choices"]]
@@ -298,11 +298,11 @@ def test_an_adapter_without_workers_is_a_503_with_retry_headers_until_it_is_back
     gone.kill()
     wait_for(mesh.is_complete, "the frontend sees that the worker has left")
     wait_for(lambda: "german" not in listed_models(mesh), "its adapters are not listed")
-    answer = post_completion(mesh, "german", "hi")
-    assert answer.status_code == 503
-    assert "german" in answer.json()["error"]["message"]
-    assert int(answer.headers["retry-after"]) >= 1
-    assert answer.headers["x-should-retry"] == "true"
+    response = post_completion(mesh, "german", "hi")
+    assert response.status_code == 503
+    assert "german" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
     assert mesh.http.get(f"{mesh.url}/v1/models/german").status_code == 503
     assert post_completion(mesh, MODEL, "hi").status_code == 200
     # The other model's adapter of the same name takes over.

@@ -52,15 +52,15 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
     try:
         await_text(out, "> Say hello to the mesh.", mesh)
         (curl,) = [block for block in SHELL if block.startswith("curl")]
-        answer = subprocess.run(
+        response = subprocess.run(
             ["bash", "-c", curl.replace(":8000", f":{port}")],
             capture_output=True,
             text=True,
             timeout=WAIT_S,
             check=True,
         ).stdout
-        assert answer.count("data: ") > 10, answer
-        assert answer.rstrip().endswith("data: [DONE]"), answer
+        assert response.count("data: ") > 10, response
+        assert response.rstrip().endswith("data: [DONE]"), response
         example = subprocess.run(
             [sys.executable, "-c", PYTHON[0].replace(":8000", f":{port}")],
             capture_output=True,
@@ -88,7 +88,7 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
         found = re.search(r"^worker-0 +ready +\d+ +(\S+)", out.read_text(), re.MULTILINE)
         assert found is not None, out.read_text()
         (grpcurl,) = [block for block in SHELL if block.startswith("grpcurl")]
-        answer = subprocess.run(
+        response = subprocess.run(
             ["bash", "-ec", grpcurl.replace("ADDRESS", found[1])],
             env={**env, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"},
             capture_output=True,
@@ -96,8 +96,8 @@ def test_make_run_serves_and_the_curl_the_sdk_status_and_grpcurl_work(tmp_path: 
             timeout=WAIT_S,
             check=True,
         ).stdout
-        assert "kvmesh.engine.v1.EngineService\n" in answer, answer
-        assert answer.count('"token_ids"') == 4, answer
+        assert "kvmesh.engine.v1.EngineService\n" in response, response
+        assert response.count('"token_ids"') == 4, response
     finally:
         os.killpg(mesh.pid, signal.SIGINT)
         try:

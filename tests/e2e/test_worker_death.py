@@ -81,12 +81,12 @@ def now() -> float:
 async def read_stream(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
     """Streams one completion into `stream`."""
     body = body_of(stream.prompt, tokens, stream=True)
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        stream.status = answer.status_code
-        if answer.status_code != 200:
-            stream.error = json.loads(await answer.aread())["error"]
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        stream.status = response.status_code
+        if response.status_code != 200:
+            stream.error = json.loads(await response.aread())["error"]
             return
-        async for line in answer.aiter_lines():
+        async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
@@ -131,9 +131,9 @@ async def run_probe(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
     async def run() -> None:
         while True:
             body = body_of(f"Probe {len(probe.results)}", 2, stream=False)
-            answer = await client.post("/v1/completions", json=body)
-            code = "" if answer.status_code == 200 else answer.json()["error"]["code"]
-            probe.results.append((now(), answer.status_code, code))
+            response = await client.post("/v1/completions", json=body)
+            code = "" if response.status_code == 200 else response.json()["error"]["code"]
+            probe.results.append((now(), response.status_code, code))
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     task = asyncio.create_task(run())
@@ -295,11 +295,11 @@ async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Orac
         prompt, count = f"Client {number}", 0
         expected = oracle.completion(prompt, 10, ignore_eos=True).text
         while True:
-            answer = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["text"] == expected
+            response = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["text"] == expected
             count += 1
-            if answer.headers.get("connection") == "close":
+            if response.headers.get("connection") == "close":
                 return count
 
     # Time for the next request of each client: its response closes the connection.

@@ -138,7 +138,7 @@ class IgnoringSink:
     def finished(self, outcome: RequestOutcome) -> None: ...
 
 
-class Bed:
+class Harness:
     """A gateway with its router client, a router's load tracker and a worker."""
 
     def __init__(self, tracks: bool) -> None:
@@ -168,13 +168,13 @@ class Bed:
         await asyncio.sleep(0.1)
 
 
-def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *, tracks: bool = True) -> None:
+def play(script: Callable[[Harness], Coroutine[Any, Any, None]], *, tracks: bool = True) -> None:
     async def main() -> None:
-        bed = Bed(tracks)
-        task = asyncio.get_running_loop().create_task(bed.client.run())
+        harness = Harness(tracks)
+        task = asyncio.get_running_loop().create_task(harness.client.run())
         try:
             await asyncio.sleep(0.1)
-            await script(bed)
+            await script(harness)
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -183,11 +183,11 @@ def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *, tracks: bool = T
 
 
 def test_hints_of_the_client_reach_the_router() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         override = RouterConfigOverride(router_temperature=0.5)
         hints = RoutingHints(expected_output_tokens=64, priority_jump=3.0)
-        await bed.open(router_config_override=override, routing=hints)
-        (query,) = [new.query for frame in bed.router.frames for new in frame.news]
+        await harness.open(router_config_override=override, routing=hints)
+        (query,) = [new.query for frame in harness.router.frames for new in frame.news]
         assert query.config_override.router_temperature == 0.5
         assert query.expected_output_tokens == 64
         assert query.routing.priority_jump == 3.0
@@ -196,10 +196,10 @@ def test_hints_of_the_client_reach_the_router() -> None:
 
 
 def test_a_strict_priority_reaches_the_router() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         now = asyncio.get_running_loop().time()
-        await bed.open(query=Query("m", 32, now, strict_priority=2))
-        (query,) = [new.query for frame in bed.router.frames for new in frame.news]
+        await harness.open(query=Query("m", 32, now, strict_priority=2))
+        (query,) = [new.query for frame in harness.router.frames for new in frame.news]
         assert query.strict_priority == 2
 
     play(script)
@@ -207,31 +207,31 @@ def test_a_strict_priority_reaches_the_router() -> None:
 
 @pytest.mark.row("S1-83")
 def test_output_blocks_add_load_that_decays_toward_the_expected_end() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open(routing=RoutingHints(expected_output_tokens=64))
-        assert bed.router.blocks == 2
-        await bed.generate(1)
-        assert bed.router.blocks == 3, "3 blocks at (1 - 1/64)"
-        await bed.generate(15)
-        assert len(bed.router.outputs) == 1, "no new block, no message"
-        await bed.generate(32)
-        (_, second) = bed.router.outputs
+    async def script(harness: Harness) -> None:
+        await harness.open(routing=RoutingHints(expected_output_tokens=64))
+        assert harness.router.blocks == 2
+        await harness.generate(1)
+        assert harness.router.blocks == 3, "3 blocks at (1 - 1/64)"
+        await harness.generate(15)
+        assert len(harness.router.outputs) == 1, "no new block, no message"
+        await harness.generate(32)
+        (_, second) = harness.router.outputs
         assert (second.blocks, second.decay_fraction) == (2, 0.25)
-        assert bed.router.blocks == 1, "5 blocks at a quarter"
-        bed.handle.client_gone()
+        assert harness.router.blocks == 1, "5 blocks at a quarter"
+        harness.handle.client_gone()
         await asyncio.sleep(0.1)
-        assert (bed.router.blocks, len(bed.router.book)) == (0, 0)
+        assert (harness.router.blocks, len(harness.router.book)) == (0, 0)
 
     play(script)
 
 
 def test_without_an_expected_length_output_blocks_count_in_full() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        await bed.generate(40)
-        (output,) = bed.router.outputs
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        await harness.generate(40)
+        (output,) = harness.router.outputs
         assert (output.blocks, output.HasField("decay_fraction")) == (3, False)
-        assert bed.router.blocks == 5
+        assert harness.router.blocks == 5
 
     play(script)
 
@@ -239,30 +239,30 @@ def test_without_an_expected_length_output_blocks_count_in_full() -> None:
 def test_after_a_migration_generated_tokens_count_as_prompt() -> None:
     hasher = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCKS)
 
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         now = asyncio.get_running_loop().time()
         prompt = TokenIds.of(list(range(40)))
         hints = RoutingHints(expected_output_tokens=400)
         empty = Query(
             "m", 0, now, hash_scheme=HASH_SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
         )
-        await bed.open(prompt=40, query=empty.extended(prompt, 40))
+        await harness.open(prompt=40, query=empty.extended(prompt, 40))
         generated: list[int] = []
         for count in (200, 150):
-            await bed.generate(count)
+            await harness.generate(count)
             generated += [1] * count
-            bed.workers.sinks[-1].lost(WorkerLost("gone", retryable=True))
+            harness.workers.sinks[-1].lost(WorkerLost("gone", retryable=True))
             await asyncio.sleep(5.0)
-            query = [new.query for frame in bed.router.frames for new in frame.news][-1]
+            query = [new.query for frame in harness.router.frames for new in frame.news][-1]
             whole = [*prompt, *generated]
             assert query.total_tokens == len(whole)
             assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(whole))
             assert query.expected_output_tokens == 400 - len(generated)
             held = -(-len(whole) // BLOCKS)
-            assert bed.router.blocks == held, "the prompt, before the first token"
-        sent = len(bed.router.outputs)
-        await bed.generate(25)
-        (last,) = bed.router.outputs[sent:]
+            assert harness.router.blocks == held, "the prompt, before the first token"
+        sent = len(harness.router.outputs)
+        await harness.generate(25)
+        (last,) = harness.router.outputs[sent:]
         assert (last.blocks, last.decay_fraction) == (1, 0.5), "25 of 50 expected tokens are left"
 
     play(script)
@@ -280,55 +280,55 @@ def test_a_prompt_extended_in_steps_has_the_hashes_of_the_whole_prompt() -> None
 
 
 def test_a_router_that_does_not_track_output_receives_none() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        await bed.generate(100)
-        assert bed.router.outputs == []
-        assert bed.router.blocks == 2
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        await harness.generate(100)
+        assert harness.router.outputs == []
+        assert harness.router.blocks == 2
 
     play(script, tracks=False)
 
 
 def test_output_between_two_frames_is_one_message_and_one_revision() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
+    async def script(harness: Harness) -> None:
+        await harness.open()
         for _ in range(3):
-            bed.workers.sinks[-1].tokens([1] * 16, ())
+            harness.workers.sinks[-1].tokens([1] * 16, ())
         await asyncio.sleep(0.1)
-        (output,) = bed.router.outputs
+        (output,) = harness.router.outputs
         assert output.blocks == 3
-        bed.router.responses.put_nowait(None)  # ends the session; the client opens another one
+        harness.router.responses.put_nowait(None)  # ends the session; the client opens another one
         await asyncio.sleep(1.0)
-        (announced,) = bed.router.frames[-1].announced or bed.router.frames[-2].announced
-        held = bed.router.book.get(BookingKey(FRONTEND, "r", 0))
+        (announced,) = harness.router.frames[-1].announced or harness.router.frames[-2].announced
+        held = harness.router.book.get(BookingKey(FRONTEND, "r", 0))
         assert held is not None
         assert (announced.decode_blocks, announced.revision) == (5, held.revision)
-        assert bed.router.blocks == 5
+        assert harness.router.blocks == 5
 
     play(script)
 
 
 def test_a_new_router_receives_the_same_load_as_the_old_one() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open(routing=RoutingHints(expected_output_tokens=64))
-        await bed.generate(48)
-        bed.router.book = LoadTracker()
-        bed.router.session = bed.router.book.open_session(FRONTEND)
-        bed.router.responses.put_nowait(None)
+    async def script(harness: Harness) -> None:
+        await harness.open(routing=RoutingHints(expected_output_tokens=64))
+        await harness.generate(48)
+        harness.router.book = LoadTracker()
+        harness.router.session = harness.router.book.open_session(FRONTEND)
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        assert bed.router.blocks == 1, "5 blocks at a quarter"
+        assert harness.router.blocks == 1, "5 blocks at a quarter"
 
     play(script)
 
 
 @pytest.mark.parametrize(("charges", "tokens"), [(True, 32), (False, 0)])
 def test_an_announced_booking_has_the_booked_load(charges: bool, tokens: int) -> None:
-    async def script(bed: Bed) -> None:
-        bed.router.charges_prefill = charges
-        await bed.open()
-        bed.router.responses.put_nowait(None)
+    async def script(harness: Harness) -> None:
+        harness.router.charges_prefill = charges
+        await harness.open()
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        (announced,) = [booking for frame in bed.router.frames for booking in frame.announced]
+        (announced,) = [booking for frame in harness.router.frames for booking in frame.announced]
         assert (announced.prefill_tokens, announced.decode_blocks, announced.revision) == (
             tokens,
             2,
@@ -340,13 +340,13 @@ def test_an_announced_booking_has_the_booked_load(charges: bool, tokens: int) ->
 
 @pytest.mark.parametrize(("revision", "session"), [(3, "alice"), (0, "")])
 def test_an_announced_booking_has_its_session(revision: int, session: str) -> None:
-    async def script(bed: Bed) -> None:
-        bed.router.session_revision = revision
+    async def script(harness: Harness) -> None:
+        harness.router.session_revision = revision
         alice = RoutingHints(session_control=SessionControl("alice"), lora_name="french")
-        await bed.open(routing=alice)
-        bed.router.responses.put_nowait(None)
+        await harness.open(routing=alice)
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        (announced,) = [booking for frame in bed.router.frames for booking in frame.announced]
+        (announced,) = [booking for frame in harness.router.frames for booking in frame.announced]
         assert (announced.session_id, announced.session_revision) == (session, revision)
         assert announced.lora_name == ("french" if session else "")
 
@@ -354,46 +354,46 @@ def test_an_announced_booking_has_its_session(revision: int, session: str) -> No
 
 
 def test_a_booking_is_renewed_before_a_router_expires_it() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open("a")
+    async def script(harness: Harness) -> None:
+        await harness.open("a")
         await asyncio.sleep(RENEW_INTERVAL_S / 2)
-        await bed.open("b")
+        await harness.open("b")
         for _ in range(20):
             await asyncio.sleep(RENEW_INTERVAL_S / 4)
-            bed.router.book.expire(asyncio.get_running_loop().time())
-        assert len(bed.router.book) == 2
-        renewed = [b.key.request_id for frame in bed.router.frames for b in frame.announced]
+            harness.router.book.expire(asyncio.get_running_loop().time())
+        assert len(harness.router.book) == 2
+        renewed = [b.key.request_id for frame in harness.router.frames for b in frame.announced]
         assert renewed.count("a") >= 4
         assert renewed.count("b") >= 4
-        await bed.generate(16)
-        assert bed.router.blocks == 5, "2 + 3"
+        await harness.generate(16)
+        assert harness.router.blocks == 5, "2 + 3"
 
     play(script)
 
 
 def test_output_in_a_renewal_is_not_sent_again() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        bed.client.output(("r", 0), 1, None)
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        harness.client.output(("r", 0), 1, None)
         await asyncio.sleep(RENEW_INTERVAL_S - 0.2)
         for _ in range(60):
-            bed.client.output(("r", 0), 1, None)
+            harness.client.output(("r", 0), 1, None)
             await asyncio.sleep(0.01)
-        assert bed.router.blocks == 63
-        assert any(frame.announced for frame in bed.router.frames)
+        assert harness.router.blocks == 63
+        assert any(frame.announced for frame in harness.router.frames)
 
     play(script)
 
 
 def test_output_of_an_unplaced_request_is_ignored() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         placed: list[RoutingDecision | MeshError] = []
         key: PlacementKey = ("r", 0)
-        bed.client.output(key, 1, None)
-        bed.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
-        bed.client.output(key, 1, None)
+        harness.client.output(key, 1, None)
+        harness.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
+        harness.client.output(key, 1, None)
         await asyncio.sleep(0.1)
         assert len(placed) == 1
-        assert (bed.router.blocks, bed.router.outputs) == (2, [])
+        assert (harness.router.blocks, harness.router.outputs) == (2, [])
 
     play(script)

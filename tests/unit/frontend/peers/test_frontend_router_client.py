@@ -122,7 +122,7 @@ class _FakeSession:
             self._responses.put_nowait(None)
 
 
-class Bed:
+class Harness:
     """A client and its routers.
 
     present: ids of the routers in discovery. has_workers: whether discovery has workers.
@@ -149,12 +149,12 @@ class Bed:
         self.client.place((name, 0), query, self.results.append)
 
 
-def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *present: int) -> None:
+def play(script: Callable[[Harness], Coroutine[Any, Any, None]], *present: int) -> None:
     async def main() -> None:
-        bed = Bed(*present)
-        task = asyncio.get_running_loop().create_task(bed.client.run())
+        harness = Harness(*present)
+        task = asyncio.get_running_loop().create_task(harness.client.run())
         try:
-            await script(bed)
+            await script(harness)
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -163,13 +163,13 @@ def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *present: int) -> N
 
 
 def test_a_frontend_has_one_session_with_its_home_router_only() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         await asyncio.sleep(10.0)
-        bed.place("a")
+        harness.place("a")
         await asyncio.sleep(0.1)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert (bed.home.open_sessions, bed.other.sessions) == (1, [])
-        assert len(bed.home.sessions) == 1
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert (harness.home.open_sessions, harness.other.sessions) == (1, [])
+        assert len(harness.home.sessions) == 1
 
     play(script, HOME, OTHER)
 
@@ -178,67 +178,67 @@ def test_a_frontend_has_one_session_with_its_home_router_only() -> None:
 def test_the_session_after_a_dead_router_begins_with_all_bookings_and_queries(
     is_shown: bool,
 ) -> None:
-    async def script(bed: Bed) -> None:
-        bed.place("a")
-        bed.place("b")
+    async def script(harness: Harness) -> None:
+        harness.place("a")
+        harness.place("b")
         await asyncio.sleep(0.1)
-        bed.client.prefill_done(("a", 0))
-        bed.client.free(("b", 0))
+        harness.client.prefill_done(("a", 0))
+        harness.client.free(("b", 0))
         if not is_shown:
-            bed.present = [OTHER]
-        bed.home.die()
-        bed.place("c")
+            harness.present = [OTHER]
+        harness.home.die()
+        harness.place("c")
         await asyncio.sleep(RECONNECT_MAX_S + 0.01)
-        first = bed.other.frames[0]
+        first = harness.other.frames[0]
         assert [b.key.request_id for b in first.announced] == ["a"]
         assert (first.announced[0].prefill_tokens, first.announced[0].revision) == (0, 2)
         assert [new.key.request_id for new in first.news] == ["c"]
-        assert len(bed.results) == 3
+        assert len(harness.results) == 3
 
     play(script, HOME, OTHER)
 
 
 def test_a_frontend_returns_to_its_home_router_when_that_is_back() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         await asyncio.sleep(1.0)
-        bed.place("a")
+        harness.place("a")
         await asyncio.sleep(0.1)
-        assert bed.other.open_sessions == 1
-        bed.present = [HOME, OTHER]
+        assert harness.other.open_sessions == 1
+        harness.present = [HOME, OTHER]
         await asyncio.sleep(MOVED_S)
-        assert (bed.home.open_sessions, bed.other.open_sessions) == (1, 0)
-        assert [b.key.request_id for b in bed.home.frames[0].announced] == ["a"]
+        assert (harness.home.open_sessions, harness.other.open_sessions) == (1, 0)
+        assert [b.key.request_id for b in harness.home.frames[0].announced] == ["a"]
 
     play(script, OTHER)
 
 
 def test_a_frontend_leaves_a_hung_home_router_until_that_answers_again() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         await asyncio.sleep(1.0)
-        bed.home.hangs = True
+        harness.home.hangs = True
         await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S)
-        assert bed.other.open_sessions == 1
+        assert harness.other.open_sessions == 1
         waited_s = 0.0
         for n in range(300):
-            bed.place(f"{n}")
+            harness.place(f"{n}")
             await asyncio.sleep(0.1)
             waited_s += 0.1
-            assert len(bed.results) == n + 1, "queries succeed while the home is probed"
+            assert len(harness.results) == n + 1, "queries succeed while the home is probed"
         assert waited_s > 2 * AVOID_FAILED_ROUTER_S
-        assert len(bed.home.sessions) > 2, "the home was probed"
-        assert len(bed.other.sessions) == 1
-        bed.home.hangs = False
+        assert len(harness.home.sessions) > 2, "the home was probed"
+        assert len(harness.other.sessions) == 1
+        harness.home.hangs = False
         await asyncio.sleep(AVOID_FAILED_ROUTER_S + MOVED_S + 1.0)
-        assert (bed.home.open_sessions, bed.other.open_sessions) == (1, 0)
+        assert (harness.home.open_sessions, harness.other.open_sessions) == (1, 0)
 
     play(script, HOME, OTHER)
 
 
 def test_a_decision_has_the_address_of_the_worker() -> None:
-    async def script(bed: Bed) -> None:
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.place("a")
         await asyncio.sleep(0.1)
-        (placed,) = bed.results
+        (placed,) = harness.results
         assert isinstance(placed, RoutingDecision)
         assert (placed.worker_id, placed.address) == (50, "w:50")
 
@@ -246,18 +246,18 @@ def test_a_decision_has_the_address_of_the_worker() -> None:
 
 
 def test_a_queued_request_is_not_placed_unrouted_while_its_session_moves() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues = bed.other.queues = True
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.queues = harness.other.queues = True
+        harness.place("a")
         await asyncio.sleep(10 * UNROUTED_AFTER_S + 0.05)
-        bed.present = []
-        bed.home.die()
+        harness.present = []
+        harness.home.die()
         # In time for a hello, but too late for a heartbeat.
         await asyncio.sleep(UNROUTED_AFTER_S - RECONNECT_MAX_S - 0.1)
-        bed.present = [OTHER]
+        harness.present = [OTHER]
         await asyncio.sleep(10 * UNROUTED_AFTER_S)
-        assert [new.key.request_id for new in bed.other.frames[0].news] == ["a"]
-        assert (bed.client.unrouted, bed.results) == (0, [])
+        assert [new.key.request_id for new in harness.other.frames[0].news] == ["a"]
+        assert (harness.client.unrouted, harness.results) == (0, [])
 
     play(script, HOME)
 
@@ -266,83 +266,85 @@ def test_a_queued_request_is_not_placed_unrouted_while_its_session_moves() -> No
 def test_a_queued_request_is_placed_unrouted_when_no_router_responds_for_long(
     hangs: bool,
 ) -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues = True
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.queues = True
+        harness.place("a")
         await asyncio.sleep(10 * UNROUTED_AFTER_S)
         if hangs:
-            bed.home.hangs = True
+            harness.home.hangs = True
         else:
-            bed.home.die()
+            harness.home.die()
         await asyncio.sleep(UNROUTED_AFTER_S + 0.2)
-        assert (bed.client.unrouted, len(bed.results)) == (1, 1)
+        assert (harness.client.unrouted, len(harness.results)) == (1, 1)
 
     play(script, HOME)
 
 
 @pytest.mark.parametrize("queue_wait_ms", [None, 0, 60_000], ids=["unknown", "none", "a minute"])
 def test_a_query_that_crashes_its_routers_is_placed_unrouted(queue_wait_ms: int | None) -> None:
-    async def script(bed: Bed) -> None:
-        for router in (bed.home, bed.other):
+    async def script(harness: Harness) -> None:
+        for router in (harness.home, harness.other):
             router.queue_wait_ms, router.dies_of = queue_wait_ms, "poison"
-        bed.place("poison")
-        bed.place("meanwhile")
+        harness.place("poison")
+        harness.place("meanwhile")
         await asyncio.sleep(UNROUTED_AFTER_S + 1.0)
-        assert len(bed.home.sessions) > 3, "each session had a hello"
-        assert (bed.client.unrouted, len(bed.results)) == (2, 2)
-        bed.place("afterwards")
+        assert len(harness.home.sessions) > 3, "each session had a hello"
+        assert (harness.client.unrouted, len(harness.results)) == (2, 2)
+        harness.place("afterwards")
         await asyncio.sleep(0.5)
-        assert isinstance(bed.results[-1], RoutingDecision)
+        assert isinstance(harness.results[-1], RoutingDecision)
 
     play(script, HOME, OTHER)
 
 
 def test_a_router_that_answers_no_query_is_left_for_another() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues, bed.home.queue_wait_ms = True, 0
+    async def script(harness: Harness) -> None:
+        harness.home.queues, harness.home.queue_wait_ms = True, 0
         await asyncio.sleep(1.0)
-        bed.place("a")
+        harness.place("a")
         await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert bed.other.open_sessions == 1
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert harness.other.open_sessions == 1
 
     play(script, HOME, OTHER)
 
 
 def test_requests_are_placed_unrouted_when_a_live_router_answers_no_query() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues, bed.home.queue_wait_ms = True, 0
+    async def script(harness: Harness) -> None:
+        harness.home.queues, harness.home.queue_wait_ms = True, 0
         for n in range(5):
-            bed.place(f"{n}")
+            harness.place(f"{n}")
             await asyncio.sleep(UNROUTED_AFTER_S + 2.0)
-            assert bed.client.unrouted == n + 1
+            assert harness.client.unrouted == n + 1
 
     play(script, HOME)
 
 
 def test_a_router_may_queue_a_query_for_its_advertised_queue_wait_and_no_longer() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues, bed.home.queue_wait_ms = True, 60_000
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.queues, harness.home.queue_wait_ms = True, 60_000
+        harness.place("a")
         await asyncio.sleep(60.0)
-        assert (bed.results, len(bed.home.sessions)) == ([], 1)
+        assert (harness.results, len(harness.home.sessions)) == ([], 1)
         await asyncio.sleep(SILENCE_TIMEOUT_S + PING_INTERVAL_S + RECONNECT_MAX_S + 0.1)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert bed.client.unrouted == 0
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert harness.client.unrouted == 0
 
     play(script, HOME, OTHER)
 
 
 def test_a_router_with_another_id_at_a_known_address_is_rejected() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.id = 3
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.id = 3
+        harness.place("a")
         await asyncio.sleep(2 * RECONNECT_MAX_S)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert bed.other.open_sessions == 1
-        assert bed.home.open_sessions == 0
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert harness.other.open_sessions == 1
+        assert harness.home.open_sessions == 0
         await asyncio.sleep(AVOID_FAILED_ROUTER_S + 2 * MOVED_S)
-        assert (len(bed.home.sessions), len(bed.other.sessions)) == (2, 1), "probed, not used"
+        assert (len(harness.home.sessions), len(harness.other.sessions)) == (2, 1), (
+            "probed, not used"
+        )
 
     play(script, HOME, OTHER)
 
@@ -358,66 +360,66 @@ UNKNOWN_MODEL_ERRORS = (
 def test_a_router_that_does_not_see_the_workers_is_left_for_another(
     unknown: MeshError,
 ) -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error = unknown
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.error = unknown
+        harness.place("a")
         await asyncio.sleep(STALE_ROUTER_AFTER_S + REQUERY_DELAY_S + RECONNECT_MAX_S + 0.1)
-        (result,) = bed.results
+        (result,) = harness.results
         assert isinstance(result, RoutingDecision)
-        assert bed.other.open_sessions == 1
+        assert harness.other.open_sessions == 1
 
     play(script, HOME, OTHER)
 
 
 def test_a_query_is_repeated_when_the_router_sees_the_model_a_moment_later() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error = UnknownModel("m")
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.error = UnknownModel("m")
+        harness.place("a")
         await asyncio.sleep(STALE_ROUTER_AFTER_S / 2)
-        bed.home.error = None
+        harness.home.error = None
         await asyncio.sleep(2 * REQUERY_DELAY_S)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert (len(bed.home.sessions), bed.other.sessions) == (1, [])
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert (len(harness.home.sessions), harness.other.sessions) == (1, [])
 
     play(script, HOME, OTHER)
 
 
 def test_a_repeated_query_that_is_queued_is_not_placed_unrouted() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error, bed.home.queue_wait_ms = UnknownModel("m"), 60_000
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.error, harness.home.queue_wait_ms = UnknownModel("m"), 60_000
+        harness.place("a")
         await asyncio.sleep(STALE_ROUTER_AFTER_S / 2)
-        bed.home.error, bed.home.queues = None, True
+        harness.home.error, harness.home.queues = None, True
         await asyncio.sleep(3 * UNROUTED_AFTER_S)
-        assert (bed.results, bed.client.unrouted) == ([], 0)
+        assert (harness.results, harness.client.unrouted) == ([], 0)
 
     play(script, HOME, OTHER)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_new_session_sends_each_repeated_query_once(seed: int) -> None:
-    async def script(bed: Bed) -> None:
-        bed.client._rng = Random(seed)
-        bed.home.error, bed.other.queues = UnknownModel("m"), True
+    async def script(harness: Harness) -> None:
+        harness.client._rng = Random(seed)
+        harness.home.error, harness.other.queues = UnknownModel("m"), True
         for number in range(20):
-            bed.place(f"{number}")
+            harness.place(f"{number}")
             await asyncio.sleep(0.03)
         await asyncio.sleep(STALE_ROUTER_AFTER_S + 2 * REQUERY_DELAY_S + RECONNECT_MAX_S)
-        sent = [new.id for frame in bed.other.frames for new in frame.news]
+        sent = [new.id for frame in harness.other.frames for new in frame.news]
         assert len(sent) == len(set(sent)) > 0
 
     play(script, HOME, OTHER)
 
 
 def test_a_served_model_that_no_router_knows_is_placed_unrouted() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error = bed.other.error = UnknownModel("m")
+    async def script(harness: Harness) -> None:
+        harness.home.error = harness.other.error = UnknownModel("m")
         for n in range(40):
-            bed.place(f"{n}")
+            harness.place(f"{n}")
             await asyncio.sleep(0.5)
-        assert len(bed.results) == bed.client.unrouted
-        assert bed.client.unrouted >= 40 - (UNROUTED_AFTER_S + 0.2) / 0.5
-        moves = len(bed.home.sessions) + len(bed.other.sessions) - 1
+        assert len(harness.results) == harness.client.unrouted
+        assert harness.client.unrouted >= 40 - (UNROUTED_AFTER_S + 0.2) / 0.5
+        moves = len(harness.home.sessions) + len(harness.other.sessions) - 1
         assert moves <= 2 * 20.0 / AVOID_FAILED_ROUTER_S, "few moves between the routers"
 
     play(script, HOME, OTHER)
@@ -425,21 +427,21 @@ def test_a_served_model_that_no_router_knows_is_placed_unrouted() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_query_for_a_model_that_stays_unknown_is_repeated_a_few_times_only(seed: int) -> None:
-    async def script(bed: Bed) -> None:
-        bed.client._rng = Random(seed)
-        bed.home.error = UnknownModel("m")
+    async def script(harness: Harness) -> None:
+        harness.client._rng = Random(seed)
+        harness.home.error = UnknownModel("m")
         await asyncio.sleep(1.0)
         for n in range(20):
-            bed.place(f"{n}")
+            harness.place(f"{n}")
         await asyncio.sleep(UNROUTED_AFTER_S + 0.2)
-        assert (bed.client.unrouted, len(bed.results)) == (20, 20), "placed in time"
-        sent = Counter(new.id for frame in bed.home.frames for new in frame.news)
+        assert (harness.client.unrouted, len(harness.results)) == (20, 20), "placed in time"
+        sent = Counter(new.id for frame in harness.home.frames for new in frame.news)
         first, later = (
             STALE_ROUTER_AFTER_S / REQUERY_DELAY_S,
             UNROUTED_AFTER_S / (REQUERY_DELAY_MAX_S / 2),
         )
         assert all(3 <= times <= 2 + first + later for times in sent.values()), sent
-        at_once = [len(frame.news) for frame in bed.home.frames if frame.news]
+        at_once = [len(frame.news) for frame in harness.home.frames if frame.news]
         assert max(at_once[-5:]) < 20, "not all at once"
 
     play(script, HOME)
@@ -447,55 +449,55 @@ def test_a_query_for_a_model_that_stays_unknown_is_repeated_a_few_times_only(see
 
 @pytest.mark.parametrize("unknown_s", [0.3, 1.0, 1.9])
 def test_a_query_is_placed_soon_after_the_router_sees_the_model(unknown_s: float) -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error = UnknownModel("m")
+    async def script(harness: Harness) -> None:
+        harness.home.error = UnknownModel("m")
         await asyncio.sleep(1.0)
-        bed.place("a")
+        harness.place("a")
         await asyncio.sleep(unknown_s)
-        bed.home.error = None
+        harness.home.error = None
         await asyncio.sleep(
             REQUERY_DELAY_S if unknown_s < STALE_ROUTER_AFTER_S else REQUERY_DELAY_MAX_S
         )
         await asyncio.sleep(0.01)
-        assert isinstance(bed.results[0], RoutingDecision)
-        assert bed.client.unrouted == 0
+        assert isinstance(harness.results[0], RoutingDecision)
+        assert harness.client.unrouted == 0
 
     play(script, HOME)
 
 
 def test_an_unknown_model_without_workers_is_an_error() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.error, bed.has_workers = UnknownModel("m"), False
-        bed.place("a")
+    async def script(harness: Harness) -> None:
+        harness.home.error, harness.has_workers = UnknownModel("m"), False
+        harness.place("a")
         await asyncio.sleep(0.1)
-        (result,) = bed.results
+        (result,) = harness.results
         assert isinstance(result, UnknownModel)
 
     play(script, HOME, OTHER)
 
 
 def test_the_callback_of_an_unrouted_placement_may_free_another_pending_one() -> None:
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         def free_b(result: RoutingDecision | MeshError) -> None:
-            bed.results.append(result)
-            bed.client.free(("b", 0))
+            harness.results.append(result)
+            harness.client.free(("b", 0))
 
         query = Query("m", 100, asyncio.get_running_loop().time())
-        bed.client.place(("a", 0), query, free_b)
-        bed.place("b")
+        harness.client.place(("a", 0), query, free_b)
+        harness.place("b")
         await asyncio.sleep(UNROUTED_AFTER_S + 1.0)
-        assert (bed.client.unrouted, len(bed.results)) == (1, 1)
+        assert (harness.client.unrouted, len(harness.results)) == (1, 1)
 
     play(script)
 
 
 def test_heartbeats_are_exchanged_while_only_frees_are_sent() -> None:
-    async def script(bed: Bed) -> None:
-        bed.home.queues = True
+    async def script(harness: Harness) -> None:
+        harness.home.queues = True
         for n in range(round(5 * SILENCE_TIMEOUT_S / PING_INTERVAL_S * 8)):
-            bed.client.free((f"{n}", 0))
+            harness.client.free((f"{n}", 0))
             await asyncio.sleep(PING_INTERVAL_S / 8)
-        assert sum(len(frame.frees) > 0 for frame in bed.home.frames) > 100
-        assert len(bed.home.sessions) == 1
+        assert sum(len(frame.frees) > 0 for frame in harness.home.frames) > 100
+        assert len(harness.home.sessions) == 1
 
     play(script, HOME)
