@@ -32,7 +32,6 @@ def assess_readiness(
     reasons += [f"model {name}: {reason}" for name, reason in missing.items()]
     return Readiness(
         is_ready=not is_draining and bool(models.names() - missing.keys()),
-        is_draining=is_draining,
         reasons=tuple(reasons),
         degraded=tuple(_degraded_reasons(models, router, engines, hit_monitor)),
         models_not_ready={

@@ -1,4 +1,4 @@
-"""What all tests share: the row report, settings, and which tests are tried again."""
+"""Options of all tests: the row report, timeouts, and reruns."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 ROW = re.compile(r"\bS[0-4]-\d{2,3}\b")
 ROWS_A_TEST_MAX = 5
-# Tests of real processes and sockets depend on a machine they share; one that fails is tried once
-# more (`--reruns 0`: none), and the summary names it. Everything else must hold the first time.
-TRIED_AGAIN = {"contract", "integration", "e2e", "chaos", "sglang"}
-# What takes a while takes many times that where others use the machine too; up to 48 s were seen.
+# Tests of real processes and sockets depend on a shared machine. One that fails runs once more
+# (`--reruns 0`: it does not), and the summary names it. All other tests must pass at once.
+RERUN_FOLDERS = {"contract", "integration", "e2e", "chaos", "sglang"}
+# Long tests take many times longer on a busy machine; up to 48 s were measured.
 LONG_TIMEOUT_S = 240
 
 
@@ -28,18 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The mark would count for more than the option.
-    is_told = config.getoption("reruns", None) is not None
+    # The mark would override the option.
+    has_reruns_option = config.getoption("reruns", None) is not None
     for item in items:
         rows = [row for mark in item.iter_markers("row") for row in mark.args]
         if len(rows) > ROWS_A_TEST_MAX:
             raise pytest.UsageError(f"{item.nodeid} names {len(rows)} rows; 5 is the most")
         for row in rows:
             if not ROW.fullmatch(row):
-                raise pytest.UsageError(f"{item.nodeid}: {row!r} is no row")
+                raise pytest.UsageError(f"{item.nodeid}: {row!r} is not a row id")
         item.user_properties += [("row", row) for row in rows]
-        is_real = item.path.parent.name in TRIED_AGAIN
-        if is_real and not is_told:
+        is_real = item.path.parent.name in RERUN_FOLDERS
+        if is_real and not has_reruns_option:
             item.add_marker(pytest.mark.flaky(reruns=1))
         is_long = is_real or item.get_closest_marker("slow") is not None
         if is_long and item.get_closest_marker("timeout") is None:
@@ -47,11 +47,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 class RowReport:
-    """Gathers outcomes by row. A row counts when it has tests and all that ran have passed."""
+    """Collects outcomes by row. A row is proven if it has tests and all that ran passed."""
 
     def __init__(self, document: Path) -> None:
         text = document.read_text()
-        # Only what is listed counts, not what prose mentions.
+        # Only list items count, not mentions in prose.
         listed = re.findall(r"- \[[ x]\] (?:\*\*\[TRAP\]\*\* )?(S[0-4]-\d{2,3})\b", text)
         self.rows = sorted(set(listed))
         self.passed: defaultdict[str, int] = defaultdict(int)
@@ -81,8 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if find_spec("hypothesis"):  # the environment of SGLang has none
         from hypothesis import settings
 
-        # How long an example takes says more of the machine than of the code. The same examples
-        # each time; `--hypothesis-profile=search` draws others.
+        # The time of an example depends on the machine, so there is no deadline. The examples are
+        # always the same; `--hypothesis-profile=search` draws others.
         settings.register_profile("search", deadline=None)
         settings.register_profile("same", deadline=None, derandomize=True)
         settings.load_profile("same")

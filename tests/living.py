@@ -1,4 +1,4 @@
-"""One of our apps alive in a test's own process, its clock, and waits for what it does there."""
+"""Runs a service's app inside a test, with a clock and waits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TypeVar
 from common.service.health import HealthReporter
 from common.service.lifecycle import App, Lifecycle
 
-# Nothing here takes seconds; a loaded machine may.
+# Everything here takes less than a second on an idle machine.
 WAIT_S = 30.0
 
 A = TypeVar("A", bound=App)
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock in seconds that a test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -30,10 +30,10 @@ class Clock:
 async def living(
     app: A, lifecycle: Lifecycle | None = None, *, grace_s: float = 0.0, registered: bool = True
 ) -> AsyncIterator[A]:
-    """The app from its start to its end, in the steps of `common.service.lifecycle`.
+    """Runs an app from its start to its end, in the steps of `common.service.lifecycle`.
 
-    life: one that the test wants to look into. grace_s: see `App.drain`. registered: whether others
-    know it. AssertionError when a task of it does not end.
+    lifecycle: None: a new one. grace_s: see `App.drain`. registered: whether the app registers.
+    Raises AssertionError if a task does not end.
     """
     lifecycle = lifecycle or Lifecycle(HealthReporter())
     try:
@@ -47,7 +47,7 @@ async def living(
 
 
 async def end(app: App, lifecycle: Lifecycle, grace_s: float = 0.0) -> None:
-    """Ends an app in order; one that was ended already does not mind."""
+    """Ends an app in order. Idempotent."""
     lifecycle.drain("test over")
     await app.deregister()
     await app.drain(grace_s)
@@ -57,7 +57,7 @@ async def end(app: App, lifecycle: Lifecycle, grace_s: float = 0.0) -> None:
 
 
 async def until(condition: Callable[[], object], what: str, within_s: float = WAIT_S) -> None:
-    """Waits for a condition. AssertionError saying `what` when it is late."""
+    """Polls `condition` until it is true. Raises AssertionError with `what`."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + within_s
     while not condition():

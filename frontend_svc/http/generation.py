@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 import structlog
 
@@ -40,7 +41,7 @@ from frontend_svc.core.request.types import PassThroughPayload, RequestOutcome, 
 from frontend_svc.core.text.output_text import TextStream
 from frontend_svc.core.text.prompt import TemplateError
 from frontend_svc.http.asgi import Receive, Scope, Send
-from frontend_svc.http.request_context import RequestContext, end_span, log_request
+from frontend_svc.http.request_context import RequestContext, log_request, span_attributes
 from frontend_svc.http.streaming import ResponseWriter, send_error
 from frontend_svc.metrics.families import DeploymentState, Endpoint, RequestMeter
 from frontend_svc.models.catalog import ModelCatalog
@@ -48,7 +49,7 @@ from frontend_svc.models.served_model import ServedModel
 from frontend_svc.request.gateway import Gateway
 from frontend_svc.request.handle import RequestHandle
 from frontend_svc.request.response import ResponseBuffer
-from frontend_svc.tracing import request_span_factory
+from frontend_svc.tracing import start_request_span
 
 # Time a client may take to send its body.
 BODY_TIMEOUT_S = 60.0
@@ -80,7 +81,6 @@ class GenerationEndpoint:
         self._state = state
         self._config = config
         self._on_request_end = on_request_end
-        self._start_span = request_span_factory()
         self._active_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +109,7 @@ class GenerationEndpoint:
             self._active_requests -= 1
             if meter is not None:
                 meter.close()
-            end_span(context)
+            context.span.end(partial(span_attributes, context), context.final_error)
             log_request(context, self._state.clock())
 
     def _make_context(self, scope: Scope) -> RequestContext:
@@ -120,7 +120,7 @@ class GenerationEndpoint:
             endpoint=self._endpoint,
             request_id=request_id,
             client_id=client_id if _REQUEST_ID.fullmatch(client_id) else request_id.encode(),
-            span=self._start_span(
+            span=start_request_span(
                 scope["path"], headers.get(b"traceparent", b"").decode("latin-1")
             ),
             started_at_s=self._state.clock(),

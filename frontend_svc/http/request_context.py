@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import structlog
+from opentelemetry.util.types import AttributeValue
 
 from common.errors import MeshError
 from frontend_svc.core.openai.errors import client_message
@@ -77,12 +78,12 @@ class RequestContext:
         return self.response.first_token_at - self.started_at_s
 
 
-def end_span(context: RequestContext) -> None:
-    """Completes and ends the request's span."""
-    span = context.span
-    fields: dict[str, str | int | bool] = {
+def span_attributes(context: RequestContext) -> dict[str, AttributeValue]:
+    """Returns the attributes of a request's span at its end."""
+    fields: dict[str, AttributeValue] = {
         "request_id": context.request_id,
         "x_request_id": context.client_id.decode("latin-1"),
+        "http.response.status_code": context.status,
     }
     if context.body is not None:
         fields |= {
@@ -92,12 +93,20 @@ def end_span(context: RequestContext) -> None:
             "gen_ai.request.model": context.body.model,
             "gen_ai.request.stream": context.body.is_stream,
         }
-    span.set_attributes(fields)
     if context.ttft_s is not None:
-        span.record_first_token(context.ttft_s)
-    if context.outcome is not None:
-        span.record_outcome(context.outcome)
-    span.end(context.status, context.final_error)
+        fields["ttft_ms"] = round(context.ttft_s * 1000, 3)
+        fields["gen_ai.response.time_to_first_chunk"] = round(context.ttft_s, 6)
+    if (outcome := context.outcome) is not None:
+        fields |= {
+            "attempts": outcome.attempts,
+            "gen_ai.usage.input_tokens": outcome.usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": outcome.usage.completion_tokens,
+            "worker_ids": list(map(str, outcome.worker_ids)),
+        }
+        if outcome.placed is not None:
+            fields["routing.reasons"] = list(outcome.placed.reasons)
+            fields["routing.overlap_blocks"] = outcome.placed.overlap_blocks
+    return fields
 
 
 def log_request(context: RequestContext, now_s: float) -> None:

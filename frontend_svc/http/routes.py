@@ -43,7 +43,6 @@ class Readiness:
     """
 
     is_ready: bool
-    is_draining: bool
     reasons: tuple[str, ...]
     degraded: tuple[str, ...]
     models_not_ready: Mapping[str, str]

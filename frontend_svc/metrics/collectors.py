@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -106,7 +106,7 @@ class ResilienceStats:
 
 
 class ResilienceCollector(Collector):
-    """The ResilienceStats at a scrape."""
+    """The ResilienceStats at a scrape; METRICS has the order of their fields."""
 
     METRICS = (
         (
@@ -131,15 +131,6 @@ class ResilienceCollector(Collector):
         self._prefix = prefix
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        now = self._read_stats()
-        values = (
-            now.stalled_s,
-            now.retries,
-            now.retries_refused,
-            now.unrouted,
-            now.migrations_active,
-            now.migrations_waiting,
-            now.excluded_workers,
-        )
+        values = astuple(self._read_stats())
         for (family, name, text), value in zip(self.METRICS, values, strict=True):
             yield family(f"{self._prefix}_{name}", text, value)

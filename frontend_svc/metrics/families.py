@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
-from typing import Self, TypeVar
+from typing import Any, Self
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
@@ -42,13 +42,7 @@ PREFIX = "kvmesh_frontend"
 OTHER_MODEL = "other"
 
 DURATION_BUCKETS_S = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-_REQUEST_DURATION_BUCKETS_S = log_buckets(1, 512, 10)
 _INPUT_TOKEN_BUCKETS = log_buckets(50, 128_000, 12)
-_OUTPUT_TOKEN_BUCKETS = log_buckets(50, 32_000, 10)
-_TTFT_BUCKETS_S = log_buckets(0.001, 480, 18)
-_ITL_BUCKETS_S = log_buckets(0.001, 80, 20)
-
-C = TypeVar("C", bound=Collector)
 
 
 class _Label(StrEnum):
@@ -224,7 +218,10 @@ class InflightGuard(_Closing):
 
 @dataclass(frozen=True, slots=True)
 class ModelSeries:
-    """All series of one model that a request updates, looked up once."""
+    """All series of one model that a request updates, looked up once.
+
+    inflight: begun and not ended. queued: begun and without a first token yet.
+    """
 
     inflight: Gauge
     queued: Gauge
@@ -238,91 +235,77 @@ class ModelSeries:
     itl: SingleThreadHistogramChild
 
 
-class FrontendMetrics:
-    """The current family; `model` arguments are label values, as in `Metrics`.
+# By attribute of ModelSeries: name, help, and buckets of a histogram.
+_GAUGES = {
+    "inflight": ("inflight_requests", "Requests begun and not ended"),
+    "queued": ("queued_requests", "Requests begun and without a first token"),
+}
+_COUNTERS = {
+    "disconnected": (
+        "disconnected_clients_total",
+        "Clients that disconnected before the end of a response",
+    ),
+    "output_total": ("output_tokens_total", "Tokens generated"),
+}
+_HISTOGRAMS = {
+    "duration": (
+        "request_duration_seconds",
+        "Time from the start to the end of a request",
+        log_buckets(1, 512, 10),
+    ),
+    "input_tokens": ("input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKEN_BUCKETS),
+    "output_tokens": (
+        "output_sequence_tokens",
+        "Tokens of a response",
+        log_buckets(50, 32_000, 10),
+    ),
+    "cached_tokens": (
+        "cached_tokens",
+        "Tokens of a prompt that were in the KV cache",
+        _INPUT_TOKEN_BUCKETS,
+    ),
+    "ttft": (
+        "time_to_first_token_seconds",
+        "Time from the start of a request to its first token",
+        log_buckets(0.001, 480, 18),
+    ),
+    "itl": (
+        "inter_token_latency_seconds",
+        "Time between tokens of a request",
+        log_buckets(0.001, 80, 20),
+    ),
+}
 
-    inflight: begun and not ended. queued: begun and without a first token yet.
-    """
+
+class FrontendMetrics:
+    """The current family; `model` arguments are label values, as in `Metrics`."""
 
     def __init__(self, prefix: str = PREFIX) -> None:
-        collectors: list[Collector] = []
-
-        def add(collector: C) -> C:
-            collectors.append(collector)
-            return collector
-
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return add(Counter(f"{prefix}_{name}", text, ("model", *labels), registry=None))
+            return Counter(f"{prefix}_{name}", text, ("model", *labels), registry=None)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return add(Gauge(f"{prefix}_{name}", text, ("model",), registry=None))
-
-        def histogram(name: str, text: str, bounds: Sequence[float]) -> SingleThreadHistogram:
-            return add(SingleThreadHistogram(f"{prefix}_{name}", text, bounds))
-
-        # Children are cached: see `Metrics`.
-        self._started = cache(
-            counter("requests_started_total", "Requests begun", "endpoint", "request_type").labels
-        )
-        self._ended = cache(
-            counter(
-                "requests_total",
-                "Requests ended",
-                *("endpoint", "request_type", "status", "error_type"),
-            ).labels
-        )
-        self._failures = cache(
-            counter("failures_total", "Requests that failed", "endpoint", "error_type").labels
-        )
-        disconnected = counter(
-            "disconnected_clients_total", "Clients that disconnected before the end of a response"
-        )
-        output_total = counter("output_tokens_total", "Tokens generated")
-        inflight = gauge("inflight_requests", "Requests begun and not ended")
-        queued = gauge("queued_requests", "Requests begun and without a first token")
-        duration = histogram(
-            "request_duration_seconds",
-            "Time from the start to the end of a request",
-            _REQUEST_DURATION_BUCKETS_S,
-        )
-        input_tokens = histogram(
-            "input_sequence_tokens", "Tokens of a prompt", _INPUT_TOKEN_BUCKETS
-        )
-        output_tokens = histogram(
-            "output_sequence_tokens", "Tokens of a response", _OUTPUT_TOKEN_BUCKETS
-        )
-        cached_tokens = histogram(
-            "cached_tokens", "Tokens of a prompt that were in the KV cache", _INPUT_TOKEN_BUCKETS
-        )
-        ttft = histogram(
-            "time_to_first_token_seconds",
-            "Time from the start of a request to its first token",
-            _TTFT_BUCKETS_S,
-        )
-        itl = histogram(
-            "inter_token_latency_seconds", "Time between tokens of a request", _ITL_BUCKETS_S
-        )
+        started = counter("requests_started_total", "Requests begun", "endpoint", "request_type")
+        outcome = ("endpoint", "request_type", "status", "error_type")
+        ended = counter("requests_total", "Requests ended", *outcome)
+        failures = counter("failures_total", "Requests that failed", "endpoint", "error_type")
+        by_model: dict[str, Counter | Gauge | SingleThreadHistogram] = {
+            attribute: counter(name, text) for attribute, (name, text) in _COUNTERS.items()
+        }
+        for attribute, (name, text) in _GAUGES.items():
+            by_model[attribute] = Gauge(f"{prefix}_{name}", text, ("model",), registry=None)
+        for attribute, (name, text, buckets) in _HISTOGRAMS.items():
+            by_model[attribute] = SingleThreadHistogram(f"{prefix}_{name}", text, buckets)
 
         @cache
         def series(model: str) -> ModelSeries:
-            return ModelSeries(
-                inflight=inflight.labels(model),
-                queued=queued.labels(model),
-                disconnected=disconnected.labels(model),
-                output_total=output_total.labels(model),
-                duration=duration.labels(model),
-                input_tokens=input_tokens.labels(model),
-                output_tokens=output_tokens.labels(model),
-                cached_tokens=cached_tokens.labels(model),
-                ttft=ttft.labels(model),
-                itl=itl.labels(model),
-            )
+            children: dict[str, Any] = {a: family.labels(model) for a, family in by_model.items()}
+            return ModelSeries(**children)
 
-        self._series = series
-        self.collectors = tuple(collectors)
-
-    def model(self, model: str) -> ModelSeries:
-        return self._series(model)
+        self.collectors: tuple[Collector, ...] = (started, ended, failures, *by_model.values())
+        self.model = series
+        # Children are cached: see `Metrics`.
+        self._started, self._ended = cache(started.labels), cache(ended.labels)
+        self._failures = cache(failures.labels)
 
     def count_started(self, model: str, endpoint: Endpoint, request_type: RequestType) -> None:
         self._started(model, endpoint, request_type).inc()

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from random import Random
 
 import structlog
 
-from common.kv.load import Load
 from common.request.token_stream import HEARTBEAT_S, Hello, LegRequest, LegSink
 from common.runtime.tasks import TaskGroup
 from frontend_svc.core.peers.circuit_breaker import CircuitBreaker
@@ -127,11 +126,6 @@ class EngineClient:
             self._hung_workers.discard(worker_id)
             if self._breaker.close_circuit(worker_id):
                 log.info("worker_circuit_closed", worker_id=worker_id)
-
-    def loads(self, worker_id: int) -> tuple[Sequence[Load], float] | None:
-        """Returns a worker's last heartbeat and its loop time; None without a stream."""
-        entry = self._connections.get(worker_id)
-        return None if entry is None else (entry[0].link.loads, entry[0].link.loads_received_at)
 
     def silent_s(self, worker_id: int) -> float:
         """Returns the seconds since the worker's last frame; infinite without an open stream."""

@@ -132,7 +132,7 @@ class RouterClient:
     async def run(self) -> None:
         """Keeps a Session open until it is cancelled."""
         async with TaskGroup() as tasks:
-            tasks.create_task(self._run_local_placement())
+            tasks.create_task(self._run_unrouted_placement())
             while True:
                 router = self._choose()
                 if router is None or not await self._run_session(router):
@@ -305,7 +305,7 @@ class RouterClient:
             announced=self._held_bookings.begin_session(),
         )
 
-    async def _run_local_placement(self) -> None:
+    async def _run_unrouted_placement(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             for query_id in self._monitor.overdue(self._waiting, self._now()):

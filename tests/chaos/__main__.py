@@ -1,7 +1,9 @@
-"""Strikes real processes under load: `python -m tests.chaos [--list] [--logs DIR] [CASE ...]`.
+"""Injects faults into real processes under load.
 
-CASE is a name or a part of one; all by default. One JSON line a case; exit status 1 when a case
-misses a bar. `load` is the machine's one-minute average before and after.
+    python -m tests.chaos [--list] [--logs DIR] [CASE ...]
+
+CASE is a name or a part of one; all cases by default. Prints one JSON line a case. The exit status
+is 1 if a case misses a limit. `load` is the machine's one-minute average before and after.
 """
 
 from __future__ import annotations
@@ -16,16 +18,16 @@ from tests.chaos.drive import run_case
 
 
 def main(argv: list[str]) -> int:
-    """Runs the cases; the exit status."""
+    """Runs the cases; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("cases", nargs="*", metavar="CASE")
-    parser.add_argument("--list", action="store_true", help="only name the cases")
+    parser.add_argument("--list", action="store_true", help="only list the cases")
     parser.add_argument("--logs", type=Path, help="keep the services' logs in folders under DIR")
     options = parser.parse_args(argv)
     name_parts = options.cases or [""]
     cases = [case for case in all_cases() if any(one in case.name for one in name_parts)]
     if not cases:
-        parser.error(f"no case is called {' or '.join(name_parts)}")
+        parser.error(f"no case name contains {' or '.join(name_parts)}; see --list")
     if options.list:
         print("\n".join(case.name for case in cases))
         return 0

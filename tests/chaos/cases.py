@@ -1,4 +1,4 @@
-"""The faults, as data: what kind of mesh, what happens to whom, and what clients may see of it."""
+"""The cases as data: shape of the mesh, fault, targets, and limits for its effect on clients."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 
 FaultAction = Literal["kill", "stop", "freeze", "term", "none"]
 
-# What a death, and what a hang, may cost a running stream. A hang is noticed after three missed
-# heartbeats of a second, or when the engine stands still for two seconds.
+# Longest pause of a stream by a death, and by a hang. A hang is detected after three missed
+# heartbeats of a second, or when the engine makes no step for two seconds.
 DEATH_PAUSE_S = 1.0
 HANG_PAUSE_S = 3.5
 RECOMPUTE_PAUSE_S = 2.0
@@ -16,7 +16,7 @@ RECOMPUTE_PAUSE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A mesh. Two of each worker kind that is there, so that somebody can go on."""
+    """Process counts of a mesh. With two workers of a kind, one survives a fault."""
 
     workers: int = 0
     prefill: int = 0
@@ -35,11 +35,11 @@ ONE_PREFILL = Shape(prefill=1, decode=2)
 class Case:
     """One fault under load.
 
-    who: kinds of service, one process of each is hit at the same moment, the busiest worker.
+    targets: kinds of process; the fault hits one of each at once, of workers the busiest.
     respawn: start a successor at once, as `meshctl up` does. streams, tokens: the running load;
-    fresh requests come besides, a few each second. fresh_words: how long their prompts are.
-    pause_s: the longest pause a running stream may have; None: not judged. rolling: instead, each
-    service is replaced in turn. migrates: whether streams may go on elsewhere.
+    fresh requests are sent in addition. fresh_words: length of their prompts. pause_s: longest
+    allowed pause of a running stream; None: no limit. rolling: replace each service in turn instead
+    of a fault. migrates: whether streams may migrate.
     """
 
     name: str
@@ -57,12 +57,12 @@ class Case:
 
 
 def all_cases() -> list[Case]:
-    """In the order in which they are run."""
+    """Returns all cases in run order."""
     return [*_for("agg", AGGREGATED, "worker"), *_for("pd", DISAGGREGATED, "decode"), *_pd_only()]
 
 
 def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
-    """What can happen to either mesh. decode: the kind of worker that makes the tokens."""
+    """Returns the cases of both mesh types. decode: kind of the workers that generate tokens."""
 
     def case(name: str, action: FaultAction, targets: str) -> Case:
         return Case(f"{prefix}/{name}", shape, action, (targets,))
@@ -76,7 +76,7 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         replace(case("kill-other-frontend", "kill", "frontend"), shape=two_frontends),
         replace(case("stop-decode", "stop", decode), pause_s=HANG_PAUSE_S),
         replace(case("freeze-decode", "freeze", decode), pause_s=HANG_PAUSE_S),
-        # What one frontend takes back from it, the other must not mistake for an engine at rest.
+        # One frontend aborts its requests there; the other one must still detect the hang.
         replace(
             case("freeze-decode-of-two-frontends", "freeze", decode),
             shape=two_frontends,
@@ -84,8 +84,8 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
         ),
         case("stop-router", "stop", "router"),
         case("stop-indexer", "stop", "indexer"),
-        # Longer streams than the drain has patience for: all go on elsewhere, where the sim needs
-        # about a second to compute their 13,000 tokens again.
+        # The streams outlast the drain and all migrate; the sim needs about a second to recompute
+        # their 13,000 tokens.
         replace(
             case("term-decode", "term", decode),
             tokens=500,
@@ -108,7 +108,7 @@ def _for(prefix: str, shape: Shape, decode: str) -> list[Case]:
 
 
 def _pd_only() -> list[Case]:
-    # Words whose prefill takes long enough to be hit, and that one worker can still keep up with.
+    # The prefill takes long enough to be hit, and one worker can still keep up.
     long = 400
     return [
         Case("pd/kill-prefill", DISAGGREGATED, "kill", ("prefill",), fresh_words=long),

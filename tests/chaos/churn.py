@@ -1,19 +1,19 @@
-"""Replaces 20 of 120 sim workers under load, and measures what clients and the router see of it.
+"""Replaces 20 of 120 sim workers under load and measures the effect on clients and router.
 
     python -m tests.chaos.churn [--hosts 12] [--replaced 2] [--warm-s 20] [--after-s 20]
 
-The mesh: one frontend, router and indexer as processes of their own, and workers by tens in one
-process each (`worker_host.py`). Clients ask one request after the other: one of GROUPS beginnings
-that many prompts share, and an end of its own. The workers of `--replaced` processes are killed and
-as many are started at once. A request's hit rate is the share of its prompt's tokens that its
+The mesh: a frontend, a router and an indexer in processes of their own, and ten workers in each
+further process (`worker_host.py`). Clients send one request after the other; a prompt is one of
+PREFIX_GROUPS shared prefixes and a unique end. The workers of `--replaced` processes are killed and
+as many are started at once. The hit rate of a request is the share of its prompt's tokens that its
 worker had cached, by usage. The last line is a JSON object:
 
-    errors, inexact    answers that failed, or are not the sim model's
+    errors, inexact    responses that failed, or differ from the sim model
     hit_before         mean hit rate of the warm mesh; hit_lowest: of the worst second afterwards
-    hit_back_s         from the kill to the first second from which on it stays within 10 %
-    known_s            from the kill until the router trusts what all its workers say again
+    hit_back_s         from the kill to the second from which the hit rate stays within 10 %
+    known_s            from the kill until all sources are exact again in the router's index
     ready_s            of that, until the new workers were ready
-    snapshot_s         from a new router's start to serve until it has the index of all workers
+    snapshot_s         from a new router's readiness until its index has all workers
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WORKER_FLAGS = ("--speedup=20", "--log-level=warning")
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
-    """One request. at: when it was begun, `time.monotonic`. error: "" for a good answer."""
+    """One request. at: its start, `time.monotonic`. error: "" if it succeeded."""
 
     at: float
     took_s: float
@@ -82,7 +82,7 @@ class Churn:
     async def run(self) -> dict[str, Any]:
         await self._start()
         await self._wait_until(
-            lambda: self._exact_sources(self._mesh.router) == self._workers, "all trusted"
+            lambda: self._exact_sources(self._mesh.router) == self._workers, "all sources are exact"
         )
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as http, TaskGroup() as tasks:
             clients = [tasks.create_task(self._run_client(http)) for _ in range(CLIENTS)]
@@ -109,7 +109,7 @@ class Churn:
             await asyncio.to_thread(service.wait_ready, WAIT_S)
 
     async def _replace(self, killed_at: float) -> tuple[float, float]:
-        """kill -9 of some hosts, new ones at once; seconds until they are ready, and known."""
+        """Kills hosts and starts new ones; returns the seconds until these are ready and exact."""
         victims = self._mesh.workers[: self._options.replaced]
         for victim in victims:
             victim.process.kill()
@@ -119,7 +119,7 @@ class Churn:
             await asyncio.to_thread(new.wait_ready, WAIT_S)
         ready_s = time.monotonic() - killed_at
         await self._wait_until(
-            lambda: self._exact_sources(self._mesh.router) == self._workers, "all trusted"
+            lambda: self._exact_sources(self._mesh.router) == self._workers, "all sources are exact"
         )
         return ready_s, time.monotonic() - killed_at
 
@@ -128,12 +128,12 @@ class Churn:
         await asyncio.to_thread(router.wait_ready, WAIT_S)
         began = time.monotonic()
         await self._wait_until(
-            lambda: self._exact_sources(router) == self._workers, "a new router knows all"
+            lambda: self._exact_sources(router) == self._workers, "a new router has all sources"
         )
         return time.monotonic() - began
 
     def _exact_sources(self, router: Service) -> int:
-        """Workers whose word the router's index trusts; -1 while it also knows others."""
+        """Returns the exact sources of the router's index; -1 while others are not exact."""
         text = httpx.get(f"http://{router.addresses['metrics']}/metrics", trust_env=False).text
         found = {
             sample.labels["state"]: int(sample.value)
@@ -146,7 +146,9 @@ class Churn:
     async def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
         while not await asyncio.to_thread(condition):
-            assert time.monotonic() < deadline, f"never: {what}\n{self._mesh.logs()}"
+            assert time.monotonic() < deadline, (
+                f"not within {WAIT_S:g} s: {what}\n{self._mesh.logs()}"
+            )
             await asyncio.sleep(0.02)
 
     async def _run_client(self, http: httpx.AsyncClient) -> None:
@@ -195,7 +197,7 @@ class Churn:
 
 
 def body_of(prompt: list[int]) -> dict[str, Any]:
-    """A completion of token ids."""
+    """Returns the body of a completion of token ids."""
     return {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True}
 
 
@@ -204,7 +206,7 @@ def _mean(values: list[float]) -> float:
 
 
 def main() -> None:
-    """Runs it once and prints the figures."""
+    """Runs once and prints the figures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=12)
     parser.add_argument("--replaced", type=int, default=2)

@@ -1,8 +1,8 @@
-"""A cheap HTTP client that notes when each piece of a streamed answer came.
+"""A cheap HTTP client that measures the pauses of a streamed response.
 
-A general client spends more on a token than the whole mesh does; on a small machine its own pauses
-would be taken for the mesh's. This one keeps the bytes and the longest gap, and reads them at the
-end. Each call has a connection of its own.
+A general client spends more time on a token than the whole mesh; on a small machine its own pauses
+would look like pauses of the mesh. This client keeps the bytes and the longest gap, and parses at
+the end. Each call has a connection of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CALL_S = 30.0
 
 @dataclass(slots=True)
 class Reply:
-    """What a client has of one answer. Times are of `time.monotonic`, 0: has not happened.
+    """What a client has received of one response. Times: `time.monotonic`, 0: not yet.
 
-    error: why it is no good answer; "" while it runs and when it is one. events: pieces that came
-    so far. pause_s: the longest time between two of them, pause_at when it ended.
+    error: "" while it runs and if it succeeds. events: pieces received. pause_s: longest time
+    between two pieces, which ended at pause_at.
     """
 
     prompt: str
@@ -45,7 +45,7 @@ class Reply:
 
 
 def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
-    """A completion request of exactly `tokens` tokens."""
+    """Returns the body of a completion of exactly `tokens` tokens."""
     return {
         "model": MODEL,
         "prompt": prompt,
@@ -56,7 +56,7 @@ def body_of(prompt: str, tokens: int, *, stream: bool) -> dict[str, Any]:
 
 
 def request_of(url: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a request whose answer ends with its connection."""
+    """Returns the bytes of a request; the response ends with the connection."""
     data = json.dumps(body).encode()
     return (
         f"POST /v1/completions HTTP/1.1\r\nhost: {urlsplit(url).netloc}\r\nconnection: close\r\n"
@@ -65,7 +65,7 @@ def request_of(url: str, body: dict[str, Any]) -> bytes:
 
 
 class HttpCall(asyncio.Protocol):
-    """One request on a connection of its own. `ended` is set when the connection has ended."""
+    """One request on its own connection. ended: set when the connection has ended."""
 
     def __init__(self, request: bytes, reply: Reply) -> None:
         self.reply = reply
@@ -75,13 +75,11 @@ class HttpCall(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See Protocol."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        """See Protocol."""
         reply = self.reply
         reply.raw += data
         count = data.count(_EVENT)
@@ -96,19 +94,18 @@ class HttpCall(asyncio.Protocol):
         self._event_at = now
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See Protocol."""
         if exc is not None:
-            self.reply.error = f"the connection broke: {exc!r}"
+            self.reply.error = f"connection lost: {exc!r}"
         self.ended.set()
 
     def hang_up(self) -> None:
-        """The client goes away, at once."""
+        """Aborts the connection."""
         if self._transport is not None:
             self._transport.abort()
 
 
 async def connect(url: str, reply: Reply, *, stream: bool) -> HttpCall:
-    """Sends the request. Raises OSError when nobody listens there."""
+    """Sends the request. Raises OSError if the connection is refused."""
     host, _, port = urlsplit(url).netloc.rpartition(":")
     request = request_of(url, body_of(reply.prompt, reply.tokens, stream=stream))
     reply.begun_at = time.monotonic()
@@ -119,14 +116,14 @@ async def connect(url: str, reply: Reply, *, stream: bool) -> HttpCall:
 
 
 async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
-    """The whole answer, read and judged; never raises for what the mesh does."""
+    """Returns the complete response; errors of the mesh are in `error`."""
     call = None
     try:
         async with asyncio.timeout(CALL_S):
             call = await connect(url, reply, stream=stream)
             await call.ended.wait()
     except OSError as error:  # TimeoutError is one
-        reply.error = f"no answer: {error!r}"
+        reply.error = f"no response: {error!r}"
         if call is not None:
             call.hang_up()
     reply.ended_at = time.monotonic()
@@ -136,7 +133,7 @@ async def fetch(url: str, reply: Reply, *, stream: bool = True) -> Reply:
 
 
 def content_of(raw: bytes | bytearray) -> tuple[int, str]:
-    """Status and body of an answer. Raises ValueError when it is not whole."""
+    """Returns status and body of a response. Raises ValueError if it is incomplete."""
     head, blank, body = bytes(raw).partition(b"\r\n\r\n")
     if not blank:
         raise ValueError("the connection ended before a body")
@@ -145,11 +142,11 @@ def content_of(raw: bytes | bytearray) -> tuple[int, str]:
 
 
 def _read(reply: Reply) -> None:
-    """Fills in what the bytes say."""
+    """Parses `raw` into the other fields."""
     try:
         reply.status, text = content_of(reply.raw)
     except ValueError as error:
-        reply.error = f"the answer was cut: {error}"
+        reply.error = f"incomplete response: {error}"
         return
     if reply.status != 200:
         reply.error = f"{reply.status} {json.loads(text)['error']['message']}"
@@ -173,11 +170,11 @@ def _read_events(reply: Reply, text: str) -> None:
             reply.text += choice["text"]
             reply.finish_reason = choice["finish_reason"] or reply.finish_reason
     if lines[-1] != _DONE:
-        reply.error = "the stream ended without its end"
+        reply.error = "the stream ended without [DONE]"
 
 
 def _dechunked(body: bytes) -> bytes:
-    """Raises ValueError when the last chunk is missing."""
+    """Raises ValueError if the last chunk is missing."""
     parts: list[bytes] = []
     at = 0
     while True:

@@ -1,9 +1,9 @@
-"""Runs one case: starts its mesh, loads it, strikes, and reports what the clients saw.
+"""Runs one case: starts its mesh, loads it, injects the fault, and reports what clients received.
 
-The load: the case's streams, which have all begun when the fault comes, and fresh requests every
-FRESH_EVERY_S from the first stream on until the last has ended, a request that was begun after the
-fault was answered, and the fault has lasted LASTS_S. A hang ends when all are answered. Every
-answer is compared with the truth, which follows from its prompt.
+The load: the streams of the case, all begun before the fault, and a fresh request every
+FRESH_EVERY_S, until the streams have ended, a request from after the fault has succeeded, and the
+fault has lasted FAULT_DURATION_S. A hang ends when all requests have ended. Every response is
+compared with the exact response of the sim model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +24,19 @@ from tests.chaos.cases import Case
 from tests.chaos.client import Reply, fetch
 from tests.chaos.frozen_worker import FREEZE, THAW
 from tests.e2e.mesh import Mesh, Oracle, Service
+from tests.living import until
 
 FRESH_EVERY_S = 0.05
 FRESH_TOKENS = 8
-# The fault comes when this share of the streams' tokens has arrived.
+# The fault is injected when this share of the streams' tokens has arrived.
 FAULT_AT_SHARE = 0.4
 RECOVERY_MAX_S = 20.0
-# How long requests go on being sent into the fault: for a hang, well beyond its discovery.
+# Time in which requests are sent during the fault; for a hang, far beyond its detection.
 FAULT_DURATION_S = {"kill": 2.0, "term": 2.0, "stop": 6.0, "freeze": 6.0, "none": 0.0}
 REST_S = 15.0
-# How long a load balancer takes to learn that a frontend drains; below the frontend's notice.
+# Delay of a load balancer before it avoids a draining frontend; below the frontend's notice.
 BALANCER_S = 0.2
-# The clients of a frontend that is killed; nobody can help them, they are there to leave work.
+# Clients of a killed frontend. Their streams fail; the work they leave must be freed.
 LOST_STREAMS = 16
 WORKER_MODULE = "tests.chaos.frozen_worker"
 STALL_TICK_S = 0.005
@@ -51,7 +52,7 @@ _UNDO = {"stop": signal.SIGCONT, "freeze": THAW}
 
 @dataclass(slots=True)
 class Observations:
-    """What clients saw of a case. streams: judged for pauses; fresh: begun around the fault."""
+    """What clients received in a case. streams: pauses count; fresh: sent around the fault."""
 
     streams: list[Reply] = field(default_factory=list)
     fresh: list[Reply] = field(default_factory=list)
@@ -63,7 +64,7 @@ class Observations:
 
 
 def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
-    """The case's JSON line. keep_logs: a folder for the logs of the mesh; None: not kept."""
+    """Returns the JSON line of a case. keep_logs: folder for the logs; None: not kept."""
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="kvmesh-chaos-") as name:
         folder = Path(name) if keep_logs is None else keep_logs
@@ -85,7 +86,7 @@ def run_case(case: Case, *, keep_logs: Path | None = None) -> dict[str, Any]:
 
 
 def report(case: Case, observations: Observations, oracle: Oracle) -> dict[str, Any]:
-    """The figures, and which bars they miss."""
+    """Returns the figures and the limits that they miss."""
     everything = [*observations.streams, *observations.fresh]
     failed = [reply for reply in everything if reply.error]
     inexact = [reply for reply in everything if not reply.error and not _is_exact(reply, oracle)]
@@ -136,14 +137,6 @@ def _is_exact(reply: Reply, oracle: Oracle) -> bool:
     return (reply.text, reply.finish_reason) == (expected.text, expected.finish_reason)
 
 
-async def wait_until(condition: Callable[[], object], what: str, timeout_s: float) -> None:
-    """Waits for a condition. AssertionError saying `what` when it is late."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.002)
-
-
 class _CaseRun:
     def __init__(self, case: Case, mesh: Mesh) -> None:
         self._case = case
@@ -153,7 +146,7 @@ class _CaseRun:
         self._sent = 0
         self._stopping = False
         self._respawned: list[Service] = []
-        self._answers: list[asyncio.Task[Reply]] = []
+        self._fetches: list[asyncio.Task[Reply]] = []
 
     async def run(self) -> Observations:
         await fetch(self._urls[0], Reply("Warm up", 4))
@@ -184,7 +177,7 @@ class _CaseRun:
                 tasks.create_task(fetch(frontend.addresses["http"], lost))
         fresh = tasks.create_task(self._fresh(tasks, safe))
         token_threshold = FAULT_AT_SHARE * case.streams * case.tokens
-        await wait_until(
+        await until(
             lambda: sum(r.events for r in observations.streams) >= token_threshold,
             "streams run",
             30.0,
@@ -194,13 +187,13 @@ class _CaseRun:
         await self._inject(victims)
         await asyncio.wait(streams)
         await self._await_recovery()
-        # A fault that is over before it is noticed proves nothing.
+        # A fault that ends before it is detected proves nothing.
         await asyncio.sleep(
             observations.fault_at + FAULT_DURATION_S[case.action] - time.monotonic()
         )
         self._stopping = True
         await fresh
-        await asyncio.gather(*self._answers)
+        await asyncio.gather(*self._fetches)
         for victim in victims:
             if case.action in _UNDO:
                 victim.send(_UNDO[case.action])
@@ -209,12 +202,12 @@ class _CaseRun:
                 assert status == 0, victim.tail()
 
     def _safe_urls(self, frontends: list[Service]) -> list[str]:
-        """Frontends whose clients are to see nothing; one that drains is among them."""
+        """Returns the frontends whose clients must not fail; a draining one is among them."""
         lost = set() if self._case.action == "term" else {f.addresses["http"] for f in frontends}
         return [url for url in self._urls if url not in lost]
 
     def _select_targets(self) -> list[Service]:
-        """One of each kind: the worker with most to do, else the youngest."""
+        """Returns one process of each kind: the busiest worker, else the youngest process."""
 
         def work(service: Service) -> int:
             return service.open_slots() if service.service_name == "worker" else 0
@@ -233,35 +226,37 @@ class _CaseRun:
             self._urls = [url for url in self._urls if url not in drained_urls]
 
     async def _fresh(self, tasks: asyncio.TaskGroup, safe: list[str]) -> None:
-        """Sends new requests all the while."""
+        """Sends new requests until the case stops."""
         words = "able about above accept " * (self._case.fresh_words // 4)
         while not self._stopping:
             self._sent += 1
             urls = [url for url in safe if url in self._urls]
             reply = Reply(f"Fresh {self._sent}: {words}", FRESH_TOKENS)
             self._observations.fresh.append(reply)
-            answer = fetch(urls[self._sent % len(urls)], reply)
-            self._answers.append(tasks.create_task(answer))
+            fetching = fetch(urls[self._sent % len(urls)], reply)
+            self._fetches.append(tasks.create_task(fetching))
             await asyncio.sleep(FRESH_EVERY_S)
 
     async def _await_recovery(self) -> None:
-        """Returns in any case; that nothing was answered is the report's to say."""
+        """Waits for a success; without one it returns too, and the report shows it."""
         fault_at = self._observations.fault_at
 
         def recovered() -> bool:
-            answered = (r for r in reversed(self._observations.fresh) if r.ended_at and not r.error)
-            return any(r.begun_at >= fault_at for r in answered)
+            successes = (
+                r for r in reversed(self._observations.fresh) if r.ended_at and not r.error
+            )
+            return any(r.begun_at >= fault_at for r in successes)
 
         with contextlib.suppress(AssertionError):
-            await wait_until(recovered, "a request is answered", RECOVERY_MAX_S)
+            await until(recovered, "a request succeeds", RECOVERY_MAX_S)
 
     # -- rolling --------------------------------------------------------------------------------
 
     async def _roll(self, tasks: asyncio.TaskGroup) -> None:
         case, observations = self._case, self._observations
         clients = [tasks.create_task(self._loop(n)) for n in range(case.streams)]
-        await wait_until(lambda: len(observations.streams) == case.streams, "streams begin", 30.0)
-        await wait_until(lambda: all(r.events for r in observations.streams), "streams run", 30.0)
+        await until(lambda: len(observations.streams) == case.streams, "streams begin", 30.0)
+        await until(lambda: all(r.events for r in observations.streams), "streams run", 30.0)
         observations.fault_at = time.monotonic()
         for old in list(self._mesh.services):
             await self._replace(old)
@@ -269,7 +264,7 @@ class _CaseRun:
         await asyncio.wait(clients)
 
     async def _loop(self, client: int) -> None:
-        """One stream after the other."""
+        """Reads one stream after the other."""
         count = 0
         while not self._stopping:
             count += 1
@@ -280,7 +275,7 @@ class _CaseRun:
     async def _replace(self, old: Service) -> None:
         new = self._mesh.spawn(old.kind)
         await asyncio.to_thread(new.wait_ready)
-        await wait_until(self._mesh.is_complete, f"the mesh knows {new.name}", REST_S)
+        await until(self._mesh.is_complete, f"the mesh has {new.name}", REST_S)
         if old.service_name == "frontend":
             self._urls = [url for url in self._mesh.urls if url != old.addresses["http"]]
         old.send(signal.SIGTERM)
@@ -290,7 +285,7 @@ class _CaseRun:
     # -- the end --------------------------------------------------------------------------------
 
     def _wait_until_idle(self) -> None:
-        """Everything is given back, by everybody who lives."""
+        """Waits until the live processes have freed everything; records what is left."""
         for service in self._respawned:
             service.wait_ready()
         deadline = time.monotonic() + REST_S
@@ -319,7 +314,7 @@ class _CaseRun:
 
     @asynccontextmanager
     async def _measure_stalls(self) -> AsyncIterator[None]:
-        """How late this process itself is: no pause below that says anything of the mesh."""
+        """Measures the stalls of this process: shorter pauses prove nothing about the mesh."""
 
         async def watch() -> None:
             while True:

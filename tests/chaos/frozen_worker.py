@@ -1,4 +1,4 @@
-"""A worker whose engine hangs upon SIGUSR1 while the service lives on, and moves upon SIGUSR2.
+"""A worker whose engine hangs after SIGUSR1, while its service runs, and steps again after SIGUSR2.
 
     python -m tests.chaos.frozen_worker FLAGS...
 

@@ -1,13 +1,13 @@
-"""Clients that go away in droves: `python -m tests.chaos.storm [--requests 2000]`.
+"""Cancels thousands of requests: `python -m tests.chaos.storm [--requests 2000]`.
 
-Half of them in a mesh of aggregated workers, half where prefill and decode are apart. Each leaves
-at a moment drawn by chance, in one of these ways: amid a stream, before a unary answer, before the
-first token of a long prompt, or amid a gRPC Generate call at a worker. Meanwhile control requests
-are sent; their answers must be byte-identical to those from before the storm.
+Half of the requests go to a mesh of aggregated workers, half to prefill and decode workers. Each
+client disconnects at a random moment: during a stream, before a unary response, before the first
+token of a long prompt, or during a gRPC Generate call at a worker. Control requests run meanwhile;
+their responses must be byte-identical to those before the storm.
 
-One JSON line a mesh, and one for both. Afterwards everything is counted: slots, KV blocks, rooms,
-bookings, requests in flight, open files, memory; then all services are told to leave, and none may
-have a call left to cut. Exit status 1 when something is not back where it was.
+Prints one JSON line a mesh, and one for both. Afterwards it counts slots, KV blocks, rooms,
+bookings, requests in flight, open files and memory; then it drains all services, which must have no
+call left to cut. The exit status is 1 if something is not back at its old value.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from common.wire.preprocessed import to_proto
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from tests.chaos.cases import AGGREGATED, DISAGGREGATED, Shape
 from tests.chaos.client import HttpCall, Reply, connect, content_of, fetch
-from tests.chaos.drive import wait_until
 from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Service
+from tests.living import until
 
 CONCURRENCY = 64
 REST_S = 15.0
-# Memory is compared from here on: before, caches and allocators still fill.
+# Memory is compared from this share of the requests on: before, caches and allocators fill.
 BASELINE_AT = 0.5
 RSS_GROWTH_MAX_MB = 6.0
-# Few, so that caches, and the indexes of them, are full before memory is compared.
+# Few blocks, so that caches and their indexes are full before memory is compared.
 KV_BLOCKS = 2048
 OPEN_FILES_GROWTH_MAX = 8
-# What an answer has of its own: its id and when it was made.
+# Fields that differ in every response.
 _VARIABLE_FIELDS = re.compile(r'"id":"[^"]*"|"created":\d+')
 _INFLIGHT = re.compile(r"^\w*inflight_requests\{[^}]*\} (\d+)", re.MULTILINE)
 _MESHES = {"agg": AGGREGATED, "pd": DISAGGREGATED}
-# Who leaves before whom at the end, so that nobody is waited for.
+# No service waits for a later one.
 _STOP_ORDER = ("frontend", "router", "worker", "indexer")
 
 
 async def _hang_up_at(call: HttpCall, events: int, after_s: float) -> None:
-    """Hangs up once so many events came, after so many seconds, or with the answer's end."""
+    """Disconnects after `events` events, after `after_s` seconds, or at the end."""
     with contextlib.suppress(AssertionError):
-        await wait_until(
-            lambda: call.reply.events >= events or call.ended.is_set(), "it ends", after_s
+        await until(
+            lambda: call.reply.events >= events or call.ended.is_set(), "the call ends", after_s
         )
     call.hang_up()
 
 
 class Storm:
-    """One mesh's storm. rng: draws ways and moments."""
+    """The storm on one mesh. rng: draws kinds and moments of cancellation."""
 
     def __init__(self, mesh: Mesh, requests: int, rng: Random) -> None:
         self._mesh = mesh
@@ -79,7 +79,7 @@ class Storm:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def run(self) -> dict[str, Any]:
-        """Warms up, storms, waits for rest; what was found."""
+        """Runs the storm and waits until the mesh is idle; returns the figures."""
         self._expected = {stream: await self._control(stream) for stream in (True, False)}
         began = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
@@ -101,7 +101,7 @@ class Storm:
             "growth": self._growth(),
         }
 
-    # -- those who leave ------------------------------------------------------------------------
+    # -- cancelled requests ---------------------------------------------------------------------
 
     async def _client(self) -> None:
         while self._sent < self._requests:
@@ -151,7 +151,7 @@ class Storm:
                     pass
         call.cancel()
 
-    # -- those who stay -------------------------------------------------------------------------
+    # -- control requests -----------------------------------------------------------------------
 
     async def _check_controls(self) -> None:
         while not self._is_over:
@@ -162,11 +162,11 @@ class Storm:
                     self._mismatch = self._mismatch or f"{response} instead of {expected}"
 
     async def _control(self, stream: bool) -> str:
-        """The answer's bytes without what is its own; why, if there is none."""
+        """Returns the response without its variable fields, or its error."""
         reply = await fetch(self._mesh.url, Reply("A control", 20), stream=stream)
         return reply.error or _VARIABLE_FIELDS.sub("", content_of(reply.raw)[1])
 
-    # -- rest -----------------------------------------------------------------------------------
+    # -- leftovers ------------------------------------------------------------------------------
 
     def _wait_until_idle(self) -> dict[str, int]:
         deadline = time.monotonic() + REST_S
@@ -175,7 +175,7 @@ class Storm:
         return left
 
     def _find_leftovers(self) -> dict[str, int]:
-        """What is still held, by whom; empty when nothing is."""
+        """Returns the resources still held, by holder; empty if there are none."""
         left: Counter[str] = Counter()
         for worker in self._mesh.workers:
             load, counts = worker.load(), worker.counters()
@@ -196,7 +196,7 @@ class Storm:
         return {what: count for what, count in left.items() if count}
 
     def _growth(self) -> dict[str, dict[str, float]]:
-        """By service, from the middle of the storm to now."""
+        """Returns the growth of each service since BASELINE_AT."""
         figures = {}
         for service in self._mesh.services:
             before, now = self._baseline[service.name], _figures(service)
@@ -205,7 +205,7 @@ class Storm:
 
 
 def _figures(service: Service) -> dict[str, float]:
-    """Resident memory in MB, threads and open files, as the kernel says."""
+    """Returns resident memory in MB, threads and open files, from /proc."""
     status = Path(f"/proc/{service.pid}/status").read_text()
     values = dict(line.split(":", 1) for line in status.splitlines())
     return {
@@ -216,7 +216,7 @@ def _figures(service: Service) -> dict[str, float]:
 
 
 def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
-    """Runs one; its JSON line."""
+    """Runs one storm; returns its JSON line."""
     load = os.getloadavg()[0]
     with (
         tempfile.TemporaryDirectory(prefix="kvmesh-storm-") as folder,
@@ -239,10 +239,10 @@ def storm(name: str, shape: Shape, requests: int, seed: int) -> dict[str, Any]:
 
 
 def _end_all(mesh: Mesh) -> list[str]:
-    """Tells everybody to leave; what had to be cut, or did not end well."""
+    """Drains all services; returns cut calls and bad exit statuses."""
     cut = []
-    for room in _STOP_ORDER:
-        services = mesh.running(room)
+    for service_name in _STOP_ORDER:
+        services = mesh.running(service_name)
         for service in services:
             service.send(signal.SIGTERM)
         for service in services:
@@ -266,11 +266,11 @@ def _missed(line: dict[str, Any]) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Both meshes; the exit status."""
+    """Runs the storms; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.storm", description=__doc__)
-    parser.add_argument("--requests", type=int, default=2000, help="cancelled, in all")
-    parser.add_argument("--seed", type=int, default=1, help="draws ways and moments")
-    parser.add_argument("--mesh", choices=sorted(_MESHES), action="append", help="only this one")
+    parser.add_argument("--requests", type=int, default=2000, help="number of cancelled requests")
+    parser.add_argument("--seed", type=int, default=1, help="of kinds and moments of cancellation")
+    parser.add_argument("--mesh", choices=sorted(_MESHES), action="append", help="only this mesh")
     options = parser.parse_args(argv)
     names = options.mesh or list(_MESHES)
     lines = []
@@ -283,7 +283,7 @@ def main(argv: list[str]) -> int:
 
 
 def _summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The line for all meshes; rss_growth_mb: the largest of any service."""
+    """Returns the line for all meshes. rss_growth_mb: maximum of all services."""
     growths = [growth["rss_mb"] for line in lines for growth in line["growth"].values()]
     return {
         "case": "storm",

@@ -1,4 +1,4 @@
-"""That the chaos runner strikes, measures and judges; the cases themselves are `make chaos`."""
+"""The chaos runner injects faults and detects missed limits; `make chaos` runs all cases."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def oracle() -> Oracle:
     return Oracle()
 
 
-def answered(oracle: Oracle, prompt: str, *, begun_at: float, pause_s: float = 0.01) -> Reply:
-    """A stream without a flaw."""
+def exact_reply(oracle: Oracle, prompt: str, *, begun_at: float, pause_s: float = 0.01) -> Reply:
+    """Returns an exact stream."""
     expected = oracle.completion(prompt, CASE.tokens, ignore_eos=True)
     return Reply(
         prompt,
@@ -35,9 +35,9 @@ def answered(oracle: Oracle, prompt: str, *, begun_at: float, pause_s: float = 0
     )
 
 
-def judged(oracle: Oracle, stream: Reply, case: Case = CASE, **more: object) -> list[str]:
+def missed_limits(oracle: Oracle, stream: Reply, case: Case = CASE, **more: object) -> list[str]:
     observations = Observations(
-        streams=[stream], fresh=[answered(oracle, "Fresh", begun_at=6.0)], fault_at=5.0
+        streams=[stream], fresh=[exact_reply(oracle, "Fresh", begun_at=6.0)], fault_at=5.0
     )
     for name, value in more.items():
         setattr(observations, name, value)
@@ -45,23 +45,25 @@ def judged(oracle: Oracle, stream: Reply, case: Case = CASE, **more: object) -> 
     return missed
 
 
-def test_a_case_without_a_flaw_misses_nothing(oracle: Oracle) -> None:
-    assert judged(oracle, answered(oracle, "A stream", begun_at=4.0)) == []
+def test_an_exact_case_misses_no_limit(oracle: Oracle) -> None:
+    assert missed_limits(oracle, exact_reply(oracle, "A stream", begun_at=4.0)) == []
 
 
-def test_each_bar_is_missed_by_what_breaks_it(oracle: Oracle) -> None:
-    good = answered(oracle, "A stream", begun_at=4.0)
+def test_each_fault_misses_its_limit(oracle: Oracle) -> None:
+    good = exact_reply(oracle, "A stream", begun_at=4.0)
     repeated = replace(good, text=good.text + good.text[-5:])
-    assert judged(oracle, replace(good, error="it broke")) == ["errors"]
-    assert judged(oracle, repeated) == ["inexact"]
-    assert judged(oracle, replace(good, pause_s=DEATH_PAUSE_S + 0.1)) == ["longest_pause_ms"]
-    assert judged(oracle, good, fault_at=9.0) == ["recovery_s"]
-    assert judged(oracle, good, left="worker-1: 1 slots") == ["left behind: worker-1: 1 slots"]
+    assert missed_limits(oracle, replace(good, error="connection lost")) == ["errors"]
+    assert missed_limits(oracle, repeated) == ["inexact"]
+    assert missed_limits(oracle, replace(good, pause_s=DEATH_PAUSE_S + 0.1)) == ["longest_pause_ms"]
+    assert missed_limits(oracle, good, fault_at=9.0) == ["recovery_s"]
+    assert missed_limits(oracle, good, left="worker-1: 1 slots") == [
+        "left behind: worker-1: 1 slots"
+    ]
     overload = replace(CASE, migrates=False)
-    assert judged(oracle, good, overload, migrations=1) == ["migrations"]
+    assert missed_limits(oracle, good, overload, migrations=1) == ["migrations"]
 
 
-def test_an_answer_that_was_cut_is_none() -> None:
+def test_an_incomplete_response_is_an_error() -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     whole = head + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
     assert content_of(whole) == (200, "abcde")
@@ -78,7 +80,7 @@ def test_streams_survive_the_death_of_their_worker() -> None:
 
 
 @pytest.mark.slow
-def test_a_rolling_restart_of_every_service_costs_no_client_an_error() -> None:
+def test_no_request_fails_during_a_rolling_restart_of_every_service() -> None:
     rolling = next(case for case in all_cases() if case.name == "pd/rolling-restart")
     line = run_case(replace(rolling, streams=8, pause_s=None))
     assert line["missed"] == [], line

@@ -3,9 +3,8 @@
     python -m tests.chaos.worker_host FLAGS...
 
 The flags are those of `python -m worker_svc`. Every worker has its own id, port, engine, publisher
-and registration, and serves real gRPC; what they share is the event loop and one look at the
-registry, less often than a worker of its own would take it. kill -9 of the process is the death of
-all of them at once.
+and registration, and serves real gRPC. The workers share the event loop and one registry client,
+which polls less often than a separate worker does. kill -9 of the process kills all workers.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from worker_svc.app import WorkerApp
 from worker_svc.config import WorkerConfig
 
 WORKERS_PER_HOST = 10
-# They only look for indexers.
+# The workers only look for indexers.
 POLL_S = 0.5
 
 
 class _ReadyCounter:
-    """Says that the host is ready once each of its workers is."""
+    """Reports that the host is ready once all of its workers are."""
 
     def __init__(self, fd: int | None, ids: list[int]) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""Meshes whose logs are shown when their test fails; fixtures know in time whether it has."""
+"""Prints the logs of a mesh when its test fails."""
 
 from __future__ import annotations
 
@@ -16,18 +16,32 @@ from tests.e2e.mesh import HAS_FAILED, Mesh, logs_on_failure
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Not `session.testsfailed`: that counts once all fixtures have ended, and no first try."""
+    """Records a failure before the fixtures end.
+
+    `session.testsfailed` counts only after that, and does not count a test that is run again.
+    """
     report = yield
     has_failed = call.when != "setup" and item.stash.get(HAS_FAILED, False)
     item.stash[HAS_FAILED] = has_failed or report.failed
     return report
 
 
+@pytest.fixture(autouse=True)
+def _print_logs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Prints the logs of the fixture `mesh` if the test fails."""
+    mesh = request.getfixturevalue("mesh") if "mesh" in request.fixturenames else None
+    if isinstance(mesh, Mesh):
+        with logs_on_failure(mesh, request):
+            yield
+    else:
+        yield
+
+
 @pytest.fixture
 def start(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> Iterator[Callable[..., AbstractContextManager[Mesh]]]:
-    """Starts a mesh of the shape given whose logs are shown when the test fails."""
+    """Starts a mesh with these arguments; prints its logs if the test fails."""
 
     @contextmanager
     def start_mesh(**shape: Any) -> Iterator[Mesh]:

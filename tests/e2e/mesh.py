@@ -1,11 +1,11 @@
-"""A mesh of real service processes for tests: started, watched, signalled and ended by pid.
+"""A mesh of real service processes for tests.
 
     with Mesh(tmp_path, workers=2, worker_flags=["--speedup", "20"]) as mesh:
         httpx.get(f"{mesh.url}/v1/models")
 
 Every process binds free ports and finds the others through a file registry in the given folder.
-All of them are ended when the block is left, however it is left, and by the kernel should the
-process of the tests itself be killed (which is why a mesh is started from its main thread).
+Leaving the block ends all processes. If the test process itself is killed, the kernel ends them;
+for that, a mesh must be started from its main thread.
 """
 
 from __future__ import annotations
@@ -42,20 +42,19 @@ WAIT_S = 30.0
 POLL_S = 0.01
 LOG_LINES_SHOWN = 40
 MODEL = "sim"
-# Kinds of service, in the order in which they are started; the room is what a kind runs.
+# Kinds of process, in start order. The kinds of ROLES run the worker service.
 KINDS = ("indexer", "worker", "prefill", "decode", "router", "frontend")
 ROLES = ("prefill", "decode")
-# Parts of what `/ready` calls degraded while a mesh has not found itself yet.
+# Parts of the `degraded` messages of `/ready` while a mesh is not complete.
 _INCOMPLETE = ("no router", "gets no requests", "are not split")
-# Of a test: whether it has failed so far; kept by `tests/e2e/conftest.py`.
+# Whether a test has failed so far; set by `tests/e2e/conftest.py`.
 HAS_FAILED = pytest.StashKey[bool]()
 
 T = TypeVar("T")
 
 
 def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WAIT_S) -> T:
-    """The first true value of `condition`, polled. AssertionError saying `description` when it is
-    late."""
+    """Polls `condition`; returns its first true value. Raises AssertionError with `description`."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {description}"
@@ -64,10 +63,10 @@ def wait_for(condition: Callable[[], T], description: str, timeout_s: float = WA
 
 
 class Service:
-    """One process, from its start to its end.
+    """One process.
 
-    room: frontend, router, indexer or worker. kind: the room, or a worker's role. module: what is
-    run; empty: the room's.
+    service_name: frontend, router, indexer or worker. kind: the service, or a worker's role.
+    module: Python module to run; empty: that of the service.
     """
 
     def __init__(
@@ -108,12 +107,12 @@ class Service:
 
     @property
     def pid(self) -> int:
-        """The process, which keeps its id when the leash becomes it."""
+        """The process id; the parent guard execs the service, which keeps it."""
         return self.process.pid
 
     @property
     def address(self) -> str:
-        """Where it serves gRPC."""
+        """Address of its gRPC server."""
         return self.addresses["grpc"]
 
     @property
@@ -124,26 +123,26 @@ class Service:
         return self._channel
 
     def open_slots(self) -> int:
-        """Slots open at this worker."""
+        """Returns the open slots of this worker."""
         return self.load().open_slots
 
     def load(self) -> engine_pb2.GetLoadResponse:
-        """What this worker does now."""
+        """Returns the load of this worker."""
         stub = engine_pb2_grpc.EngineServiceStub(self.channel)
         return stub.GetLoad(engine_pb2.GetLoadRequest(), timeout=WAIT_S)
 
     def counters(self) -> dict[str, int]:
-        """This worker's counters."""
+        """Returns the counters of this worker."""
         stub = engine_pb2_grpc.EngineServiceStub(self.channel)
         return dict(stub.GetInfo(engine_pb2.GetInfoRequest(), timeout=WAIT_S).counters)
 
     def bookings(self) -> int:
-        """Bookings that this router holds."""
+        """Returns the number of bookings of this router."""
         stub = router_pb2_grpc.RouterServiceStub(self.channel)
         return len(stub.Dump(router_pb2.DumpRequest(), timeout=WAIT_S).bookings)
 
     def wait_ready(self, timeout_s: float = START_S) -> Service:
-        """Returns once it has said that it is ready. AssertionError with its log otherwise."""
+        """Waits until it reports ready. Raises AssertionError with its log."""
         deadline = time.monotonic() + timeout_s
         line = b""
         while not line.endswith(b"\n"):
@@ -161,6 +160,16 @@ class Service:
         )
         return self
 
+    def metric(self, sample: str) -> float:
+        """Returns the value of a sample, named as Prometheus writes it, with its labels."""
+        url = f"http://{self.addresses['metrics']}/metrics"
+        (line,) = [
+            line
+            for line in httpx.get(url, timeout=WAIT_S, trust_env=False).text.splitlines()
+            if line.startswith(f"{sample} ")
+        ]
+        return float(line.split()[-1])
+
     def send(self, number: signal.Signals) -> None:
         """Sends a signal."""
         self.process.send_signal(number)
@@ -171,7 +180,7 @@ class Service:
         self.process.wait(WAIT_S)
 
     def wait(self, timeout_s: float = WAIT_S) -> int:
-        """Its exit status, once it has ended. AssertionError with its log otherwise."""
+        """Waits for its end; returns the exit status. Raises AssertionError with its log."""
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -179,7 +188,7 @@ class Service:
             raise AssertionError(message) from None
 
     def close(self) -> None:
-        """Ends the process if it runs, and lets go of its log and pipe. Idempotent."""
+        """Ends the process and closes its log and pipe. Idempotent."""
         if self._channel is not None:
             self._channel.close()
         if self.process.poll() is None:
@@ -188,9 +197,9 @@ class Service:
             self._log.close()
             os.close(self._ready_fd)
 
-    # Any: what a log line says of itself.
+    # Any: the fields of log events.
     def events(self, name: str) -> list[dict[str, Any]]:
-        """The log's lines of that event, oldest first; a line being written is left out."""
+        """Returns the complete log lines of an event, oldest first."""
         matching = []
         for line in self.log_path.read_text().splitlines(keepends=True):
             if line.startswith("{") and line.endswith("\n"):
@@ -200,16 +209,17 @@ class Service:
         return matching
 
     def tail(self, lines: int = LOG_LINES_SHOWN) -> str:
-        """The end of its log, for people."""
+        """Returns the end of its log as text."""
         last_lines = self.log_path.read_text(errors="replace").splitlines()[-lines:]
         return "\n".join([f"--- {self.name} (pid {self.pid}, {self.log_path})", *last_lines])
 
 
 class Mesh:
-    """A frontend, a router and workers. Use as a context manager.
+    """Frontends, routers, indexers and workers. Use as a context manager.
 
-    folder: an empty one, for registry and logs. workers: aggregated ones; prefill, decode: those of
-    these roles. Flags are those of each room's command line. worker_module: what runs as a worker.
+    folder: empty; holds the registry and the logs. workers: count of aggregated workers.
+    prefill, decode: counts of workers with these roles. Flags are command-line flags of a service.
+    worker_module: Python module to run as a worker; empty: the worker service.
     """
 
     def __init__(
@@ -248,7 +258,7 @@ class Mesh:
                     self.spawn(kind)
             for service in self.services:
                 service.wait_ready()
-            wait_for(self.is_complete, "the frontend knows router and workers")
+            wait_for(self.is_complete, "the frontend uses the router and all workers")
         except BaseException:
             self.close()
             raise
@@ -258,13 +268,13 @@ class Mesh:
         self.close()
 
     def close(self) -> None:
-        """Ends every process: politely none of them, but all of them."""
+        """Kills every process."""
         self.http.close()
         for service in self.services:
             service.close()
 
     def spawn(self, kind: str, *flags: str) -> Service:
-        """Starts one more process; call its `wait_ready`. flags: beside those of the mesh."""
+        """Starts one more process; call its `wait_ready`. flags: more flags."""
         number = self._started[kind] = self._started.get(kind, 0) + 1
         service_name = "worker" if kind in ROLES else kind
         role = [f"--role={kind}"] if kind in ROLES else []
@@ -281,13 +291,13 @@ class Mesh:
         return service
 
     def running(self, service_name: str) -> list[Service]:
-        """The processes of a room that have not ended, oldest first."""
+        """Returns the live processes of a service, oldest first."""
         return [
             s for s in self.services if s.service_name == service_name and s.process.poll() is None
         ]
 
     def of_kind(self, kind: str) -> list[Service]:
-        """The same, by kind: of workers those of one role."""
+        """Returns the live processes of a kind: of workers those of one role."""
         return [s for s in self.services if s.kind == kind and s.process.poll() is None]
 
     @property
@@ -302,26 +312,26 @@ class Mesh:
 
     @property
     def workers(self) -> list[Service]:
-        """The workers that run."""
+        """The live workers."""
         return self.running("worker")
 
     @property
     def url(self) -> str:
-        """Where the OpenAI API is, without /v1."""
+        """URL of the OpenAI API of the oldest frontend, without /v1."""
         return self.frontend.addresses["http"]
 
     @property
     def urls(self) -> list[str]:
-        """The same of every frontend, oldest first."""
+        """URLs of all frontends, oldest first."""
         return [frontend.addresses["http"] for frontend in self.running("frontend")]
 
     def known_instance_ids(self, service_name: str, url: str = "") -> set[int]:
-        """Instance ids of a room that the frontend (at that URL) knows of now."""
+        """Returns the instance ids of a service in discovery, as the frontend at `url` sees it."""
         instances = self.http.get(f"{url or self.url}/health").json()["instances"]
         return {int(i["id"]) for i in instances if i["service"] == service_name}
 
     def is_complete(self) -> bool:
-        """Whether each frontend serves, by a router, all workers that run and no others."""
+        """Returns whether each frontend has a router and sees exactly the live workers."""
         workers = {worker.instance_id for worker in self.workers}
         for url in self.urls:
             ready = self.http.get(f"{url}/ready").json()
@@ -334,14 +344,43 @@ class Mesh:
                 return False
         return True
 
+    # Any: JSON.
+    def post_completion(
+        self,
+        client_id: str,
+        prompt: str | Sequence[int] = "hi",
+        *,
+        model: str = MODEL,
+        max_tokens: int = 2,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> httpx.Response:
+        """Sends a completion request. client_id: its x-request-id. fields: more of its body."""
+        return self.http.post(
+            f"{self.url}/v1/completions",
+            json={"model": model, "prompt": prompt, "max_tokens": max_tokens, **fields},
+            headers={"x-request-id": client_id, **(headers or {})},
+        )
+
+    def request_lines(self, client_id: str) -> list[dict[str, Any]]:
+        """Returns the frontend's log lines of requests with this x-request-id."""
+        events = self.frontend.events("request")
+        return [event for event in events if event.get("client_request_id") == client_id]
+
+    def request_line(self, client_id: str) -> dict[str, Any]:
+        """Waits for the log line of a request and returns it."""
+        return wait_for(
+            lambda: self.request_lines(client_id), f"the line of {client_id} is in the log"
+        )[0]
+
     def logs(self) -> str:
-        """The ends of all logs, for people."""
+        """Returns the ends of all logs as text."""
         return "\n".join(service.tail() for service in self.services)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedResponse:
-    """What the sim model answers. prompt_tokens, completion_tokens: as usage must say."""
+    """The exact response of the sim model; the counts are those of `usage`."""
 
     text: str
     finish_reason: str
@@ -350,7 +389,7 @@ class ExpectedResponse:
 
 
 class Oracle:
-    """Says what a mesh of sim workers must answer, from the model's files alone."""
+    """Computes the responses of sim workers from the files of the model."""
 
     def __init__(self) -> None:
         self._tokenizer = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json"))
@@ -362,31 +401,31 @@ class Oracle:
         self._token_oracle = TokenOracle(model.word_ids, model.eos_ids[0])
 
     def chat(self, content: str, max_tokens: int, *, stop: str = "") -> ExpectedResponse:
-        """The answer to one user message."""
+        """Returns the response to one user message."""
         messages = [{"role": "user", "content": content}]
         return self.conversation(messages, max_tokens, stop=stop)
 
     def conversation(
         self, messages: Sequence[Mapping[str, str]], max_tokens: int, *, stop: str = ""
     ) -> ExpectedResponse:
-        """The answer to a conversation."""
+        """Returns the response to a conversation."""
         text = self._template.render(list(messages), now=datetime.now(UTC))
         return self._expected_response(self.encode(text, special_tokens=False), max_tokens, stop)
 
     def completion(
         self, prompt: str | Sequence[int], max_tokens: int, *, ignore_eos: bool = False
     ) -> ExpectedResponse:
-        """The continuation of a text, or of token ids."""
+        """Returns the continuation of a text or of token ids."""
         if isinstance(prompt, str):
             prompt = self.encode(prompt, special_tokens=True)
         return self._expected_response(prompt, max_tokens, ignore_eos=ignore_eos)
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The ids that continue token ids where EOS is ignored."""
+        """Returns the ids that continue `prompt` if EOS is ignored."""
         return self._token_oracle.continue_tokens(prompt, max_tokens, ignore_eos=True)
 
     def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Returns the token ids of a text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
@@ -406,21 +445,21 @@ class Oracle:
 
 
 class HasLogs(Protocol):
-    """What has logs to show."""
+    """A mesh with logs."""
 
     def logs(self) -> str:
-        """The last lines of each service."""
+        """Returns the last lines of each service."""
 
 
 @contextmanager
 def logs_on_failure(mesh: HasLogs, request: pytest.FixtureRequest) -> Iterator[None]:
-    """For a fixture around each test: prints the logs when the test has failed."""
+    """Prints the logs of a mesh if the test of `request` has failed."""
     yield
     if request.node.stash.get(HAS_FAILED, False):
         print(mesh.logs())
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without settings for a mesh of its user, and able to import ours."""
+    """Returns this process's environment without KVMESH_* settings, with our import path."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     return {**inherited, "PYTHONPATH": f"{ROOT / 'protos'}{os.pathsep}{ROOT}"}

@@ -1,4 +1,4 @@
-"""A mesh whose router follows no events: it guesses caches from its own decisions."""
+"""A router without KV events predicts cache hits from its own decisions."""
 
 from __future__ import annotations
 
@@ -8,33 +8,25 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, wait_for
+from tests.e2e.mesh import Mesh, wait_for
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from all of them "
 
 
 def post_completion(mesh: Mesh, client_id: str, prompt: str) -> dict[str, Any]:
-    """The log line of an answered request."""
-    answer = mesh.http.post(
-        f"{mesh.url}/v1/completions",
-        json={"model": MODEL, "prompt": prompt, "max_tokens": 4},
-        headers={"x-request-id": client_id},
-    )
-    assert answer.status_code == 200, answer.text
-
-    def log_lines() -> list[dict[str, Any]]:
-        events = mesh.frontend.events("request")
-        return [line for line in events if line.get("client_request_id") == client_id]
-
-    wait_for(lambda: bool(log_lines()), f"the line of {client_id} is in the log")
-    # Else it may weigh on the next one still: what one frame asks is answered before it frees.
-    wait_for(lambda: mesh.router.bookings() == 0, "the router has heard that it ended")
-    return log_lines()[0]
+    """Returns the log line of a successful request."""
+    response = mesh.post_completion(client_id, prompt, max_tokens=4)
+    assert response.status_code == 200, response.text
+    line = mesh.request_line(client_id)
+    # Its booking could still count against the next one: a router answers the queries of a frame
+    # before it frees the bookings of that frame.
+    wait_for(lambda: mesh.router.bookings() == 0, "the router has freed the booking")
+    return line
 
 
 @pytest.mark.slow
 @pytest.mark.row("S1-43")
-def test_prompts_find_their_beginnings_without_any_event_as_the_engine_confirms(
+def test_without_kv_events_prefix_hits_are_predicted_as_the_engine_reports_them(
     tmp_path: Path,
 ) -> None:
     flags = ["--kv-events=off", "--recent-miss-weight=0"]
@@ -42,7 +34,7 @@ def test_prompts_find_their_beginnings_without_any_event_as_the_engine_confirms(
         for topic in range(3):
             beginning = f"topic {topic}: " + WORDS * 20
             first = post_completion(mesh, f"{topic}.0", beginning)
-            assert first["predicted_cached_tokens"] < 64, "nothing but perhaps its first words"
+            assert first["predicted_cached_tokens"] < 64, "at most the first words are cached"
             for turn in range(1, 4):
                 line = post_completion(mesh, f"{topic}.{turn}", beginning + f" turn {turn}")
                 assert line["workers"] == first["workers"], line

@@ -1,4 +1,4 @@
-"""A mesh that finds itself through a real Consul: what its faults cost clients."""
+"""A mesh with a real Consul: what faults of Consul and of workers cost clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.e2e.mesh import MODEL, Mesh, Oracle, logs_on_failure, wait_for
 
 pytestmark = pytest.mark.slow
 
-# One to two seconds where the machine has nothing else to do.
+# One to two seconds on an idle machine.
 LEAVES_PLACEMENT_S = 10.0
 PROMPT = "tell me of the sea"
 
@@ -37,7 +37,7 @@ def mesh(tmp_path: Path, agent: ConsulAgent, request: pytest.FixtureRequest) -> 
         frontend_flags=flags,
         router_flags=flags,
     ) as running:
-        wait_for(lambda: running.is_complete(), "the frontend knows router and workers")
+        wait_for(running.is_complete, "the frontend uses the router and all workers")
         with logs_on_failure(running, request):
             yield running
 
@@ -53,7 +53,7 @@ def post_chat(mesh: Mesh, tokens: int = 8) -> httpx.Response:
 
 
 class LoadGenerator:
-    """Requests one after the other until it is stopped; what came of each."""
+    """Sends requests one after the other until the block ends; keeps their statuses."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -74,7 +74,7 @@ class LoadGenerator:
             self.statuses.append(post_chat(self._mesh).status_code)
 
 
-def test_consul_may_die_and_come_back_empty_and_no_request_fails(
+def test_no_request_fails_while_consul_dies_and_returns_without_state(
     mesh: Mesh, agent: ConsulAgent
 ) -> None:
     all_ids = {s.instance_id for s in mesh.services}
@@ -84,22 +84,22 @@ def test_consul_may_die_and_come_back_empty_and_no_request_fails(
         before = len(load.statuses)
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served without Consul")
         agent.start()
-        wait_for(lambda: registered_ids(agent) == all_ids, "all have registered again")
+        wait_for(lambda: registered_ids(agent) == all_ids, "all instances have registered again")
         before = len(load.statuses)
         wait_for(lambda: len(load.statuses) > before + 20, "requests are served again")
     assert set(load.statuses) == {200}
-    wait_for(mesh.is_complete, "the frontend has heard that all are there again")
+    wait_for(mesh.is_complete, "the frontend sees all instances again")
 
 
 def registered_ids(agent: ConsulAgent) -> set[int]:
-    """Ids of the instances that the agent's checks have passed."""
-    answer = httpx.get(
+    """Returns the ids of the instances that pass the agent's checks."""
+    response = httpx.get(
         f"{agent.url}/v1/health/service/kvmesh-default?passing", trust_env=False, timeout=2.0
     )
-    return {int(entry["Service"]["ID"].rpartition("-")[2], 16) for entry in answer.json()}
+    return {int(entry["Service"]["ID"].rpartition("-")[2], 16) for entry in response.json()}
 
 
-def test_a_worker_that_dies_without_a_word_leaves_placement_and_fails_no_request(
+def test_a_killed_worker_leaves_placement_and_no_request_fails(
     mesh: Mesh,
 ) -> None:
     victim = mesh.workers[0]
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_without_a_word_leaves_placement_and_fails_no_request
         died_at = time.monotonic()
         wait_for(
             lambda: dead_id not in mesh.known_instance_ids("worker"),
-            "the frontend knows that it is gone",
+            "the frontend sees that the worker has left",
             LEAVES_PLACEMENT_S,
         )
         print(f"\nleft placement after {time.monotonic() - died_at:.2f} s")
@@ -120,10 +120,10 @@ def test_a_worker_that_dies_without_a_word_leaves_placement_and_fails_no_request
         for line in mesh.frontend.events("request")
         if [int(worker) for worker in line.get("workers", [])].count(dead_id) > 1
     ]
-    assert not tried_twice, "no request asks the dead worker twice"
+    assert not tried_twice, "no request tries the dead worker twice"
 
 
-def test_the_model_goes_with_its_last_worker_and_comes_back_with_the_next(mesh: Mesh) -> None:
+def test_a_model_is_listed_while_it_has_a_worker(mesh: Mesh) -> None:
     for worker in mesh.workers:
         worker.kill()
 
@@ -131,18 +131,18 @@ def test_the_model_goes_with_its_last_worker_and_comes_back_with_the_next(mesh: 
         listed = mesh.http.get(f"{mesh.url}/v1/models").json()["data"]
         return [model["id"] for model in listed]
 
-    wait_for(lambda: models() == [], "the model is gone")
-    answer = post_chat(mesh)
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"]
+    wait_for(lambda: models() == [], "the model is not listed")
+    response = post_chat(mesh)
+    assert response.status_code == 503
+    assert response.json()["error"]["message"]
     mesh.spawn("worker").wait_ready()
-    wait_for(lambda: models() == [MODEL], "the model is back")
-    wait_for(lambda: post_chat(mesh).status_code == 200, "and it is served")
+    wait_for(lambda: models() == [MODEL], "the model is listed")
+    wait_for(lambda: post_chat(mesh).status_code == 200, "the model is served")
 
 
-def test_a_worker_with_another_card_is_refused_and_says_so(mesh: Mesh) -> None:
+def test_a_worker_with_a_conflicting_card_exits_with_the_reason(mesh: Mesh) -> None:
     conflicting_worker = mesh.spawn("worker", "--context-length=4096")
-    status = wait_for(lambda: conflicting_worker.process.poll(), "the rival ends")
+    status = wait_for(lambda: conflicting_worker.process.poll(), "the worker exits")
     assert status == 1
     assert "CARD_CONFLICT" in conflicting_worker.tail(
         200
@@ -150,7 +150,7 @@ def test_a_worker_with_another_card_is_refused_and_says_so(mesh: Mesh) -> None:
     assert post_chat(mesh).status_code == 200
 
 
-def test_answers_are_exact_on_consul_too(mesh: Mesh) -> None:
-    answer = post_chat(mesh, tokens=24)
+def test_responses_are_exact_with_consul(mesh: Mesh) -> None:
+    response = post_chat(mesh, tokens=24)
     expected = Oracle().chat(PROMPT, 24)
-    assert answer.json()["choices"][0]["message"]["content"] == expected.text
+    assert response.json()["choices"][0]["message"]["content"] == expected.text

@@ -1,4 +1,4 @@
-"""`make demo`: the whole vertical, from the SDK to the linked spans, on real processes."""
+"""`make demo` on real processes, from the SDK to the linked spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.contract.consul_agent import consul_binary
 
 ROOT = Path(__file__).resolve().parents[2]
-# It takes 5 to 8 seconds; up to 67 were seen with a dozen busy processes for each core beside it.
+# It takes 5 to 8 s; up to 67 s were measured with a dozen other busy processes per core.
 TIMEOUT_S = 200
 
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 200
 @pytest.mark.parametrize("registry", ["file", "consul"])
 def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> None:
     if registry == "consul":
-        consul_binary()  # skips, saying why, where there is none
+        consul_binary()  # skips the test if there is none
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     done = subprocess.run(
         [sys.executable, "-m", "meshctl", "demo", "--registry", registry],
@@ -36,7 +36,7 @@ def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # It ends by itself.
+    # The demo ends by itself.
     assert "Ctrl-C" not in done.stdout
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["answers"] == 2
@@ -50,7 +50,7 @@ def test_the_demo_shows_a_kv_hit_and_decode_linked_to_prefill(registry: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S + 10)
-def test_a_demo_that_is_ended_by_a_signal_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_demo_ended_by_a_signal_removes_its_folder(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("KVMESH_")}
     demo = subprocess.Popen(
         [sys.executable, "-m", "meshctl", "demo"],
@@ -63,10 +63,10 @@ def test_a_demo_that_is_ended_by_a_signal_leaves_nothing_behind(tmp_path: Path) 
     )
     try:
         assert demo.stdout is not None
-        # Said once signals are listened to.
+        # The demo prints this once its signal handlers are set.
         assert demo.stdout.readline().startswith("starting ")
         (folder,) = tmp_path.glob("kvmesh-demo-*")
-        # As `timeout` does, whom `make` then helps: to all of the group, and once more.
+        # `timeout` signals the whole group, and `make` signals its child again.
         os.killpg(demo.pid, signal.SIGTERM)
         demo.terminate()
         shown, errors = demo.communicate(timeout=TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""Clients that go away: the worker's slot is free within 250 ms, whatever it was doing.
+"""A client that disconnects: the worker's slot is free within 250 ms.
 
-Freed is what the workers themselves say, asked over gRPC every few milliseconds from the moment in
-which the client's socket is closed.
+The workers report their open slots over gRPC, polled every few milliseconds after the client's
+socket is closed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 
 FREE_TIMEOUT_S = 0.25
 CLIENT_COUNT = 50
-# At a twentieth of real time: 120 ms a token, and 600 prompt tokens a second.
+# A twentieth of real speed: 120 ms a token, and 600 prompt tokens a second.
 SPEEDUP = 0.05
 FLAGS = [f"--speedup={SPEEDUP}", "--max-num-batched-tokens=1024"]
 LONG_PROMPT = "able about above accept " * 600
@@ -31,14 +31,13 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
 
 
 @pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
-        wait_for(lambda: open_slots(mesh) == 0, "no slot is left to the next test")
+def _no_open_slots(mesh: Mesh) -> Iterator[None]:
+    yield
+    wait_for(lambda: open_slots(mesh) == 0, "the next test starts without open slots")
 
 
 def open_slots(mesh: Mesh) -> int:
-    """Slots open at the workers, and at least what their engines still hold."""
+    """Returns the open slots of all workers, counting requests still in their engines."""
     total = 0
     for worker in mesh.workers:
         load = worker.load()
@@ -55,7 +54,7 @@ def end_count(mesh: Mesh, end_kind: str) -> int:
 
 
 def send_request(url: str, prompt: str, *, stream: bool) -> socket.socket:
-    """A client whose request is sent."""
+    """Sends a request; returns its connection."""
     body = json.dumps(
         {"model": MODEL, "prompt": prompt, "max_tokens": 500, "ignore_eos": True, "stream": stream}
     ).encode()
@@ -67,16 +66,16 @@ def send_request(url: str, prompt: str, *, stream: bool) -> socket.socket:
 
 
 def read_token(client: socket.socket) -> None:
-    """Returns when the first event of a stream is here."""
+    """Waits for the first event of a stream."""
     received = b""
     while b"data: " not in received:
         part = client.recv(65536)
-        assert part, f"the answer ended: {received!r}"
+        assert part, f"the response ended: {received!r}"
         received += part
 
 
 def wait_until_freed(mesh: Mesh) -> float:
-    """Seconds from now until no worker has a slot open."""
+    """Returns the seconds from now until no worker has an open slot."""
     began = time.monotonic()
     wait_for(lambda: open_slots(mesh) == 0, "every slot is freed")
     return time.monotonic() - began
@@ -85,15 +84,15 @@ def wait_until_freed(mesh: Mesh) -> float:
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "unary"])
 @pytest.mark.parametrize("prompt", [LONG_PROMPT, "Hi"], ids=["in prefill", "after a token"])
 @pytest.mark.slow
-def test_a_client_that_goes_away_frees_its_slot_in_time(
+def test_a_disconnected_client_frees_its_slot_in_time(
     mesh: Mesh, stream: bool, prompt: str
 ) -> None:
     stopped, before = end_count(mesh, "stopped"), steps(mesh)
     client = send_request(mesh.url, prompt, stream=stream)
-    wait_for(lambda: open_slots(mesh) == 1, "the request is at a worker")
+    wait_for(lambda: open_slots(mesh) == 1, "a worker has the request")
     if prompt == "Hi":
         # The first step computes the prompt and its token; with the second, tokens flow.
-        wait_for(lambda: steps(mesh) >= before + 2, "tokens are made")
+        wait_for(lambda: steps(mesh) >= before + 2, "the engine generates tokens")
         if stream:
             read_token(client)
     client.close()
@@ -102,31 +101,31 @@ def test_a_client_that_goes_away_frees_its_slot_in_time(
     assert took_s < FREE_TIMEOUT_S
     if prompt == LONG_PROMPT:
         assert steps(mesh) <= before + 1, "the prompt was computed to its end"
-    # Told explicitly, so that the engine's own abort runs.
+    # An explicit abort, so that the engine's own abort runs.
     assert end_count(mesh, "stopped") == stopped + 1
-    wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
+    wait_for(lambda: mesh.router.bookings() == 0, "the router has no booking")
 
 
 @pytest.mark.slow
-def test_a_crowd_that_goes_away_at_once_frees_all_its_slots_in_time(mesh: Mesh) -> None:
+def test_many_clients_that_disconnect_at_once_free_their_slots_in_time(mesh: Mesh) -> None:
     stopped = end_count(mesh, "stopped")
     clients = [
         send_request(mesh.url, LONG_PROMPT if number % 2 else "Hi", stream=number % 4 < 2)
         for number in range(CLIENT_COUNT)
     ]
-    wait_for(lambda: open_slots(mesh) == CLIENT_COUNT, "all requests are at workers")
+    wait_for(lambda: open_slots(mesh) == CLIENT_COUNT, "workers have all requests")
     for client in clients:
         client.close()
     took_s = wait_until_freed(mesh)
     print(f"{CLIENT_COUNT} freed in {took_s * 1000:.0f} ms")
     assert took_s < FREE_TIMEOUT_S
     assert end_count(mesh, "stopped") == stopped + CLIENT_COUNT
-    wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
+    wait_for(lambda: mesh.router.bookings() == 0, "the router has no booking")
 
 
 @pytest.mark.slow
 @pytest.mark.row("S4-38", "S4-39")
-def test_a_frontend_that_dies_frees_the_slots_of_its_clients_in_time(mesh: Mesh) -> None:
+def test_a_killed_frontend_frees_the_slots_of_its_clients_in_time(mesh: Mesh) -> None:
     frontend = mesh.spawn("frontend").wait_ready()
     url = frontend.addresses["http"]
     wait_for(
@@ -134,13 +133,13 @@ def test_a_frontend_that_dies_frees_the_slots_of_its_clients_in_time(mesh: Mesh)
     )
     stopped, closed = end_count(mesh, "stopped"), end_count(mesh, "closed")
     clients = [send_request(url, prompt, stream=True) for prompt in ("Hi", LONG_PROMPT)]
-    wait_for(lambda: open_slots(mesh) == 2, "both requests are at workers")
+    wait_for(lambda: open_slots(mesh) == 2, "workers have both requests")
     frontend.kill()
     took_s = wait_until_freed(mesh)
     print(f"freed in {took_s * 1000:.0f} ms")
     assert took_s < FREE_TIMEOUT_S
-    # Streams that were merely dropped: generators closed, nothing aborted.
+    # The streams broke: generators are closed, not aborted.
     assert (end_count(mesh, "stopped"), end_count(mesh, "closed")) == (stopped, closed + 2)
-    wait_for(lambda: mesh.router.bookings() == 0, "the router's books are empty")
+    wait_for(lambda: mesh.router.bookings() == 0, "the router has no booking")
     for client in clients:
         client.close()

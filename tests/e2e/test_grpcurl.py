@@ -1,4 +1,4 @@
-"""grpcurl, without any of our descriptors, against every service of a real mesh."""
+"""grpcurl without local descriptors against every service of a real mesh."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, logs_on_failure, wait_for
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, Oracle, Service, wait_for
 
-# Scripts of an environment lie beside its python.
+# Scripts of an environment are in the folder of its python.
 GRPCURL = Path(sys.executable).with_name("grpcurl")
 ENGINE, ROUTER = "kvmesh.engine.v1.EngineService", "kvmesh.router.v1.RouterService"
 INDEXER = "kvmesh.indexer.v1.IndexerService"
@@ -29,12 +29,6 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     folder = tmp_path_factory.mktemp("mesh")
     with Mesh(folder, workers=1, indexers=1, worker_flags=["--speedup=0"]) as mesh:
         yield mesh
-
-
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +48,7 @@ def grpcurl(*arguments: str) -> str:
 
 
 def call_method(service: Service, method: str, message: Any = None) -> list[dict[str, Any]]:
-    """The messages that a call answers with."""
+    """Returns the response messages of a call."""
     output = grpcurl("-d", json.dumps(message or {}), service.address, method)
     decoder, found = json.JSONDecoder(object_hook=_snake), []
     while output := output.lstrip():
@@ -65,12 +59,12 @@ def call_method(service: Service, method: str, message: Any = None) -> list[dict
 
 
 def _snake(value: dict[str, Any]) -> dict[str, Any]:
-    """Names as in the proto; versions of grpcurl differ in how they write them."""
+    """Returns names as in the proto; versions of grpcurl differ in the case of names."""
     return {re.sub("[A-Z]", lambda m: f"_{m[0].lower()}", name): v for name, v in value.items()}
 
 
 @pytest.mark.parametrize(
-    ("room", "services"),
+    ("service_name", "services"),
     [
         ("worker", {ENGINE, HEALTH}),
         ("router", {ROUTER, HEALTH}),
@@ -79,9 +73,9 @@ def _snake(value: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_every_service_lists_itself_and_is_healthy(
-    mesh: Mesh, room: str, services: set[str]
+    mesh: Mesh, service_name: str, services: set[str]
 ) -> None:
-    service = mesh.running(room)[0]
+    service = mesh.running(service_name)[0]
     listed = set(grpcurl(service.address, "list").split())
     assert services <= listed
     assert any(name.startswith("grpc.reflection.") for name in listed)
@@ -90,7 +84,7 @@ def test_every_service_lists_itself_and_is_healthy(
 
 
 @pytest.mark.parametrize(
-    ("room", "name", "methods"),
+    ("service_name", "name", "methods"),
     [
         ("worker", ENGINE, ("Attach", "Generate", "Abort", "GetInfo", "GetLoad", "GetArtifact")),
         ("router", ROUTER, ("Session", "Route", "PotentialLoads", "Explain", "Dump")),
@@ -98,17 +92,17 @@ def test_every_service_lists_itself_and_is_healthy(
     ],
 )
 def test_services_and_messages_can_be_described(
-    mesh: Mesh, room: str, name: str, methods: tuple[str, ...]
+    mesh: Mesh, service_name: str, name: str, methods: tuple[str, ...]
 ) -> None:
-    address = mesh.running(room)[0].address
+    address = mesh.running(service_name)[0].address
     described = grpcurl(address, "describe", name)
     for method in methods:
         assert f"rpc {method} (" in described
     hints = grpcurl(address, "describe", "kvmesh.types.v1.RoutingHints")
-    assert "priority" in hints, "messages of imported files can be described too"
+    assert "priority" in hints, "messages of imported files can be described"
 
 
-def test_the_indexer_tells_what_it_holds_and_that_it_is_true(mesh: Mesh) -> None:
+def test_the_indexer_reports_its_sources_and_verifies_them(mesh: Mesh) -> None:
     message = {"request": {"token_ids": PROMPT * 20, "stop_conditions": {"max_tokens": 1}}}
     call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
     indexer = mesh.running("indexer")[0]
@@ -117,7 +111,7 @@ def test_the_indexer_tells_what_it_holds_and_that_it_is_true(mesh: Mesh) -> None
         (stats,) = call_method(indexer, f"{INDEXER}/Stats", {})
         return stats["sources"] if int(stats.get("blocks", 0)) else []
 
-    (source,) = wait_for(held_blocks, "the worker's blocks are in the index")
+    (source,) = wait_for(held_blocks, "the index has the worker's blocks")
     assert source["status"]["state"] == "exact"
     (verified,) = call_method(indexer, f"{INDEXER}/Verify", {})
     (row,) = verified["sources"]
@@ -125,22 +119,22 @@ def test_the_indexer_tells_what_it_holds_and_that_it_is_true(mesh: Mesh) -> None
     assert int(row.get("extra", 0)) == int(row.get("missing", 0)) == 0
 
 
-def test_generate_streams_the_models_truth(mesh: Mesh) -> None:
+def test_generate_streams_the_exact_tokens_of_the_model(mesh: Mesh) -> None:
     message = {
         "request": {
             "token_ids": PROMPT,
             "stop_conditions": {"max_tokens": 12, "ignore_eos": True},
         }
     }
-    answers = call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
-    tokens = [token for answer in answers for token in answer.get("token_ids", ())]
+    responses = call_method(mesh.workers[0], f"{ENGINE}/Generate", message)
+    tokens = [token for response in responses for token in response.get("token_ids", ())]
     assert tokens == Oracle().tokens(PROMPT, 12)
-    assert answers[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
-    assert answers[-1]["usage"]["completion_tokens"] == 12
-    assert not any("finish_reason" in answer for answer in answers[:-1])
+    assert responses[-1]["finish_reason"] == "FINISH_REASON_LENGTH"
+    assert responses[-1]["usage"]["completion_tokens"] == 12
+    assert not any("finish_reason" in response for response in responses[:-1])
 
 
-def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
+def test_a_refused_call_shows_status_field_and_reason(mesh: Mesh) -> None:
     done = run("-d", json.dumps({"request": {}}), mesh.workers[0].address, f"{ENGINE}/Generate")
     assert done.returncode != 0
     assert "Code: InvalidArgument" in done.stderr
@@ -148,7 +142,7 @@ def test_a_refusal_shows_its_status_field_and_reason(mesh: Mesh) -> None:
         assert part in done.stderr
 
 
-def test_a_worker_says_who_it_is_and_what_it_does(mesh: Mesh) -> None:
+def test_a_worker_reports_its_identity_and_load(mesh: Mesh) -> None:
     worker = mesh.workers[0]
     (info,) = call_method(worker, f"{ENGINE}/GetInfo")
     assert info["worker_id"] == str(worker.instance_id)
@@ -158,10 +152,10 @@ def test_a_worker_says_who_it_is_and_what_it_does(mesh: Mesh) -> None:
     assert len(load["loads"]) == 1
 
 
-def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
+def test_route_returns_the_worker_and_the_reasons(mesh: Mesh) -> None:
     query = {"model": MODEL, "token_ids": PROMPT}
-    (answer,) = call_method(mesh.router, f"{ROUTER}/Route", {"query": query})
-    decision = answer["decision"]
+    (response,) = call_method(mesh.router, f"{ROUTER}/Route", {"query": query})
+    decision = response["decision"]
     assert decision["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert decision["reasons"]
     (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"query": query})
@@ -169,14 +163,14 @@ def test_route_names_the_worker_and_why(mesh: Mesh) -> None:
         str(mesh.workers[0].instance_id)
     ]
     (dump,) = call_method(mesh.router, f"{ROUTER}/Dump")
-    assert "bookings" not in dump, "asking books nothing"
+    assert "bookings" not in dump, "Route and Explain book nothing"
 
 
-def test_a_clients_request_is_explained_by_the_id_of_its_answer(mesh: Mesh) -> None:
+def test_a_request_is_explained_by_the_id_of_its_response(mesh: Mesh) -> None:
     body = {"model": MODEL, "prompt": "why here?", "max_tokens": 1}
     headers = {"x-request-id": "my-req-1"}
-    answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
-    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"request_id": answer["id"]})
+    response = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers).json()
+    (explained,) = call_method(mesh.router, f"{ROUTER}/Explain", {"request_id": response["id"]})
     assert explained["decision"]["worker"]["worker_id"] == str(mesh.workers[0].instance_id)
     assert explained["decision"]["reasons"]
     refused = json.dumps({"request_id": "my-req-1"})

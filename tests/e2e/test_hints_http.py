@@ -1,4 +1,4 @@
-"""What a client may say of when and where its request runs, by body and by header, end to end."""
+"""Hints in body and headers decide when and where a request runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 
-# Slow enough to be overtaken, in steps too short to be taken for a hang.
+# Slow enough for overtaking; the steps are too short to look like a hang.
 WORKER_FLAGS = ["--prefill-tokens-per-s=500", "--max-num-batched-tokens=64", "--max-num-seqs=16"]
 ROUTER_FLAGS = ["--queue-threshold=0.5", "--metrics-port=0", "--session-affinity-ttl-s=300"]
-LONG_PROMPT_TOKENS = 20_000  # 40 s of prefill, unless its client leaves.
+LONG_PROMPT_TOKENS = 20_000  # 40 s of prefill, unless the client disconnects
 UNIQUE_NUMBERS = count(1)
 
 
@@ -28,14 +28,8 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield mesh
 
 
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
-
-
 def unique_prompt(tokens: int) -> list[int]:
-    """A prompt that shares no block with any other."""
+    """Returns a prompt that shares no block with any other."""
     number = next(UNIQUE_NUMBERS)
     return [300 + (number * 7919 + place * place) % 2000 for place in range(tokens)]
 
@@ -52,30 +46,16 @@ def body(tokens: int, **nvext: Any) -> dict[str, Any]:
 def post_completion(
     mesh: Mesh, client_id: str, headers: Mapping[str, str] | None = None, **nvext: Any
 ) -> httpx.Response:
-    return mesh.http.post(
-        f"{mesh.url}/v1/completions",
-        json=body(100, **nvext),
-        headers={"x-request-id": client_id, **(headers or {})},
-    )
-
-
-def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
-    def lines() -> list[dict[str, Any]]:
-        events = mesh.frontend.events("request")
-        return [e for e in events if e.get("client_request_id") == client_id]
-
-    return wait_for(lines, f"the line of {client_id} is in the log")[0]
+    prompt = unique_prompt(100)
+    return mesh.post_completion(client_id, prompt, max_tokens=1, headers=headers, nvext=nvext)
 
 
 def queued_requests(mesh: Mesh) -> float:
-    """Requests in the router's queue."""
-    text = mesh.http.get(f"http://{mesh.router.addresses['metrics']}/metrics").text
-    (line,) = [one for one in text.splitlines() if one.startswith("kvmesh_router_queue_requests ")]
-    return float(line.split()[-1])
+    return mesh.router.metric("kvmesh_router_queue_requests")
 
 
 class BusyWorkers:
-    """A request on each worker that keeps it computing until this is left."""
+    """Keeps each worker busy with one long request until the block ends."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -96,8 +76,8 @@ class BusyWorkers:
             connection.close()
 
 
-def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mesh) -> None:
-    # One worker for all of them, so that they go one after the other.
+def test_a_strict_priority_goes_first_and_the_header_overrides_the_body(mesh: Mesh) -> None:
+    # One worker for all requests, so that they run one after the other.
     pin_to_worker = {"backend_instance_id": mesh.workers[0].instance_id}
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = [
         ("plain", {}, {}),
@@ -109,14 +89,14 @@ def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mes
     ]
     with ThreadPoolExecutor(len(requests)) as pool:
         with BusyWorkers(mesh):
-            answers = []
+            responses = []
             for name, headers, hints in requests:
                 nvext = {**pin_to_worker, "agent_hints": hints}
-                answers.append(pool.submit(post_completion, mesh, name, headers, **nvext))
-                wait_for(lambda: queued_requests(mesh) == len(answers), f"{name} waits")
-        assert [one.result(WAIT_S).status_code for one in answers] == [200] * len(requests)
+                responses.append(pool.submit(post_completion, mesh, name, headers, **nvext))
+                wait_for(lambda: queued_requests(mesh) == len(responses), f"{name} is queued")
+        assert [one.result(WAIT_S).status_code for one in responses] == [200] * len(requests)
     for name, _, _ in requests:
-        log_line(mesh, name)
+        mesh.request_line(name)
     names = {name for name, _, _ in requests}
     order = [e.get("client_request_id") for e in mesh.frontend.events("request")]
     assert [name for name in order if name in names] == [
@@ -124,17 +104,17 @@ def test_a_strict_priority_goes_first_by_body_and_by_header_which_wins(mesh: Mes
     ]
 
 
-def test_an_id_of_health_and_of_the_log_pins_a_request_as_it_is(mesh: Mesh) -> None:
+def test_an_instance_id_from_health_or_the_log_pins_a_request(mesh: Mesh) -> None:
     shown = mesh.http.get(f"{mesh.url}/health").json()["instances"]
     ids = [one["id"] for one in shown if one["service"] == "worker"]
     assert {int(id) for id in ids} == {worker.instance_id for worker in mesh.workers}
     for id in ids:
         assert post_completion(mesh, f"text-{id}", backend_instance_id=id).status_code == 200
-        (logged,) = log_line(mesh, f"text-{id}")["workers"]
+        (logged,) = mesh.request_line(f"text-{id}")["workers"]
         assert logged == id
         header = {"x-kvmesh-backend-instance-id": logged}
         assert post_completion(mesh, f"header-{id}", header).status_code == 200
-        assert log_line(mesh, f"header-{id}")["workers"] == [id]
+        assert mesh.request_line(f"header-{id}")["workers"] == [id]
 
 
 @pytest.mark.parametrize(
@@ -155,44 +135,44 @@ def test_an_id_of_health_and_of_the_log_pins_a_request_as_it_is(mesh: Mesh) -> N
         ),
     ],
 )
-def test_a_wish_that_no_worker_meets_is_a_503_that_names_field_and_value(
+def test_a_hint_that_no_worker_meets_is_a_503_with_field_and_value(
     mesh: Mesh, headers: dict[str, str], nvext: dict[str, Any], param: str, value: str
 ) -> None:
     name = f"unmet-{param}"
-    answer = post_completion(mesh, name, headers, **nvext)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["param"]) == (503, param)
+    response = post_completion(mesh, name, headers, **nvext)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (503, param)
     assert value in error["message"]
-    # A worker that meets it may join.
-    assert answer.headers["x-should-retry"] == "true"
-    line = log_line(mesh, name)
+    # A worker that meets it may join later.
+    assert response.headers["x-should-retry"] == "true"
+    line = mesh.request_line(name)
     assert (line["param"], line["error"]) == (param, error["message"])
 
 
-def test_a_header_pins_a_request_and_wins_over_the_body(mesh: Mesh) -> None:
+def test_a_header_pins_a_request_and_overrides_the_body(mesh: Mesh) -> None:
     one, other = (worker.instance_id for worker in mesh.workers)
     for number in range(3):
         name = f"pinned-{number}"
         header = {"x-kvmesh-backend-instance-id": str(other)}
         assert post_completion(mesh, name, header, backend_instance_id=one).status_code == 200
-        assert log_line(mesh, name)["workers"] == [str(other)]
+        assert mesh.request_line(name)["workers"] == [str(other)]
 
 
-def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None:
+def test_a_session_id_means_the_same_in_header_and_body(mesh: Mesh) -> None:
     header = {"x-kvmesh-session-id": "bob"}
     assert post_completion(mesh, "bob-0", header).status_code == 200
-    (first,) = log_line(mesh, "bob-0")["workers"]
+    (first,) = mesh.request_line("bob-0")["workers"]
     for number in range(1, 4):
         assert post_completion(mesh, f"bob-{number}", header).status_code == 200
-        line = log_line(mesh, f"bob-{number}")
+        line = mesh.request_line(f"bob-{number}")
         assert line["workers"] == [first]
         assert "session kept" in line["routing"]
     session = {"session_id": "bob"}
     assert post_completion(mesh, "bob-body", session_control=session).status_code == 200
-    assert log_line(mesh, "bob-body")["workers"] == [first]
+    assert mesh.request_line("bob-body")["workers"] == [first]
     both = post_completion(mesh, "carol", {"x-kvmesh-session-id": "carol"}, session_control=session)
     assert both.status_code == 200
-    assert "session bound" in log_line(mesh, "carol")["routing"]
+    assert "session bound" in mesh.request_line("carol")["routing"]
 
 
 @pytest.mark.parametrize(
@@ -208,18 +188,16 @@ def test_a_session_of_a_header_stays_and_is_that_of_the_body(mesh: Mesh) -> None
         ("x-kvmesh-nonsense", "1"),
     ],
 )
-def test_a_header_that_cannot_be_honoured_is_a_400_that_names_it(
-    mesh: Mesh, name: str, value: str
-) -> None:
-    answer = post_completion(mesh, "refused", {name: value})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+def test_an_invalid_header_is_a_400_that_names_it(mesh: Mesh, name: str, value: str) -> None:
+    response = post_completion(mesh, "refused", {name: value})
+    assert response.status_code == 400
+    error = response.json()["error"]
     assert (error["param"], error["type"]) == (name, "invalid_request_error")
     assert name in error["message"]
-    assert answer.headers["x-should-retry"] == "false"
+    assert response.headers["x-should-retry"] == "false"
 
 
-def test_a_strict_priority_of_the_body_that_is_none_is_a_400_that_names_it(mesh: Mesh) -> None:
-    answer = post_completion(mesh, "refused", agent_hints={"strict_priority": "1"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "nvext.agent_hints.strict_priority"
+def test_an_invalid_strict_priority_in_the_body_is_a_400_that_names_it(mesh: Mesh) -> None:
+    response = post_completion(mesh, "refused", agent_hints={"strict_priority": "1"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "nvext.agent_hints.strict_priority"

@@ -1,4 +1,4 @@
-"""What one request leaves behind: its one line in the log; and probes, which leave nothing."""
+"""A request writes one log line; a probe leaves no trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvmesh.engine.v1 import engine_pb2, engine_pb2_grpc
 from kvmesh.types.v1 import request_pb2
-from tests.e2e.mesh import MODEL, WAIT_S, Mesh, logs_on_failure, wait_for
+from tests.e2e.mesh import MODEL, WAIT_S, Mesh, wait_for
 from worker_svc.engines.sim.timing import Timing
 
 SPEEDUP = 0.5
@@ -24,24 +24,6 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         yield mesh
 
 
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
-
-
-def log_lines(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
-    """The log's lines of the request that a client gave that id."""
-    return [e for e in mesh.frontend.events("request") if e.get("client_request_id") == client_id]
-
-
-def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
-    """The one line of a request, once it is written."""
-    wait_for(lambda: log_lines(mesh, client_id), f"the line of {client_id} is in the log")
-    (line,) = log_lines(mesh, client_id)
-    return line
-
-
 def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
     return mesh.http.post(
         f"{mesh.url}/v1/chat/completions",
@@ -51,10 +33,11 @@ def post(mesh: Mesh, client_id: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> None:
-    answer = post(mesh, f"told-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
-    assert answer.status_code == 200
-    line = log_line(mesh, f"told-{stream}")
+def test_a_successful_request_has_one_complete_log_line(mesh: Mesh, stream: bool) -> None:
+    response = post(mesh, f"complete-{stream}", max_tokens=TOKENS, ignore_eos=True, stream=stream)
+    assert response.status_code == 200
+    line = mesh.request_line(f"complete-{stream}")
+    assert len(mesh.request_lines(f"complete-{stream}")) == 1
     assert len(line["request_id"]) == 32
     assert (line["model"], line["endpoint"]) == (MODEL, "chat_completions")
     assert (line["status"], line["stream"], line["level"]) == (200, stream, "info")
@@ -68,22 +51,21 @@ def test_a_request_is_one_line_that_says_all_of_it(mesh: Mesh, stream: bool) -> 
     assert set(line["workers"]) <= ids
     assert line["routing"], "the router's reasons"
     assert "failure" not in line
-    # A token cannot be there before a step has computed it, nor the rest without as many more; but
-    # the first may wait to be looked at for as long as a busy machine lets the frontend wait.
+    # Every token takes a step. On a busy machine the frontend may see the first tokens late.
     step_ms = Timing(speedup=SPEEDUP).step_s(0, 1, 0) * 1000
     assert step_ms <= line["ttft_ms"] <= line["total_ms"] - TOKENS / 4 * step_ms
 
 
-def test_a_refused_request_is_one_line_that_says_why(mesh: Mesh) -> None:
-    answer = post(mesh, "refused", max_tokens=-1)
-    line = log_line(mesh, "refused")
-    assert (answer.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
-    error = answer.json()["error"]
+def test_a_refused_request_has_a_log_line_with_the_reason(mesh: Mesh) -> None:
+    response = post(mesh, "refused", max_tokens=-1)
+    line = mesh.request_line("refused")
+    assert (response.status_code, line["status"], line["failure"]) == (400, 400, "INVALID_VALUE")
+    error = response.json()["error"]
     assert (line["param"], line["error"]) == ("max_tokens", error["message"])
     assert "workers" not in line
 
 
-def test_a_request_whose_client_left_is_one_line_that_says_so(mesh: Mesh) -> None:
+def test_a_request_of_a_disconnected_client_has_a_log_line_with_the_reason(mesh: Mesh) -> None:
     host, _, port = mesh.url.removeprefix("http://").partition(":")
     body = b'{"model":"%b","prompt":"hi","max_tokens":2000,"ignore_eos":true}' % MODEL.encode()
     with socket.create_connection((host, int(port)), WAIT_S) as client:
@@ -91,23 +73,23 @@ def test_a_request_whose_client_left_is_one_line_that_says_so(mesh: Mesh) -> Non
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-id: left\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        wait_for(lambda: sum(w.open_slots() for w in mesh.workers), "it is at a worker")
-    line = log_line(mesh, "left")
+        wait_for(lambda: sum(w.open_slots() for w in mesh.workers), "a worker has the request")
+    line = mesh.request_line("left")
     assert line["failure"] == "REQUEST_CANCELLED"
     assert line["workers"]
 
 
 def test_the_body_cannot_make_a_request_a_probe(mesh: Mesh) -> None:
     for name in ("_HEALTH_CHECK", "is_probe"):
-        answer = post(mesh, "probe", **{name: True})
-        assert answer.json()["error"]["param"] == name
+        response = post(mesh, "probe", **{name: True})
+        assert response.json()["error"]["param"] == name
 
 
 def metrics(mesh: Mesh) -> list[str]:
-    """The frontend's metrics of requests, without those of the process."""
+    """Returns the frontend's lines of request metrics."""
     lines = mesh.http.get(f"{mesh.url}/metrics").text.splitlines()
     excluded_metric = (
-        "kvmesh_frontend_loop_stalled_seconds"  # grows on a busy machine, whatever is asked
+        "kvmesh_frontend_loop_stalled_seconds"  # grows on a busy machine without requests
     )
     return [
         one
@@ -117,7 +99,7 @@ def metrics(mesh: Mesh) -> list[str]:
 
 
 @pytest.mark.row("S2-77", "S2-78", "S2-79")
-def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh) -> None:
+def test_a_probe_of_a_worker_changes_neither_bookings_nor_request_metrics(mesh: Mesh) -> None:
     def probe(worker_index: int) -> list[engine_pb2.GenerateResponse]:
         stub = engine_pb2_grpc.EngineServiceStub(mesh.workers[worker_index].channel)
         message = engine_pb2.GenerateRequest(
@@ -136,10 +118,12 @@ def test_a_probe_of_a_worker_touches_neither_router_nor_users_metrics(mesh: Mesh
     def observed_state() -> tuple[list[str], list[dict[str, Any]], int]:
         return metrics(mesh), mesh.frontend.events("request"), mesh.router.bookings()
 
-    wait_for(lambda: mesh.router.bookings() == 0, "the mesh is at rest")
+    wait_for(lambda: mesh.router.bookings() == 0, "the mesh is idle")
     before = observed_state()
     for worker_index in range(2):
-        answers = probe(worker_index)
-        assert sum(len(answer.token_ids) for answer in answers) == 1, "one token shows life"
-        assert answers[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
+        responses = probe(worker_index)
+        assert sum(len(response.token_ids) for response in responses) == 1, (
+            "a probe returns one token"
+        )
+        assert responses[-1].finish_reason != request_pb2.FINISH_REASON_UNSPECIFIED
     assert observed_state() == before

@@ -1,4 +1,4 @@
-"""The logs of a mesh are there to read when a test of it fails."""
+"""The logs of a mesh are printed when its test fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.mesh import logs_on_failure
 
 class Mesh:
-    def logs(self): return "what the router said"
+    def logs(self): return "the log of the router"
 
 @pytest.fixture
 def mesh(request):
@@ -48,7 +48,7 @@ def test_passes_the_second_time(mesh):
         ("test_passes_the_second_time", 1, "e2e"),
     ],
 )
-def test_logs_are_printed_for_each_try_that_failed_and_for_no_other(
+def test_logs_are_printed_once_for_each_failed_run(
     tmp_path: Path, name: str, shown: int, folder: str
 ) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
@@ -73,4 +73,4 @@ def test_logs_are_printed_for_each_try_that_failed_and_for_no_other(
         timeout=50,
         check=False,
     )
-    assert done.stdout.count("what the router said") == shown, done.stdout + done.stderr
+    assert done.stdout.count("the log of the router") == shown, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Adapters over HTTP: asked for like models, placed on who has them, and sharing no KV with others.
+"""Adapters over HTTP: named like models, placed on workers that have them, with KV of their own.
 
 One worker of the model has no adapter, one has two; another model has one of the same name.
 """
@@ -16,7 +16,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.e2e.mesh import MODEL, Mesh, Service, logs_on_failure, wait_for
+from tests.e2e.mesh import MODEL, Mesh, Service, wait_for
 from worker_svc.engines.sim.config import SIM_MODEL_DIR, load_sim_model
 from worker_svc.engines.sim.token_oracle import TokenOracle
 
@@ -34,18 +34,12 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
         mesh.spawn("worker", "--loras=french,german").wait_ready()
         other = [f"--model-name={OTHER_MODEL}", f"--loras=french,{MODEL},swahili"]
         mesh.spawn("worker", *other).wait_ready()
-        wait_for(mesh.is_complete, "the frontend knows all workers")
+        wait_for(mesh.is_complete, "the frontend sees all workers")
         wait_for(
             lambda: {MODEL, OTHER_MODEL, *ADAPTERS, "swahili"} == listed_models(mesh).keys(),
-            "all serve",
+            "all models are listed",
         )
         yield mesh
-
-
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
 
 
 def listed_models(mesh: Mesh) -> dict[str, dict[str, Any]]:
@@ -54,21 +48,21 @@ def listed_models(mesh: Mesh) -> dict[str, dict[str, Any]]:
 
 
 def expected_text(adapter: str, prompt: list[int], length: int = 12) -> str:
-    """The tokens that follow, as text."""
+    """Returns the text that an adapter generates."""
     model = load_sim_model(SIM_MODEL_DIR)
-    truth = TokenOracle(model.word_ids, model.eos_ids[0])
-    tokens = truth.continue_tokens(prompt, length, ignore_eos=True, lora_name=adapter)
+    token_oracle = TokenOracle(model.word_ids, model.eos_ids[0])
+    tokens = token_oracle.continue_tokens(prompt, length, ignore_eos=True, lora_name=adapter)
     text: str = Tokenizer.from_file(str(SIM_MODEL_DIR / "tokenizer.json")).decode(tokens)
     return text
 
 
 def worker_with_adapters(mesh: Mesh) -> Service:
-    """The worker of MODEL that has adapters."""
+    """Returns the worker of MODEL with adapters."""
     return mesh.workers[1]
 
 
 def unique_prompt(tokens: int) -> list[int]:
-    """A prompt that shares no block with any other."""
+    """Returns a prompt that shares no block with any other."""
     number = next(UNIQUE_NUMBERS)
     return [300 + (number * 7919 + place * place) % 2000 for place in range(tokens)]
 
@@ -76,28 +70,13 @@ def unique_prompt(tokens: int) -> list[int]:
 def post_completion(
     mesh: Mesh, model: str, prompt: str | list[int], client_id: str = "", **headers: str
 ) -> httpx.Response:
-    return mesh.http.post(
-        f"{mesh.url}/v1/completions",
-        json={"model": model, "prompt": prompt, "max_tokens": 2},
-        headers={"x-request-id": client_id or f"r{next(UNIQUE_NUMBERS)}", **headers},
-    )
+    client_id = client_id or f"r{next(UNIQUE_NUMBERS)}"
+    return mesh.post_completion(client_id, prompt, model=model, headers=headers)
 
 
-def log_lines(mesh: Mesh, client_id: str) -> list[dict[str, Any]]:
-    """The lines of that request in the frontend's log."""
-    events = mesh.frontend.events("request")
-    return [e for e in events if e.get("client_request_id") == client_id]
-
-
-def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
-    """Its line, once it is there."""
-    lines = wait_for(lambda: log_lines(mesh, client_id), f"the line of {client_id} is in the log")
-    return lines[0]
-
-
-def cached_tokens(answer: httpx.Response) -> int:
-    assert answer.status_code == 200, answer.text
-    tokens: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached_tokens(response: httpx.Response) -> int:
+    assert response.status_code == 200, response.text
+    tokens: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     return tokens
 
 
@@ -113,19 +92,19 @@ def test_each_adapter_is_listed_as_a_model_with_its_base(mesh: Mesh) -> None:
     assert mesh.http.get(f"{mesh.url}/ready").json()["ready"]
 
 
-def test_an_answer_is_the_adapters_own_and_carries_its_name(mesh: Mesh) -> None:
+def test_a_response_is_generated_by_the_adapter_and_carries_its_name(mesh: Mesh) -> None:
     prompt = unique_prompt(3 * BLOCK_SIZE)
-    said = {}
+    texts = {}
     for name, adapter in ((MODEL, ""), ("french", "french"), ("german", "german")):
         body = {"model": name, "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
-        answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body).json()
-        assert answer["model"] == name
-        said[name] = answer["choices"][0]["text"]
-        assert said[name] == expected_text(adapter, prompt), name
-    assert len(set(said.values())) == 3
+        response = mesh.http.post(f"{mesh.url}/v1/completions", json=body).json()
+        assert response["model"] == name
+        texts[name] = response["choices"][0]["text"]
+        assert texts[name] == expected_text(adapter, prompt), name
+    assert len(set(texts.values())) == 3
 
 
-async def test_the_sdk_asks_an_adapter_like_a_model(mesh: Mesh) -> None:
+async def test_the_sdk_uses_an_adapter_like_a_model(mesh: Mesh) -> None:
     async with openai.AsyncOpenAI(
         base_url=f"{mesh.url}/v1",
         api_key="none",
@@ -143,8 +122,8 @@ async def test_the_sdk_asks_an_adapter_like_a_model(mesh: Mesh) -> None:
         )
         chunks = [chunk async for chunk in stream]
         assert {chunk.model for chunk in chunks} == {"french"}
-        said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-        assert said == whole.choices[0].message.content != ""
+        streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert streamed == whole.choices[0].message.content != ""
 
 
 @pytest.mark.row("S2-11")
@@ -153,36 +132,36 @@ def test_the_same_prompt_under_base_and_adapters_never_shares_cached_blocks(mesh
     pin_headers = {"x-kvmesh-backend-instance-id": str(worker_with_adapters(mesh).instance_id)}
     for model in (MODEL, *ADAPTERS):
         assert cached_tokens(post_completion(mesh, model, prompt, **pin_headers)) == 0, (
-            f"{model} was never asked it"
+            f"{model} has not seen the prompt"
         )
         assert (
             full <= cached_tokens(post_completion(mesh, model, prompt, **pin_headers)) < len(prompt)
         )
     for model in (MODEL, *ADAPTERS):
-        # The other way round too: what the router predicts is what the engine finds.
+        # The router predicts what the engine reports.
         def is_prediction_exact(model: str = model) -> bool:
             name = f"again-{next(UNIQUE_NUMBERS)}"
             found = cached_tokens(post_completion(mesh, model, prompt, name, **pin_headers))
             assert found >= full
-            return bool(log_line(mesh, name)["predicted_cached_tokens"] == found)
+            return bool(mesh.request_line(name)["predicted_cached_tokens"] == found)
 
-        wait_for(is_prediction_exact, f"the index knows the blocks of {model}")
+        wait_for(is_prediction_exact, f"the index has the blocks of {model}")
 
 
-def test_an_adapter_the_index_knows_is_predicted_for_itself_only(mesh: Mesh) -> None:
+def test_blocks_of_an_adapter_are_predicted_for_that_adapter_only(mesh: Mesh) -> None:
     prompt = unique_prompt(10 * BLOCK_SIZE)
     post_completion(mesh, "french", prompt)
 
     def is_predicted() -> bool:
         name = f"known-{next(UNIQUE_NUMBERS)}"
         post_completion(mesh, "french", prompt, name)
-        return bool(log_line(mesh, name)["predicted_cached_tokens"])
+        return bool(mesh.request_line(name)["predicted_cached_tokens"])
 
-    wait_for(is_predicted, "the index knows it")
+    wait_for(is_predicted, "the index has the blocks")
     for model in (MODEL, "german"):
         name = f"unknown-{next(UNIQUE_NUMBERS)}"
         assert cached_tokens(post_completion(mesh, model, prompt, name)) == 0
-        assert log_line(mesh, name)["predicted_cached_tokens"] == 0
+        assert mesh.request_line(name)["predicted_cached_tokens"] == 0
 
 
 @pytest.mark.row("S2-11")
@@ -196,21 +175,21 @@ def test_only_workers_with_the_adapter_get_its_requests(mesh: Mesh) -> None:
             ).status_code
             == 200
         )
-        line = log_line(mesh, name)
+        line = mesh.request_line(name)
         assert line["workers"] == [adapter_workers]
         assert (line["model"], line["base_model"]) == (ADAPTERS[number % 2], MODEL)
     name = "base"
     assert post_completion(mesh, MODEL, unique_prompt(BLOCK_SIZE), name).status_code == 200
-    assert "base_model" not in log_line(mesh, name)
+    assert "base_model" not in mesh.request_line(name)
 
 
-def test_a_pin_to_a_worker_without_the_adapter_is_refused_not_answered_by_the_base(
+def test_a_pin_to_a_worker_without_the_adapter_is_refused(
     mesh: Mesh,
 ) -> None:
     pin = {"x-kvmesh-backend-instance-id": str(mesh.workers[0].instance_id)}
-    answer = post_completion(mesh, "french", unique_prompt(BLOCK_SIZE), **pin)
-    assert answer.status_code == 503
-    assert "'french'" in answer.json()["error"]["message"]
+    response = post_completion(mesh, "french", unique_prompt(BLOCK_SIZE), **pin)
+    assert response.status_code == 503
+    assert "'french'" in response.json()["error"]["message"]
 
 
 def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
@@ -228,10 +207,10 @@ def test_the_adapters_requests_are_counted_under_its_name(mesh: Mesh) -> None:
     ]
 
 
-def test_a_name_that_two_have_means_the_same_everywhere_and_is_told_of(mesh: Mesh) -> None:
-    # Of "french" there are two: it is that of the model whose name comes first.
+def test_a_name_conflict_is_resolved_by_model_name_and_reported(mesh: Mesh) -> None:
+    # Two models have "french": the model whose name sorts first gets it.
     assert listed_models(mesh)["french"]["parent"] == MODEL < OTHER_MODEL
-    # And one adapter is called like a model: the name is the model's.
+    # One adapter has the name of a model: the model gets it.
     assert "parent" not in listed_models(mesh)[MODEL]
     degraded = mesh.http.get(f"{mesh.url}/health").json()["degraded"]
     assert [line for line in degraded if "french" in line and OTHER_MODEL in line and MODEL in line]
@@ -240,9 +219,9 @@ def test_a_name_that_two_have_means_the_same_everywhere_and_is_told_of(mesh: Mes
     assert hidden == {("french", OTHER_MODEL), (MODEL, OTHER_MODEL)}
 
 
-def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_a_model(mesh: Mesh) -> None:
-    answer = post_completion(mesh, "french", "able about " * 20_000)
-    assert answer.json()["error"]["code"] == "context_length_exceeded"
+def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_models(mesh: Mesh) -> None:
+    response = post_completion(mesh, "french", "able about " * 20_000)
+    assert response.json()["error"]["code"] == "context_length_exceeded"
     unknown = post_completion(mesh, "klingon", "hi")
     assert unknown.status_code == 404
     error = unknown.json()["error"]
@@ -250,28 +229,28 @@ def test_a_long_prompt_and_an_unknown_name_are_refused_as_for_a_model(mesh: Mesh
 
 
 @pytest.mark.slow
-def test_prefill_and_decode_both_have_to_have_the_adapter_and_apply_it(tmp_path: Path) -> None:
+def test_a_pair_serves_an_adapter_only_if_both_workers_have_it(tmp_path: Path) -> None:
     flags = [SPEEDUP_FLAG, "--local-prefill=false"]
     with Mesh(tmp_path, workers=0, prefill=1, decode=1, worker_flags=flags) as mesh:
         adapter_workers = [
             mesh.spawn("prefill", "--loras=french").wait_ready(),
             mesh.spawn("decode", "--loras=french,german").wait_ready(),
         ]
-        wait_for(lambda: "french" in listed_models(mesh), "a pair has it")
+        wait_for(lambda: "french" in listed_models(mesh), "a pair has the adapter")
         prompt = unique_prompt(3 * BLOCK_SIZE)
         body = {"model": "french", "prompt": prompt, "max_tokens": 12, "ignore_eos": True}
 
-        def answered() -> httpx.Response | None:
-            # The router may hear of them a moment later than the frontend.
+        def successful_response() -> httpx.Response | None:
+            # The router may see the workers a moment later than the frontend.
             headers = {"x-request-id": "pair"}
-            answer = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers)
-            return answer if answer.status_code == 200 else None
+            response = mesh.http.post(f"{mesh.url}/v1/completions", json=body, headers=headers)
+            return response if response.status_code == 200 else None
 
-        answer = wait_for(answered, "the router knows them too")
-        assert answer is not None
-        assert answer.json()["choices"][0]["text"] == expected_text("french", prompt)
+        response = wait_for(successful_response, "the router sees the workers")
+        assert response is not None
+        assert response.json()["choices"][0]["text"] == expected_text("french", prompt)
         (line,) = wait_for(
-            lambda: [line for line in log_lines(mesh, "pair") if line["status"] == 200],
+            lambda: [line for line in mesh.request_lines("pair") if line["status"] == 200],
             "its line is in the log",
         )
         assert line["workers"] == [str(one.instance_id) for one in adapter_workers]
@@ -282,13 +261,13 @@ def test_prefill_and_decode_both_have_to_have_the_adapter_and_apply_it(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_started_answer_of_an_adapter_goes_on_at_another_worker_that_has_it(
+def test_a_started_response_of_an_adapter_migrates_to_another_worker_with_it(
     tmp_path: Path,
 ) -> None:
     with Mesh(tmp_path, workers=1, worker_flags=["--step-ms=20"]) as mesh:
         adapter_workers = [mesh.spawn("worker", "--loras=french").wait_ready() for _ in range(2)]
-        wait_for(mesh.is_complete, "the frontend knows them")
-        wait_for(lambda: "french" in listed_models(mesh), "it has the adapter")
+        wait_for(mesh.is_complete, "the frontend sees the workers")
+        wait_for(lambda: "french" in listed_models(mesh), "the adapter is listed")
         tokens, prompt = 200, unique_prompt(3 * BLOCK_SIZE)
         body = {"model": "french", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
         pieces = []
@@ -297,8 +276,8 @@ def test_a_started_answer_of_an_adapter_goes_on_at_another_worker_that_has_it(
             f"{mesh.url}/v1/completions",
             json=body | {"stream": True},
             headers={"x-request-id": "moved"},
-        ) as answer:
-            for line in answer.iter_lines():
+        ) as response:
+            for line in response.iter_lines():
                 if not line.startswith("data: {"):
                     continue
                 pieces += [c["text"] for c in json.loads(line[6:])["choices"]]
@@ -306,42 +285,45 @@ def test_a_started_answer_of_an_adapter_goes_on_at_another_worker_that_has_it(
                     (one,) = [worker for worker in adapter_workers if worker.open_slots()]
                     one.kill()
         assert "".join(pieces) == expected_text("french", prompt, tokens)
-        end = log_line(mesh, "moved")
+        end = mesh.request_line("moved")
         assert (end["status"], end["attempts"]) == (200, 2)
         assert set(end["workers"]) == {str(one.instance_id) for one in adapter_workers}
 
 
-# Last, for it takes the adapters away.
-def test_an_adapter_that_nobody_has_any_more_is_a_503_with_advice_until_it_is_back(
+# The last test, because it removes the adapters.
+def test_an_adapter_without_workers_is_a_503_with_retry_headers_until_it_is_back(
     mesh: Mesh,
 ) -> None:
     gone = worker_with_adapters(mesh)
     gone.kill()
-    wait_for(mesh.is_complete, "the frontend has seen it leave")
-    wait_for(lambda: "german" not in listed_models(mesh), "and takes its adapters out of the list")
-    answer = post_completion(mesh, "german", "hi")
-    assert answer.status_code == 503
-    assert "german" in answer.json()["error"]["message"]
-    assert int(answer.headers["retry-after"]) >= 1
-    assert answer.headers["x-should-retry"] == "true"
+    wait_for(mesh.is_complete, "the frontend sees that the worker has left")
+    wait_for(lambda: "german" not in listed_models(mesh), "its adapters are not listed")
+    response = post_completion(mesh, "german", "hi")
+    assert response.status_code == 503
+    assert "german" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) >= 1
+    assert response.headers["x-should-retry"] == "true"
     assert mesh.http.get(f"{mesh.url}/v1/models/german").status_code == 503
     assert post_completion(mesh, MODEL, "hi").status_code == 200
-    # Of the two with one name the other one's is left.
+    # The other model's adapter of the same name takes over.
     wait_for(
         lambda: listed_models(mesh).get("french", {}).get("parent") == OTHER_MODEL,
-        "it is the other's",
+        "french is the other model's adapter",
     )
     back = mesh.spawn("worker", "--loras=german").wait_ready()
-    wait_for(lambda: listed_models(mesh).get("german", {}).get("parent") == MODEL, "it is back")
+    wait_for(
+        lambda: listed_models(mesh).get("german", {}).get("parent") == MODEL,
+        "it is listed again",
+    )
     name = "back"
 
     def serves() -> bool:
-        # The router may hear of it a moment later than the frontend.
+        # The router may see the worker a moment later than the frontend.
         return post_completion(mesh, "german", "hi", name).status_code == 200
 
-    wait_for(serves, "the router knows it too")
+    wait_for(serves, "the router sees the worker")
     (line,) = wait_for(
-        lambda: [line for line in log_lines(mesh, name) if line["status"] == 200],
+        lambda: [line for line in mesh.request_lines(name) if line["status"] == 200],
         "its line is in the log",
     )
     assert line["workers"] == [str(back.instance_id)]

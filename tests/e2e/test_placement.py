@@ -1,4 +1,4 @@
-"""Where a client's request runs, by what it says over HTTP: sessions, taints, conditional pairs."""
+"""HTTP hints decide where a request runs: sessions, taints, conditional pairs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.e2e.mesh import MODEL, Mesh, logs_on_failure, wait_for
+from tests.e2e.mesh import Mesh, wait_for
 
 SPEEDUP_FLAG = "--speedup=20"
 
@@ -21,38 +20,14 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     flags = ["--metrics-port=0", "--session-affinity-ttl-s=300"]
     with Mesh(folder, workers=2, worker_flags=[SPEEDUP_FLAG], router_flags=flags) as mesh:
         mesh.spawn("worker", "--taints=fast,zone=b").wait_ready()
-        wait_for(mesh.is_complete, "the frontend knows the third worker")
+        wait_for(mesh.is_complete, "the frontend sees the third worker")
         yield mesh
 
 
-@pytest.fixture(autouse=True)
-def _logs(mesh: Mesh, request: pytest.FixtureRequest) -> Iterator[None]:
-    with logs_on_failure(mesh, request):
-        yield
-
-
-def post_completion(mesh: Mesh, client_id: str, prompt: str = "hi", **nvext: Any) -> httpx.Response:
-    return mesh.http.post(
-        f"{mesh.url}/v1/completions",
-        json={"model": MODEL, "prompt": prompt, "max_tokens": 2, "nvext": nvext},
-        headers={"x-request-id": client_id},
-    )
-
-
-def log_line(mesh: Mesh, client_id: str) -> dict[str, Any]:
-    """The line of a request in the frontend's log."""
-
-    def lines() -> list[dict[str, Any]]:
-        events = mesh.frontend.events("request")
-        return [e for e in events if e.get("client_request_id") == client_id]
-
-    return wait_for(lines, f"the line of {client_id} is in the log")[0]
-
-
 def serving_workers(mesh: Mesh, client_id: str, prompt: str = "hi", **nvext: Any) -> list[str]:
-    answer = post_completion(mesh, client_id, prompt, **nvext)
-    assert answer.status_code == 200, answer.text
-    workers: list[str] = log_line(mesh, client_id)["workers"]
+    response = mesh.post_completion(client_id, prompt, nvext=nvext)
+    assert response.status_code == 200, response.text
+    workers: list[str] = mesh.request_line(client_id)["workers"]
     return workers
 
 
@@ -61,45 +36,41 @@ def known_instances(mesh: Mesh) -> list[dict[str, Any]]:
     return listed
 
 
-def router_metric(mesh: Mesh, name: str) -> float:
-    """The value of one sample, given as Prometheus writes it."""
-    text = mesh.http.get(f"http://{mesh.router.addresses['metrics']}/metrics").text
-    (line,) = [line for line in text.splitlines() if line.startswith(f"{name} ")]
-    return float(line.split()[-1])
-
-
-def test_a_session_stays_on_its_worker_and_outlives_it(mesh: Mesh) -> None:
+def test_a_session_stays_on_its_worker_and_moves_when_the_worker_dies(mesh: Mesh) -> None:
     session: dict[str, Any] = {"session_control": {"session_id": "alice"}}
     first = serving_workers(mesh, "alice-0", **session)
     for number in range(1, 6):
         assert serving_workers(mesh, f"alice-{number}", **session) == first
-    assert "session kept" in log_line(mesh, "alice-5")["routing"]
+    assert "session kept" in mesh.request_line("alice-5")["routing"]
     (session_worker,) = [w for w in mesh.workers if str(w.instance_id) in first]
     session_worker.process.kill()
     session_worker.process.wait()
     second = serving_workers(mesh, "alice-6", **session)
     assert second[-1] not in first
     assert serving_workers(mesh, "alice-7", **session) == second[-1:]
-    assert router_metric(mesh, "kvmesh_router_affinity_bindings") >= 1
-    assert router_metric(mesh, 'kvmesh_router_affinity_total{outcome="kept"}') >= 6
+    assert mesh.router.metric("kvmesh_router_affinity_bindings") >= 1
+    assert mesh.router.metric('kvmesh_router_affinity_total{outcome="kept"}') >= 6
     if session_worker.name == "worker-3":
         mesh.spawn("worker", "--taints=fast,zone=b").wait_ready()
-        wait_for(mesh.is_complete, "the tainted one is back")
+        wait_for(mesh.is_complete, "the worker with taints is back")
 
 
-def test_required_taints_choose_the_worker_and_nobody_is_a_503(mesh: Mesh) -> None:
+def test_required_taints_choose_the_worker_or_return_503(
+    mesh: Mesh,
+) -> None:
     (fast_worker,) = [w for w in mesh.workers if int(w.name.split("-")[1]) >= 3]
     for number in range(4):
         constraints = {"required_taints": ["fast", "zone=b"]}
         placed = serving_workers(mesh, f"fast-{number}", routing_constraints=constraints)
         assert placed == [str(fast_worker.instance_id)]
-    refused = post_completion(mesh, "none", routing_constraints={"required_taints": ["gold"]})
+    gold = {"routing_constraints": {"required_taints": ["gold"]}}
+    refused = mesh.post_completion("none", nvext=gold)
     assert refused.status_code == 503
     assert "gold" in refused.json()["error"]["message"]
 
 
 @pytest.mark.slow
-def test_a_prompt_that_decode_holds_is_not_split(tmp_path: Path) -> None:
+def test_a_prompt_cached_by_the_decode_worker_bypasses_prefill(tmp_path: Path) -> None:
     prompt = "the quick brown fox jumps over the lazy dog " * 40
     pair = Mesh(
         tmp_path,
@@ -117,8 +88,8 @@ def test_a_prompt_that_decode_holds_is_not_split(tmp_path: Path) -> None:
         numbers = count()
         wait_for(
             lambda: len(serving_workers(mesh, f"again-{next(numbers)}", prompt)) == 1,
-            "the index knows what decode holds",
+            "the index has the blocks of the decode worker",
         )
         bypasses = 'kvmesh_router_prefill_bypasses_total{reason="short_prompt"}'
-        assert router_metric(mesh, bypasses) == 1
+        assert mesh.router.metric(bypasses) == 1
         assert len(serving_workers(mesh, "other", f"something else, {prompt}")) == 2

@@ -1,11 +1,11 @@
-"""Workers and routers that die, hang or leave, under load: what clients see of it."""
+"""Workers, routers and frontends that die, hang or leave under load: effects on clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos.client import body_of
 from tests.e2e.mesh import WAIT_S, Mesh, Oracle, Service
+from tests.living import until
 
 pytestmark = pytest.mark.slow
 
@@ -22,14 +23,14 @@ STREAMS = 16
 # About 7 ms a token: a stream lasts long enough to lose its worker in the middle.
 TOKENS = 150
 PROBE_INTERVAL_S = 0.02
-# Discovery says within 50 ms that a process is gone; the rest is for a busy machine.
+# Discovery reports a dead process within 50 ms; the rest is for a busy machine.
 OUTAGE_MAX_S = 1.0
-# A frontend waits 3 s for a router, and then places by itself: not twice that.
+# A frontend waits 3 s for a router, then places itself: not twice that.
 UNROUTED_MAX_S = 6.0
-# Three heartbeats of a second each, and what migration takes. What the frontend lost itself
-# meanwhile does not count for it (see `core/patience.py`), so this is for a busy machine too.
+# Three heartbeats of a second each, and the migration. Stalls of the frontend delay it on a busy
+# machine (see `core/peers/stall_clock.py`).
 HANG_RECOVERY_MAX_S = 10.0
-# Far more than there is time for: such a stream has not ended when its worker dies.
+# Such a stream has not ended when its worker dies.
 LONG_STREAM_TOKENS = 2000
 
 
@@ -40,7 +41,7 @@ def oracle() -> Oracle:
 
 @dataclass(slots=True)
 class Stream:
-    """What a client has of a streamed answer."""
+    """What a client has received of a stream."""
 
     prompt: str
     text: str = ""
@@ -52,18 +53,18 @@ class Stream:
 
 @dataclass(slots=True)
 class Probe:
-    """Short requests one after the other: when they failed, and how."""
+    """Results of short requests, sent one after the other: loop time, status, error code."""
 
-    answers: list[tuple[float, int, str]] = field(default_factory=list)
+    results: list[tuple[float, int, str]] = field(default_factory=list)
 
     @property
     def failures(self) -> list[tuple[float, int, str]]:
-        return [answer for answer in self.answers if answer[1] != 200]
+        return [result for result in self.results if result[1] != 200]
 
     def outage_s(self) -> float:
-        """The longest time in which no request was answered well, where one failed."""
+        """Returns the longest time between two successes with a failure between them."""
         longest, last_success_at, has_failure = 0.0, None, False
-        for at, status, _ in self.answers:
+        for at, status, _ in self.results:
             if status != 200:
                 has_failure = True
                 continue
@@ -77,24 +78,15 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def wait_until(
-    condition: Callable[[], object], description: str, timeout_s: float = WAIT_S
-) -> None:
-    deadline = now() + timeout_s
-    while not condition():
-        assert now() < deadline, f"not within {timeout_s:g} s: {description}"
-        await asyncio.sleep(0.005)
-
-
 async def read_stream(client: httpx.AsyncClient, stream: Stream, tokens: int = TOKENS) -> None:
     """Streams one completion into `stream`."""
     body = body_of(stream.prompt, tokens, stream=True)
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        stream.status = answer.status_code
-        if answer.status_code != 200:
-            stream.error = json.loads(await answer.aread())["error"]
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        stream.status = response.status_code
+        if response.status_code != 200:
+            stream.error = json.loads(await response.aread())["error"]
             return
-        async for line in answer.aiter_lines():
+        async for line in response.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data: "))
@@ -120,11 +112,11 @@ async def open_client(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 async def open_streams(
     client: httpx.AsyncClient, count: int = STREAMS, tokens: int = TOKENS
 ) -> AsyncIterator[tuple[list[Stream], asyncio.Future[Any]]]:
-    """Streams that have all begun, and their common end."""
+    """Opens streams; yields them once all have begun, with a future of their end."""
     streams = [Stream(f"Stream number {number}") for number in range(count)]
     end = asyncio.gather(*(read_stream(client, stream, tokens) for stream in streams))
     try:
-        await wait_until(lambda: all(s.events >= 5 for s in streams), "all streams have begun")
+        await until(lambda: all(s.events >= 5 for s in streams), "all streams have begun")
         yield streams, end
     finally:
         end.cancel()
@@ -133,22 +125,22 @@ async def open_streams(
 
 @asynccontextmanager
 async def run_probe(client: httpx.AsyncClient) -> AsyncIterator[Probe]:
-    """Sends short requests all the while."""
+    """Sends short requests until the block ends."""
     probe = Probe()
 
     async def run() -> None:
         while True:
-            body = body_of(f"Probe {len(probe.answers)}", 2, stream=False)
-            answer = await client.post("/v1/completions", json=body)
-            code = "" if answer.status_code == 200 else answer.json()["error"]["code"]
-            probe.answers.append((now(), answer.status_code, code))
+            body = body_of(f"Probe {len(probe.results)}", 2, stream=False)
+            response = await client.post("/v1/completions", json=body)
+            code = "" if response.status_code == 200 else response.json()["error"]["code"]
+            probe.results.append((now(), response.status_code, code))
             await asyncio.sleep(PROBE_INTERVAL_S)
 
     task = asyncio.create_task(run())
     try:
-        await wait_until(lambda: len(probe.answers) >= 3, "the probe is answered")
+        await until(lambda: len(probe.results) >= 3, "the probe has results")
         yield probe
-        assert not task.done(), f"the probe broke: {task}"
+        assert not task.done(), f"the probe failed: {task}"
     finally:
         task.cancel()
         await asyncio.wait([task])
@@ -169,11 +161,11 @@ def logged_requests(mesh: Mesh) -> list[dict[str, Any]]:
     return mesh.frontend.events("request")
 
 
-async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
+async def test_streams_of_a_killed_worker_migrate_without_an_error(
     start: Any, oracle: Oracle
 ) -> None:
     with start() as mesh:
-        # Twice as long as elsewhere, so that none ends by itself while it is counted.
+        # Twice as long as elsewhere, so that none ends before the slots are counted.
         async with (
             open_client(mesh) as client,
             run_probe(client) as probe,
@@ -188,15 +180,13 @@ async def test_streams_of_a_killed_worker_go_on_elsewhere_without_a_flaw(
             assert probe.outage_s() < OUTAGE_MAX_S
             print(f"{held} migrated; probe: {len(probe.failures)} failed, outage "
                   f"{probe.outage_s():.3f} s")  # fmt: skip
-        await wait_until(
-            lambda: len(logged_requests(mesh)) >= STREAMS, "the streams are in the log"
-        )
-        moved = [r for r in logged_requests(mesh) if r["attempts"] > 1 and r["status"] == 200]
-        assert len(moved) >= held - 1, "what was not moved must have ended by itself"
-        assert all(len(r["workers"]) == r["attempts"] for r in moved)
+        await until(lambda: len(logged_requests(mesh)) >= STREAMS, "the streams are in the log")
+        migrated = [r for r in logged_requests(mesh) if r["attempts"] > 1 and r["status"] == 200]
+        assert len(migrated) >= held - 1, "streams that did not migrate had ended before"
+        assert all(len(r["workers"]) == r["attempts"] for r in migrated)
 
 
-async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_is_back(
+async def test_without_a_worker_requests_get_503_with_a_reason_until_one_is_back(
     start: Any, oracle: Oracle
 ) -> None:
     with start(workers=1) as mesh:
@@ -209,12 +199,13 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
                     assert stream.error is not None
                     assert stream.error["type"] == "server_error"
                     assert stream.finish_reason is None
-            await wait_until(lambda: probe.failures, "a request fails")
-            await wait_until(lambda: len(probe.failures) >= 20, "requests go on failing")
+            await until(lambda: probe.failures, "a request fails")
+            await until(lambda: len(probe.failures) >= 20, "requests go on failing")
             print({code for _, _, code in probe.failures}, f"{probe.failures[0][0] - killed_at:.3f}"
                   " s to the first refusal")  # fmt: skip
             assert probe.failures[0][0] - killed_at < OUTAGE_MAX_S
-            # Lost, if the router has sent it to the dead one each time: it had not heard yet.
+            # worker_lost: the router placed each attempt on the dead worker before discovery
+            # reported its death.
             codes = {(status, code) for _, status, code in probe.failures}
             assert codes <= {(503, "unavailable"), (503, "worker_lost")}
             assert probe.failures[-1][1:] == (503, "unavailable")
@@ -228,14 +219,14 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
             worker = mesh.spawn("worker")
             await asyncio.to_thread(worker.wait_ready)
             ready_at = now()
-            await wait_until(lambda: probe.answers[-1][1] == 200, "requests are answered again")
+            await until(lambda: probe.results[-1][1] == 200, "requests succeed again")
             print(f"served {now() - ready_at:.3f} s after the worker was ready, "
                   f"{now() - spawned_at:.3f} s after its start")  # fmt: skip
             assert now() - ready_at < OUTAGE_MAX_S
         assert {r["failure"] for r in logged_requests(mesh) if r["status"] == 503} <= {
-            # What the frontend, and what the router says of a worker that is not there.
+            # Errors of the frontend and of the router without a worker.
             *("NO_WORKER", "ALL_EXCLUDED", "MODEL_LOADING"),
-            # The last of all attempts: its stream ended, broke, or could not be opened.
+            # The last attempt: its stream ended, broke, or could not be opened.
             *("WORKER_LOST", "UNAVAILABLE"),
         }
 
@@ -245,7 +236,7 @@ async def test_without_a_worker_clients_get_503_with_a_reason_and_200_when_one_i
     [(30, TOKENS), (0.2, 2 * TOKENS)],
     ids=["streams end", "streams are cut"],
 )
-async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
+async def test_no_request_fails_while_a_worker_drains(
     start: Any, oracle: Oracle, drain_s: float, tokens: int
 ) -> None:
     with start(worker_flags=[f"--drain-s={drain_s}"]) as mesh:
@@ -260,28 +251,28 @@ async def test_a_worker_that_is_told_to_leave_costs_no_client_an_error(
             status = await asyncio.to_thread(draining.wait)
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle, tokens)
-            answered = len(probe.answers)
-            await wait_until(lambda: len(probe.answers) >= answered + 10, "the other serves on")
+            answered = len(probe.results)
+            await until(lambda: len(probe.results) >= answered + 10, "the other worker serves")
             assert probe.failures == []
         assert status == 0, draining.tail()
         was_cut = draining.events("calls_cancelled")
         assert bool(was_cut) == (drain_s < 1)
 
 
-async def test_the_last_worker_finishes_what_it_has_when_told_to_leave(
+async def test_the_last_worker_completes_its_streams_before_it_exits(
     start: Any, oracle: Oracle
 ) -> None:
     with start(workers=1) as mesh:
         async with open_client(mesh) as client, open_streams(client) as (streams, end):
             worker = mesh.workers[0]
             worker.send(signal.SIGTERM)
-            # Nobody could take a stream over whose last frame got lost on the way.
+            # A stream that lost its last frame could not migrate: there is no other worker.
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle)
             assert await asyncio.to_thread(worker.wait) == 0
 
 
-async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Oracle) -> None:
+async def test_streams_of_a_hung_worker_migrate(start: Any, oracle: Oracle) -> None:
     with start() as mesh:
         async with open_client(mesh) as client, open_streams(client) as (streams, end):
             hung = busiest_worker(mesh)
@@ -295,25 +286,23 @@ async def test_streams_of_a_hung_worker_go_on_elsewhere(start: Any, oracle: Orac
             print(f"all ended {now() - began:.1f} s after the hang began")
             assert now() - began < HANG_RECOVERY_MAX_S
             assert_exact(streams, oracle)
-            await wait_until(lambda: hung.open_slots() == 0, "the worker lets go of what it lost")
+            await until(lambda: hung.open_slots() == 0, "the worker frees its slots")
 
 
-async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
-    start: Any, oracle: Oracle
-) -> None:
+async def test_no_request_fails_while_a_frontend_drains(start: Any, oracle: Oracle) -> None:
     async def persistent(client: httpx.AsyncClient, number: int) -> int:
-        """One request after the other on one connection, until the answer says that it closes."""
+        """Sends requests on one connection until a response closes it; returns their number."""
         prompt, count = f"Client {number}", 0
         expected = oracle.completion(prompt, 10, ignore_eos=True).text
         while True:
-            answer = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
-            assert answer.status_code == 200, answer.text
-            assert answer.json()["choices"][0]["text"] == expected
+            response = await client.post("/v1/completions", json=body_of(prompt, 10, stream=False))
+            assert response.status_code == 200, response.text
+            assert response.json()["choices"][0]["text"] == expected
             count += 1
-            if answer.headers.get("connection") == "close":
+            if response.headers.get("connection") == "close":
                 return count
 
-    # Time enough for each client's next request, which is told that the connection closes.
+    # Time for the next request of each client: its response closes the connection.
     with start(frontend_flags=["--notice-s=2"]) as mesh:
         async with open_client(mesh) as client, open_streams(client) as (streams, end):
             draining = mesh.frontend
@@ -325,11 +314,13 @@ async def test_a_frontend_that_is_told_to_leave_costs_no_client_an_error(
             assert_exact(streams, oracle)
             began = now()
             assert await asyncio.to_thread(draining.wait) == 0
-            print(f"gone {now() - began:.2f} s after its last answer")
+            print(f"ended {now() - began:.2f} s after its last response")
         assert draining.events("calls_cancelled") == []
 
 
-async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(start: Any) -> None:
+async def test_streams_longer_than_the_frontends_drain_end_with_a_typed_error(
+    start: Any,
+) -> None:
     with start(frontend_flags=["--notice-s=0", "--drain-s=0.2"]) as mesh:
         async with (
             open_client(mesh) as client,
@@ -344,7 +335,7 @@ async def test_answers_that_outlast_a_frontends_drain_end_with_a_typed_error(sta
             assert stream.error["code"] == "unavailable"
 
 
-async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
+async def test_without_a_router_streams_continue_and_new_requests_are_served(
     start: Any, oracle: Oracle
 ) -> None:
     with start() as mesh:
@@ -362,14 +353,14 @@ async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
             assert took_s < UNROUTED_MAX_S
             health = (await client.get("/health")).json()
             assert (health["status"], health["reasons"]) == ("healthy", [])
-            assert any("no router answers" in why for why in health["degraded"])
+            assert any("no router answers" in reason for reason in health["degraded"])
             await asyncio.wait_for(end, WAIT_S)
             assert_exact(streams, oracle, 600)
 
             router = mesh.spawn("router")
             await asyncio.to_thread(router.wait_ready)
             ready_at = now()
-            await wait_until(mesh.is_complete, "the frontend has found the new router")
+            await until(mesh.is_complete, "the frontend uses the new router")
             print(f"routed again {now() - ready_at:.2f} s after the router was ready")
             second_stream = Stream("Again")
             began = now()
@@ -379,7 +370,7 @@ async def test_a_killed_router_disturbs_no_stream_and_new_requests_are_served(
         def late_requests() -> list[dict[str, Any]]:
             return [r for r in logged_requests(mesh) if r["completion_tokens"] == 10]
 
-        await wait_until(lambda: len(late_requests()) == 2, "both requests are in the log")
+        await until(lambda: len(late_requests()) == 2, "both requests are in the log")
         unrouted, routed = (" ".join(r["routing"]) for r in late_requests())
         assert "unrouted" in unrouted
         assert "unrouted" not in routed

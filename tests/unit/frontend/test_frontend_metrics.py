@@ -89,9 +89,9 @@ def test_the_endpoint_labels_are_completions_and_chat_completions() -> None:
 
 
 @pytest.mark.row("S3-29")
-@pytest.mark.parametrize("word", [*Endpoint, *RequestType, *Status])
-def test_a_label_displays_as_its_string(word: Endpoint | RequestType | Status) -> None:
-    assert str(word) == f"{word}" == word.as_str()
+@pytest.mark.parametrize("label", [*Endpoint, *RequestType, *Status])
+def test_a_label_displays_as_its_string(label: Endpoint | RequestType | Status) -> None:
+    assert str(label) == f"{label}" == label.as_str()
 
 
 @pytest.mark.row("S3-05")
@@ -200,7 +200,7 @@ def test_the_inflight_count_is_a_signed_integer_by_model() -> None:
     assert metrics.get_inflight_count("c") == 0
 
 
-def test_asking_for_counts_makes_no_series(registry: CollectorRegistry) -> None:
+def test_reading_counts_creates_no_series(registry: CollectorRegistry) -> None:
     metrics = Metrics()
     metrics.register(registry)
     metrics.get_inflight_count("m")
@@ -218,7 +218,7 @@ def test_registering_twice_is_an_error_and_changes_nothing(registry: CollectorRe
     assert [family.name for family in registry.collect()] == before
 
 
-def test_a_clash_on_the_last_collector_leaves_none_of_the_others(
+def test_a_name_conflict_of_the_last_collector_registers_none(
     registry: CollectorRegistry,
 ) -> None:
     registry.register(
@@ -230,7 +230,7 @@ def test_a_clash_on_the_last_collector_leaves_none_of_the_others(
 
 
 @pytest.mark.row("S3-16")
-def test_the_registry_type_is_exported_and_every_registry_is_the_callers(
+def test_the_registry_type_is_exported_and_no_global_registry_is_used(
     state: DeploymentState, registry: CollectorRegistry
 ) -> None:
     from prometheus_client import REGISTRY
@@ -241,7 +241,7 @@ def test_the_registry_type_is_exported_and_every_registry_is_the_callers(
 
 
 @pytest.mark.row("S3-17", "S3-18", "S3-20")
-def test_a_guard_begins_counted_timed_and_as_an_error(
+def test_a_new_guard_is_counted_timed_and_an_error(
     state: DeploymentState, clock: FakeClock
 ) -> None:
     guard = state.create_inflight_guard("m", CHAT, False)
@@ -259,7 +259,7 @@ def test_the_streaming_flag_chooses_the_request_type(state: DeploymentState) -> 
 
 
 @pytest.mark.row("S3-21")
-def test_mark_ok_makes_it_a_success(state: DeploymentState) -> None:
+def test_a_guard_marked_ok_is_a_success(state: DeploymentState) -> None:
     with state.create_inflight_guard("m", CHAT, False) as guard:
         guard.mark_ok()
         assert guard.status is Status.SUCCESS
@@ -291,7 +291,7 @@ def is_cancelled(guard: InflightGuard) -> None:
     asyncio.run(cancel())
 
 
-def loses_its_client(guard: InflightGuard) -> None:
+def loses_client(guard: InflightGuard) -> None:
     async def chunks() -> AsyncIterator[bytes]:
         with guard:
             yield b"data: 1"
@@ -319,11 +319,11 @@ def closes_twice(guard: InflightGuard) -> None:
         (returns, Status.SUCCESS),
         (raises, Status.ERROR),
         (is_cancelled, Status.ERROR),
-        (loses_its_client, Status.ERROR),
+        (loses_client, Status.ERROR),
         (closes_twice, Status.ERROR),
     ],
 )
-def test_however_a_guard_ends_it_counts_exactly_once(
+def test_a_guard_counts_exactly_once_on_every_end(
     end: Callable[[InflightGuard], None],
     status: Status,
     state: DeploymentState,
@@ -339,7 +339,7 @@ def test_however_a_guard_ends_it_counts_exactly_once(
 
 
 @pytest.mark.row("S3-23")
-def test_a_guard_that_nobody_marked_is_an_error(state: DeploymentState) -> None:
+def test_an_unmarked_guard_is_an_error(state: DeploymentState) -> None:
     with state.create_inflight_guard("m", CHAT, False):
         pass
     assert (counts(state, Status.SUCCESS), counts(state, Status.ERROR)) == (0, 1)
@@ -361,7 +361,7 @@ def test_an_exception_before_the_first_byte_is_an_error(state: DeploymentState) 
 
 
 @pytest.mark.row("S3-25")
-def test_the_gauge_is_the_number_of_guards_alive(state: DeploymentState) -> None:
+def test_the_inflight_gauge_is_the_number_of_open_guards(state: DeploymentState) -> None:
     guards = []
     for alive in range(1, 6):
         guards.append(state.create_inflight_guard("m", CHAT, alive % 2 == 0))
@@ -385,7 +385,7 @@ def test_the_duration_is_in_seconds_of_a_monotonic_clock(
     assert sample(registry, name, model="m") == pytest.approx(0.25)
 
 
-async def ask(router: Router, path: str, method: str = "GET") -> httpx.Response:
+async def send(router: Router, path: str, method: str = "GET") -> httpx.Response:
     transport = httpx.ASGITransport(app=router)
     async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
         return await client.request(method, path)
@@ -395,19 +395,19 @@ async def ask(router: Router, path: str, method: str = "GET") -> httpx.Response:
 async def test_the_route_is_at_slash_metrics_and_documented(registry: CollectorRegistry) -> None:
     docs, router = metrics_router(registry)
     assert docs == [RouteDoc("GET", "/metrics")]
-    assert (await ask(router, "/metrics")).status_code == 200
+    assert (await send(router, "/metrics")).status_code == 200
 
 
 @pytest.mark.row("S3-33")
-async def test_another_path_is_honoured(registry: CollectorRegistry) -> None:
+async def test_the_route_path_can_be_configured(registry: CollectorRegistry) -> None:
     docs, router = metrics_router(registry, "/custom/scrape")
     assert docs == [RouteDoc("GET", "/custom/scrape")]
-    assert (await ask(router, "/custom/scrape")).status_code == 200
-    assert (await ask(router, "/metrics")).status_code == 404
+    assert (await send(router, "/custom/scrape")).status_code == 200
+    assert (await send(router, "/metrics")).status_code == 404
 
 
 @pytest.mark.row("S3-35")
-async def test_a_scrape_is_the_text_of_the_given_registry_alone(
+async def test_a_scrape_is_the_text_of_the_given_registry_only(
     state: DeploymentState, registry: CollectorRegistry
 ) -> None:
     state.register(registry)
@@ -415,12 +415,12 @@ async def test_a_scrape_is_the_text_of_the_given_registry_alone(
     other = CollectorRegistry()
     other.register(SingleThreadHistogram("elsewhere", "x", (1.0,)))
     _, router = metrics_router(registry)
-    answer = await ask(router, "/metrics")
-    assert answer.status_code == 200
-    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert answer.content == generate_latest(registry)
-    assert b"kvmesh_frontend_requests_total" in answer.content
-    assert b"elsewhere" not in answer.content
+    response = await send(router, "/metrics")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response.content == generate_latest(registry)
+    assert b"kvmesh_frontend_requests_total" in response.content
+    assert b"elsewhere" not in response.content
 
 
 class BrokenCollector(Collector):
@@ -432,25 +432,25 @@ class BrokenCollector(Collector):
 
 
 @pytest.mark.row("S3-36")
-async def test_a_registry_that_cannot_be_encoded_is_a_500(registry: CollectorRegistry) -> None:
+async def test_a_registry_that_cannot_be_encoded_returns_500(registry: CollectorRegistry) -> None:
     registry.register(BrokenCollector())
     _, router = metrics_router(registry)
-    answer = await ask(router, "/metrics")
-    assert (answer.status_code, answer.text) == (500, "Failed to encode metrics")
+    response = await send(router, "/metrics")
+    assert (response.status_code, response.text) == (500, "Failed to encode metrics")
 
 
 @pytest.mark.row("S3-37")
-async def test_a_text_that_is_not_utf8_is_a_500(registry: CollectorRegistry) -> None:
+async def test_metrics_that_are_not_utf8_return_500(registry: CollectorRegistry) -> None:
     _, router = metrics_router(registry, encode=lambda _: b"model \xff 1")
-    answer = await ask(router, "/metrics")
-    assert (answer.status_code, answer.text) == (500, "Failed to encode metrics")
+    response = await send(router, "/metrics")
+    assert (response.status_code, response.text) == (500, "Failed to encode metrics")
 
 
 @pytest.mark.row("S3-38")
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "HEAD"])
 async def test_only_get_is_served(registry: CollectorRegistry, method: str) -> None:
     _, router = metrics_router(registry)
-    assert (await ask(router, "/metrics", method)).status_code == 405
+    assert (await send(router, "/metrics", method)).status_code == 405
 
 
 @pytest.mark.row("S3-39")
@@ -465,7 +465,7 @@ def test_either_family_can_be_exposed_or_both(
     assert ("kvmesh_frontend_requests_total{" in text) is current
 
 
-def test_a_clash_in_one_family_exposes_neither(
+def test_a_name_conflict_in_one_family_exposes_neither(
     state: DeploymentState, registry: CollectorRegistry
 ) -> None:
     registry.register(SingleThreadHistogram("kvmesh_frontend_cached_tokens", "x", (1.0,)))
@@ -573,7 +573,7 @@ def test_ten_thousand_junk_models_make_one_label(
     assert count == 10_001
 
 
-def test_a_request_keeps_its_label_when_its_model_goes(clock: FakeClock) -> None:
+def test_a_request_keeps_its_label_when_its_model_is_removed(clock: FakeClock) -> None:
     served = {"m"}
     state = DeploymentState(lambda: served, clock=clock)
     guard = state.create_inflight_guard("m", CHAT, False)
@@ -588,20 +588,22 @@ def test_log_buckets_start_at_zero_and_keep_two_digits() -> None:
     assert log_buckets(0.001, 10, 5) == (0, 0.001, 0.01, 0.1, 1, 10)
 
 
-def test_a_loop_histogram_reads_as_prometheus_own(registry: CollectorRegistry) -> None:
+def test_the_histogram_is_encoded_like_that_of_prometheus(
+    registry: CollectorRegistry,
+) -> None:
     from prometheus_client import Histogram
 
     bounds = (0.0, 0.5, 1.0, 10.0)
-    ours, theirs = (
+    own, reference_histogram = (
         SingleThreadHistogram("h", "same", bounds),
         Histogram("h", "same", ("model",), registry=None, buckets=bounds),
     )
     for value in (0.0, 0.2, 0.5, 0.500001, 1.0, 9.0, 11.0):
-        ours.labels("m").observe(value)
-        theirs.labels("m").observe(value)
-    registry.register(ours)
+        own.labels("m").observe(value)
+        reference_histogram.labels("m").observe(value)
+    registry.register(own)
     reference = CollectorRegistry()
-    reference.register(theirs)
+    reference.register(reference_histogram)
 
     def lines(registry: CollectorRegistry) -> list[str]:
         text = generate_latest(registry).decode()
@@ -617,7 +619,7 @@ def test_the_current_prefix_is_an_argument(registry: CollectorRegistry) -> None:
 
 
 @pytest.mark.row("S3-43")
-def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none() -> None:
+def test_advertised_sizes_are_gauges_and_missing_ones_have_no_sample() -> None:
     def worker(number: int, **sizes: int) -> Instance:
         return Instance(
             id=number,
@@ -647,7 +649,7 @@ def test_what_a_models_workers_advertise_is_a_gauge_and_what_they_do_not_is_none
     assert value("max_num_seqs") is None
 
 
-def test_what_a_frontend_does_so_that_requests_survive_is_shown_as_it_is_at_a_scrape() -> None:
+def test_resilience_stats_are_read_at_each_scrape() -> None:
     counts = dict.fromkeys(
         ("retries", "retries_refused", "migrations_active", "migrations_waiting"), 0
     )

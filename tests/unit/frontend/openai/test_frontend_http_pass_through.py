@@ -129,7 +129,7 @@ async def served(
     snapshot = Snapshot(instances={WORKER: worker(model_type, card)})
     models = ModelCatalog(get_card, now_s=lambda: 0.0, mesh_key=b"")
     await models.follow(snapshot)
-    ready = Readiness(True, False, (), (), {}, ())
+    ready = Readiness(True, (), (), {}, ())
     wire = Wire(AttachServer(WORKER, runner))
     async with EngineClient(1, wire, Random(1)) as engines:
         gateway = Gateway(router, engines, lambda: snapshot)

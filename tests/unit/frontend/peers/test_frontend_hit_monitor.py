@@ -1,4 +1,4 @@
-"""Which ends of requests say something about predictions, and who is told."""
+"""Which requests count for the hit-drift monitor, and what it reports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def outcome(predicted: int, actual: int | None, **more: object) -> RequestOutcom
         (WORKER,),
         RoutingDecision(WORKER, predicted_cached_tokens=predicted),
     )
-    return replace(one, **more)  # type: ignore[arg-type]  # fields of Outcome
+    return replace(one, **more)  # type: ignore[arg-type]  # fields of RequestOutcome
 
 
 class Clock:
@@ -52,68 +52,68 @@ class Clock:
         return self.now
 
 
-def watched(*instances: Instance) -> tuple[HitMonitor, Clock]:
+def monitored(*instances: Instance) -> tuple[HitMonitor, Clock]:
     snapshot, clock = Snapshot(instances={one.id: one for one in instances}), Clock()
     return HitMonitor(lambda: snapshot, clock, 0.1), clock
 
 
-def test_a_worker_whose_predictions_are_wrong_is_named_once_a_window() -> None:
-    watch, clock = watched(instance(WORKER, "gpu-3"))
+def test_wrong_predictions_of_a_worker_are_reported_once_a_window() -> None:
+    monitor, clock = monitored(instance(WORKER, "gpu-3"))
     with capture_logs() as logs:
         for _ in range(3 * REQUESTS_MIN):
-            watch.on_request_end(outcome(0, 64))
+            monitor.on_request_end(outcome(0, 64))
     (warning,) = logs
     assert (warning["event"], warning["log_level"]) == ("kv_drift", "warning")
     assert (warning["worker"], warning["worker_id"], warning["drift"]) == ("gpu-3", WORKER, 1.0)
-    (told,) = watch.degraded()
-    assert "gpu-3" in told
-    assert "100.0%" in told
+    (message,) = monitor.degraded()
+    assert "gpu-3" in message
+    assert "100.0%" in message
     clock.now = 2 * WINDOW_S
-    assert watch.degraded() == [], "nothing was wrong of late"
+    assert monitor.degraded() == [], "no wrong prediction in the last window"
 
 
 @pytest.mark.parametrize(
-    ("one", "why"),
+    ("ended", "reason"),
     [
-        (outcome(0, None), "the engine does not say"),
-        (outcome(0, 64, attempts=2), "another attempt's prompt was cached by the first"),
+        (outcome(0, None), "the engine reports no cached tokens"),
+        (outcome(0, 64, attempts=2), "the first attempt may have cached the prompt"),
         (outcome(0, 64, error=WorkerLost("gone", retryable=True)), "it failed"),
         (outcome(0, 64, placed=None), "it was not placed"),
         (
             outcome(0, 64, placed=RoutingDecision(WORKER, is_unrouted=True)),
-            "no router predicted anything",
+            "no router predicted",
         ),
         (outcome(0, 64, placed=RoutingDecision(99)), "the worker has left"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_an_end_that_compares_nothing_does_not_count(one: RequestOutcome, why: str) -> None:
-    watch, _ = watched(instance(WORKER))
-    watch.on_request_end(one)
-    assert watch.drift_stats() == [], why
+def test_a_request_without_a_comparison_does_not_count(ended: RequestOutcome, reason: str) -> None:
+    monitor, _ = monitored(instance(WORKER))
+    monitor.on_request_end(ended)
+    assert monitor.drift_stats() == [], reason
 
 
-def test_a_worker_without_kv_events_is_not_judged() -> None:
-    watch, _ = watched(instance(WORKER, kv_index="none"))
-    watch.on_request_end(outcome(0, 64))
-    assert watch.drift_stats() == []
+def test_a_worker_without_kv_events_does_not_count() -> None:
+    monitor, _ = monitored(instance(WORKER, kv_index="none"))
+    monitor.on_request_end(outcome(0, 64))
+    assert monitor.drift_stats() == []
 
 
-def test_of_a_pair_the_prediction_is_about_the_rank_that_prefills() -> None:
-    watch, _ = watched(instance(WORKER), instance(PREFILL))
+def test_the_prediction_for_a_pair_counts_for_the_prefill_rank() -> None:
+    monitor, _ = monitored(instance(WORKER), instance(PREFILL))
     placed = RoutingDecision(WORKER, prefill=Placement(PREFILL, 1), predicted_cached_tokens=64)
-    watch.on_request_end(outcome(0, 64, placed=placed))
-    (one,) = watch.drift_stats()
+    monitor.on_request_end(outcome(0, 64, placed=placed))
+    (one,) = monitor.drift_stats()
     assert one.stats.source == (PREFILL, 1)
     assert (one.worker, one.dp_rank) == (str(PREFILL), 1)
 
 
-def test_metrics_are_by_worker_and_leave_with_it() -> None:
-    watch, _ = watched(instance(WORKER, "gpu-3"))
+def test_drift_metrics_are_by_worker_and_end_with_it() -> None:
+    monitor, _ = monitored(instance(WORKER, "gpu-3"))
     registry = CollectorRegistry()
-    registry.register(HitDriftCollector(watch.drift_stats, "kvmesh_frontend"))
+    registry.register(HitDriftCollector(monitor.drift_stats, "kvmesh_frontend"))
     for _ in range(REQUESTS_MIN):
-        watch.on_request_end(outcome(64, 32))
+        monitor.on_request_end(outcome(64, 32))
     labels = '{dp_rank="0",model="m",worker="gpu-3"}'
     shown = generate_latest(registry).decode()
     for name, value in (
@@ -124,5 +124,5 @@ def test_metrics_are_by_worker_and_leave_with_it() -> None:
         ("kv_degraded", 1.0),
     ):
         assert f"kvmesh_frontend_{name}{labels} {value}" in shown
-    watch.follow(Snapshot())
+    monitor.follow(Snapshot())
     assert "gpu-3" not in generate_latest(registry).decode()

@@ -1,4 +1,4 @@
-"""What a frontend tells its router of a request: what it wants, and how its answer grows."""
+"""What a frontend sends its router about a request: hints, output growth, bookings."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ BLOCKS = 16
 
 
 class BookKeeper:
-    """A router that places everything on one worker, and does with the rest what a router does.
+    """A router that places everything on one worker and tracks the load like a router.
 
-    frames: what it was sent.
+    frames: those received.
     """
 
     def __init__(self, *, tracks: bool) -> None:
         self.tracks = tracks
         self.charges_prefill = True
-        self.session_revision = 0  # What its decisions say.
+        self.session_revision = 0  # of its decisions
         self.book = LoadTracker()
         self.session = self.book.open_session(FRONTEND)
         self.frames: list[pb.SessionRequest] = []
@@ -55,11 +55,11 @@ class BookKeeper:
 
     @asynccontextmanager
     async def open(self, router: Instance) -> AsyncIterator[BookKeeper]:
-        self.answers: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
+        self.responses: asyncio.Queue[pb.SessionResponse | None] = asyncio.Queue()
         yield self
 
     async def read(self) -> pb.SessionResponse | None:
-        return await self.answers.get()
+        return await self.responses.get()
 
     async def write(self, frame: pb.SessionRequest) -> None:
         copy = pb.SessionRequest()
@@ -99,11 +99,11 @@ class BookKeeper:
             self.book.add_output_blocks(key, output.blocks, decay)
         for freed in frame.frees:
             self.book.free(BookingKey(FRONTEND, freed.request_id, freed.attempt))
-        self.answers.put_nowait(response)
+        self.responses.put_nowait(response)
 
     @property
     def blocks(self) -> int:
-        """What the worker holds."""
+        """KV blocks booked on the worker."""
         now = asyncio.get_running_loop().time()
         return self.book.load(Placement(WORKER, 0), now).decode_blocks
 
@@ -113,7 +113,7 @@ class BookKeeper:
 
 
 class OneWorker:
-    """Keeps the sinks of its orders, to be fed by hand."""
+    """Keeps the sinks of its requests; the test sends the tokens."""
 
     def __init__(self) -> None:
         self.sinks: list[LegSink] = []
@@ -132,14 +132,14 @@ class OneWorker:
         return frozenset()
 
 
-class Silent:
+class IgnoringSink:
     def tokens(self, token_ids: list[int], logprobs: Sequence[TokenLogprob]) -> None: ...
 
     def finished(self, outcome: RequestOutcome) -> None: ...
 
 
-class Bed:
-    """A gateway, its router client, a router's book and a worker, joined."""
+class Harness:
+    """A gateway with its router client, a router's load tracker and a worker."""
 
     def __init__(self, tracks: bool) -> None:
         self.router = BookKeeper(tracks=tracks)
@@ -158,8 +158,9 @@ class Bed:
     ) -> None:
         now = asyncio.get_running_loop().time()
         request = PreprocessedRequest(token_ids=TokenIds.of(list(range(prompt))), **parts)
-        asked = query or Query("m", prompt, now, block_size=BLOCKS, routing=request.routing)
-        self.handle = self.gateway.open(RequestPlan(name, request, now + 1e6), asked, Silent())
+        query = query or Query("m", prompt, now, block_size=BLOCKS, routing=request.routing)
+        plan = RequestPlan(name, request, now + 1e6)
+        self.handle = self.gateway.open(plan, query, IgnoringSink())
         await asyncio.sleep(0.1)
 
     async def generate(self, count: int) -> None:
@@ -167,13 +168,13 @@ class Bed:
         await asyncio.sleep(0.1)
 
 
-def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *, tracks: bool = True) -> None:
+def play(script: Callable[[Harness], Coroutine[Any, Any, None]], *, tracks: bool = True) -> None:
     async def main() -> None:
-        bed = Bed(tracks)
-        task = asyncio.get_running_loop().create_task(bed.client.run())
+        harness = Harness(tracks)
+        task = asyncio.get_running_loop().create_task(harness.client.run())
         try:
             await asyncio.sleep(0.1)
-            await script(bed)
+            await script(harness)
         finally:
             task.cancel()
             await asyncio.wait([task])
@@ -181,12 +182,12 @@ def play(script: Callable[[Bed], Coroutine[Any, Any, None]], *, tracks: bool = T
     run_virtually(main(), until=10_000.0)
 
 
-def test_a_request_says_to_its_router_what_its_client_said() -> None:
-    async def script(bed: Bed) -> None:
+def test_hints_of_the_client_reach_the_router() -> None:
+    async def script(harness: Harness) -> None:
         override = RouterConfigOverride(router_temperature=0.5)
         hints = RoutingHints(expected_output_tokens=64, priority_jump=3.0)
-        await bed.open(router_config_override=override, routing=hints)
-        (query,) = [new.query for frame in bed.router.frames for new in frame.news]
+        await harness.open(router_config_override=override, routing=hints)
+        (query,) = [new.query for frame in harness.router.frames for new in frame.news]
         assert query.config_override.router_temperature == 0.5
         assert query.expected_output_tokens == 64
         assert query.routing.priority_jump == 3.0
@@ -194,80 +195,80 @@ def test_a_request_says_to_its_router_what_its_client_said() -> None:
     play(script)
 
 
-def test_a_level_of_priority_goes_with_the_question() -> None:
-    async def script(bed: Bed) -> None:
+def test_a_strict_priority_reaches_the_router() -> None:
+    async def script(harness: Harness) -> None:
         now = asyncio.get_running_loop().time()
-        await bed.open(query=Query("m", 32, now, strict_priority=2))
-        (query,) = [new.query for frame in bed.router.frames for new in frame.news]
+        await harness.open(query=Query("m", 32, now, strict_priority=2))
+        (query,) = [new.query for frame in harness.router.frames for new in frame.news]
         assert query.strict_priority == 2
 
     play(script)
 
 
 @pytest.mark.row("S1-83")
-def test_an_answer_that_grows_weighs_more_and_less_the_nearer_its_end_is() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open(routing=RoutingHints(expected_output_tokens=64))
-        assert bed.router.blocks == 2
-        await bed.generate(1)
-        assert bed.router.blocks == 3, "3 blocks at (1 - 1/64)"
-        await bed.generate(15)
-        assert len(bed.router.outputs) == 1, "no new block, no word"
-        await bed.generate(32)
-        (_, second) = bed.router.outputs
+def test_output_blocks_add_load_that_decays_toward_the_expected_end() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open(routing=RoutingHints(expected_output_tokens=64))
+        assert harness.router.blocks == 2
+        await harness.generate(1)
+        assert harness.router.blocks == 3, "3 blocks at (1 - 1/64)"
+        await harness.generate(15)
+        assert len(harness.router.outputs) == 1, "no new block, no message"
+        await harness.generate(32)
+        (_, second) = harness.router.outputs
         assert (second.blocks, second.decay_fraction) == (2, 0.25)
-        assert bed.router.blocks == 1, "5 blocks at a quarter"
-        bed.handle.client_gone()
+        assert harness.router.blocks == 1, "5 blocks at a quarter"
+        harness.handle.client_gone()
         await asyncio.sleep(0.1)
-        assert (bed.router.blocks, len(bed.router.book)) == (0, 0)
+        assert (harness.router.blocks, len(harness.router.book)) == (0, 0)
 
     play(script)
 
 
-def test_without_a_guess_of_the_length_blocks_weigh_what_they_are() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        await bed.generate(40)
-        (output,) = bed.router.outputs
+def test_without_an_expected_length_output_blocks_count_in_full() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        await harness.generate(40)
+        (output,) = harness.router.outputs
         assert (output.blocks, output.HasField("decay_fraction")) == (3, False)
-        assert bed.router.blocks == 5
+        assert harness.router.blocks == 5
 
     play(script)
 
 
-def test_what_was_generated_is_prompt_to_whoever_goes_on_with_it() -> None:
+def test_after_a_migration_generated_tokens_count_as_prompt() -> None:
     hasher = PrefixHasher(mesh_key=b"", model="m", block_size=BLOCKS)
 
-    async def script(bed: Bed) -> None:
+    async def script(harness: Harness) -> None:
         now = asyncio.get_running_loop().time()
         prompt = TokenIds.of(list(range(40)))
         hints = RoutingHints(expected_output_tokens=400)
         empty = Query(
             "m", 0, now, hash_scheme=HASH_SCHEME_ID, block_size=BLOCKS, hasher=hasher, routing=hints
         )
-        await bed.open(prompt=40, query=empty.extended(prompt, 40))
+        await harness.open(prompt=40, query=empty.extended(prompt, 40))
         generated: list[int] = []
         for count in (200, 150):
-            await bed.generate(count)
+            await harness.generate(count)
             generated += [1] * count
-            bed.workers.sinks[-1].lost(WorkerLost("gone", retryable=True))
+            harness.workers.sinks[-1].lost(WorkerLost("gone", retryable=True))
             await asyncio.sleep(5.0)
-            query = [new.query for frame in bed.router.frames for new in frame.news][-1]
+            query = [new.query for frame in harness.router.frames for new in frame.news][-1]
             whole = [*prompt, *generated]
             assert query.total_tokens == len(whole)
             assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(whole))
             assert query.expected_output_tokens == 400 - len(generated)
             held = -(-len(whole) // BLOCKS)
-            assert bed.router.blocks == held, "of its prompt, before the first token"
-        told = len(bed.router.outputs)
-        await bed.generate(25)
-        (last,) = bed.router.outputs[told:]
-        assert (last.blocks, last.decay_fraction) == (1, 0.5), "of the 50 that were left"
+            assert harness.router.blocks == held, "the prompt, before the first token"
+        sent = len(harness.router.outputs)
+        await harness.generate(25)
+        (last,) = harness.router.outputs[sent:]
+        assert (last.blocks, last.decay_fraction) == (1, 0.5), "25 of 50 expected tokens are left"
 
     play(script)
 
 
-def test_a_prompt_that_grows_in_small_steps_is_hashed_like_one_that_was_whole() -> None:
+def test_a_prompt_extended_in_steps_has_the_hashes_of_the_whole_prompt() -> None:
     hasher = PrefixHasher(mesh_key=b"", model="m", block_size=4)
     query = Query("m", 0, 0.0, block_size=4, hasher=hasher)
     ids: list[int] = []
@@ -278,117 +279,121 @@ def test_a_prompt_that_grows_in_small_steps_is_hashed_like_one_that_was_whole() 
         assert query.prefix_hashes == hashes_to_bytes(hasher.prefix_hashes(ids))
 
 
-def test_a_router_that_does_not_track_output_hears_nothing_of_it() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        await bed.generate(100)
-        assert bed.router.outputs == []
-        assert bed.router.blocks == 2
+def test_a_router_that_does_not_track_output_receives_none() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        await harness.generate(100)
+        assert harness.router.outputs == []
+        assert harness.router.blocks == 2
 
     play(script, tracks=False)
 
 
-def test_growth_between_two_frames_is_one_word_and_one_revision() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
+def test_output_between_two_frames_is_one_message_and_one_revision() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open()
         for _ in range(3):
-            bed.workers.sinks[-1].tokens([1] * 16, ())
+            harness.workers.sinks[-1].tokens([1] * 16, ())
         await asyncio.sleep(0.1)
-        (output,) = bed.router.outputs
+        (output,) = harness.router.outputs
         assert output.blocks == 3
-        bed.router.answers.put_nowait(None)  # The session ends, and another one is opened.
+        harness.router.responses.put_nowait(None)  # ends the session; the client opens another one
         await asyncio.sleep(1.0)
-        (told,) = bed.router.frames[-1].announced or bed.router.frames[-2].announced
-        held = bed.router.book.get(BookingKey(FRONTEND, "r", 0))
+        (announced,) = harness.router.frames[-1].announced or harness.router.frames[-2].announced
+        held = harness.router.book.get(BookingKey(FRONTEND, "r", 0))
         assert held is not None
-        assert (told.decode_blocks, told.revision) == (5, held.revision)
-        assert bed.router.blocks == 5
+        assert (announced.decode_blocks, announced.revision) == (5, held.revision)
+        assert harness.router.blocks == 5
 
     play(script)
 
 
-def test_what_a_new_router_is_told_is_what_the_old_one_knew() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open(routing=RoutingHints(expected_output_tokens=64))
-        await bed.generate(48)
-        bed.router.book = LoadTracker()
-        bed.router.session = bed.router.book.open_session(FRONTEND)
-        bed.router.answers.put_nowait(None)
+def test_a_new_router_receives_the_same_load_as_the_old_one() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open(routing=RoutingHints(expected_output_tokens=64))
+        await harness.generate(48)
+        harness.router.book = LoadTracker()
+        harness.router.session = harness.router.book.open_session(FRONTEND)
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        assert bed.router.blocks == 1, "5 blocks at a quarter"
+        assert harness.router.blocks == 1, "5 blocks at a quarter"
 
     play(script)
 
 
 @pytest.mark.parametrize(("charges", "tokens"), [(True, 32), (False, 0)])
-def test_what_is_announced_is_what_was_charged(charges: bool, tokens: int) -> None:
-    async def script(bed: Bed) -> None:
-        bed.router.charges_prefill = charges
-        await bed.open()
-        bed.router.answers.put_nowait(None)
+def test_an_announced_booking_has_the_booked_load(charges: bool, tokens: int) -> None:
+    async def script(harness: Harness) -> None:
+        harness.router.charges_prefill = charges
+        await harness.open()
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        (told,) = [booking for frame in bed.router.frames for booking in frame.announced]
-        assert (told.prefill_tokens, told.decode_blocks, told.revision) == (tokens, 2, 1)
+        (announced,) = [booking for frame in harness.router.frames for booking in frame.announced]
+        assert (announced.prefill_tokens, announced.decode_blocks, announced.revision) == (
+            tokens,
+            2,
+            1,
+        )
 
     play(script)
 
 
 @pytest.mark.parametrize(("revision", "session"), [(3, "alice"), (0, "")])
-def test_what_is_announced_says_which_session_it_keeps(revision: int, session: str) -> None:
-    async def script(bed: Bed) -> None:
-        bed.router.session_revision = revision
+def test_an_announced_booking_has_its_session(revision: int, session: str) -> None:
+    async def script(harness: Harness) -> None:
+        harness.router.session_revision = revision
         alice = RoutingHints(session_control=SessionControl("alice"), lora_name="french")
-        await bed.open(routing=alice)
-        bed.router.answers.put_nowait(None)
+        await harness.open(routing=alice)
+        harness.router.responses.put_nowait(None)
         await asyncio.sleep(1.0)
-        (told,) = [booking for frame in bed.router.frames for booking in frame.announced]
-        assert (told.session_id, told.session_revision) == (session, revision)
-        assert told.lora_name == ("french" if session else "")
+        (announced,) = [booking for frame in harness.router.frames for booking in frame.announced]
+        assert (announced.session_id, announced.session_revision) == (session, revision)
+        assert announced.lora_name == ("french" if session else "")
 
     play(script)
 
 
-def test_a_booking_is_spoken_of_again_before_a_router_forgets_it() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open("a")
+def test_a_booking_is_renewed_before_a_router_expires_it() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open("a")
         await asyncio.sleep(RENEW_INTERVAL_S / 2)
-        await bed.open("b")
+        await harness.open("b")
         for _ in range(20):
             await asyncio.sleep(RENEW_INTERVAL_S / 4)
-            bed.router.book.expire(asyncio.get_running_loop().time())
-        assert len(bed.router.book) == 2
-        told = [b.key.request_id for frame in bed.router.frames for b in frame.announced]
-        assert told.count("a") >= 4
-        assert told.count("b") >= 4
-        await bed.generate(16)
-        assert bed.router.blocks == 5, "2 + 3"
+            harness.router.book.expire(asyncio.get_running_loop().time())
+        assert len(harness.router.book) == 2
+        renewed = [b.key.request_id for frame in harness.router.frames for b in frame.announced]
+        assert renewed.count("a") >= 4
+        assert renewed.count("b") >= 4
+        await harness.generate(16)
+        assert harness.router.blocks == 5, "2 + 3"
 
     play(script)
 
 
-def test_growth_that_is_announced_is_not_told_a_second_time() -> None:
-    async def script(bed: Bed) -> None:
-        await bed.open()
-        bed.client.output(("r", 0), 1, None)
+def test_output_in_a_renewal_is_not_sent_again() -> None:
+    async def script(harness: Harness) -> None:
+        await harness.open()
+        harness.client.output(("r", 0), 1, None)
         await asyncio.sleep(RENEW_INTERVAL_S - 0.2)
         for _ in range(60):
-            bed.client.output(("r", 0), 1, None)
+            harness.client.output(("r", 0), 1, None)
             await asyncio.sleep(0.01)
-        assert bed.router.blocks == 63
-        assert any(frame.announced for frame in bed.router.frames)
+        assert harness.router.blocks == 63
+        assert any(frame.announced for frame in harness.router.frames)
 
     play(script)
 
 
-def test_a_word_about_a_request_that_is_not_placed_is_of_no_effect() -> None:
-    async def script(bed: Bed) -> None:
+def test_output_of_an_unplaced_request_is_ignored() -> None:
+    async def script(harness: Harness) -> None:
         placed: list[RoutingDecision | MeshError] = []
         key: PlacementKey = ("r", 0)
-        bed.client.output(key, 1, None)
-        bed.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
-        bed.client.output(key, 1, None)
+        harness.client.output(key, 1, None)
+        harness.client.place(key, Query("m", 32, 0.0, block_size=BLOCKS), placed.append)
+        harness.client.output(key, 1, None)
         await asyncio.sleep(0.1)
         assert len(placed) == 1
-        assert (bed.router.blocks, bed.router.outputs) == (2, [])
+        assert (harness.router.blocks, harness.router.outputs) == (2, [])
 
     play(script)

@@ -1,4 +1,4 @@
-"""Where a client may say that its request is to run, and what is left of it without a router."""
+"""Routing hints of clients, and which of them allow a placement without a router."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_taints_reach_the_router() -> None:
         ({"routing_constraints": {"taints": []}}, "nvext.routing_constraints.taints"),
     ],
 )
-def test_what_is_no_session_and_no_taint_is_refused_by_name(
+def test_an_invalid_session_or_taint_is_refused_with_its_field(
     nvext: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
@@ -100,30 +100,30 @@ def test_what_is_no_session_and_no_taint_is_refused_by_name(
 
 
 SESSION = SessionControl("s")
-LIKES = RoutingConstraints(preferred_taints={"t": 1.0})
-NEEDS = RoutingConstraints(required_taints=frozenset({"t"}))
+PREFERRED = RoutingConstraints(preferred_taints={"t": 1.0})
+REQUIRED = RoutingConstraints(required_taints=frozenset({"t"}))
 
 
 @pytest.mark.parametrize(
     ("hints", "is_placed"),
     [
         (RoutingHints(session_control=SESSION, priority=1, priority_jump=1.0), True),
-        (RoutingHints(routing_constraints=LIKES, expected_output_tokens=5), True),
-        (RoutingHints(routing_constraints=NEEDS), False),
+        (RoutingHints(routing_constraints=PREFERRED, expected_output_tokens=5), True),
+        (RoutingHints(routing_constraints=REQUIRED), False),
         (RoutingHints(decode_worker_id=1), False),
         (RoutingHints(dp_rank=0), False),
         (RoutingHints(allowed_worker_ids=frozenset({1})), False),
     ],
 )
-def test_without_a_router_only_what_any_worker_may_serve_is_placed(
+def test_without_a_router_only_requests_for_any_worker_are_placed(
     hints: RoutingHints, is_placed: bool
 ) -> None:
     worker = Instance(1, "mesh", "worker", "", "127.0.0.1:1", model="m")
     query = Query("m", 1, 0.0, routing=hints)
-    answer = place_locally(Snapshot(1, {1: worker}), {}, query, Random(0))
+    result = place_locally(Snapshot(1, {1: worker}), {}, query, Random(0))
     if is_placed:
-        assert isinstance(answer, RoutingDecision)
-        assert answer.worker_id == 1
+        assert isinstance(result, RoutingDecision)
+        assert result.worker_id == 1
     else:
-        assert isinstance(answer, Unavailable)
-        assert answer.reason == "NO_ROUTER"
+        assert isinstance(result, Unavailable)
+        assert result.reason == "NO_ROUTER"

@@ -1,4 +1,4 @@
-"""Where a process reaches its own server, and what it makes of one that never answers."""
+"""The stall monitor: the own address, and a server that never replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2_grpc
 from common.rpc import channel as rpc
 from frontend_svc.config import FrontendConfig
 from frontend_svc.core.peers.stall_clock import StallClock
-from frontend_svc.peers import stall_monitor as pulse
+from frontend_svc.peers import stall_monitor
 from frontend_svc.peers.stall_monitor import (
     PROBE_TIMEOUT_S,
     own_address,
@@ -32,9 +32,7 @@ from tests.sim.loop import run_virtually
         ("localhost", "localhost:7"),
     ],
 )
-def test_a_process_dials_where_it_is_bound_not_where_it_is_advertised(
-    host: str, address: str
-) -> None:
+def test_a_process_dials_its_bound_address_not_the_advertised_one(host: str, address: str) -> None:
     config = FrontendConfig(
         registry="memory", host=host, advertise_host="203.0.113.1", mesh_token="t", insecure=True
     )
@@ -44,7 +42,7 @@ def test_a_process_dials_where_it_is_bound_not_where_it_is_advertised(
 @pytest.mark.parametrize(
     ("configured", "expected"), [("mesh.example", "mesh.example"), (None, "frontend.example")]
 )
-def test_its_certificate_may_bear_the_name_that_peers_ask_for(
+def test_the_own_server_name_is_the_configured_or_the_advertised_one(
     configured: str | None, expected: str
 ) -> None:
     config = FrontendConfig(registry="memory", advertise_host="frontend.example")
@@ -54,23 +52,23 @@ def test_its_certificate_may_bear_the_name_that_peers_ask_for(
 
 class _Channel:
     async def close(self) -> None:
-        """Nothing is open."""
+        pass
 
 
-@pytest.mark.parametrize("answered", [0, 5], ids=["from the start", "after answers"])
-def test_an_own_address_that_swallows_calls_costs_at_most_one_of_them(
-    monkeypatch: pytest.MonkeyPatch, answered: int
+@pytest.mark.parametrize("replies", [0, 5], ids=["from the start", "after replies"])
+def test_an_own_address_that_never_replies_counts_as_one_stall_at_most(
+    monkeypatch: pytest.MonkeyPatch, replies: int
 ) -> None:
-    asked: list[float] = []
+    calls: list[float] = []
 
-    async def swallowed(stub: Any, security: rpc.Security) -> bool:
-        asked.append(asyncio.get_running_loop().time())
-        if len(asked) <= answered:
+    async def never_reply(stub: Any, security: rpc.Security) -> bool:
+        calls.append(asyncio.get_running_loop().time())
+        if len(calls) <= replies:
             return True
         await asyncio.sleep(PROBE_TIMEOUT_S)
         return False
 
-    monkeypatch.setattr(pulse, "_is_reachable", swallowed)
+    monkeypatch.setattr(stall_monitor, "_is_reachable", never_reply)
     monkeypatch.setattr(rpc, "channel", lambda *_, **__: _Channel())
     monkeypatch.setattr(health_pb2_grpc, "HealthStub", lambda channel: None)
 
@@ -81,9 +79,9 @@ def test_an_own_address_that_swallows_calls_costs_at_most_one_of_them(
         for _ in range(1000):
             await asyncio.sleep(0.1)
             stalled_s = stall_clock.stalled_s(loop.time())
-            assert before <= stalled_s <= (PROBE_TIMEOUT_S if answered else 0.0) + 1e-6
+            assert before <= stalled_s <= (PROBE_TIMEOUT_S if replies else 0.0) + 1e-6
             before = stalled_s
-        assert len(asked) > 5
+        assert len(calls) > 5
         task.cancel()
         await asyncio.wait([task])
 

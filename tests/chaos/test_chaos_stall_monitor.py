@@ -1,4 +1,4 @@
-"""How late a process hears: by its own server's answers, or by its loop alone."""
+"""The stall monitor over real gRPC: by replies of the own server, or by the loop alone."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ GIVE_UP_S = 20.0
 
 
 class SlowHealth(health.aio.HealthServicer):
-    """Answers late, as a process does whose gRPC threads are starved.
+    """Replies late, like a process with starved gRPC threads.
 
-    The first of all is answered at once: until then only the loop is measured.
+    The first reply is immediate: until then only the loop is measured.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.answer = asyncio.Event()
-        self.asked = asyncio.Event()
-        self.has_answered = False
+        self.may_reply = asyncio.Event()
+        self.called = asyncio.Event()
+        self.has_replied = False
 
     # Any: the package has no types.
     async def Check(self, request: Any, context: Any) -> Any:
-        if self.has_answered:
-            self.asked.set()
-            await self.answer.wait()
-        self.has_answered = True
+        if self.has_replied:
+            self.called.set()
+            await self.may_reply.wait()
+        self.has_replied = True
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 class Ticks(StallClock):
-    """Counts them. third: set at the third and at each later one."""
+    """Counts ticks. third: set at the third and at each later tick."""
 
     def __init__(self, now: float) -> None:
         super().__init__(now)
@@ -65,23 +65,23 @@ async def measured(address: str) -> AsyncIterator[Ticks]:
 
 
 @pytest.mark.slow
-async def test_what_passes_before_its_own_answer_comes_is_lost() -> None:
+async def test_time_until_the_own_server_replies_counts_as_stall() -> None:
     loop, servicer, server = asyncio.get_running_loop(), SlowHealth(), rpc.server()
     rpc.add_health(server, servicer)
     port = rpc.bind(server, "127.0.0.1", 0)
     await server.start()
     try:
         async with asyncio.timeout(GIVE_UP_S), measured(f"127.0.0.1:{port}") as stall_clock:
-            await servicer.asked.wait()
-            asked_at, before = loop.time(), stall_clock.count
+            await servicer.called.wait()
+            called_at, before = loop.time(), stall_clock.count
             while stall_clock.stalled_s(loop.time()) < 0.2:
-                assert stall_clock.count == before, "no answer, no tick"
+                assert stall_clock.count == before, "no tick without a reply"
                 await asyncio.sleep(0.01)
-            assert loop.time() - asked_at >= 0.2 - 0.1
+            assert loop.time() - called_at >= 0.2 - 0.1
             stall_clock.third.clear()
-            servicer.answer.set()
+            servicer.may_reply.set()
             await stall_clock.third.wait()
-            assert stall_clock.stalled_s(loop.time()) >= 0.2, "it stays lost"
+            assert stall_clock.stalled_s(loop.time()) >= 0.2, "the stall stays counted"
     finally:
         await server.stop(None)
 
